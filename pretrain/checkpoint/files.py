@@ -1,0 +1,158 @@
+"""Checkpoint directories: which are complete, whether they are intact, which are kept.
+
+checkpoints/step-00000100/   manifest.json names every other file with its size and sha256; its presence means complete
+checkpoints/.writing-step-00000100/   not yet one, or never to be one
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+FORMAT, VERSION = "pretrain-checkpoint", 1
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def directory_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def writing_directory_of(step: int) -> str:
+    return f".writing-{directory_of(step)}"
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a `checkpoints` folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / MANIFEST).is_file()]
+    return [path for _, path in sorted(found)]
+
+
+def resolve(path: Path) -> list[Path]:
+    """The checkpoints that a path means, best last: the directory itself, or those of a run directory.
+
+    Raises CheckpointError when there is none.
+    """
+    if (path / MANIFEST).is_file() and (path / STATE).is_file():
+        return [path]
+    found = complete_checkpoints(path / "checkpoints")
+    if not found:
+        reason = "does not exist" if not path.exists() else "is neither a complete checkpoint nor a run directory with one"
+        raise CheckpointError(f"{path}: {reason}")
+    return found
+
+
+def hash_file(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file, after it has been flushed to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def _sha256(file: Any) -> str:  # Python 3.10
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write and flush to the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> Any:
+    """Raises CheckpointError naming the file when it cannot be read or parsed."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """File name -> size and sha256. Raises CheckpointError for a manifest that is missing, foreign or damaged."""
+    path = checkpoint / MANIFEST
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not a manifest of a {FORMAT}")
+    if manifest.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path}: version {manifest.get('version')} is not supported; this program reads version {VERSION}"
+        )
+    files = manifest.get("files")
+    valid = isinstance(files, dict) and all(
+        isinstance(f, dict) and isinstance(f.get("bytes"), int) and isinstance(f.get("sha256"), str) for f in files.values()
+    )
+    if not valid or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+        raise CheckpointError(f"{path}: its list of files is damaged")
+    return files
+
+
+def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
+    """Compare files with the manifest: every `parts`-th one from `part`, so that ranks can share the work.
+
+    Raises CheckpointError naming the first file that is missing, cut short or altered.
+    """
+    for index, (name, expected) in enumerate(sorted(read_manifest(checkpoint).items())):
+        if index % parts != part:
+            continue
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing")
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
+        if hash_file(path)["sha256"] != expected["sha256"]:
+            raise CheckpointError(f"{path}: its content does not match its sha256")
+
+
+def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) -> list[Path]:
+    """Remove the checkpoints that need not be kept; the removed ones. `newest`, just committed, always stays."""
+    if keep_last == 0:
+        return []
+    found = complete_checkpoints(folder)
+    keep = {newest, *found[-keep_last:]}
+    if keep_every_steps:
+        keep |= {p for p in found if int(_NAME.fullmatch(p.name)[1]) % keep_every_steps == 0}
+    removed = [p for p in found if p not in keep]
+    for path in removed:
+        discard(path)
+    return removed
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint directory such that it is incomplete from the first moment on."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def discard_unfinished(folder: Path) -> list[str]:
+    """Remove what a crashed save left behind; the names removed. Only for the one who holds the run directory."""
+    leftovers = sorted(p for p in folder.glob(".*-step-*") if p.is_dir()) if folder.is_dir() else []
+    for path in leftovers:
+        shutil.rmtree(path, ignore_errors=True)
+    return [p.name for p in leftovers]

@@ -1,0 +1,64 @@
+"""The state of a run as named tensors, the same names under every strategy (invariant 5), and nothing but tensors.
+
+    model.<parameter>                 weights
+    optim.<state>.<parameter>         optimizer state, e.g. optim.exp_avg.layers.0.mlp.up.weight
+    rng.<rank>.cpu | cuda             torch's generators, per rank
+
+Hyper-parameters are not here: they follow from the configuration and the step. Because every item is a tensor, reading a payload
+never needs to unpickle an object.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pretrain.distributed.ranks import Ranks
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The weights, by name; sharing memory with the model."""
+    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state by parameter name; sharing memory with the optimizer. Creates the state where there is none yet."""
+    if not optimizer.state:
+        _create_state(optimizer)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"optim.{key}.{name}"] = value
+    return tensors
+
+
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    # A step of zero gradients at learning rate zero makes an optimizer lay out its state and changes no weight.
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
+def rng_tensors(ranks: Ranks) -> dict[str, Tensor]:
+    """This rank's random generators. The rank is in the name: a payload keeps one of several plain tensors of one name."""
+    tensors = {f"rng.{ranks.rank}.cpu": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        tensors[f"rng.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
+    return tensors
+
+
+def restore_rng(tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    """Set this rank's generators from `rng_tensors` that were read back."""
+    for name, value in tensors.items():
+        if name == f"rng.{ranks.rank}.cpu":
+            torch.set_rng_state(value)
+        elif name == f"rng.{ranks.rank}.cuda":
+            torch.cuda.set_rng_state(value, ranks.device)

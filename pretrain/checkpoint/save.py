@@ -1,0 +1,132 @@
+"""Saving: written aside, hashed, flushed, renamed. A checkpoint is complete or invisible (invariant 6).
+
+every rank   shards of the payload -> .writing-step-N/        hash and flush what it wrote
+main rank    state.json, config.yaml, tokenizer -> same;  manifest.json last;  flush;  rename to step-N/;  retention
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from pretrain.checkpoint import files
+from pretrain.checkpoint.safe_dcp import METADATA_FILE
+from pretrain.config.schema import Checkpoint
+from pretrain.distributed.ranks import Ranks
+from pretrain.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    attachments: dict[str, Path],
+    policy: Checkpoint,
+    ranks: Ranks,
+) -> Path:
+    """Save on all ranks together; the directory of the complete checkpoint.
+
+    `state` becomes state.json, `attachments` are files or directories copied in under their names. After a failure on any rank
+    every rank raises CheckpointError, nothing of this save is visible and earlier checkpoints are untouched.
+    """
+    target, writing = folder / files.directory_of(step), folder / files.writing_directory_of(step)
+    try:
+        _together(ranks, lambda: _start(writing) if ranks.is_main else None)
+        hashes = _together(ranks, lambda: _write_payload(writing, tensors, ranks))
+        written = {name: h for part in hashes for name, h in part.items()}
+        _together(ranks, lambda: _commit(writing, target, written, state, attachments) if ranks.is_main else None)
+    except CheckpointError as error:
+        if ranks.is_main:
+            shutil.rmtree(writing, ignore_errors=True)
+        earlier = files.complete_checkpoints(folder)
+        good = f"{earlier[-1]} stays good" if earlier else "there is no earlier checkpoint"
+        raise CheckpointError(f"checkpoint of step {step} could not be saved: {writing}: {error}; {good}") from error
+    if ranks.is_main:
+        files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
+    return target
+
+
+def _together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
+    """Results of `action` on all ranks; CheckpointError on all of them if it failed on any: no rank is left waiting."""
+    problem, result = None, None
+    try:
+        result = action()
+    except (OSError, CheckpointError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+    except CheckpointException as error:  # a BaseException
+        problem = _first_cause(error)
+    outcomes = ranks.gather((problem, result))
+    for rank, (text, _) in enumerate(outcomes):
+        if text:
+            raise CheckpointError(f"rank {rank}: {text}")
+    return [value for _, value in outcomes]
+
+
+def _start(writing: Path) -> None:
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+
+
+def _write_payload(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Sizes and hashes of the files that this rank wrote."""
+    writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+    if ranks.control is None:
+        dcp.save(tensors, storage_writer=writer, no_dist=True)
+    else:
+        dcp.save(tensors, storage_writer=writer, process_group=ranks.control)
+    return {path.name: files.hash_file(path) for path in sorted(directory.glob(f"__{ranks.rank}_*"))}
+
+
+def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    names = [METADATA_FILE, files.STATE]
+    files.write_json(directory / files.STATE, {**state, "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
+    for name, source in attachments.items():
+        if source.is_dir():
+            shutil.copytree(source, directory / name)
+            names += [str(p.relative_to(directory)) for p in sorted((directory / name).rglob("*")) if p.is_file()]
+            files.fsync_directory(directory / name)
+        else:
+            shutil.copyfile(source, directory / name)
+            names.append(name)
+    return {name: files.hash_file(directory / name) for name in names}
+
+
+def _commit(
+    writing: Path, target: Path, hashes: dict[str, dict[str, Any]], state: dict[str, Any], attachments: dict[str, Path]
+) -> None:
+    hashes = hashes | _write_attachments(writing, state, attachments)
+    for name, expected in hashes.items():
+        path = writing / name
+        if not path.is_file() or path.stat().st_size != expected["bytes"]:
+            raise CheckpointError(
+                f"{name} of another rank is not visible here; the run directory must be on storage shared by all nodes"
+            )
+    files.write_json(writing / files.MANIFEST, {"format": files.FORMAT, "version": files.VERSION, "files": hashes})
+    files.fsync_directory(writing)
+    if target.exists():
+        # A damaged or refused checkpoint of the same step, which this one replaces.
+        aside = target.with_name(f".replaced-{target.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
+        os.rename(writing, target)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        os.rename(writing, target)
+    files.fsync_directory(target.parent)
+
+
+def _first_cause(error: CheckpointException) -> str:
+    for rank, (cause, _) in sorted(error.failures.items()):
+        return f"rank {rank}: {getattr(cause, 'strerror', None) or cause}".splitlines()[0]
+    return str(error).splitlines()[0]

@@ -1,0 +1,237 @@
+"""The configuration: one dataclass per YAML section.
+
+Every key carries its documentation and its legal range, so that checking (`load.py`), docs/configuration.md
+(`document.py`) and the code that uses it read the same definition. `null` means "derived"; what it was derived to is in
+the resolved configuration (`--print-config`, and config.yaml in the run directory).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def key(default: Any, help: str, *, ge=None, gt=None, le=None, lt=None, only=None) -> Any:
+    """A configuration key: default value, one line of documentation with units, and its legal range.
+
+    `only` names the single value that is legal today for a key whose other values are not built yet.
+    """
+    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "only": only}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(kind: type) -> Any:
+    """A nested section with that dataclass's own defaults; its docstring is its documentation."""
+    return field(default_factory=kind, metadata={"help": kind.__doc__})
+
+
+@dataclass
+class Run:
+    """What is run, where it is kept, and how it continues."""
+
+    name: str | None = key(None, "Name of the run directory; the stem of the config file by default.")
+    dir: str = key("runs", "Folder that holds run directories.")
+    seed: int = key(0, "Seed of the initial weights, and of the data order unless `data.seed` is set.", ge=0)
+    steps: int = key(1000, "Optimizer steps of the whole run.", ge=1)
+    resume: str = key(
+        "auto",
+        "`auto` continues from the run's newest good checkpoint or starts; `required` fails when there is none; `never` "
+        "refuses a run directory that has checkpoints; a path continues from that checkpoint or run directory.",
+    )
+    init_from: str | None = key(
+        None,
+        "Checkpoint whose weights a new run starts from (step 0, fresh optimizer), e.g. of `convert_checkpoint.py from-hf`.",
+    )
+    deterministic: bool = key(
+        False, "Bitwise reproducible kernels and reductions: the same layout resumed gives the same bits. Slower."
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device of every rank; `auto` is CUDA where there is one.")
+
+
+@dataclass
+class Rope:
+    """Rotary position embedding (Su et al., arXiv 2104.09864)."""
+
+    theta: float = key(10000.0, "Base of the rotation frequencies.", gt=0)
+
+
+@dataclass
+class Model:
+    """The network."""
+
+    family: Literal["llama"] = key("llama", "Model family; decides block structure and the Hugging Face mapping.")
+    dim: int = key(384, "Width of the residual stream.", ge=1)
+    layers: int = key(6, "Number of decoder blocks.", ge=1)
+    heads: int = key(6, "Query heads.", ge=1)
+    kv_heads: int | None = key(None, "Key/value heads (grouped-query attention); `heads` by default.", ge=1)
+    head_dim: int | None = key(None, "Width of a head; `dim / heads` by default.", ge=2)
+    ffn_dim: int | None = key(None, "Hidden width of the MLP; 8/3 of `dim`, rounded up to a multiple of 64, by default.", ge=1)
+    vocab_size: int | None = key(None, "Rows of the embedding; what the data's manifest says by default.", ge=2)
+    tie_embeddings: bool = key(False, "Use the embedding as the output head.")
+    norm_eps: float = key(1e-5, "Added to the mean square in RMSNorm.", gt=0)
+    rope: Rope = section(Rope)
+    max_sequence_length: int | None = key(
+        None,
+        "Longest sequence an export promises (`max_position_embeddings`); `data.sequence_length` by default.",
+        ge=1,
+    )
+    init_std: float = key(
+        0.02,
+        "Standard deviation of initial weights; projections into the residual stream get it over sqrt(2 × layers).",
+        gt=0,
+    )
+
+
+@dataclass
+class Source:
+    """One prepared directory."""
+
+    path: str = key("???", "Directory written by tools/prepare_data.py.")
+    name: str | None = key(None, "Name in logs; the directory's name by default.")
+    weight: float = key(1.0, "Share of the samples, relative to the other sources.", gt=0)
+
+
+@dataclass
+class Data:
+    """What is read and in which order."""
+
+    sequence_length: int = key(256, "Tokens per sample.", ge=1)
+    sources: list[Source] = key([], "Training data, mixed by weight.")
+    validation: list[Source] = key([], "Validation data; weights are not used.")
+    seed: int | None = key(None, "Seed of the data order; `run.seed` by default.", ge=0)
+    workers: int = key(
+        1, "Prefetching threads per rank; changes nothing but speed. 0 reads in the training thread.", ge=0, le=64
+    )
+    verify: Literal["full", "size"] = key(
+        "full", "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only."
+    )
+
+
+@dataclass
+class Batch:
+    """How many samples make an optimizer step. Accumulation is derived, never set."""
+
+    sequences: int = key(16, "Samples per optimizer step, over all ranks and micro-steps.", ge=1)
+    micro_sequences: int = key(16, "Samples per rank in one forward/backward.", ge=1)
+
+
+@dataclass
+class Validation:
+    """Validation loss on a fixed list of samples: the same number at any world size."""
+
+    every_steps: int = key(0, "Optimizer steps between validations, the last step always included; 0 switches it off.", ge=0)
+    sequences: int = key(64, "Samples per validation source: its first ones; 0 takes all.", ge=0)
+
+
+@dataclass
+class Optim:
+    """The optimizer. Norms, biases and embeddings get no weight decay, by rule."""
+
+    name: Literal["adamw"] = key("adamw", "AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where torch has it.")
+    lr: float = key(3e-4, "Peak learning rate.", gt=0)
+    betas: tuple[float, float] = key((0.9, 0.95), "Decay rates of the two moments; each in [0, 1).", ge=0, lt=1)
+    eps: float = key(1e-8, "Added to the root of the second moment.", gt=0)
+    weight_decay: float = key(0.1, "Decoupled weight decay, times the learning rate.", ge=0)
+    clip: float = key(1.0, "Largest gradient norm; 0 switches clipping off (the norm is still reported).", ge=0)
+
+
+@dataclass
+class Schedule:
+    """Learning rate as a pure function of the step."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = key(
+        "cosine",
+        "Shape after the warmup; `wsd` is warmup-stable-decay (arXiv 2405.18392): constant, then a linear decay.",
+    )
+    warmup_steps: int = key(0, "Steps of linear warmup from lr / warmup_steps to lr.", ge=0)
+    min_ratio: float = key(0.1, "Learning rate at the last step, as a share of the peak.", ge=0, le=1)
+    decay_steps: int | None = key(None, "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.", ge=1)
+
+
+@dataclass
+class DDP:
+    """Options of DistributedDataParallel."""
+
+    bucket_mb: float = key(25.0, "Gradient bucket size, MiB.", gt=0)
+    gradient_as_bucket_view: bool = key(True, "Let gradients be views of the buckets: saves a copy of the gradients.")
+
+
+@dataclass
+class Parallel:
+    """How the model is spread over processes. Changes speed and memory, never the mathematics."""
+
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = key(
+        "auto",
+        "`single` process; `ddp` replicates; `fsdp` shards with FSDP2 (HSDP when `replicate` and `shard` are both above 1); "
+        "`auto`: single on one process, else ddp where the replicated state fits in 40% of the device memory (always on CPU), "
+        "else fsdp.",
+    )
+    replicate: int | None = key(None, "Ranks on the replicating data-parallel axis; derived from the world size.", ge=1)
+    shard: int | None = key(None, "Ranks on the sharding data-parallel axis; derived from the world size.", ge=1)
+    tensor: int = key(1, "Tensor-parallel ranks.", only=1)
+    context: int = key(1, "Context-parallel ranks.", only=1)
+    pipeline: int = key(1, "Pipeline stages.", only=1)
+    expert: int = key(1, "Expert-parallel ranks.", only=1)
+    grad_sync: Literal["auto", "last", "every"] = key(
+        "auto",
+        "When accumulated gradients are synchronised: in the `last` micro-step (no_sync), in `every` one, or `auto`: last for "
+        "ddp, every for fsdp (keeps gradients sharded), reduce-scatter every and all-reduce last for HSDP.",
+    )
+    reshard_after_forward: bool = key(
+        True, "FSDP: free gathered block weights after forward (ZeRO-3); false keeps them for backward (ZeRO-2)."
+    )
+    offload: bool = key(False, "FSDP: keep sharded weights, gradients and optimizer state in host memory.")
+    activation_checkpointing: bool = key(False, "Recompute each block's activations in backward instead of storing them.")
+    compile: bool = key(False, "torch.compile each block.")
+    backend: Literal["auto", "gloo", "nccl"] = key("auto", "Collectives: NCCL on CUDA, gloo on CPU by default.")
+    timeout_seconds: int = key(600, "Longest wait in a collective or named barrier before the run fails.", ge=1)
+    ddp: DDP = section(DDP)
+
+
+@dataclass
+class Precision:
+    """Number formats. Parameters, gradients after reduction and optimizer moments stay in `master`."""
+
+    compute: Literal["fp32", "bf16"] = key("fp32", "Format of activations and of the weights as used in forward and backward.")
+    reduce: Literal["fp32", "bf16"] = key("fp32", "Format in which gradients are summed over ranks.")
+    master: Literal["fp32"] = key("fp32", "Format of stored parameters and optimizer moments.")
+
+
+@dataclass
+class Checkpoint:
+    """When the state is saved and how long it is kept. The last step is always saved."""
+
+    every_steps: int = key(0, "Optimizer steps between checkpoints; 0: no periodic one.", ge=0)
+    every_seconds: float = key(0.0, "Seconds between checkpoints; 0: not by time.", ge=0)
+    keep_last: int = key(2, "Newest checkpoints kept; 0 keeps all.", ge=0)
+    keep_every_steps: int = key(0, "Checkpoints at multiples of this step are kept for ever; 0: none.", ge=0)
+
+
+@dataclass
+class Log:
+    """What is reported."""
+
+    every_steps: int = key(10, "Optimizer steps between log lines.", ge=1)
+    tensorboard: bool = key(True, "Write TensorBoard event files.")
+    gradients_at: list[int] = key(
+        [], "Steps whose full pre-clip gradients are written to gradients/step-N.safetensors, for comparing layouts."
+    )
+
+
+@dataclass
+class Config:
+    """A whole run. Sections in the order in which they are read."""
+
+    run: Run = section(Run)
+    model: Model = section(Model)
+    data: Data = section(Data)
+    batch: Batch = section(Batch)
+    optim: Optim = section(Optim)
+    schedule: Schedule = section(Schedule)
+    parallel: Parallel = section(Parallel)
+    precision: Precision = section(Precision)
+    validation: Validation = section(Validation)
+    checkpoint: Checkpoint = section(Checkpoint)
+    log: Log = section(Log)

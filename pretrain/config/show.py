@@ -1,0 +1,94 @@
+"""The configuration as text: YAML that loads back, and docs/configuration.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pretrain.config.load import describe_type
+from pretrain.config.read import Origin, dump, origin_of
+from pretrain.config.schema import Config
+
+
+def to_yaml(config: Config, origins: dict[str, Origin] | None = None) -> str:
+    """The configuration as YAML that loads back; with `origins`, each value's origin as a comment."""
+    values = OmegaConf.to_container(OmegaConf.structured(config))
+    if origins is None:
+        return dump(values) + "\n"
+    return "\n".join(_lines(values, "", origins, "")) + "\n"
+
+
+def _lines(values: dict[str, Any], path: str, origins: dict[str, Origin], indent: str) -> list[str]:
+    lines = []
+    for name, value in values.items():
+        full = f"{path}.{name}" if path else name
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}:", *_lines(value, full, origins, indent + "  ")]
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            lines.append(f"{indent}{name}:")
+            for i, item in enumerate(value):
+                first, *rest = _lines(item, f"{full}.{i}", origins, indent + "    ")
+                lines += [f"{indent}  - {first.lstrip()}", *rest]
+        else:
+            text = f"{indent}{name}: {dump(value, flow=True)}"
+            lines.append(f"{text:<48} # {origin_of(full, origins)}")
+    return lines
+
+
+def to_markdown() -> str:
+    """docs/configuration.md, from the schema."""
+    parts = [
+        "# Configuration",
+        "<!-- Generated: python -m pretrain.config.show > docs/configuration.md -->",
+        "A run is one YAML file and any number of `key=value` overrides on the command line. `include: other.yaml` (or a list) "
+        "puts a file over others, relative to itself; lists are replaced, sections are merged. An unknown key, a wrong type, a "
+        "value out of range or two values that cannot go together stop the run before anything is allocated, with one line "
+        "that names the key, the file and the line.",
+        "```\npython pretrain/run.py --config configs/quickstart.yaml --print-config           # resolved, loads back\n"
+        "python pretrain/run.py --config configs/quickstart.yaml --print-config --origins # with the origin of every value\n"
+        "python pretrain/run.py --config configs/quickstart.yaml --check optim.lr=1e-3    # validate and stop\n```",
+        "`null` means derived: the key's text says from what. Numbers are YAML 1.2's: `1e-4` is a number, and `010` in a "
+        "number's place is refused. `${run.seed}` refers to another key.",
+    ]
+    for section, hint in typing.get_type_hints(Config).items():
+        parts.append(f"## `{section}`\n\n{_text(hint.__doc__)}\n\n" + "\n".join(_table(hint, section)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _text(doc: str | None) -> str:
+    return " ".join((doc or "").split())
+
+
+def _table(kind: type, path: str) -> list[str]:
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    hints = typing.get_type_hints(kind)
+    for fld in dataclasses.fields(kind):
+        hint, full = hints[fld.name], f"{path}.{fld.name}"
+        if dataclasses.is_dataclass(hint):
+            rows += _table(hint, full)[2:]
+            continue
+        item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+        if dataclasses.is_dataclass(item):
+            rows.append(f"| `{full}` | list | `[]` | {fld.metadata['help']} Each item: |")
+            rows += _table(item, f"{full}[]")[2:]
+            continue
+        default = [] if fld.default is dataclasses.MISSING else fld.default
+        shown = (
+            "required" if default == "???" else f"`{dump(list(default) if isinstance(default, tuple) else default, flow=True)}`"
+        )
+        rows.append(f"| `{full}` | {describe_type(hint)}{_range(fld.metadata)} | {shown} | {fld.metadata['help']} |")
+    return rows
+
+
+def _range(limits: Any) -> str:
+    if limits["only"] is not None:
+        return f", only {limits['only']} today"
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    return "".join(f", {sign} {limits[name]}" for name, sign in signs.items() if limits[name] is not None)
+
+
+if __name__ == "__main__":
+    print(to_markdown(), end="")

@@ -1,0 +1,35 @@
+"""Errors that a user can act on.
+
+Each carries one line that names the key, file or rank and the remedy. Entry points print that line and put the traceback
+in the log; any other exception is a defect of ours and keeps its traceback.
+"""
+
+
+class UserError(Exception):
+    """Something the user can correct. `exit_code` is what the process returns."""
+
+    exit_code = 1
+
+
+class ConfigError(UserError):
+    """The configuration cannot be used: unknown key, wrong type, out of range, or two values that cannot go together."""
+
+    exit_code = 2
+
+
+class LaunchError(UserError):
+    """The processes that were started do not fit the configuration."""
+
+    exit_code = 2
+
+
+class DataError(UserError):
+    """Prepared data or a tokenizer is missing, damaged or does not fit the run."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class TrainingError(UserError):
+    """Training cannot go on, for instance because the loss is not a number."""

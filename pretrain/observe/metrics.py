@@ -1,0 +1,89 @@
+"""Where numbers go: metrics.jsonl, TensorBoard and the console, written by the main rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Append-only: a run that went back to a checkpoint logs the repeated steps again, and the later line counts."""
+
+    def __init__(self, directory: Path, tensorboard: bool) -> None:
+        self.file = (directory / METRICS_FILE).open("a", encoding="utf-8")
+        self.board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(directory / "tensorboard"))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One object with `step`; nested objects become `parent/child` in TensorBoard."""
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        if self.board:
+            for name, value in _flat(record):
+                if name != "step" and isinstance(value, (int, float)):
+                    self.board.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board:
+            self.board.close()
+
+
+def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    items = []
+    for name, value in record.items():
+        items += _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else [(prefix + name, value)]
+    return items
+
+
+def read_metrics(run_directory: Path) -> list[dict[str, Any]]:
+    """The records of a run by step; of a step that was run twice, the later one. A torn last line is passed over."""
+    records: dict[int, dict[str, Any]] = {}
+    for line in (run_directory / METRICS_FILE).read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        records[record["step"]] = record
+    return [records[step] for step in sorted(records)]
+
+
+def progress_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
+    """A step for the console."""
+    parts = [
+        f"step {record['step']:>{len(str(steps))}}/{steps}",
+        f"loss {record['loss']:.4f}",
+        f"grad {record['grad_norm']:.3f}",
+        f"lr {record['lr']:.2e}",
+        f"{_short(record['tokens_per_second'])} tok/s",
+    ]
+    if record["mfu"] is not None:
+        parts.append(f"mfu {record['mfu']:.1%}")
+    parts += [f"validation {name} {loss:.4f}" for name, loss in record.get("validation", {}).items()]
+    return "  ".join([*parts, f"eta {duration(seconds_left)}"])
+
+
+def _short(number: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

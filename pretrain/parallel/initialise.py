@@ -1,0 +1,59 @@
+"""Initial weights as a pure function of (seed, parameter name, shape), on every layout and device (invariant 4).
+
+A parameter is drawn in blocks of rows, each from its own counter-based generator (Philox, Salmon et al., SC'11), so a rank that
+holds a shard draws the rows it holds and no others: no communication, no whole tensor anywhere, and the same values as on one
+process. The values are drawn on the host, so that a GPU starts from the same bits as a CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pretrain.models.decoder import Decoder
+
+BLOCK_ELEMENTS = 1 << 20  # part of the definition of the values: changing it changes every initial weight
+
+
+def draw_rows(seed: int, name: str, shape: tuple[int, ...], start: int, stop: int) -> np.ndarray:
+    """Rows [start, stop) of the standard normal values of a parameter, fp32."""
+    row_size = int(np.prod(shape[1:], dtype=np.int64))
+    block_rows = max(1, BLOCK_ELEMENTS // row_size)
+    rows = np.empty((max(0, stop - start), *shape[1:]), dtype=np.float32)
+    for block in range(start // block_rows, -(-stop // block_rows)):
+        first, last = block * block_rows, min((block + 1) * block_rows, shape[0])
+        key = hashlib.blake2b(f"{seed}/{name}/{list(shape)}/{block}".encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+        values = generator.standard_normal((last - first, *shape[1:]), dtype=np.float32)
+        low, high = max(first, start), min(last, stop)
+        rows[low - start : high - start] = values[low - first : high - first]
+    return rows
+
+
+@torch.no_grad()
+def initialise(model: Decoder, seed: int) -> None:
+    """Fill every parameter of a materialised model, sharded or not."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        std = model.initial_std(name)
+        if std is None:
+            local.fill_(1.0)
+        else:
+            local.copy_(_local_values(parameter, name, seed).mul_(std))
+
+
+def _local_values(parameter: Tensor, name: str, seed: int) -> Tensor:
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return torch.from_numpy(draw_rows(seed, name, shape, 0, shape[0]))
+    # Imported here: a single process needs none of DTensor's machinery, and this module path is private in places.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    rows = draw_rows(seed, name, shape, offsets[0], offsets[0] + sizes[0])
+    columns = tuple(slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:]))
+    return torch.from_numpy(np.ascontiguousarray(rows[(slice(None), *columns)]))

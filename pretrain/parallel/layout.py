@@ -1,0 +1,170 @@
+"""The arithmetic of a layout: how many ranks on which axis, and how a global batch falls into micro-steps.
+
+Pure functions of the configuration and the world size, so that every contradiction is found before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pretrain.config.schema import Config
+from pretrain.distributed.launcher import command_for
+from pretrain.errors import ConfigError, LaunchError
+
+STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments
+DDP_MEMORY_SHARE = 0.4  # `auto` replicates a state up to this share of the device memory; the rest is for activations
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What `parallel` comes to in a world of a given size."""
+
+    strategy: Literal["single", "ddp", "fsdp"]
+    replicate: int
+    shard: int
+    micro_steps: int
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicate * self.shard
+
+    @property
+    def name(self) -> str:
+        if self.strategy == "single":
+            return "single"
+        if self.strategy == "fsdp" and self.replicate > 1 and self.shard > 1:
+            return f"hsdp {self.replicate}x{self.shard}"
+        return f"{self.strategy} {self.data_size}"
+
+
+def expected_world_size(config: Config) -> int | None:
+    """Processes that the configuration itself asks for; None where it leaves that to the launcher."""
+    parallel = config.parallel
+    if parallel.strategy == "single":
+        return 1
+    if parallel.strategy == "ddp" and parallel.replicate:
+        return parallel.replicate
+    if parallel.replicate and parallel.shard:
+        return parallel.replicate * parallel.shard
+    return None
+
+
+def plan_layout(config: Config, world_size: int, parameters: int, device_memory: int | None) -> Layout:
+    """The layout of a run. `device_memory`: bytes of one device, None on CPU. Raises LaunchError or ConfigError."""
+    check_options(config)
+    strategy = config.parallel.strategy
+    if strategy == "auto":
+        strategy = _automatic(world_size, parameters, device_memory)
+    replicate, shard = _axes(config, strategy, world_size)
+    _check_strategy_options(config, strategy)
+    return Layout(strategy, replicate, shard, _micro_steps(config, replicate * shard))
+
+
+def _automatic(world_size: int, parameters: int, device_memory: int | None) -> Literal["single", "ddp", "fsdp"]:
+    if world_size == 1:
+        return "single"
+    fits = device_memory is None or parameters * STATE_BYTES_PER_PARAMETER <= DDP_MEMORY_SHARE * device_memory
+    return "ddp" if fits else "fsdp"
+
+
+def _axes(config: Config, strategy: str, world_size: int) -> tuple[int, int]:
+    replicate, shard = config.parallel.replicate, config.parallel.shard
+    if strategy in ("single", "ddp") and (shard or 1) > 1:
+        raise ConfigError(f"parallel.strategy={strategy} cannot shard, and parallel.shard={shard}; use parallel.strategy=fsdp")
+    if strategy == "single":
+        if (replicate or 1) > 1:
+            raise ConfigError(f"parallel.strategy=single cannot replicate, and parallel.replicate={replicate}; use ddp")
+        if world_size > 1:
+            raise LaunchError(
+                f"parallel.strategy=single runs in one process and {world_size} were started; "
+                "start one (python pretrain/run.py ...) or set parallel.strategy=ddp, fsdp or auto"
+            )
+        return 1, 1
+    if strategy == "ddp":
+        replicate, shard = replicate or world_size, 1
+    elif replicate is None and shard is None:
+        replicate, shard = 1, world_size
+    elif shard is None or replicate is None:
+        given = replicate or shard
+        other = world_size // given if world_size % given == 0 else 0
+        replicate, shard = (given, other) if shard is None else (other, given)
+    _check_world(config, strategy, replicate, shard, world_size)
+    return replicate, shard
+
+
+def _check_world(config: Config, strategy: str, replicate: int, shard: int, world_size: int) -> None:
+    wanted = replicate * shard
+    keys = (
+        f"parallel.strategy={strategy}, parallel.replicate={config.parallel.replicate}, parallel.shard={config.parallel.shard}"
+    )
+    if wanted == 0:
+        given = config.parallel.replicate or config.parallel.shard
+        below = max(world_size // given * given, given)
+        raise LaunchError(f"{keys}: {world_size} processes do not divide by {given}; start {below} or {below + given}")
+    if wanted != world_size:
+        raise LaunchError(
+            f"{keys} expects {wanted} processes, {world_size} started; start them with: {command_for(wanted)}"
+            + (" (on a host without GPU, accelerate launch needs --multi_gpu to start several)" if world_size == 1 else "")
+        )
+    if world_size == 1 and config.parallel.replicate is None and config.parallel.shard is None:
+        raise LaunchError(
+            f"parallel.strategy={strategy} expects several processes, 1 started; start them with: {command_for(2)} "
+            "(on a host without GPU, accelerate launch needs --multi_gpu to start several), or say that one is meant: "
+            f"parallel.strategy=single, or parallel.{'replicate' if strategy == 'ddp' else 'shard'}=1"
+        )
+
+
+def _micro_steps(config: Config, data_size: int) -> int:
+    sequences, micro = config.batch.sequences, config.batch.micro_sequences
+    unit = data_size * micro
+    if sequences % unit == 0:
+        return sequences // unit
+    below = sequences // unit * unit
+    near = " or ".join(str(n) for n in (below, below + unit) if n)
+    micros = [n for n in range(1, sequences // data_size + 1) if sequences % (n * data_size) == 0]
+    remedy = f"nearest legal batch.sequences: {near}"
+    if micros:
+        remedy += f"; nearest legal batch.micro_sequences: {min(micros, key=lambda n: (abs(n - micro), n))}"
+    raise ConfigError(
+        f"batch.sequences={sequences} is not divisible by batch.micro_sequences={micro} times {data_size} data-parallel ranks; {remedy}"
+    )
+
+
+def check_options(config: Config) -> None:
+    """Values that cannot go together whatever the world size. Raises ConfigError naming both keys."""
+    schedule, steps = config.schedule, config.run.steps
+    if schedule.warmup_steps > steps:
+        raise ConfigError(f"schedule.warmup_steps={schedule.warmup_steps} is above run.steps={steps}; at most {steps}")
+    if schedule.decay_steps is not None and schedule.name != "wsd":
+        raise ConfigError(
+            f"schedule.decay_steps={schedule.decay_steps} has no effect with schedule.name={schedule.name}; use wsd"
+        )
+    if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
+        raise ConfigError(
+            f"schedule.warmup_steps={schedule.warmup_steps} and schedule.decay_steps={schedule.decay_steps} do not fit in "
+            f"run.steps={steps}; decay_steps at most {steps - schedule.warmup_steps}"
+        )
+    if config.validation.every_steps and not config.data.validation:
+        raise ConfigError(
+            f"validation.every_steps={config.validation.every_steps}, but data.validation is empty; name a source or set 0"
+        )
+    if config.run.init_from and config.run.resume not in ("auto", "never"):
+        raise ConfigError(
+            f"run.init_from={config.run.init_from} and run.resume={config.run.resume} both say where to start; keep one"
+        )
+    if math.isclose(config.schedule.min_ratio, 1) and config.schedule.name == "wsd":
+        raise ConfigError("schedule.min_ratio=1 with schedule.name=wsd never decays; use schedule.name=constant")
+
+
+def _check_strategy_options(config: Config, strategy: str) -> None:
+    if strategy == "fsdp":
+        return
+    for name, default in (("offload", False), ("reshard_after_forward", True)):
+        value = getattr(config.parallel, name)
+        if value != default:
+            raise ConfigError(
+                f"parallel.{name}={str(value).lower()} acts on sharded weights and has no effect with parallel.strategy={strategy}"
+            )

@@ -1,0 +1,62 @@
+"""The entry of a training run: the same command under python, torchrun and accelerate launch.
+
+python pretrain/run.py --config configs/X.yaml key=value ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Started by path, Python puts this package's own folder first, where `data`, `config`, ... would shadow other modules.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from pretrain.errors import UserError
+
+log = logging.getLogger("pretrain.run")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="pretrain/run.py", description="Train a language model.")
+    parser.add_argument("--config", required=True, help="YAML file; see docs/configuration.md")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("--origins", action="store_true", help="with --print-config: where every value was written")
+    parser.add_argument("--check", action="store_true", help="check configuration, data and layout, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a configuration value")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, and return the exit code: 0 finished or preempted, 1 failed, 2 a configuration or launch that cannot work."""
+    arguments = parse(argv)
+    try:
+        return run(arguments)
+    except UserError as error:
+        # One line for the user; the traceback is in logs/rank-N.log where the run got as far as having one.
+        log.debug("", exc_info=True)
+        if os.environ.get("RANK", "0") == "0" or not str(error).startswith("rank"):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from pretrain.config.load import load_config
+    from pretrain.config.show import to_yaml
+
+    config, origins = load_config(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        from pretrain.train.plan import complete_config
+
+        print(to_yaml(complete_config(config), origins if arguments.origins else None), end="")
+        return 0
+    from pretrain.train.session import check, train
+
+    return check(config) if arguments.check else train(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The directory of a run: who holds it, which run it is, and what state it is in."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import CheckpointError
+
+
+class RunDirectory:
+    """Held by the main rank for as long as the process lives; the other ranks only know its path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._lock: Any = None
+        self._held = False
+
+    def claim(self, identity: dict[str, Any]) -> None:
+        """Create or take over the directory. CheckpointError if another process holds it or it is another run's."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "another process"
+            raise CheckpointError(f"{self.path} is in use by {holder}; wait for it, or choose another run.name") from error
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._lock.flush()
+        path = self.path / "identity.json"
+        if path.exists():
+            was = json.loads(path.read_text(encoding="utf-8"))
+            changed = [
+                f"{k} was {was.get(k)} and is {identity.get(k)}"
+                for k in sorted(was.keys() | identity)
+                if was.get(k) != identity.get(k)
+            ]
+            if changed:
+                raise CheckpointError(
+                    f"{self.path} holds another run: {'; '.join(changed)}; choose another run.name, or restore these values"
+                )
+        else:
+            replace_text(path, json.dumps(identity, indent=1) + "\n")
+        self._held = True
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has claimed the directory, and may write into it."""
+        return self._held
+
+    def write_status(self, state: str, step: int, reason: str | None = None) -> None:
+        """status.json: running, finished, preempted or failed."""
+        replace_text(self.path / "status.json", json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file such that a reader sees the old content or the new, never a part."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)

@@ -1,0 +1,131 @@
+"""One process of a run, from a configuration to an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from pretrain.config.schema import Config
+from pretrain.config.show import to_yaml
+from pretrain.distributed import ranks as distributed
+from pretrain.distributed.launcher import check_launcher
+from pretrain.distributed.ranks import Ranks
+from pretrain.errors import CheckpointError, DataError
+from pretrain.observe.flops import flops_per_token
+from pretrain.observe.logs import log_to_console, log_to_file
+from pretrain.observe.metrics import duration
+from pretrain.parallel.layout import expected_world_size
+from pretrain.train.plan import Plan, make_plan
+from pretrain.train.run_directory import RunDirectory, replace_text
+from pretrain.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def check(config: Config) -> int:
+    """Everything that can be known to go wrong before a run, for the processes it asks for or those that were started."""
+    check_launcher(config)
+    _, local_rank, world_size = distributed.launched_ranks()
+    world_size = expected_world_size(config) or world_size
+    plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
+    print("\n".join(describe(plan, world_size)))
+    print("the configuration is valid")
+    return 0
+
+
+def train(config: Config) -> int:
+    """Train; 0 when finished or preempted. UserError is raised after the run's status says `failed`."""
+    check_launcher(config)
+    rank, local_rank, world_size = distributed.launched_ranks()
+    log_to_console(rank == 0)
+    # Deterministic cuBLAS must be asked for before the first CUDA call.
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
+    directory = RunDirectory(_path_of(plan.config))
+    ranks = distributed.start(plan.config)
+    trainer = None
+    try:
+        _claim(directory, plan, ranks)
+        _verify_data(plan, ranks)
+        trainer = Trainer(plan, ranks, directory)
+        outcome = trainer.fit()
+        ranks.barrier("end of the run", plan.config.parallel.timeout_seconds)
+        if ranks.is_main:
+            directory.write_status(outcome, trainer.progress.step, _REASONS[outcome])
+            log.info("%s at step %d: %s", outcome, trainer.progress.step, directory.path)
+    except BaseException as error:
+        _record_failure(directory, trainer, ranks, error)
+        raise
+    distributed.stop()
+    return 0
+
+
+_REASONS = {"finished": None, "preempted": "asked to stop by a signal; the same command continues"}
+
+
+def _path_of(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+def _claim(directory: RunDirectory, plan: Plan, ranks: Ranks) -> None:
+    problem = None
+    if ranks.is_main:
+        try:
+            directory.claim(plan.identity())
+        except (OSError, CheckpointError) as error:
+            problem = str(error)
+    # Raised on every rank: none is left waiting in a collective for one that gave up.
+    ranks.agree("run directory", problem, CheckpointError)
+    log_to_file(directory.path / "logs", ranks.rank)
+    if ranks.is_main:
+        replace_text(directory.path / "config.yaml", to_yaml(plan.config))
+        directory.write_status("running", 0)
+        for line in describe(plan, ranks.world_size):
+            log.info(line)
+
+
+def _verify_data(plan: Plan, ranks: Ranks) -> None:
+    if plan.config.data.verify == "size":
+        return
+    started, problem = time.monotonic(), None
+    try:
+        for source in [*plan.stream.sources, *plan.validation]:
+            source.data.verify(ranks.rank, ranks.world_size)
+    except DataError as error:
+        problem = str(error)
+    ranks.agree("data verification", problem, DataError)
+    if ranks.is_main:
+        log.info("data: every shard matches its sha256 (%s)", duration(time.monotonic() - started))
+
+
+def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ranks, error: BaseException) -> None:
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    logging.getLogger("pretrain.traceback").log(logging.ERROR, "%s\n%s", line, traceback.format_exc())
+    if ranks.is_main and directory.is_held:
+        directory.write_status("failed", trainer.progress.step if trainer else 0, line)
+
+
+def describe(plan: Plan, world_size: int) -> list[str]:
+    """The run in a few lines."""
+    config, layout = plan.config, plan.layout
+    model, batch, precision = config.model, config.batch, config.precision
+    tokens = batch.sequences * config.data.sequence_length
+    samples = sum(len(source) for source in plan.stream.sources)
+    return [
+        f"run      {_path_of(config)}: {config.run.steps} steps of {tokens} tokens",
+        f"model    {model.family}, {plan.parameters:,} parameters: {model.layers} layers of {model.dim}, {model.heads} heads, "
+        f"vocabulary {model.vocab_size}; {flops_per_token(model, config.data.sequence_length):.3g} FLOPs per token",
+        f"data     {', '.join(source.name for source in plan.stream.sources)}: {samples:,} samples of "
+        f"{config.data.sequence_length} tokens, {config.run.steps * batch.sequences / samples:.2f} epochs",
+        f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {batch.sequences} sequences = "
+        f"{layout.data_size} ranks x {layout.micro_steps} micro-steps x {batch.micro_sequences}",
+        f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
+        f"moments {precision.master}",
+    ]

@@ -1,0 +1,40 @@
+"""Validation loss on a fixed list of samples: the first ones of each source, in order, at any world size."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pretrain.data.stream import Samples
+from pretrain.distributed.ranks import Ranks
+from pretrain.models.loss import IGNORED
+
+
+@torch.no_grad()
+def validate(call: nn.Module, source: Samples, sequences: int, micro_sequences: int, ranks: Ranks) -> float:
+    """Mean token loss over the first `sequences` samples of a source (0: all), the same on every rank.
+
+    Each sample's summed loss is put in its place in one list and the list is added up in order in fp64, so that the result
+    does not depend on how the samples were spread over ranks. Every rank makes the same number of forward passes: sharded
+    weights are gathered by all ranks together.
+    """
+    count = min(sequences, len(source)) if sequences else len(source)
+    losses = torch.zeros(count, dtype=torch.float64)
+    tokens = torch.zeros(count, dtype=torch.int64)
+    per_pass = micro_sequences * ranks.world_size
+    for first in range(0, count, per_pass):
+        start = first + ranks.rank * micro_sequences
+        here = range(min(start, count), min(start + micro_sequences, count))
+        # A short pass is filled up with a repeated sample that carries no loss.
+        windows = np.stack([source.read(i) for i in here] + [source.read(0)] * (micro_sequences - len(here)))
+        inputs, targets = torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+        targets[len(here) :] = IGNORED
+        losses_B = call(inputs.to(ranks.device), targets.to(ranks.device)).double().cpu()
+        losses[here.start : here.stop] = losses_B[: len(here)]
+        tokens[here.start : here.stop] = (targets[: len(here)] != IGNORED).sum(dim=1)
+    if ranks.control is not None:
+        dist.all_reduce(losses, group=ranks.control)
+        dist.all_reduce(tokens, group=ranks.control)
+    return float(losses.sum() / tokens.sum())

@@ -6,9 +6,20 @@ in the log; any other exception is a defect of ours and keeps its traceback.
 
 
 class UserError(Exception):
-    """Something the user can correct. `exit_code` is what the process returns."""
+    """Something the user can correct. `exit_code` is what the process returns.
+
+    Most are met by all ranks alike, and one rank of each host prints them; one that is met by a single rank says so with
+    `on_rank`, and is printed by that rank.
+    """
 
     exit_code = 1
+    rank: int | None = None
+
+    def on_rank(self, rank: int) -> "UserError":
+        """The same error, known to be of this rank only."""
+        error = type(self)(f"rank {rank}: {self}")
+        error.rank = rank
+        return error
 
 
 class ConfigError(UserError):

@@ -6,7 +6,6 @@ python pretrain/run.py --config configs/X.yaml key=value ...
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from pathlib import Path
@@ -16,8 +15,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from pretrain.errors import UserError
-
-log = logging.getLogger("pretrain.run")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -37,8 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(arguments)
     except UserError as error:
         # One line for the user; the traceback is in logs/rank-N.log where the run got as far as having one.
-        log.debug("", exc_info=True)
-        if os.environ.get("RANK", "0") == "0" or not str(error).startswith("rank"):
+        if os.environ.get("LOCAL_RANK", "0") == "0" or error.rank is not None:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 

@@ -26,8 +26,8 @@ def directory_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def writing_directory_of(step: int) -> str:
-    return f".writing-{directory_of(step)}"
+def writing_directory_of(target: Path) -> Path:
+    return target.with_name(f".writing-{target.name}")
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

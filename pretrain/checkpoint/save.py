@@ -35,12 +35,28 @@ def save_checkpoint(
     policy: Checkpoint,
     ranks: Ranks,
 ) -> Path:
-    """Save on all ranks together; the directory of the complete checkpoint.
+    """Save a run's state on all ranks together, then retire what the policy no longer keeps; the complete checkpoint."""
+    target = folder / files.directory_of(step)
+    try:
+        write_checkpoint(target, tensors, state, attachments, ranks)
+    except CheckpointError as error:
+        earlier = files.complete_checkpoints(folder)
+        good = f"{earlier[-1]} stays good" if earlier else "there is no earlier checkpoint"
+        raise CheckpointError(f"checkpoint of step {step} could not be saved: {error}; {good}") from error
+    if ranks.is_main:
+        files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
+    return target
+
+
+def write_checkpoint(
+    target: Path, tensors: dict[str, Tensor], state: dict[str, Any], attachments: dict[str, Path], ranks: Ranks
+) -> None:
+    """Write one checkpoint directory on all ranks together.
 
     `state` becomes state.json, `attachments` are files or directories copied in under their names. After a failure on any rank
     every rank raises CheckpointError, nothing of this save is visible and earlier checkpoints are untouched.
     """
-    target, writing = folder / files.directory_of(step), folder / files.writing_directory_of(step)
+    writing = files.writing_directory_of(target)
     try:
         _together(ranks, lambda: _start(writing) if ranks.is_main else None)
         hashes = _together(ranks, lambda: _write_payload(writing, tensors, ranks))
@@ -49,12 +65,7 @@ def save_checkpoint(
     except CheckpointError as error:
         if ranks.is_main:
             shutil.rmtree(writing, ignore_errors=True)
-        earlier = files.complete_checkpoints(folder)
-        good = f"{earlier[-1]} stays good" if earlier else "there is no earlier checkpoint"
-        raise CheckpointError(f"checkpoint of step {step} could not be saved: {writing}: {error}; {good}") from error
-    if ranks.is_main:
-        files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
-    return target
+        raise CheckpointError(f"{writing}: {error}") from error
 
 
 def _together(ranks: Ranks, action: Callable[[], T]) -> list[T]:

@@ -116,7 +116,7 @@ class ShardWriter:
         while first < len(ends):
             room = self._shard_tokens - (self._files.tokens if self._files else 0)
             last = int(np.searchsorted(ends, begin + room, side="right"))
-            if last == first and self._files:
+            if last <= first and self._files:
                 self._close_shard()
                 continue
             last = max(last, first + 1)

@@ -11,8 +11,9 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, MutableMapping
+from typing import get_args, get_type_hints
 
-from pretrain.config.schema import Config
+from pretrain.config.schema import Config, Precision
 from pretrain.errors import LaunchError
 
 _TRUE = {"1", "true", "yes", "on"}
@@ -20,16 +21,28 @@ _TRUE = {"1", "true", "yes", "on"}
 
 def check_launcher(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:
     """Raise LaunchError for the first accelerate setting that contradicts the configuration; drop loader-changing settings."""
-    for name, value in sorted(environ.items()):
-        rule = _RULES.get(name)
-        problem = rule(config, value.strip()) if rule and value.strip() else None
+    for name, rule in _RULES.items():
+        value = environ.get(name, "").strip()
+        problem = rule(config, value) if value else None
         if problem:
             key, ours, remedy = problem
-            raise LaunchError(f"accelerate's {name}={value} contradicts {key}={ours} of the configuration; {remedy}")
+            raise LaunchError(f"accelerate's {name}={value} contradicts {key}={_text(ours)} of the configuration; {remedy}")
+    _check_started(config, environ)
     # With both set, transformers leaves weights unloaded on every rank but the first.
     if environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING")
         environ.pop("ACCELERATE_USE_FSDP", None)
+
+
+def _check_started(config: Config, environ: MutableMapping[str, str]) -> None:
+    # ACCELERATE_USE_CPU comes from the path that starts one process, and MASTER_ADDR with it only where several were asked
+    # for. With strategy=auto the run would otherwise train alone and say nothing.
+    if "ACCELERATE_USE_CPU" in environ and "MASTER_ADDR" in environ and "RANK" not in environ:
+        wanted = max(2, (config.parallel.replicate or 1) * (config.parallel.shard or 1))
+        raise LaunchError(
+            "accelerate launch was asked for several processes and started one: without several GPUs it needs --multi_gpu "
+            "--num_processes N, or --config_file launch/accelerate/cpu_2.yaml; or start them with: " + command_for(wanted)
+        )
 
 
 def command_for(processes: int) -> str:
@@ -39,27 +52,43 @@ def command_for(processes: int) -> str:
 
 
 Problem = tuple[str, object, str] | None
+Rule = Callable[[Config, str], Problem]
 
 
 def _on(value: str) -> bool:
     return value.lower() in _TRUE
 
 
+def _text(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _value(config: Config, key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
 def _precision(config: Config, value: str) -> Problem:
     if value.lower() in ("no", config.precision.compute):
         return None
-    return "precision.compute", config.precision.compute, f"set precision.compute={value} or launch with --mixed_precision no"
+    legal = value.lower() in get_args(get_type_hints(Precision)["compute"])
+    ours = f"set precision.compute={value} or " if legal else ""
+    return "precision.compute", config.precision.compute, f"{ours}launch with --mixed_precision no"
 
 
-def _refuse(what: str) -> Callable[[Config, str], Problem]:
+def _refuse(flag: str, key: str = "parallel.strategy", unset: str | None = None) -> Rule:
+    """A setting with no counterpart here; `unset` is what accelerate writes when nobody chose it (by default: false)."""
+
     def rule(config: Config, value: str) -> Problem:
-        return ("parallel.strategy", config.parallel.strategy, f"launch without {what}") if _on(value) else None
+        chosen = _on(value) if unset is None else value.lower() != unset.lower()
+        return (key, _value(config, key), f"launch without {flag}") if chosen else None
 
     return rule
 
 
 def _use_fsdp(config: Config, value: str) -> Problem:
-    if not _on(value) or config.parallel.strategy in ("fsdp", "auto"):
+    # `auto` may come to ddp, so it is not enough.
+    if not _on(value) or config.parallel.strategy == "fsdp":
         return None
     return "parallel.strategy", config.parallel.strategy, "set parallel.strategy=fsdp or launch without --use_fsdp"
 
@@ -68,18 +97,14 @@ def _fsdp_version(config: Config, value: str) -> Problem:
     return None if value == "2" else ("parallel.strategy", "fsdp (FSDP2)", "launch with --fsdp_version 2")
 
 
-def _flag(key: str, get: Callable[[Config], bool], default: bool = False) -> Callable[[Config, str], Problem]:
+def _flag(key: str, default: bool = False) -> Rule:
     """A setting that accelerate writes as `default` when nobody chose it."""
 
     def rule(config: Config, value: str) -> Problem:
-        ours = get(config)
+        ours = bool(_value(config, key))
         if _on(value) in (default, ours):
             return None
-        return (
-            key,
-            str(ours).lower(),
-            f"set {key}={str(not ours).lower()} or leave the setting out of accelerate's configuration",
-        )
+        return key, ours, f"set {key}={_text(not ours)} or leave the setting out of accelerate's configuration"
 
     return rule
 
@@ -92,9 +117,11 @@ def _use_cpu(config: Config, value: str) -> Problem:
 
 
 def _dynamo(config: Config, value: str) -> Problem:
-    if value.lower() == "no" or config.parallel.compile:
+    ours, inductor = config.parallel.compile, value.lower() == "inductor"
+    if value.lower() == "no" or (inductor and ours):
         return None
-    return "parallel.compile", "false", "set parallel.compile=true or launch with --dynamo_backend no"
+    set_ours = "set parallel.compile=true or " if inductor else ""
+    return "parallel.compile", "true (inductor)" if ours else ours, f"{set_ours}launch with --dynamo_backend no"
 
 
 def _accumulation(config: Config, value: str) -> Problem:
@@ -104,7 +131,7 @@ def _accumulation(config: Config, value: str) -> Problem:
     return "batch.sequences/batch.micro_sequences", sizes, "accumulation is derived from the batch section; leave it at 1"
 
 
-def _size(axis: str) -> Callable[[Config, str], Problem]:
+def _size(axis: str) -> Rule:
     def rule(config: Config, value: str) -> Problem:
         ours = getattr(config.parallel, axis)
         if value in ("1", str(ours)):
@@ -114,19 +141,25 @@ def _size(axis: str) -> Callable[[Config, str], Problem]:
     return rule
 
 
-_RULES: dict[str, Callable[[Config, str], Problem]] = {
+# In this order: a setting is judged after the one that gives it its meaning.
+_RULES: dict[str, Rule] = {
     "ACCELERATE_MIXED_PRECISION": _precision,
     "ACCELERATE_USE_CPU": _use_cpu,
     "ACCELERATE_USE_DEEPSPEED": _refuse("--use_deepspeed"),
     "ACCELERATE_USE_MEGATRON_LM": _refuse("--use_megatron_lm"),
     "ACCELERATE_USE_FSDP": _use_fsdp,
     "FSDP_VERSION": _fsdp_version,
-    "FSDP_RESHARD_AFTER_FORWARD": _flag(
-        "parallel.reshard_after_forward", lambda c: c.parallel.reshard_after_forward, default=True
+    "FSDP_SHARDING_STRATEGY": _refuse("--fsdp_sharding_strategy", "parallel.strategy", unset="FULL_SHARD"),
+    "FSDP_RESHARD_AFTER_FORWARD": _flag("parallel.reshard_after_forward", default=True),
+    "FSDP_OFFLOAD_PARAMS": _flag("parallel.offload"),
+    "FSDP_ACTIVATION_CHECKPOINTING": _flag("parallel.activation_checkpointing"),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": _refuse(
+        "--fsdp_activation_checkpointing_offload", "parallel.activation_checkpointing"
     ),
-    "FSDP_OFFLOAD_PARAMS": _flag("parallel.offload", lambda c: c.parallel.offload),
-    "FSDP_ACTIVATION_CHECKPOINTING": _flag("parallel.activation_checkpointing", lambda c: c.parallel.activation_checkpointing),
     "ACCELERATE_DYNAMO_BACKEND": _dynamo,
+    "ACCELERATE_DYNAMO_MODE": _refuse("--dynamo_mode", "parallel.compile", unset="default"),
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": _refuse("--dynamo_use_fullgraph", "parallel.compile"),
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": _refuse("--dynamo_use_dynamic", "parallel.compile"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": _accumulation,
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": _size("replicate"),
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": _size("shard"),

@@ -89,9 +89,8 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
-        raise LaunchError(
-            f"run.device=cuda: local rank {local_rank} has no GPU, this host shows {count}; start at most {count} processes here"
-        )
+        error = LaunchError(f"run.device=cuda: this host shows {count} GPUs; start at most {count} processes here")
+        raise error.on_rank(int(os.environ.get("RANK", "0")))
     return torch.device("cuda", local_rank)
 
 

@@ -6,6 +6,7 @@ import logging
 import sys
 from pathlib import Path
 
+TRACEBACKS = "pretrain.traceback"  # a logger for the files only
 FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
 
 
@@ -14,6 +15,7 @@ def log_to_console(is_main: bool) -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_main else logging.CRITICAL)
+    handler.addFilter(lambda record: record.name != TRACEBACKS)
     root = logging.getLogger("pretrain")
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

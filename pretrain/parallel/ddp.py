@@ -39,7 +39,6 @@ class DataParallel:
         self.wrapped = DistributedDataParallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            broadcast_buffers=False,
             bucket_cap_mb=options.bucket_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             find_unused_parameters=self.keep_buckets,
@@ -52,8 +51,8 @@ class DataParallel:
         return nullcontext() if last or self.every else self.wrapped.no_sync()
 
 
-def _average_in_bf16(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    # torch's own bf16 hook refuses gloo. The parameter must be called `bucket`.
+def _average_in_bf16(state: None, bucket) -> torch.futures.Future[torch.Tensor]:
+    # torch's own bf16 hook refuses gloo. The parameter must be called `bucket`, and an annotation must not be a string.
     buffer = bucket.buffer()
     small = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     return dist.all_reduce(small, async_op=True).get_future().then(lambda done: buffer.copy_(done.value()[0]))

@@ -17,7 +17,7 @@ from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.observe.flops import flops_per_token
-from pretrain.observe.logs import log_to_console, log_to_file
+from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
 from pretrain.train.plan import Plan, make_plan
@@ -107,7 +107,7 @@ def _verify_data(plan: Plan, ranks: Ranks) -> None:
 
 def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ranks, error: BaseException) -> None:
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    logging.getLogger("pretrain.traceback").log(logging.ERROR, "%s\n%s", line, traceback.format_exc())
+    logging.getLogger(TRACEBACKS).log(logging.ERROR, "%s\n%s", line, traceback.format_exc())
     if ranks.is_main and directory.is_held:
         directory.write_status("failed", trainer.progress.step if trainer else 0, line)
 

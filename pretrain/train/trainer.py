@@ -6,9 +6,11 @@ batch of the step (this rank's share) --micro-step by micro-step--> gradients, s
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from pretrain.checkpoint.payload import model_tensors, optimizer_tensors, restor
 from pretrain.checkpoint.save import save_checkpoint
 from pretrain.data.loader import Loader, StepBatch
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, TrainingError
+from pretrain.errors import CheckpointError, DataError, TrainingError
 from pretrain.models.decoder import Decoder
 from pretrain.models.loss import IGNORED
 from pretrain.observe.flops import flops_per_token, peak_flops
@@ -154,7 +156,7 @@ class Trainer:
             self.window = Window()
             while progress.step < config.run.steps:
                 started = time.monotonic()
-                batch = next(batches)
+                batch = self._next(batches)
                 waited = time.monotonic() - started
                 verdict = self._agree(batch, stop)
                 if verdict.stop or verdict.save:
@@ -167,6 +169,12 @@ class Trainer:
             if self.last_saved != progress.step:
                 self.save()
         return "finished"
+
+    def _next(self, batches: Iterator[StepBatch]) -> StepBatch:
+        try:
+            return next(batches)
+        except DataError as error:
+            raise error.on_rank(self.ranks.rank) from error
 
     def _agree(self, batch: StepBatch, stop: StopRequest) -> Verdict:
         every = self.config.checkpoint.every_seconds
@@ -215,6 +223,7 @@ class Trainer:
             "tokens": self.progress.tokens,
             "world_size": self.ranks.world_size,
             "layout": self.plan.layout.name,
+            "model": dataclasses.asdict(self.config.model),
             "identity": self.plan.identity(),
             "torch": torch.__version__,
         }

@@ -1,0 +1,230 @@
+"""Trains the tokenizers that ship without a download.
+
+    bpe, unigram   SentencePiece with byte fallback, lossless: what is decoded is what was encoded, to the last space
+    byte           256 bytes and <|endoftext|>; id == byte value
+    char           the characters of the corpus and <|endoftext|>; ids in code point order
+
+`byte` and `char` are written in the Hugging Face format (tokenizer.json), the others as tokenizer.model.
+Everything is deterministic: the same corpus in the same order gives the same file.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pretrain.data.documents import Document, find_inputs, read_documents
+from pretrain.data.progress import MEGABYTE, CorpusProgress
+from pretrain.data.staging import staged_directory
+from pretrain.data.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
+from pretrain.errors import ConfigError, DataError
+
+MODEL_TYPES = ("bpe", "unigram", "byte", "char")
+END_OF_TEXT = "<|endoftext|>"
+BYTES = 256
+PIECE_BYTES = 2048  # longest stretch of text handed to SentencePiece at once
+SAMPLE_PIECES = 200_000  # stretches kept of a larger corpus: at most 400 MB of text in memory
+_SEED = 0
+_THREADS = 16  # a constant, because unigram training rounds differently for another number of threads
+
+
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """The outcome of `train_tokenizer`; `str()` of it is the closing line of the tool."""
+
+    path: Path
+    model_type: str
+    vocab_size: int
+    documents: int
+    seconds: float
+
+    def __str__(self) -> str:
+        origin = f"from {self.documents:,} documents in {self.seconds:.1f} s"
+        return f"trained {self.path} ({self.model_type}, {self.vocab_size:,} tokens, {origin})"
+
+
+def train_tokenizer(
+    inputs: Sequence[str],
+    output: str | Path,
+    model_type: str,
+    vocab_size: int | None = None,
+    *,
+    text_field: str = "text",
+    text_mode: str = "file",
+    sample_pieces: int = SAMPLE_PIECES,
+) -> TrainedTokenizer:
+    """Train on the files that the glob patterns `inputs` match and write the tokenizer into the new directory `output`.
+
+    `vocab_size` counts every id. It is exact for bpe and unigram, an upper limit for char, and 257 or None for byte, which
+    learns nothing and needs no input. Of more than `sample_pieces` stretches of 2 kB a uniform sample is learned from.
+
+    Raises ConfigError for arguments that do not fit, DataError for the corpus; nothing is left behind then.
+    """
+    _check_arguments(inputs, model_type, vocab_size)
+    output = Path(output)
+    files = find_inputs(inputs) if model_type != "byte" else []
+    with staged_directory(output) as directory, CorpusProgress("reading") as progress:
+        documents = _counted(read_documents(files, text_field, text_mode), progress)
+        if model_type == "byte":
+            size = _save_bytes(directory)
+        elif model_type == "char":
+            size = _save_characters(directory, documents, vocab_size)
+        else:
+            size = _save_sentencepiece(directory, documents, model_type, vocab_size, sample_pieces)
+    return TrainedTokenizer(output, model_type, size, progress.documents, progress.seconds)
+
+
+def _check_arguments(inputs: Sequence[str], model_type: str, vocab_size: int | None) -> None:
+    if model_type not in MODEL_TYPES:
+        raise ConfigError(f"--model-type {model_type}: expected one of {', '.join(MODEL_TYPES)}")
+    if model_type == "byte" and vocab_size not in (None, BYTES + 1):
+        raise ConfigError(f"--vocab-size {vocab_size}: a byte tokenizer has exactly {BYTES + 1}; leave it out")
+    if model_type in ("bpe", "unigram") and vocab_size is None:
+        raise ConfigError(f"--vocab-size is required for --model-type {model_type}")
+    if vocab_size is not None and vocab_size < 1:
+        raise ConfigError(f"--vocab-size {vocab_size}: expected at least 1")
+    if not inputs and model_type != "byte":
+        raise ConfigError(f"--input is required for --model-type {model_type}")
+
+
+def _counted(documents: Iterator[Document], progress: CorpusProgress) -> Iterator[str]:
+    for document in documents:
+        # Half a surrogate pair, which JSON can spell, has no UTF-8; preparation refuses it with its line.
+        text = document.text.encode("utf-8", "replace")
+        progress.add(1, 0, len(text))
+        yield text.decode()
+
+
+def pieces(text: str, limit: int = PIECE_BYTES) -> Iterator[str]:
+    """Cut `text` into stretches of at most `limit` bytes of UTF-8, at line ends where possible, losing nothing.
+
+    Line feeds stay inside the stretches, so that the trainer can learn pieces with them, such as "):\\n" or "\\n\\n".
+    """
+    data = text.encode()
+    begin = 0
+    while len(data) - begin > limit:
+        end = data.rfind(b"\n", begin, begin + limit) + 1
+        if end <= begin:
+            end = begin + limit
+            while data[end] & 0xC0 == 0x80:  # not inside a character
+                end -= 1
+        yield data[begin:end].decode()
+        begin = end
+    if begin < len(data):
+        yield data[begin:].decode()
+
+
+def sample_of(texts: Iterable[str], limit: int) -> list[str]:
+    """`limit` of the `texts`, each with the same chance, the same ones every time (reservoir sampling, Vitter's algorithm R).
+
+    SentencePiece samples too, but seeds itself anew in every process: two runs would give two tokenizers.
+    """
+    random = Random(_SEED)
+    sample: list[str] = []
+    for number, text in enumerate(texts):
+        if number < limit:
+            sample.append(text)
+        elif (slot := random.randrange(number + 1)) < limit:
+            sample[slot] = text
+    return sample
+
+
+def _save_sentencepiece(
+    directory: Path, documents: Iterator[str], model_type: str, vocab_size: int, sample_pieces: int
+) -> int:
+    import sentencepiece
+
+    sample = sample_of((piece for text in documents for piece in pieces(text)), sample_pieces)
+    if not sample:
+        raise DataError("the corpus is empty: the input files hold no text")
+    megabytes = sum(map(len, sample)) / MEGABYTE
+    print(f"learning {vocab_size:,} {model_type} pieces from {megabytes:.1f} million characters", file=sys.stderr, flush=True)
+    try:
+        with open(directory / MODEL_NAME, "wb") as model:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(sample),
+                model_writer=model,
+                model_type=model_type,
+                vocab_size=vocab_size,
+                unk_id=0,
+                bos_id=1,
+                eos_id=2,
+                pad_id=-1,
+                # Lossless: no normalisation, no trimming, no added space, and bytes for what is not in the vocabulary.
+                byte_fallback=True,
+                character_coverage=0.9995,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=False,
+                allow_whitespace_only_pieces=True,
+                split_digits=True,
+                max_sentence_length=PIECE_BYTES,
+                shuffle_input_sentence=False,
+                num_threads=_THREADS,
+                minloglevel=2,
+            )
+    except RuntimeError as error:
+        raise _explain(str(error), model_type, vocab_size) from error
+    return vocab_size
+
+
+def _explain(message: str, model_type: str, vocab_size: int) -> DataError:
+    if largest := re.search(r"too high.*value <= (\d+)", message):
+        return DataError(
+            f"--vocab-size {vocab_size} is too large for this corpus: the largest that {model_type} can learn from it"
+            f" is {largest[1]}"
+        )
+    if smallest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return DataError(
+            f"--vocab-size {vocab_size} is too small for this corpus: its characters and the bytes alone need {smallest[1]}"
+        )
+    return DataError(f"SentencePiece could not learn a {model_type} vocabulary of {vocab_size}: {message}")
+
+
+def _save_bytes(directory: Path) -> int:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _save_hugging_face(directory, tokenizer)
+
+
+def byte_characters() -> list[str]:
+    """How byte-level BPE writes each byte as a visible character, by byte value (GPT-2's table)."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(BYTES) if byte not in visible]
+    stand_in = {byte: chr(BYTES + i) for i, byte in enumerate(hidden)}
+    return [stand_in.get(byte, chr(byte)) for byte in range(BYTES)]
+
+
+def _save_characters(directory: Path, documents: Iterator[str], limit: int | None) -> int:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = sorted(set().union(*documents))
+    if not characters:
+        raise DataError("the corpus is empty: the input files hold no text")
+    if limit is not None and len(characters) + 1 > limit:
+        raise DataError(f"--vocab-size {limit} is too small: the corpus has {len(characters)} characters, and one id ends text")
+    # The unknown token is deliberately not in the vocabulary: an unknown character is then an error instead of a loss.
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _save_hugging_face(directory, tokenizer)
+
+
+def _save_hugging_face(directory: Path, tokenizer: Any) -> int:
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.save(str(directory / JSON_NAME))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return tokenizer.get_vocab_size()

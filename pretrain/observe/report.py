@@ -1,0 +1,62 @@
+"""A run for people: a few numbers and the loss curve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import DataError
+from pretrain.observe.metrics import METRICS_FILE, read_metrics
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    if not (run / METRICS_FILE).is_file():
+        raise DataError(f"{run / METRICS_FILE}: missing; {run} is not the directory of a run that has logged a step")
+    records = read_metrics(run)
+    if not records:
+        raise DataError(f"{run / METRICS_FILE}: no step was logged yet")
+    return records
+
+
+def summary(run: Path) -> str:
+    """First and last loss, validation loss, tokens and speed, in a few lines."""
+    records = _records(run)
+    first, last = records[0], records[-1]
+    speed = sorted(r["tokens_per_second"] for r in records)[len(records) // 2]
+    lines = [
+        f"loss         {first['loss']:.3f} at step {first['step']} -> {last['loss']:.3f} at step {last['step']}",
+        *(
+            f"validation   {name}: {loss:.3f} at step {record['step']}"
+            for record in [r for r in records if "validation" in r][-1:]
+            for name, loss in record["validation"].items()
+        ),
+        f"tokens       {last['tokens']:,} at {speed:,.0f} per second (median of the log lines)",
+    ]
+    return "\n".join(lines)
+
+
+def draw(run: Path, output: Path) -> None:
+    """The loss curve, training and validation, over tokens, as a picture."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise DataError("drawing needs matplotlib; install it with: pip install pretrain[plot]") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = _records(run)
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.0), dpi=120, layout="constrained")
+    millions = [r["tokens"] / 1e6 for r in records]
+    axes.plot(millions, [r["loss"] for r in records], color="#3b6ea5", linewidth=1.4, label="training")
+    checked = [r for r in records if "validation" in r]
+    for name in checked[-1]["validation"] if checked else []:
+        points = [(r["tokens"] / 1e6, r["validation"][name]) for r in checked if name in r["validation"]]
+        axes.plot(*zip(*points), "o-", color="#d1662f", markersize=4, linewidth=1, label=f"validation: {name}")
+    axes.set_xlabel("tokens (millions)")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(f"{run.name}: {records[-1]['loss']:.3f} after {records[-1]['step']} steps")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(output)
+    pyplot.close(figure)

@@ -1,0 +1,46 @@
+"""Convert checkpoints to and from Hugging Face's format (safetensors, config.json, tokenizer files)."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
+
+from pretrain.command_line import run_tool  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    directions = parser.add_subparsers(dest="direction", required=True)
+    to_hf = directions.add_parser("to-hf", help="a directory that transformers' AutoModelForCausalLM and AutoTokenizer load")
+    to_hf.add_argument("--checkpoint", type=Path, required=True, help="checkpoint or run directory (its newest one)")
+    to_hf.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)"
+    )
+    from_hf = directions.add_parser("from-hf", help="a checkpoint with weights only, for run.init_from and the tools")
+    from_hf.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
+    for direction in (to_hf, from_hf):
+        direction.add_argument("--output", type=Path, required=True, help="new directory")
+        direction.add_argument(
+            "--verify", action="store_true", help="compare logits with transformers before it is put in place"
+        )
+    arguments = parser.parse_args(argv)
+    return run_tool(lambda: convert(arguments))
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    from pretrain.checkpoint.huggingface import export, import_model
+
+    if arguments.direction == "to-hf":
+        done = export(arguments.checkpoint, arguments.output, arguments.dtype, arguments.verify)
+        print(f"exported {done['checkpoint']}: {done['parameters']:,} parameters, {arguments.dtype}")
+    else:
+        done = import_model(arguments.model, arguments.output, arguments.verify)
+        print(f"imported {arguments.model}: {done['parameters']:,} parameters; tokenizer: {done['tokenizer']}")
+    if done["difference"] is not None:
+        print(f"verified: transformers' logits differ from ours by at most {done['difference']:.2e}")
+    print(arguments.output)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,38 @@
+"""Train a tokenizer: SentencePiece BPE or unigram with byte fallback, or one id per byte or character."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
+
+from pretrain.command_line import run_tool  # noqa: E402
+from pretrain.data.documents import TEXT_MODES  # noqa: E402
+from pretrain.data.tokenizer_training import MODEL_TYPES, train_tokenizer  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--input", nargs="+", default=[], metavar="GLOB", help="corpus files; not needed for byte")
+    parser.add_argument("--model-type", choices=MODEL_TYPES, required=True)
+    parser.add_argument("--vocab-size", type=int, help="number of ids; exact for bpe and unigram, at most this for char")
+    parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
+    parser.add_argument("--text-field", default="text", help="JSON field or Parquet column (default: %(default)s)")
+    parser.add_argument("--documents", choices=TEXT_MODES, default="file", help="what a document is in plain text files")
+    arguments = parser.parse_args(argv)
+    return run_tool(
+        lambda: print(
+            train_tokenizer(
+                arguments.input,
+                arguments.output,
+                arguments.model_type,
+                arguments.vocab_size,
+                text_field=arguments.text_field,
+                text_mode=arguments.documents,
+            )
+        )
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,38 @@
+"""Compare the files of a checkpoint, or of all checkpoints of a run, with their sha256 hashes."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
+
+from pretrain.command_line import run_tool  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path, metavar="CKPT_OR_RUN_DIR")
+    arguments = parser.parse_args(argv)
+    return run_tool(lambda: verify_all(arguments.path))
+
+
+def verify_all(path: Path) -> None:
+    from pretrain.checkpoint import files
+    from pretrain.checkpoint.safe_dcp import read_metadata
+    from pretrain.errors import CheckpointError
+
+    problems = []
+    for checkpoint in files.resolve(path):
+        try:
+            files.verify(checkpoint)
+            tensors = len(read_metadata(checkpoint).state_dict_metadata)
+            print(f"good     {checkpoint}: {len(files.read_manifest(checkpoint))} files, {tensors} tensors", flush=True)
+        except CheckpointError as error:
+            problems.append(str(error))
+            print(f"damaged  {error}", flush=True)
+    if problems:
+        raise CheckpointError(f"{len(problems)} damaged: {problems[0]}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -8,8 +8,8 @@ in the log; any other exception is a defect of ours and keeps its traceback.
 class UserError(Exception):
     """Something the user can correct. `exit_code` is what the process returns.
 
-    Most are met by all ranks alike, and one rank of each host prints them; one that is met by a single rank says so with
-    `on_rank`, and is printed by that rank.
+    Most are met by all ranks alike, and the first rank of each host prints them; one that is met by a single rank says so with
+    `on_rank`, and is printed by that rank at once.
     """
 
     exit_code = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -15,6 +16,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from pretrain.errors import UserError
+
+OTHERS_WAIT_SECONDS = 3.0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -34,8 +37,11 @@ def main(argv: list[str] | None = None) -> int:
         return run(arguments)
     except UserError as error:
         # One line for the user; the traceback is in logs/rank-N.log where the run got as far as having one.
-        if os.environ.get("LOCAL_RANK", "0") == "0" or error.rank is not None:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") != "0" and error.rank is None:
+            # All ranks meet most errors alike. The first rank of the host prints, and its launcher then ends the others; a rank
+            # that is still here after a while was alone with the error after all.
+            time.sleep(OTHERS_WAIT_SECONDS)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
 

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 
 from pretrain.command_line import run_tool  # noqa: E402
 from pretrain.data.documents import TEXT_MODES  # noqa: E402
-from pretrain.data.tokenizer_training import MODEL_TYPES, train_tokenizer  # noqa: E402
+from pretrain.data.tokenizer_training import MODEL_TYPES, SAMPLE_PIECES, train_tokenizer  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,6 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
     parser.add_argument("--text-field", default="text", help="JSON field or Parquet column (default: %(default)s)")
     parser.add_argument("--documents", choices=TEXT_MODES, default="file", help="what a document is in plain text files")
+    parser.add_argument(
+        "--sample-pieces", type=int, default=SAMPLE_PIECES, help="2 kB stretches of text to learn from (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     return run_tool(
         lambda: print(
@@ -29,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
                 arguments.vocab_size,
                 text_field=arguments.text_field,
                 text_mode=arguments.documents,
+                sample_pieces=arguments.sample_pieces,
             )
         )
     )

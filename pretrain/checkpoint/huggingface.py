@@ -75,8 +75,9 @@ def export(path: Path, output: Path, dtype: str, verify: bool) -> dict[str, Any]
     try:
         writing.mkdir(parents=True)
         tokenizer = checkpoint / "tokenizer"
-        export_tokenizer(tokenizer, writing, _SAMPLES)
+        # In this order: transformers chooses the tokenizer's class by the config.json beside it.
         _write_config(writing, family.to_hf(model), load_tokenizer(tokenizer).eod_id, dtype)
+        export_tokenizer(tokenizer, writing, _SAMPLES)
         _write_weights(writing, {names[name]: tensor for name, tensor in weights.items()})
         difference = logit_difference(writing, model, weights) if verify else None
         if difference is not None and not difference <= LOGIT_TOLERANCE:

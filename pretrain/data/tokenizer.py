@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,7 +97,9 @@ class SentencePieceTokenizer:
         if self.eod_id < 0:
             raise DataError(f"{file}: has no end-of-document token; train the model again with an eos piece (eos_id >= 0)")
         mark = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in self._SPACE_MARK.encode()]
-        self._space_mark = mark if all(self._processor.is_byte(piece) for piece in mark) else None
+        # Not for a model that puts a space before every text: it would put one before every part too.
+        exact = self._processor.normalize("a") == "a" and all(self._processor.is_byte(piece) for piece in mark)
+        self._space_mark = mark if exact else None
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -144,9 +145,11 @@ class HuggingFaceTokenizer:
         # A tokenizer.json may ask for truncation or padding, which would cut documents without a word.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.eod_id: int = self._find_eod()
+        # An end token that was added as an ordinary one would be matched inside documents; its id stays the same.
+        self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(self.eod_id)])
         self._tokenizer.encode_special_tokens = True
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self.eod_id: int = self._find_eod()
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -158,7 +161,7 @@ class HuggingFaceTokenizer:
         try:
             # "fast" leaves out the character offsets, which nobody reads here.
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises plain Exception, and panics derive from BaseException
+        except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self._describe_failure(texts)}; use a tokenizer trained on this text") from error
         return [encoding.ids for encoding in encoded]
 
@@ -206,9 +209,11 @@ def _eos_token(config: Path) -> str | None:
 
 def _refuse_surrogates(text: str) -> None:
     """Half a surrogate pair (JSON can spell one: "\\ud800") has no UTF-8 form, and the libraries fail on it in many ways."""
-    found = re.search("[\ud800-\udfff]", text)
-    if found:
-        raise DataError(f"the text holds a lone surrogate U+{ord(found[0]):04X}, which is not valid Unicode text")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise DataError(f"the text holds a lone surrogate U+{code:04X}, which is not valid Unicode text") from error
 
 
 def _read(file: Path) -> bytes:

@@ -21,6 +21,7 @@ from typing import Any
 
 from pretrain.data.tokenizer import (
     CONFIG_NAME,
+    JSON_NAME,
     MODEL_NAME,
     SentencePieceTokenizer,
     Tokenizer,
@@ -30,6 +31,7 @@ from pretrain.errors import DataError
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # piece types in sentencepiece_model.proto
 _BPE, _UNIGRAM = 2, 1  # model types in it
+_TOKENIZER_FILES = (JSON_NAME, MODEL_NAME, CONFIG_NAME, "special_tokens_map.json")
 _SPACE_SYMBOL = "\u2581"
 EDGE_CASES = (
     "",
@@ -49,14 +51,18 @@ def export_tokenizer(tokenizer_dir: Path, output: Path, samples: Sequence[str] =
     """Write the tokenizer of `tokenizer_dir` into the directory `output` for transformers.
 
     `samples` are texts of the corpus on which the exported tokenizer has to agree, besides the edge cases above.
-    Where `output` holds a config.json it has to be there first: AutoTokenizer reads the model type from it and loads
-    some types with a class of its own.
+    The model's config.json has to be in `output` before: AutoTokenizer reads the model type from it and gives some types a
+    tokenizer class of its own choice, which only then can be prevented and proved.
 
     Raises DataError naming the first text whose ids differ, or the reason why transformers cannot load the result.
     """
     tokenizer = load_tokenizer(tokenizer_dir)
     output = Path(output)
+    if output.resolve() == tokenizer.file.parent.resolve():
+        raise DataError(f"{output}: export the tokenizer to another directory than its own")
     output.mkdir(parents=True, exist_ok=True)
+    for name in _TOKENIZER_FILES:  # of an earlier export: whoever reads the directory would have to choose
+        (output / name).unlink(missing_ok=True)
     if isinstance(tokenizer, SentencePieceTokenizer):
         _export_sentencepiece(tokenizer, output)
     else:
@@ -135,9 +141,9 @@ def bpe_merges(proto: Any) -> list[tuple[str, str]]:
 def _keep_class(output: Path) -> None:
     """Keep AutoTokenizer from replacing the tokenizer's class by the one it registers for the model type.
 
-    For some types (qwen2, for one) transformers 5 takes the class named in tokenizer_config.json for a mistake and rebuilds
-    the tokenizer with its own splitting rules, so that every id is different. It does not where an `auto_map` is present,
-    and an empty one makes nothing else happen.
+    For some types (qwen2, phi3) transformers 5 takes the class named in tokenizer_config.json for a mistake and rebuilds the
+    tokenizer with splitting rules of its own: other ids, without a word. For these types, and only for these, an `auto_map`
+    without entries makes it keep the class; no code is run.
     """
     config = output / "config.json"
     if not config.is_file():
@@ -149,8 +155,7 @@ def _keep_class(output: Path) -> None:
         return
     tokenizer_config = output / CONFIG_NAME
     content = json.loads(tokenizer_config.read_text(encoding="utf-8"))
-    registered = tokenization_auto.TOKENIZER_MAPPING_NAMES.get(model_type)
-    if registered != content.get("tokenizer_class") and "auto_map" not in content:
+    if "auto_map" not in content:
         content["auto_map"] = [None, None]
         tokenizer_config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -28,7 +28,7 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 PIECE_BYTES = 2048  # longest stretch of text handed to SentencePiece at once
 SAMPLE_PIECES = 200_000  # stretches kept of a larger corpus: at most 400 MB of text in memory
-_SEED = 0
+_SEED = 0  # of the sample
 _THREADS = 16  # a constant, because unigram training rounds differently for another number of threads
 
 
@@ -64,7 +64,7 @@ def train_tokenizer(
 
     Raises ConfigError for arguments that do not fit, DataError for the corpus; nothing is left behind then.
     """
-    _check_arguments(inputs, model_type, vocab_size)
+    _check_arguments(inputs, model_type, vocab_size, sample_pieces)
     output = Path(output)
     files = find_inputs(inputs) if model_type != "byte" else []
     with staged_directory(output) as directory, CorpusProgress("reading") as progress:
@@ -78,13 +78,15 @@ def train_tokenizer(
     return TrainedTokenizer(output, model_type, size, progress.documents, progress.seconds)
 
 
-def _check_arguments(inputs: Sequence[str], model_type: str, vocab_size: int | None) -> None:
+def _check_arguments(inputs: Sequence[str], model_type: str, vocab_size: int | None, sample_pieces: int) -> None:
     if model_type not in MODEL_TYPES:
         raise ConfigError(f"--model-type {model_type}: expected one of {', '.join(MODEL_TYPES)}")
     if model_type == "byte" and vocab_size not in (None, BYTES + 1):
         raise ConfigError(f"--vocab-size {vocab_size}: a byte tokenizer has exactly {BYTES + 1}; leave it out")
     if model_type in ("bpe", "unigram") and vocab_size is None:
         raise ConfigError(f"--vocab-size is required for --model-type {model_type}")
+    if sample_pieces < 1:
+        raise ConfigError(f"--sample-pieces {sample_pieces}: expected at least 1")
     if vocab_size is not None and vocab_size < 1:
         raise ConfigError(f"--vocab-size {vocab_size}: expected at least 1")
     if not inputs and model_type != "byte":
@@ -146,7 +148,7 @@ def _save_sentencepiece(
     try:
         with open(directory / MODEL_NAME, "wb") as model:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(sample),
+                sentence_iterator=(sample.pop() for _ in range(len(sample))),  # popped: SentencePiece makes its own copy
                 model_writer=model,
                 model_type=model_type,
                 vocab_size=vocab_size,

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# From nothing to a trained, exported language model on a laptop: installs into .venv, gathers the Python standard library's
+# source, trains a tokenizer, prepares shards, trains about 10M parameters on 2 processes, exports to Hugging Face format and
+# prints a sample. Needs Python 3.10 and a package registry; no GPU, no other network. Run again, it continues where it was.
+
+set -euo pipefail
+cd "$(dirname "$0")/.."
+started=$SECONDS
+unset VIRTUAL_ENV PYTHONPATH PYTHONHOME
+bash launch/setup.sh plot
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+work=quickstart
+run=runs/quickstart
+python=.venv/bin/python
+mkdir -p "$work"
+
+step() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - started)); }
+
+if [ ! -e "$work/corpus.jsonl" ]; then
+  step "gathering the Python standard library's source"
+  $python tools/collect_source.py --output "$work/corpus.jsonl"
+fi
+if [ ! -e "$work/tokenizer" ]; then
+  step "training a tokenizer"
+  $python tools/train_tokenizer.py --input "$work/corpus.jsonl" --vocab-size 4096 --model-type bpe --output "$work/tokenizer"
+fi
+if [ ! -e "$work/data" ]; then
+  step "preparing token shards"
+  $python tools/prepare_data.py --input "$work/corpus.jsonl" --tokenizer "$work/tokenizer" --output "$work/data" \
+    --validation-fraction 0.02
+fi
+
+step "training on 2 processes"
+OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc-per-node 2 pretrain/run.py --config configs/quickstart.yaml "$@"
+
+step "exporting to Hugging Face format"
+if [ ! -e "$run/huggingface" ]; then
+  $python tools/convert_checkpoint.py to-hf --checkpoint "$run" --output "$run/huggingface" --verify
+else
+  echo "$run/huggingface is there already"
+fi
+
+step "a sample: the model continues 'class Reader:'"
+$python tools/generate.py --model "$run/huggingface" --prompt $'class Reader:\n' --max-tokens 160 --temperature 0.6 --seed 1
+
+step "done"
+$python tools/report.py --run "$run" --output "$run/loss.png"
+cat <<TXT
+run          $run (checkpoints, metrics.jsonl, logs)
+model        $run/huggingface   transformers.AutoModelForCausalLM.from_pretrained("$run/huggingface")
+curves       .venv/bin/tensorboard --logdir $run/tensorboard
+TXT

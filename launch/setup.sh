@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Make .venv and install the project into it with the pinned versions; quick when that was done before. Sourced by
+# launch/quickstart.sh and tests/run.sh, from the repository root.  PYTHON=python3.12 chooses the interpreter.
+#   bash launch/setup.sh [EXTRAS]      e.g. test,plot
+
+set -euo pipefail
+extras=${1:-plot}
+python=${PYTHON:-python3}
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+  echo "error: Python 3.10 or newer is needed, and '$python' is $("$python" --version 2>&1 || true); name one with PYTHON=..." >&2
+  exit 2
+fi
+# Everything the installation depends on; when none of it changed there is nothing to do.
+wanted="$extras $("$python" -c 'import sys; print(sys.version)') $(cat pyproject.toml constraints.txt | cksum) $(pwd -P)"
+if [ "$(cat .venv/installed-$extras 2>/dev/null || true)" = "$wanted" ]; then
+  exit 0
+fi
+echo "== installing into .venv (about a minute; torch is the large part)"
+if ! "$python" -m venv .venv; then
+  rm -rf .venv
+  echo "error: '$python -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2
+  exit 2
+fi
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+printf '%s' "$wanted" > .venv/installed-$extras

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Set up .venv and run the tests: 2 CPU cores, no GPU, no network but a package registry.
+#   bash tests/run.sh                 everything but the long campaigns
+#   bash tests/run.sh --slow          the long campaigns as well
+#   bash tests/run.sh tests/models    any pytest arguments
+
+set -euo pipefail
+cd "$(dirname "$0")/.."
+unset VIRTUAL_ENV PYTHONPATH PYTHONHOME
+bash launch/setup.sh test
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+select="not slow and not cuda"
+if [ "${1:-}" = --slow ]; then
+  shift
+  select="not cuda"
+fi
+.venv/bin/ruff check --quiet .
+exec .venv/bin/python -m pytest -m "$select" "$@"

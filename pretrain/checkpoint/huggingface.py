@@ -6,7 +6,6 @@ Both directions follow a family's one weight map. Output is written aside, verif
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.load import first_damage, load_state, saved_tensors
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.schema import Model, Rope
+from pretrain.data.staging import refuse_existing, staged_directory
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.tokenizer_export import export_tokenizer
 from pretrain.distributed.ranks import Ranks
@@ -62,7 +62,7 @@ def export(path: Path, output: Path, dtype: str, verify: bool) -> dict[str, Any]
     With `verify`, transformers' logits are compared with ours in fp32 before the output is put in place; CheckpointError if
     they differ by more than 1e-4, and nothing is left behind.
     """
-    _refuse_existing(output)
+    refuse_existing(output)
     model, weights, checkpoint = read_checkpoint(path)
     family = family_of(model.family)
     names = family.names(model)
@@ -70,25 +70,23 @@ def export(path: Path, output: Path, dtype: str, verify: bool) -> dict[str, Any]
         odd = sorted(names.keys() ^ weights.keys())
         raise CheckpointError(f"{checkpoint}: {odd[0]} is on one side only of {model.family}'s weight map; nothing was written")
     weights = {name: tensor.to(EXPORT_DTYPES[dtype]) for name, tensor in weights.items()}
-    writing = files.writing_directory_of(output)
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        writing.mkdir(parents=True)
+    with staged_directory(output) as writing:
         tokenizer = checkpoint / "tokenizer"
         # In this order: transformers chooses the tokenizer's class by the config.json beside it.
         _write_config(writing, family.to_hf(model), load_tokenizer(tokenizer).eod_id, dtype)
         export_tokenizer(tokenizer, writing, _SAMPLES)
         _write_weights(writing, {names[name]: tensor for name, tensor in weights.items()})
-        difference = logit_difference(writing, model, weights) if verify else None
-        if difference is not None and not difference <= LOGIT_TOLERANCE:
-            raise CheckpointError(
-                f"transformers' logits differ from ours by {difference:.2e} (limit {LOGIT_TOLERANCE}); nothing was written"
-            )
-        os.rename(writing, output)
-        files.fsync_directory(output.parent)
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
+        difference = _verified(writing, model, weights) if verify else None
     return {"checkpoint": checkpoint, "parameters": sum(t.numel() for t in weights.values()), "difference": difference}
+
+
+def _verified(directory: Path, model: Model, weights: dict[str, Tensor]) -> float:
+    difference = logit_difference(directory, model, weights)
+    if not difference <= LOGIT_TOLERANCE:
+        raise CheckpointError(
+            f"transformers' logits differ from ours by {difference:.2e} (limit {LOGIT_TOLERANCE}); nothing was written"
+        )
+    return difference
 
 
 def logit_difference(exported: Path, model: Model, weights: dict[str, Tensor]) -> float:
@@ -122,7 +120,6 @@ def _write_weights(directory: Path, weights: dict[str, Tensor]) -> None:
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, directory / file, metadata={"format": "pt"})
-        files.hash_file(directory / file)  # flushes it to the disk
         index |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in weights.values())
@@ -187,13 +184,9 @@ def _read_safetensors(directory: Path) -> dict[str, Tensor]:
 
 def import_model(directory: Path, output: Path, verify: bool) -> dict[str, Any]:
     """Write a Hugging Face model as a checkpoint with weights only, to start a run from (`run.init_from`)."""
-    _refuse_existing(output)
+    refuse_existing(output)
     model, weights = read_hf(directory)
-    difference = logit_difference(directory, model, weights) if verify else None
-    if difference is not None and not difference <= LOGIT_TOLERANCE:
-        raise CheckpointError(
-            f"transformers' logits differ from ours by {difference:.2e} (limit {LOGIT_TOLERANCE}); nothing was written"
-        )
+    difference = _verified(directory, model, weights) if verify else None
     output.parent.mkdir(parents=True, exist_ok=True)
     state = {"step": 0, "samples": 0, "tokens": 0, "world_size": 1, "layout": "imported", "model": dataclasses.asdict(model)}
     writing_tokenizer = output.with_name(f".tokenizer-{output.name}")
@@ -214,8 +207,3 @@ def _copy_tokenizer(directory: Path, target: Path) -> tuple[dict[str, Path], str
     except DataError as error:
         return {}, f"none ({error})"
     return {"tokenizer": target}, "copied"
-
-
-def _refuse_existing(output: Path) -> None:
-    if output.exists():
-        raise CheckpointError(f"{output} exists; remove it or choose another --output")

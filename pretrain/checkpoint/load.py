@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,9 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Tensor], ranks: Ranks | No
     reader = SafeReader(checkpoint)
     try:
         if ranks is None or ranks.control is None:
-            dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that there is one process, which is what no_dist says
+                dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
         else:
             dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=ranks.control)
     except CheckpointException as error:  # a BaseException

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import math
 import re
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pretrain.config.read import Origin, Tree, apply_override, origin_of, read_file
+from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 
@@ -37,21 +38,26 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         OmegaConf.resolve(merged)
         resolved = OmegaConf.to_container(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path or 'overrides'}: {str(error).splitlines()[0]}") from error
-    _check_section(Config, resolved, "", tree.origins)
+        full = re.sub(r"\[(\d+)\]", r".\1", error.full_key or "")
+        where = f"{origin_of(full, tree.origins)}: {full}" if full else str(path or "command line")
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+    _check_section(Config, resolved, "", tree.origins, resolved=True)
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), resolved))
     if config.run.name is None and path is not None:
         config.run.name = Path(path).stem
     return config, tree.origins
 
 
-def _check_section(kind: type, values: Any, path: str, origins: dict[str, Origin]) -> None:
-    """Check keys, types and ranges of one section against its dataclass, so that every message has the full path and place."""
+def _check_section(kind: type, values: Any, path: str, origins: dict[str, Origin], resolved: bool = False) -> None:
+    """Check keys, types and ranges of one section against its dataclass, so that every message has the full path and place.
+
+    References (`${...}`) are passed over, unless they are `resolved`: then there must be none left.
+    """
     place = origin_of(path, origins)
-    if isinstance(values, str) and "${" in values:
+    if _is_interpolation(values) and not resolved:
         return
     if not isinstance(values, dict):
-        raise ConfigError(f"{place}: {path} is a section with keys ({', '.join(names_of(kind))}), got {values!r}")
+        raise ConfigError(f"{place}: {path} is a section with keys ({', '.join(names_of(kind))}), got {_shown(values)}")
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}
     for name, value in values.items():
@@ -60,21 +66,25 @@ def _check_section(kind: type, values: Any, path: str, origins: dict[str, Origin
             raise ConfigError(_unknown_key(kind, name, full, origins))
         hint = hints[name]
         if dataclasses.is_dataclass(hint):
-            _check_section(hint, value, full, origins)
+            _check_section(hint, value, full, origins, resolved)
         elif typing.get_origin(hint) is list and dataclasses.is_dataclass(typing.get_args(hint)[0]):
-            _check_list(typing.get_args(hint)[0], value, full, origins)
-        elif not _is_interpolation(value):
-            values[name] = _check_leaf(kind, fields[name], hint, value, full, origins)
+            _check_list(typing.get_args(hint)[0], value, full, origins, resolved)
+        elif resolved or not _is_interpolation(value):
+            values[name] = _check_leaf(hint, value, fields[name].metadata, full, origins)
     missing = [n for n, f in fields.items() if f.default == "???" and values.get(n, "???") == "???"]
     if missing and path:
         raise ConfigError(f"{place}: {path}.{missing[0]} is missing: {fields[missing[0]].metadata['help']}")
 
 
-def _check_list(kind: type, values: Any, path: str, origins: dict[str, Origin]) -> None:
+def _check_list(kind: type, values: Any, path: str, origins: dict[str, Origin], resolved: bool) -> None:
+    if _is_interpolation(values) and not resolved:
+        return
     if not isinstance(values, list):
-        raise ConfigError(f"{origin_of(path, origins)}: {path} is a list, got {values!r}; write [{{...}}] or one `- ` per item")
+        raise ConfigError(
+            f"{origin_of(path, origins)}: {path} is a list, got {_shown(values)}; write [{{...}}] or one `- ` per item"
+        )
     for i, item in enumerate(values):
-        _check_section(kind, item, f"{path}.{i}", origins)
+        _check_section(kind, item, f"{path}.{i}", origins, resolved)
 
 
 def _is_interpolation(value: Any) -> bool:
@@ -82,29 +92,59 @@ def _is_interpolation(value: Any) -> bool:
     return any(isinstance(item, str) and "${" in item for item in items)
 
 
-def _check_leaf(kind: type, fld: dataclasses.Field, hint: Any, value: Any, full: str, origins: dict[str, Origin]) -> Any:
+def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str, Origin]) -> Any:
+    """The value in the type of its key. Nothing is guessed: a word is no truth value, and a fraction no whole number."""
     where = f"{origin_of(full, origins)}: {full}={_shown(value)}"
-    numeric = any(t in (int, float) for t in (hint, *typing.get_args(hint)))
-    if numeric and isinstance(value, str) and re.fullmatch(r"[-+]?0[0-9_]+", value):
-        raise ConfigError(
-            f"{where}: a number with a leading zero is 8-based to some readers; write {int(value.replace('_', ''))}"
-        )
-    if int in (hint, *typing.get_args(hint)) and isinstance(value, float) and value.is_integer():
-        value = int(value)  # 1e3 steps are 1000 steps
-    if isinstance(value, bool) and not (hint is bool or bool in typing.get_args(hint)):
-        raise ConfigError(f"{where}: expected {describe_type(hint)}")
-    try:
-        OmegaConf.merge(OmegaConf.structured(kind), {fld.name: value})
-    except (OmegaConfBaseException, TypeError) as error:
-        raise ConfigError(f"{where}: expected {describe_type(hint)}") from error
     for item in value if isinstance(value, (list, tuple)) else [value]:
-        _check_range(fld.metadata, item, where)
+        if isinstance(item, str) and (item == "???" or "${" in item):
+            raise ConfigError(f"{where}: {item!r} has a meaning of its own here and cannot be part of a text")
+        if describe_type(hint) != describe_type(str) and isinstance(item, str):
+            _check_number_text(item, hint, where)
+    try:
+        value = _converted(hint, value, origins[full].text if full in origins else None)
+    except ValueError:
+        raise ConfigError(f"{where}: expected {describe_type(hint)}") from None
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        _check_range(limits, item, where)
     return value
 
 
+def _check_number_text(text: str, hint: Any, where: str) -> None:
+    """Say why a word that looks like a number is none."""
+    kinds = {hint, *typing.get_args(hint)}
+    if not kinds & {int, float}:
+        return
+    if re.fullmatch(r"[-+]?\.?(nan|inf|infinity)", text.lower()):
+        raise ConfigError(f"{where}: must be a finite number")
+    if leading := re.fullmatch(r"([-+]?)0+([0-9_]+.*)", text):
+        raise ConfigError(
+            f"{where}: a number with a leading zero is 8-based to some readers; write {leading[1]}{leading[2].lstrip('0_') or 0}"
+        )
+
+
+def _converted(hint: Any, value: Any, text: str | None) -> Any:
+    """`value` as a `hint`; ValueError where it is none. `text`: as it was written, which is what a text keeps of `1e-4`."""
+    args = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return None if value is None else _converted(next(a for a in args if a is not type(None)), value, text)
+    if origin is typing.Literal and value in args:
+        return value
+    if origin in (list, tuple) and isinstance(value, (list, tuple)) and (origin is list or len(value) == len(args)):
+        return [_converted(args[i] if origin is tuple else args[0], item, None) for i, item in enumerate(value)]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
+        return int(value)  # 1e3 steps are 1000 steps
+    if hint is float and is_number:
+        return value
+    if hint is str and (isinstance(value, str) or is_number):
+        return value if isinstance(value, str) else text or str(value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    raise ValueError
+
+
 def _check_range(limits: Any, value: Any, where: str) -> None:
-    if isinstance(value, str) and any(limits.get(k) is not None for k in ("ge", "gt", "le", "lt")):
-        value = float(value)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
     if not math.isfinite(value):
@@ -148,7 +188,7 @@ def _all_paths(kind: type, path: str = "") -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return dump(value, flow=True)
 
 
 def describe_type(hint: Any) -> str:
@@ -156,7 +196,7 @@ def describe_type(hint: Any) -> str:
     args = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(str(a) for a in args)
-    if typing.get_origin(hint) is typing.Union:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join("null" if a is type(None) else describe_type(a) for a in args)
     if typing.get_origin(hint) is tuple:
         return f"a list of {len(args)} numbers"

@@ -6,6 +6,7 @@ a number's place (it is 8 to one reader and 10 to the other).
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,16 +21,20 @@ INCLUDE = "include"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: `file:line` or `command line`. `section`: the value is a mapping whose keys have their own."""
+    """Where a value was written: `file:line` or `command line`.
+
+    `section`: the value is a mapping whose keys have their own. `text`: a single value as written, before YAML made a number of it.
+    """
 
     place: str
     section: bool = False
+    text: str | None = None
 
     def __str__(self) -> str:
         return self.place
 
 
-COMMAND_LINE = Origin("command line")
+COMMAND_LINE = "command line"
 
 
 @dataclass
@@ -45,7 +50,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that YAML 1.1 or 1.2 would read as something else."""
+    """Quotes a text that YAML 1.1 or 1.2 would read as something else, and keeps every text on one line."""
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.Node:
+    several_lines = any(end in text for end in "\n\x85\u2028\u2029")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if several_lines else None)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def _resolve_as_yaml_1_2() -> None:
@@ -67,14 +80,19 @@ _resolve_as_yaml_1_2()
 
 def dump(value: Any, flow: bool | None = None) -> str:
     """A value as YAML that `read_file` reads back as the same value, without a final newline."""
-    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=False if flow is None else flow, width=100)
+    style = {"sort_keys": False, "default_flow_style": bool(flow), "width": math.inf, "allow_unicode": True}
+    text = yaml.dump(value, Dumper=_Dumper, **style)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def origin_of(path: str, origins: dict[str, Origin]) -> str:
-    """Where the value at a dotted path was written, or `default`. An item of a list has its list's origin."""
+    """Where the value at a dotted path was written, or `default`. An item of a list has its list's origin, and a section that
+    only has keys written one by one that of the first of them."""
     if path in origins:
         return str(origins[path])
+    within = next((origin for name, origin in origins.items() if path and name.startswith(path + ".")), None)
+    if within is not None:
+        return str(within)
     while "." in path:
         path = path.rpartition(".")[0]
         if path in origins:
@@ -111,24 +129,28 @@ def read_file(path: Path, including: tuple[Path, ...] = ()) -> Tree:
 
 
 def _parse(text: str, place: str) -> Tree:
-    loader = _Loader(text)
+    """`place` of a file is its name; anything else is the command line."""
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         tree = Tree()
         if node is None:
             return tree
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(
-                f"{place}:{node.start_mark.line + 1}: a configuration is a mapping of sections, got {_kind(node)}"
-            )
+            raise ConfigError(f"{_at(node.start_mark, place)}: a configuration is a mapping of sections, got {_kind(node)}")
         tree.values = _construct(loader, node, "", place, tree.origins)
         return tree
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{place}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{_at(getattr(error, 'problem_mark', None), place)}: not valid YAML: {problem}") from error
     finally:
-        loader.dispose()
+        if loader:
+            loader.dispose()
+
+
+def _at(mark: yaml.Mark | None, place: str) -> str:
+    return place if mark is None or place.startswith(COMMAND_LINE) else f"{place}:{mark.line + 1}"
 
 
 def _kind(node: yaml.Node) -> str:
@@ -136,73 +158,78 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _construct(loader: _Loader, node: yaml.Node, path: str, place: str, origins: dict[str, Origin]) -> Any:
-    is_section = isinstance(node, yaml.MappingNode)
     if path:
-        origins[path] = _origin(node, place, is_section)
-    if is_section:
+        origins[path] = _origin(node, node, place)
+    if isinstance(node, yaml.MappingNode):
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             name = str(key_node.value)
             full = f"{path}.{name}" if path else name
             if name in values:
-                raise ConfigError(f"{place}:{key_node.start_mark.line + 1}: {full} is written twice")
+                raise ConfigError(f"{_at(key_node.start_mark, place)}: {full} is written twice")
             values[name] = _construct(loader, value_node, full, place, origins)
-            origins[full] = _origin(key_node, place, isinstance(value_node, yaml.MappingNode))
+            origins[full] = _origin(key_node, value_node, place)
         return values
     if isinstance(node, yaml.SequenceNode):
         return [_construct(loader, item, f"{path}.{i}", place, origins) for i, item in enumerate(node.value)]
     return loader.construct_object(node)
 
 
-def _origin(node: yaml.Node, place: str, section: bool) -> Origin:
-    return Origin(f"{place}:{node.start_mark.line + 1}" if place else COMMAND_LINE.place, section)
+def _origin(at: yaml.Node, value: yaml.Node, place: str) -> Origin:
+    text = value.value if isinstance(value, yaml.ScalarNode) else None
+    return Origin(_at(at.start_mark, place), isinstance(value, yaml.MappingNode), text)
 
 
 def _merge(tree: Tree, over: Tree) -> None:
-    _merge_values(tree.values, over.values, "", tree.origins)
+    for name, value in over.values.items():
+        _put(tree.values, name, value, name, tree.origins)
     tree.origins.update(over.origins)
 
 
-def _merge_values(below: dict, above: dict, path: str, origins: dict[str, Origin]) -> None:
-    for name, value in above.items():
-        full = f"{path}.{name}" if path else name
-        if isinstance(value, dict) and isinstance(below.get(name), dict):
-            _merge_values(below[name], value, full, origins)
-        else:
-            below[name] = value
-            for stale in [k for k in origins if k.startswith(full + ".")]:
-                del origins[stale]
+def _put(target: Any, name: Any, value: Any, path: str, origins: dict[str, Origin]) -> None:
+    """Sections are merged; anything else is replaced, and the origins of what was in it forgotten."""
+    if isinstance(target, dict):
+        target.setdefault(name, None)
+    if isinstance(value, dict) and isinstance(target[name], dict):
+        for below, item in value.items():
+            _put(target[name], below, item, f"{path}.{below}", origins)
+        return
+    target[name] = value
+    for stale in [k for k in origins if k.startswith(path + ".")]:
+        del origins[stale]
 
 
 def apply_override(tree: Tree, override: str) -> None:
+    """Put one `key=value` of the command line into the tree. Raises ConfigError for one that has no place in it."""
     path, equals, text = override.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_][\w]*(\.\w+)*", path):
-        raise ConfigError(f"command line: {override!r} is not of the form key=value, e.g. optim.lr=1e-3")
-    parsed = _parse("value: " + (text if text.strip() else "null"), "")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
+        raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key=value, e.g. optim.lr=1e-3")
+    parsed = _parse(f"{path}: {text if text.strip() else 'null'}", f"{COMMAND_LINE}: {override}")
+    if list(parsed.values) != [path]:
+        raise ConfigError(f"{COMMAND_LINE}: {override!r} is more than one value; give each key=value by itself")
+    target, name = _target(tree.values, path, override)
+    _put(target, name, parsed.values[path], path, tree.origins)
+    tree.origins |= {full: Origin(COMMAND_LINE, origin.section, origin.text) for full, origin in parsed.origins.items()}
+
+
+def _target(values: dict[str, Any], path: str, override: str) -> tuple[Any, Any]:
+    """The section or list that holds a dotted path, and the key or index in it; sections on the way are created."""
+    target: Any = values
     *parents, last = path.split(".")
-    target: Any = tree.values
     for depth, name in enumerate(parents):
-        if isinstance(target, list):
-            target = _list_item(target, name, override, ".".join(parents[:depth]))
-        else:
-            if not isinstance(target.get(name), (dict, list)):
-                target[name] = {}
-            target = target[name]
-    if isinstance(target, list):
-        _list_item(target, last, override, ".".join(parents))
-        target[int(last)] = parsed.values["value"]
-    elif isinstance(target, dict):
-        target[last] = parsed.values["value"]
-    else:
-        raise ConfigError(f"command line: {override}: {'.'.join(parents)} is a single value and has no {last}")
-    for stale in [k for k in tree.origins if k == path or k.startswith(path + ".")]:
-        del tree.origins[stale]
-    tree.origins[path] = COMMAND_LINE
+        key = _key(target, name, override, ".".join(parents[:depth]))
+        if isinstance(target, dict) and target.get(key) is None:
+            target[key] = {}
+        target = target[key]
+    return target, _key(target, last, override, ".".join(parents))
 
 
-def _list_item(items: list, name: str, override: str, path: str) -> Any:
-    if not name.isdigit() or int(name) >= len(items):
-        raise ConfigError(
-            f"command line: {override}: {path} has {len(items)} items, so the index is 0 to {len(items) - 1}, not {name}"
-        )
-    return items[int(name)]
+def _key(target: Any, name: str, override: str, path: str) -> Any:
+    if isinstance(target, dict):
+        return name
+    if not isinstance(target, list):
+        raise ConfigError(f"{COMMAND_LINE}: {override}: {path} is a single value and has no {name}")
+    if not name.isdecimal() or int(name) >= len(target):
+        items = f"items 0 to {len(target) - 1}" if target else "no items"
+        raise ConfigError(f"{COMMAND_LINE}: {override}: {path} has {items}, and no {name}")
+    return int(name)

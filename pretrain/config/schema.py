@@ -1,7 +1,7 @@
 """The configuration: one dataclass per YAML section.
 
 Every key carries its documentation and its legal range, so that checking (`load.py`), docs/configuration.md
-(`document.py`) and the code that uses it read the same definition. `null` means "derived"; what it was derived to is in
+(`show.py`) and the code that uses it read the same definition. `null` means "derived"; what it was derived to is in
 the resolved configuration (`--print-config`, and config.yaml in the run directory).
 """
 
@@ -64,17 +64,22 @@ class Model:
     family: Literal["llama"] = key("llama", "Model family; decides block structure and the Hugging Face mapping.")
     dim: int = key(384, "Width of the residual stream.", ge=1)
     layers: int = key(6, "Number of decoder blocks.", ge=1)
-    heads: int = key(6, "Query heads.", ge=1)
-    kv_heads: int | None = key(None, "Key/value heads (grouped-query attention); `heads` by default.", ge=1)
-    head_dim: int | None = key(None, "Width of a head; `dim / heads` by default.", ge=2)
+    heads: int = key(6, "Attention heads of a block (query heads).", ge=1)
+    kv_heads: int | None = key(
+        None, "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.", ge=1
+    )
+    head_dim: int | None = key(None, "Width of a head, an even number; `dim / heads` by default.", ge=2)
     ffn_dim: int | None = key(None, "Hidden width of the MLP; 8/3 of `dim`, rounded up to a multiple of 64, by default.", ge=1)
-    vocab_size: int | None = key(None, "Rows of the embedding; what the data's manifest says by default.", ge=2)
-    tie_embeddings: bool = key(False, "Use the embedding as the output head.")
-    norm_eps: float = key(1e-5, "Added to the mean square in RMSNorm.", gt=0)
+    vocab_size: int | None = key(
+        None, "Token ids the model knows (rows of the embedding); those of the data's tokenizer by default.", ge=2
+    )
+    tie_embeddings: bool = key(False, "Use the embedding's matrix as the output head too, instead of one of its own.")
+    norm_eps: float = key(1e-5, "Added to the mean square in RMSNorm, so that it is never zero.", gt=0)
     rope: Rope = section(Rope)
     max_sequence_length: int | None = key(
         None,
-        "Longest sequence an export promises (`max_position_embeddings`); `data.sequence_length` by default.",
+        "Longest sequence the model is said to be good for: `max_position_embeddings` of an export, and the limit of "
+        "tools/generate.py; `data.sequence_length` by default.",
         ge=1,
     )
     init_std: float = key(
@@ -88,21 +93,26 @@ class Model:
 class Source:
     """One prepared directory."""
 
-    path: str = key("???", "Directory written by tools/prepare_data.py.")
+    path: str = key(
+        "???", "Directory written by tools/prepare_data.py; one with `train` and `validation` in it is two of them."
+    )
     name: str | None = key(None, "Name in logs; the directory's name by default.")
-    weight: float = key(1.0, "Share of the samples, relative to the other sources.", gt=0)
+    weight: float = key(1.0, "Share of the samples, relative to the weights of the other sources.", gt=0)
 
 
 @dataclass
 class Data:
     """What is read and in which order."""
 
-    sequence_length: int = key(256, "Tokens per sample.", ge=1)
-    sources: list[Source] = key([], "Training data, mixed by weight.")
-    validation: list[Source] = key([], "Validation data; weights are not used.")
+    sequence_length: int = key(256, "Tokens per sample: so many are read, and each has the token after it as its target.", ge=1)
+    sources: list[Source] = key([], "Training data: one or more prepared directories, mixed by weight.")
+    validation: list[Source] = key([], "Validation data; each source gets a loss of its own, and weights are not used.")
     seed: int | None = key(None, "Seed of the data order; `run.seed` by default.", ge=0)
     workers: int = key(
-        1, "Prefetching threads per rank; changes nothing but speed. 0 reads in the training thread.", ge=0, le=64
+        1,
+        "Prefetching threads per rank; changes nothing but speed. 0 reads in the training thread.",
+        ge=0,
+        le=64,
     )
     verify: Literal["full", "size"] = key(
         "full", "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only."
@@ -113,8 +123,12 @@ class Data:
 class Batch:
     """How many samples make an optimizer step. Accumulation is derived, never set."""
 
-    sequences: int = key(16, "Samples per optimizer step, over all ranks and micro-steps.", ge=1)
-    micro_sequences: int = key(16, "Samples per rank in one forward/backward.", ge=1)
+    sequences: int = key(
+        16, "Samples per optimizer step, over all ranks: a multiple of `micro_sequences` times the data-parallel ranks.", ge=1
+    )
+    micro_sequences: int = key(
+        16, "Samples per rank in one forward and backward (a micro-step). Decides memory and speed, not the result.", ge=1
+    )
 
 
 @dataclass
@@ -130,11 +144,13 @@ class Optim:
     """The optimizer. Norms, biases and embeddings get no weight decay, by rule."""
 
     name: Literal["adamw"] = key("adamw", "AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where torch has it.")
-    lr: float = key(3e-4, "Peak learning rate.", gt=0)
-    betas: tuple[float, float] = key((0.9, 0.95), "Decay rates of the two moments; each in [0, 1).", ge=0, lt=1)
-    eps: float = key(1e-8, "Added to the root of the second moment.", gt=0)
+    lr: float = key(3e-4, "Peak learning rate; `schedule` scales it.", gt=0)
+    betas: tuple[float, float] = key(
+        (0.9, 0.95), "Decay rates of the running means of the gradient and of its square.", ge=0, lt=1
+    )
+    eps: float = key(1e-8, "Added to the root of the mean square that a step is divided by.", gt=0)
     weight_decay: float = key(0.1, "Decoupled weight decay, times the learning rate.", ge=0)
-    clip: float = key(1.0, "Largest gradient norm; 0 switches clipping off (the norm is still reported).", ge=0)
+    clip: float = key(1.0, "Largest 2-norm of all gradients together; larger ones are scaled down to it. 0: never.", ge=0)
 
 
 @dataclass
@@ -143,10 +159,11 @@ class Schedule:
 
     name: Literal["cosine", "linear", "constant", "wsd"] = key(
         "cosine",
-        "Shape after the warmup; `wsd` is warmup-stable-decay (arXiv 2405.18392): constant, then a linear decay.",
+        "Shape after the warmup. `cosine` and `linear` fall until the last step, `constant` stays, `wsd` (warmup-stable-decay, "
+        "arXiv 2405.18392) stays and then falls linearly for `decay_steps`.",
     )
-    warmup_steps: int = key(0, "Steps of linear warmup from lr / warmup_steps to lr.", ge=0)
-    min_ratio: float = key(0.1, "Learning rate at the last step, as a share of the peak.", ge=0, le=1)
+    warmup_steps: int = key(0, "Steps of linear warmup, from `optim.lr / warmup_steps` at step 1 to `optim.lr`.", ge=0)
+    min_ratio: float = key(0.1, "Learning rate at the last step, as a share of the peak; not of `constant`.", ge=0, le=1)
     decay_steps: int | None = key(None, "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.", ge=1)
 
 
@@ -154,7 +171,7 @@ class Schedule:
 class DDP:
     """Options of DistributedDataParallel."""
 
-    bucket_mb: float = key(25.0, "Gradient bucket size, MiB.", gt=0)
+    bucket_mb: float = key(25.0, "Gradients are reduced in buckets of this size, MiB, while backward goes on.", gt=0)
     gradient_as_bucket_view: bool = key(True, "Let gradients be views of the buckets: saves a copy of the gradients.")
 
 
@@ -165,27 +182,34 @@ class Parallel:
     strategy: Literal["auto", "single", "ddp", "fsdp"] = key(
         "auto",
         "`single` process; `ddp` replicates; `fsdp` shards with FSDP2 (HSDP when `replicate` and `shard` are both above 1); "
-        "`auto`: single on one process, else ddp where the replicated state fits in 40% of the device memory (always on CPU), "
+        "`auto`: fsdp where `shard` is above 1, else single on one process, else ddp where the replicated state fits in 40% of the device memory (always on CPU), "
         "else fsdp.",
     )
-    replicate: int | None = key(None, "Ranks on the replicating data-parallel axis; derived from the world size.", ge=1)
-    shard: int | None = key(None, "Ranks on the sharding data-parallel axis; derived from the world size.", ge=1)
+    replicate: int | None = key(
+        None,
+        "Copies of the model; by default one per process with ddp, and with fsdp one, or the processes over `shard`.",
+        ge=1,
+    )
+    shard: int | None = key(
+        None, "Ranks that share one copy, each with a part of it; by default the processes over `replicate`.", ge=1
+    )
     tensor: int = key(1, "Tensor-parallel ranks.", only=1)
     context: int = key(1, "Context-parallel ranks.", only=1)
     pipeline: int = key(1, "Pipeline stages.", only=1)
     expert: int = key(1, "Expert-parallel ranks.", only=1)
     grad_sync: Literal["auto", "last", "every"] = key(
         "auto",
-        "When accumulated gradients are synchronised: in the `last` micro-step (no_sync), in `every` one, or `auto`: last for "
-        "ddp, every for fsdp (keeps gradients sharded), reduce-scatter every and all-reduce last for HSDP.",
+        "When the gradients of several micro-steps are synchronised: in the `last` micro-step only (no_sync: less communication), "
+        "in `every` one, or `auto`: `last` for ddp; `every` for fsdp, which keeps gradients sharded; for HSDP, reduce-scatter in "
+        "every one and all-reduce in the last.",
     )
     reshard_after_forward: bool = key(
         True, "FSDP: free gathered block weights after forward (ZeRO-3); false keeps them for backward (ZeRO-2)."
     )
     offload: bool = key(False, "FSDP: keep sharded weights, gradients and optimizer state in host memory.")
     activation_checkpointing: bool = key(False, "Recompute each block's activations in backward instead of storing them.")
-    compile: bool = key(False, "torch.compile each block.")
-    backend: Literal["auto", "gloo", "nccl"] = key("auto", "Collectives: NCCL on CUDA, gloo on CPU by default.")
+    compile: bool = key(False, "Compile each block with torch.compile: a slower start, faster steps.")
+    backend: Literal["auto", "gloo", "nccl"] = key("auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.")
     timeout_seconds: int = key(600, "Longest wait in a collective or named barrier before the run fails.", ge=1)
     ddp: DDP = section(DDP)
 
@@ -216,7 +240,9 @@ class Log:
     every_steps: int = key(10, "Optimizer steps between log lines.", ge=1)
     tensorboard: bool = key(True, "Write TensorBoard event files.")
     gradients_at: list[int] = key(
-        [], "Steps whose full pre-clip gradients are written to gradients/step-N.safetensors, for comparing layouts."
+        [],
+        "Steps whose whole gradients, before clipping, are written to gradients/step-N.safetensors, to compare layouts.",
+        ge=1,
     )
 
 

@@ -13,14 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.data.stream import Stream, rank_positions
+from pretrain.data.stream import Stream, digest, rank_positions
+from pretrain.models.loss import IGNORED
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank computes in one optimizer step, on the host. `positions`: of its samples in the stream."""
+    """What one rank computes in one optimizer step, on the host.
+
+    `positions`: of its samples in the stream; `digest`: see stream.digest; `target_tokens`: targets that carry a loss.
+    """
 
     positions: np.ndarray
+    digest: int
+    target_tokens: int
     tokens_BT: Tensor
     targets_BT: Tensor
 
@@ -45,10 +51,11 @@ class Loader:
         """The batch of the step that starts after `consumed` samples."""
         positions = rank_positions(consumed, self.sequences, self.data_rank, self.data_size)
         windows = torch.from_numpy(self.stream.read(positions))
+        name = digest(positions, windows.numpy())
         tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         if self.pin_memory:
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
-        return StepBatch(positions, tokens, targets)
+        return StepBatch(positions, name, int((targets != IGNORED).sum()), tokens, targets)
 
     def batches(self, consumed: int) -> Iterator[StepBatch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""

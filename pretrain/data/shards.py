@@ -266,11 +266,15 @@ class PreparedData:
         for shard in self.manifest.shards[part::parts]:
             for name, expected in ((shard.file, shard.sha256), (shard.index_file, shard.index_sha256)):
                 if _sha256_of(self.path / name) != expected:
-                    raise DataError(f"{self.path / name}: content does not match its hash in manifest.json; restore or re-prepare it")
+                    raise DataError(
+                        f"{self.path / name}: content does not match its hash in manifest.json; restore or re-prepare it"
+                    )
 
     def _open_map(self, shard: int, index: bool) -> np.ndarray:
         entry = self.manifest.shards[shard]
-        name, dtype, length = (entry.index_file, _INDEX_DTYPE, entry.documents) if index else (entry.file, self.dtype, entry.tokens)
+        name, dtype, length = (
+            (entry.index_file, _INDEX_DTYPE, entry.documents) if index else (entry.file, self.dtype, entry.tokens)
+        )
         _check_size(self.path / name, length * dtype.itemsize)
         return np.memmap(self.path / name, dtype=dtype, mode="r", shape=(length,))
 
@@ -292,7 +296,9 @@ def read_manifest(path: str | Path) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{file}: not a {FORMAT} manifest")
     if content.get("version") != VERSION or isinstance(content["version"], bool):
-        raise DataError(f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; prepare the data again")
+        raise DataError(
+            f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; prepare the data again"
+        )
     return _parse_manifest(file, content)
 
 
@@ -315,7 +321,9 @@ def _parse_manifest(file: Path, content: dict) -> Manifest:
         raise DataError(f"{file}: eod_id {content['eod_id']} is outside the vocabulary of {content['vocab_size']}")
     if content["vocab_size"] > np.iinfo(_DTYPES[content["dtype"]]).max + 1:
         raise DataError(f"{file}: {content['dtype']} cannot hold a vocabulary of {content['vocab_size']}")
-    return Manifest(**{key: value for key, value in content.items() if key not in ("format", "version", "shards")}, shards=shards)
+    return Manifest(
+        **{key: value for key, value in content.items() if key not in ("format", "version", "shards")}, shards=shards
+    )
 
 
 def _parse_shard(file: Path, number: int, entry: object) -> Shard:

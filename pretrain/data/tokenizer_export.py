@@ -105,9 +105,7 @@ def _save_bpe(proto: Any, output: Path) -> None:
     special = _special_tokens(proto)
     dummy_prefix = proto.normalizer_spec.add_dummy_prefix
     vocabulary = {piece.piece: id for id, piece in enumerate(proto.pieces)}
-    model = models.BPE(
-        vocabulary, bpe_merges(proto), unk_token=special["unk_token"], fuse_unk=True, byte_fallback=True
-    )
+    model = models.BPE(vocabulary, bpe_merges(proto), unk_token=special["unk_token"], fuse_unk=True, byte_fallback=True)
     fast = FastTokenizer(model)
     spaces = [normalizers.Replace(" ", _SPACE_SYMBOL)]
     fast.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_SYMBOL), *spaces] if dummy_prefix else spaces)
@@ -188,5 +186,5 @@ def _compare(tokenizer: Tokenizer, exported: Any, output: Path, text: str) -> No
         where = next((i for i, (a, b) in enumerate(zip(actual, expected)) if a != b), min(len(actual), len(expected)))
         raise DataError(
             f"{output}: transformers encodes {text[:80]!r} differently from token {where} on"
-            f" ({actual[where:where + 3]}, not {expected[where:where + 3]}); the exported tokenizer must not be used"
+            f" ({actual[where : where + 3]}, not {expected[where : where + 3]}); the exported tokenizer must not be used"
         )

@@ -135,9 +135,7 @@ def sample_of(texts: Iterable[str], limit: int) -> list[str]:
     return sample
 
 
-def _save_sentencepiece(
-    directory: Path, documents: Iterator[str], model_type: str, vocab_size: int, sample_pieces: int
-) -> int:
+def _save_sentencepiece(directory: Path, documents: Iterator[str], model_type: str, vocab_size: int, sample_pieces: int) -> int:
     import sentencepiece
 
     sample = sample_of((piece for text in documents for piece in pieces(text)), sample_pieces)

@@ -51,8 +51,8 @@ class DataParallel:
         return nullcontext() if last or self.every else self.wrapped.no_sync()
 
 
-def _average_in_bf16(state: None, bucket) -> torch.futures.Future[torch.Tensor]:
-    # torch's own bf16 hook refuses gloo. The parameter must be called `bucket`, and an annotation must not be a string.
+def _average_in_bf16(state, bucket):
+    # torch has such a hook, which refuses gloo. DDP insists on the name `bucket`, and rejects annotations that are strings.
     buffer = bucket.buffer()
     small = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     return dist.all_reduce(small, async_op=True).get_future().then(lambda done: buffer.copy_(done.value()[0]))

@@ -57,14 +57,16 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
     check_options(config)
     strategy = config.parallel.strategy
     if strategy == "auto":
-        strategy = _automatic(world_size, parameters, device_memory)
+        strategy = _automatic(config, world_size, parameters, device_memory)
     replicate, shard = _axes(config, strategy, world_size)
     _check_strategy_options(config, strategy)
     return Layout(strategy, replicate, shard, _micro_steps(config, replicate * shard))
 
 
-def _automatic(world_size: int, parameters: int, device_memory: int | None) -> Literal["single", "ddp", "fsdp"]:
-    if world_size == 1:
+def _automatic(config: Config, world_size: int, parameters: int, device_memory: int | None) -> Literal["single", "ddp", "fsdp"]:
+    if (config.parallel.shard or 1) > 1:
+        return "fsdp"
+    if world_size == 1 and (config.parallel.replicate or 1) == 1:
         return "single"
     fits = device_memory is None or parameters * STATE_BYTES_PER_PARAMETER <= DDP_MEMORY_SHARE * device_memory
     return "ddp" if fits else "fsdp"
@@ -97,13 +99,12 @@ def _axes(config: Config, strategy: str, world_size: int) -> tuple[int, int]:
 
 def _check_world(config: Config, strategy: str, replicate: int, shard: int, world_size: int) -> None:
     wanted = replicate * shard
-    keys = (
-        f"parallel.strategy={strategy}, parallel.replicate={config.parallel.replicate}, parallel.shard={config.parallel.shard}"
-    )
+    replicate_key, shard_key = ("null" if axis is None else axis for axis in (config.parallel.replicate, config.parallel.shard))
+    keys = f"{_chosen(config, strategy)}, parallel.replicate={replicate_key}, parallel.shard={shard_key}"
     if wanted == 0:
         given = config.parallel.replicate or config.parallel.shard
-        below = max(world_size // given * given, given)
-        raise LaunchError(f"{keys}: {world_size} processes do not divide by {given}; start {below} or {below + given}")
+        near = _around(world_size, given)
+        raise LaunchError(f"{keys}: {world_size} processes do not divide by {given}; start {near}")
     if wanted != world_size:
         raise LaunchError(
             f"{keys} expects {wanted} processes, {world_size} started; start them with: {command_for(wanted)}"
@@ -122,15 +123,23 @@ def _micro_steps(config: Config, data_size: int) -> int:
     unit = data_size * micro
     if sequences % unit == 0:
         return sequences // unit
-    below = sequences // unit * unit
-    near = " or ".join(str(n) for n in (below, below + unit) if n)
     micros = [n for n in range(1, sequences // data_size + 1) if sequences % (n * data_size) == 0]
-    remedy = f"nearest legal batch.sequences: {near}"
+    remedy = f"nearest legal batch.sequences: {_around(sequences, unit)}"
     if micros:
         remedy += f"; nearest legal batch.micro_sequences: {min(micros, key=lambda n: (abs(n - micro), n))}"
     raise ConfigError(
         f"batch.sequences={sequences} is not divisible by batch.micro_sequences={micro} times {data_size} data-parallel ranks; {remedy}"
     )
+
+
+def _around(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return " or ".join(str(n) for n in (below, below + unit) if n)
+
+
+def _chosen(config: Config, strategy: str) -> str:
+    auto = " (the choice of auto)" if config.parallel.strategy == "auto" else ""
+    return f"parallel.strategy={strategy}{auto}"
 
 
 def check_options(config: Config) -> None:
@@ -166,5 +175,6 @@ def _check_strategy_options(config: Config, strategy: str) -> None:
         value = getattr(config.parallel, name)
         if value != default:
             raise ConfigError(
-                f"parallel.{name}={str(value).lower()} acts on sharded weights and has no effect with parallel.strategy={strategy}"
+                f"parallel.{name}={str(value).lower()} acts on sharded weights and has no effect with "
+                f"{_chosen(config, strategy)}; use fsdp"
             )

@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from pretrain.checkpoint import files
 from pretrain.errors import CheckpointError
 
 
@@ -49,6 +50,13 @@ class RunDirectory:
         else:
             replace_text(path, json.dumps(identity, indent=1) + "\n")
         self._held = True
+        files.discard_unfinished(self.checkpoints)
+
+    def release(self) -> None:
+        """Let another process have it; the end of the process does so too."""
+        if self._lock is not None:
+            self._lock.close()
+            self._held = False
 
     @property
     def is_held(self) -> bool:

@@ -63,6 +63,8 @@ def train(config: Config) -> int:
     except BaseException as error:
         _record_failure(directory, trainer, ranks, error)
         raise
+    finally:
+        directory.release()
     distributed.stop()
     return 0
 

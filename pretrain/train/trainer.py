@@ -23,10 +23,10 @@ from pretrain.checkpoint.load import check_identity, choose_checkpoint, load_sta
 from pretrain.checkpoint.payload import model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
 from pretrain.data.loader import Loader, StepBatch
+from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, TrainingError
 from pretrain.models.decoder import Decoder
-from pretrain.models.loss import IGNORED
 from pretrain.observe.flops import flops_per_token, peak_flops
 from pretrain.observe.metrics import Metrics, duration, progress_line
 from pretrain.optim.clip import clip_gradients
@@ -57,6 +57,7 @@ class Verdict:
     """What the ranks agree on before a step."""
 
     target_tokens: int
+    digest: str
     stop: bool
     save: bool
 
@@ -163,7 +164,7 @@ class Trainer:
                     self.save()
                 if verdict.stop:
                     return "preempted"
-                record = self.step(batch, verdict.target_tokens)
+                record = self.step(batch, verdict.target_tokens) | {"batch": verdict.digest}
                 self.window.add(time.monotonic() - started, waited, verdict.target_tokens)
                 self._after_step(record)
             if self.last_saved != progress.step:
@@ -179,11 +180,11 @@ class Trainer:
     def _agree(self, batch: StepBatch, stop: StopRequest) -> Verdict:
         every = self.config.checkpoint.every_seconds
         due = self.ranks.is_main and every > 0 and time.monotonic() - self.saved_at >= every
-        said = torch.tensor([int((batch.targets_BT != IGNORED).sum()), int(stop.reason is not None), int(due)])
+        said = torch.tensor([batch.target_tokens, batch.digest, int(stop.reason is not None), int(due)])
         if self.ranks.control is not None:
             dist.all_reduce(said, group=self.ranks.control)
-        tokens, stops, saves = said.tolist()
-        return Verdict(tokens, bool(stops), bool(saves))
+        tokens, digests, stops, saves = said.tolist()
+        return Verdict(tokens, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(saves))
 
     def _after_step(self, record: dict[str, Any]) -> None:
         config, step = self.config, record["step"]

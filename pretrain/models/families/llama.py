@@ -34,7 +34,16 @@ INERT = {
 }  # fmt: skip
 
 
+# Fields without a default that two libraries agree on.
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
 def to_hf(model: Model) -> dict[str, Any]:
+    if model.dim % model.heads:  # which the head's own width makes possible here
+        raise ConfigError(
+            f"model.dim={model.dim} is not divisible by model.heads={model.heads}: transformers refuses such a llama, "
+            "so it cannot be exported"
+        )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -58,6 +67,9 @@ def to_hf(model: Model) -> dict[str, Any]:
 
 def from_hf(config: dict[str, Any]) -> Model:
     rest = dict(config)
+    for name in SIZES:
+        if not isinstance(rest.get(name), int):
+            raise ConfigError(f"config.json: {name} is missing or no whole number")
     for name, value in REQUIRED.items():
         if rest.pop(name, value) != value:
             raise ConfigError(f"config.json: {name}={config[name]!r} is not supported for llama; only {value!r} is")

@@ -1,0 +1,199 @@
+"""Checkpoints that are damaged, hostile, or another run's: refused by name, with a fall back to the last good one."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from runs import run_main, train
+
+from pretrain.checkpoint import files
+from pretrain.checkpoint.load import load_tensors, saved_tensors
+from pretrain.checkpoint.safe_dcp import read_metadata
+from pretrain.config.schema import Checkpoint
+from pretrain.errors import CheckpointError
+
+PERIODIC = ("run.steps=15", "checkpoint.every_steps=5", "checkpoint.keep_last=0")
+
+
+@pytest.fixture
+def run(pool, config_file) -> Path:
+    return train(pool, 1, config_file, *PERIODIC)
+
+
+def newest(run: Path) -> Path:
+    return files.complete_checkpoints(run / "checkpoints")[-1]
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [flip_bit, truncate, Path.unlink])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "tokenizer/tokenizer.json"])
+def test_a_damaged_file_is_named_and_resume_falls_back_to_the_checkpoint_before(pool, config_file, run, damage, name):
+    damage(newest(run) / name)
+    with pytest.raises(CheckpointError, match=f"step-00000015/{name}".replace(".", r"\.")):
+        files.verify(newest(run))
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC)
+    assert code == 0
+    assert f"damaged checkpoint: {newest(run) / name}" in printed and "falling back to" in printed
+    assert "step-00000010: step 10" in printed and "finished at step 15" in printed
+    files.verify(newest(run))  # the damaged one was replaced
+
+
+def test_the_damage_is_found_whichever_rank_hashes_the_file(pool, config_file):
+    run = train(pool, 4, config_file, *PERIODIC, "parallel.strategy=fsdp")
+    for name in [f"__{rank}_0.distcp" for rank in range(4)]:
+        copy = run.parent / "copy"
+        shutil.copytree(run, copy)
+        flip_bit(newest(copy) / name)
+        results = pool.launch(4, run_main, str(config_file), *PERIODIC, "parallel.strategy=fsdp", "run.name=copy")
+        assert all(code == 0 for code, _ in results) and name in results[0][1]
+        shutil.rmtree(copy)
+
+
+def test_when_every_checkpoint_is_damaged_nothing_starts_afresh(pool, config_file, run):
+    for checkpoint in files.complete_checkpoints(run / "checkpoints"):
+        flip_bit(checkpoint / "__0_0.distcp")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC)
+    assert code == 1 and "no earlier checkpoint is left to fall back to" in printed
+
+
+def test_a_named_checkpoint_is_taken_or_refused_never_replaced_by_another(pool, config_file, run):
+    flip_bit(newest(run) / "__0_0.distcp")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC, f"run.resume={newest(run)}", "run.name=other")
+    assert code == 1 and "step-00000015/__0_0.distcp: its content does not match its sha256" in printed
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_a_directory_without_its_manifest_is_no_checkpoint(run, name):
+    before = files.complete_checkpoints(run / "checkpoints")
+    (newest(run) / name).unlink()
+    if name == "manifest.json":
+        assert files.complete_checkpoints(run / "checkpoints") == before[:-1]
+    else:
+        with pytest.raises(CheckpointError, match="state.json: missing"):
+            files.verify(before[-1])
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"version": 99}, "version 99 is not supported"),
+    ({"format": "other"}, "not a manifest"),
+    ({"files": {"../../outside": {"bytes": 1, "sha256": ""}}}, "list of files is damaged"),
+    ({"files": []}, "list of files is damaged"),
+])  # fmt: skip
+def test_a_foreign_manifest_is_refused(run, change, message):
+    path = newest(run) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=message):
+        files.verify(newest(run))
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_hostile_metadata_is_refused_and_executes_nothing(run, tmp_path):
+    fired = tmp_path / "fired"
+    (newest(run) / ".metadata").write_bytes(pickle.dumps(Bomb(fired)))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused: .*system has no place in checkpoint metadata"):
+        read_metadata(newest(run))
+    assert not fired.exists()
+    pickle.loads(pickle.dumps(Bomb(fired)))
+    assert fired.exists()  # the bomb is real
+
+
+def test_a_payload_with_an_item_that_is_no_tensor_is_refused(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model.weight": torch.ones(2), "extra": {"an": "object"}}, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(CheckpointError, match="item extra.* is not a tensor, and reading it could execute code"):
+        saved_tensors(tmp_path / "c", "model.")
+
+
+def test_a_missing_name_a_shape_or_a_number_format_that_differs_is_an_error(run):
+    name, tensor = next(iter(saved_tensors(newest(run), "model.embedding").items()))
+    assert (name, tensor.shape) == ("model.embedding.weight", (257, 32))
+    for tensors, message in (
+        ({"model.nothing": tensor}, "has no model.nothing"),
+        ({name: torch.empty(257, 33)}, r"has shape \[257, 32\], the run needs \[257, 33\]"),
+        ({name: tensor.half()}, "is torch.float32, the run needs torch.float16"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_tensors(newest(run), tensors, None)
+
+
+def test_a_run_directory_that_holds_another_run_is_refused_with_every_difference(pool, config_file, run):
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC, "model.dim=64", "data.seed=3")
+    assert code == 1
+    assert "holds another run: data.seed was 7 and is 3; model.dim was 32 and is 64" in printed
+    assert "model.head_dim was 8 and is 16" in printed and "choose another run.name" in printed
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.name=x", f"run.resume={run}", "optim.lr=1e-3", "data.seed=3")
+    assert code == 1 and "belongs to another run: data.seed was 7 and is 3" in printed
+
+
+def test_resume_never_refuses_a_used_directory_and_required_an_empty_one(pool, config_file, run):
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC, "run.resume=never")
+    assert code == 1 and "has checkpoints up to step-00000015" in printed
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC, "run.resume=required", "run.name=empty")
+    assert code == 1 and "has no complete checkpoint" in printed
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC, "run.resume=/nowhere", "run.name=third")
+    assert code == 1 and "/nowhere: does not exist" in printed
+
+
+def test_two_processes_cannot_hold_one_run_directory(pool, config_file, run):
+    from pretrain.train.run_directory import RunDirectory
+
+    identity = json.loads((run / "identity.json").read_text())
+    holder = RunDirectory(run)
+    holder.claim(identity)
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC)
+    assert code == 1 and f"is in use by process {os.getpid()}" in printed
+    holder.release()
+
+
+def test_retention_keeps_the_newest_and_the_milestones(tmp_path):
+    for step in (100, 200, 300, 400):
+        path = tmp_path / files.directory_of(step)
+        path.mkdir()
+        files.write_json(path / files.MANIFEST, {})
+    policy = Checkpoint(keep_last=1, keep_every_steps=200)
+    removed = files.retire(tmp_path, tmp_path / "step-00000400", policy.keep_last, policy.keep_every_steps)
+    assert [p.name for p in removed] == ["step-00000100", "step-00000300"]
+    assert [p.name for p in files.complete_checkpoints(tmp_path)] == ["step-00000200", "step-00000400"]
+
+
+def test_what_a_crashed_save_left_is_ignored_and_removed(pool, config_file, run):
+    leftover = run / "checkpoints" / ".writing-step-00000020"
+    leftover.mkdir()
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    train(pool, 1, config_file, *PERIODIC)
+    assert not leftover.exists()
+
+
+def test_the_verify_tool_names_what_is_damaged(run, capsys):
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+    import verify_checkpoint
+
+    assert verify_checkpoint.main([str(run)]) == 0
+    assert capsys.readouterr().out.count("good ") == 3
+    flip_bit(newest(run) / "__0_0.distcp")
+    assert verify_checkpoint.main([str(run)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("good ") == 2 and "step-00000015/__0_0.distcp" in captured.err

@@ -1,0 +1,84 @@
+"""Fixtures that all tests share: a small prepared data set, a small configuration, ranks that stay alive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from launch_pool import LaunchPool
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[LaunchPool]:
+    """Up to 4 ranks; `pool.launch(world_size, function, *arguments)`."""
+    pool = LaunchPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def shakespeare() -> Path:
+    """A real text, where it is at hand."""
+    path = SHARED_DATA / "tinyshakespeare.txt"
+    if not path.is_file():
+        pytest.skip("tinyshakespeare.txt is not beside this checkout (shared/data)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory) -> Path:
+    """The byte-level tokenizer: 256 bytes and the end of document."""
+    from pretrain.data.tokenizer_training import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("byte")
+    (folder / "text.txt").write_text("bytes need no corpus")
+    train_tokenizer([str(folder / "text.txt")], folder / "tokenizer", "byte")
+    return folder / "tokenizer"
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory, byte_tokenizer) -> Path:
+    """60,000 tokens in 3 shards: documents of random letters with a skewed, learnable distribution."""
+    return write_prepared(tmp_path_factory.mktemp("data") / "train", byte_tokenizer, seed=0, documents=300)
+
+
+def write_prepared(path: Path, tokenizer: Path, seed: int, documents: int) -> Path:
+    """A prepared directory of `documents` documents of 200 tokens, each closed by the end-of-document token."""
+    from pretrain.data.shards import ShardWriter
+    from pretrain.data.tokenizer import load_tokenizer
+
+    random = np.random.default_rng(seed)
+    loaded = load_tokenizer(tokenizer)
+    with ShardWriter.create(path, loaded, 25_000) as writer:
+        for _ in range(documents):
+            letters = np.minimum(random.geometric(0.2, 199), 26) + 96
+            writer.add(np.append(letters, loaded.eod_id), np.array([200]))
+    return path
+
+
+@pytest.fixture
+def config_file(tmp_path, prepared) -> Path:
+    """A configuration that trains in a second: 2 layers of 32, 16 samples of 32 tokens per step."""
+    config = {
+        "run": {"name": "run", "dir": str(tmp_path / "runs"), "steps": 20, "seed": 7},
+        "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
+        "data": {"sequence_length": 32, "sources": [{"path": str(prepared)}]},
+        "batch": {"sequences": 16, "micro_sequences": 2},
+        "optim": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 5},
+        "parallel": {"timeout_seconds": 60},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path

@@ -1,0 +1,113 @@
+"""Worker processes that stay alive between tests, so that `import torch` is paid once.
+
+`launch(world_size, function, *arguments)` runs a module-level function on that many ranks, with the environment that torchrun
+would give them, and returns their results in rank order. A failure in any rank raises RankFailure with its traceback, and the
+workers, which may be stuck in a collective with a rank that is gone, are replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+LIMIT_SECONDS = 240
+_ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pretrain.train.session"]
+
+
+class RankFailure(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+class LaunchPool:
+    """At most `size` ranks, started when first needed."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self.workers: list[tuple[multiprocessing.Process, Connection]] = []
+
+    def launch(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if not self.workers:
+            self._start()
+        port = _free_port()
+        for rank, (_, connection) in enumerate(self.workers[:world_size]):
+            values = (rank, rank, world_size, "127.0.0.1", port)
+            environment = dict(zip(_ENVIRONMENT, map(str, values))) if world_size > 1 else {}
+            connection.send((environment, list(sys.path), function.__module__, function.__qualname__, arguments))
+        return self._collect(world_size)
+
+    def _collect(self, world_size: int) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self.workers[:world_size])}
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise RankFailure(f"ranks {sorted(waiting.values())} did not answer in {LIMIT_SECONDS} s")
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    succeeded, value = connection.recv()
+                except EOFError:
+                    succeeded, value = False, "the process ended"
+                if not succeeded:
+                    self.close()
+                    raise RankFailure(f"rank {rank}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(world_size)]
+
+    def _start(self) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        for _ in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
+    def close(self) -> None:
+        for process, connection in self.workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self.workers = []
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _work(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            environment, paths, module, name, arguments = connection.recv()
+        except EOFError:
+            return
+        for variable in _ENVIRONMENT:
+            os.environ.pop(variable, None)
+        os.environ.update(environment)
+        sys.path[:] = paths
+        try:
+            connection.send((True, getattr(importlib.import_module(module), name)(*arguments)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -1,0 +1,81 @@
+"""How often gradients travel: the number of collectives in the micro-steps of one optimizer step, in every mode."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MICRO_STEPS = 4
+SHARDED_UNITS = 4  # of a model of 2 blocks: embedding, the blocks, [norm, head]
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts what reaches torch's collective operators, from Python or from DDP's reducer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.counts[function._opname] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def count_collectives(config_file: str, *overrides: str) -> dict[str, int]:
+    """Collectives by kind during the forward and backward passes of the second step."""
+    from pretrain.config.load import load_config
+    from pretrain.distributed import ranks as distributed
+    from pretrain.train.plan import make_plan
+    from pretrain.train.run_directory import RunDirectory
+    from pretrain.train.trainer import Trainer
+
+    config, _ = load_config(config_file, list(overrides))
+    ranks = distributed.start(config)
+    plan = make_plan(config, ranks.world_size, ranks.device)
+    trainer = Trainer(plan, ranks, RunDirectory(Path(config.run.dir) / "collectives"))
+    batch = trainer.loader.read(0)
+    tokens = config.batch.sequences * config.data.sequence_length
+    trainer.step(batch, tokens)  # DDP lays its buckets out anew after the first step
+    with CountCollectives() as mode:
+        for index in range(plan.layout.micro_steps):
+            trainer._micro_step(batch, index, tokens)
+    ranks.barrier("counted", 60)
+    assert plan.layout.micro_steps == MICRO_STEPS
+    return dict(mode.counts)
+
+
+def gradient_collectives(counts: dict[str, int]) -> tuple[int, int]:
+    """(reduce-scatters, all-reduces)."""
+    return (
+        sum(n for op, n in counts.items() if "reduce_scatter" in op),
+        sum(n for op, n in counts.items() if "allreduce" in op or "all_reduce" in op),
+    )
+
+
+HSDP = ("parallel.replicate=2", "parallel.shard=2", "batch.micro_sequences=1")
+MODES = {
+    # DDP: one all-reduce of its single bucket where gradients are synchronised at all.
+    "ddp, auto": (2, ("parallel.strategy=ddp",), (0, 1)),
+    "ddp, last": (2, ("parallel.strategy=ddp", "parallel.grad_sync=last"), (0, 1)),
+    "ddp, every": (2, ("parallel.strategy=ddp", "parallel.grad_sync=every"), (0, MICRO_STEPS)),
+    # FSDP: a reduce-scatter per unit.
+    "fsdp, auto": (2, ("parallel.strategy=fsdp",), (MICRO_STEPS * SHARDED_UNITS, 0)),
+    "fsdp, every": (2, ("parallel.strategy=fsdp", "parallel.grad_sync=every"), (MICRO_STEPS * SHARDED_UNITS, 0)),
+    "fsdp, last": (2, ("parallel.strategy=fsdp", "parallel.grad_sync=last"), (SHARDED_UNITS, 0)),
+    # HSDP: the sum over the sharding axis is scattered, then all-reduced over the replicating one.
+    "hsdp, auto": (4, ("parallel.strategy=fsdp", *HSDP), (MICRO_STEPS * SHARDED_UNITS, SHARDED_UNITS)),
+    "hsdp, every": (4, ("parallel.strategy=fsdp", "parallel.grad_sync=every", *HSDP), (MICRO_STEPS * SHARDED_UNITS, MICRO_STEPS * SHARDED_UNITS)),
+    "hsdp, last": (4, ("parallel.strategy=fsdp", "parallel.grad_sync=last", *HSDP), (SHARDED_UNITS, SHARDED_UNITS)),
+    "single": (1, (), (0, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_travel_as_often_as_the_mode_says(pool, config_file, mode):
+    world_size, overrides, expected = MODES[mode]
+    if world_size == 1:
+        overrides = ("batch.micro_sequences=4",)
+    for counts in pool.launch(world_size, count_collectives, str(config_file), *overrides):
+        assert gradient_collectives(counts) == expected, counts

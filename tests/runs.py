@@ -1,0 +1,51 @@
+"""What tests run on ranks: the entry point itself, and ways to look at what it left."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from pretrain.observe.metrics import read_metrics
+from pretrain.run import main
+
+
+def run_main(config_file: str, *overrides: str) -> tuple[int, str]:
+    """Exit code and printed lines of `pretrain/run.py --config CONFIG_FILE OVERRIDES`, in this process."""
+    import pretrain.run
+
+    pretrain.run.OTHERS_WAIT_SECONDS = 0.0  # nobody ends the other ranks here
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = main(["--config", config_file, *overrides])
+    return code, printed.getvalue()
+
+
+def train(pool, world_size: int, config_file: Path, *overrides: str) -> Path:
+    """Run to the end on `world_size` ranks; the run directory."""
+    for rank, (code, printed) in enumerate(pool.launch(world_size, run_main, str(config_file), *overrides)):
+        assert code == 0, f"rank {rank}: {printed}"
+    names = [o.removeprefix("run.name=") for o in overrides if o.startswith("run.name=")]
+    return config_file.parent / "runs" / (names[-1] if names else "run")
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run)]
+
+
+def largest_relative_difference(one: list[float], other: list[float]) -> float:
+    assert len(one) == len(other)
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other))
+
+
+def gradients(run: Path, step: int = 1) -> dict[str, torch.Tensor]:
+    return load_file(run / "gradients" / f"step-{step:08d}.safetensors")
+
+
+def largest_gradient_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Largest relative difference of a parameter's gradient, in 2-norm."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - g).norm() / g.norm()) for name, g in other.items())

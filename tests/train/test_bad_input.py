@@ -1,0 +1,108 @@
+"""What cannot be trained is refused with one line that names it, before anything is allocated."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import write_prepared
+from runs import run_main
+
+
+@pytest.fixture
+def data(prepared, tmp_path) -> Path:
+    """A copy that may be damaged."""
+    return shutil.copytree(prepared, tmp_path / "copy")
+
+
+def refused(pool, config_file: Path, *overrides: str, ranks: int = 1) -> tuple[int, str]:
+    """Exit code and the one line of the refusal."""
+    code, printed = pool.launch(ranks, run_main, str(config_file), *overrides)[0]
+    lines = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "Traceback" not in printed, printed
+    return code, lines[0]
+
+
+def test_missing_data_is_named(pool, config_file):
+    code, line = refused(pool, config_file, "data.sources=[{path: /nowhere}]")
+    assert code == 1 and "/nowhere" in line
+    code, line = refused(pool, config_file, "data.sources=[]")
+    assert code == 2 and "data.sources is empty" in line
+
+
+def test_an_empty_source_is_named(pool, config_file, tmp_path, byte_tokenizer):
+    tiny = write_prepared(tmp_path / "tiny", byte_tokenizer, seed=1, documents=1)
+    code, line = refused(pool, config_file, f"data.sources=[{{path: {tiny}}}]", "data.sequence_length=200")
+    assert code == 1 and f"{tiny}: 200 tokens are less than one sample of data.sequence_length=200" in line
+
+
+def test_a_source_smaller_than_a_global_batch_is_refused(pool, config_file, tmp_path, byte_tokenizer):
+    tiny = write_prepared(tmp_path / "tiny", byte_tokenizer, seed=1, documents=2)
+    code, line = refused(pool, config_file, f"data.sources=[{{path: {tiny}}}]")
+    assert code == 1 and "hold 12 samples of data.sequence_length=32" in line and "batch.sequences=16" in line
+
+
+def test_a_vocabulary_that_does_not_fit_the_model_is_refused(pool, config_file, prepared):
+    code, line = refused(pool, config_file, "model.vocab_size=100")
+    assert code == 2 and "model.vocab_size=100 is below the 257 tokens" in line and str(prepared) in line
+
+
+def test_sources_of_two_tokenizers_are_refused(pool, config_file, prepared, data):
+    manifest = json.loads((data / "manifest.json").read_text())
+    (data / "manifest.json").write_text(json.dumps({**manifest, "tokenizer_sha256": "0" * 64}))
+    code, line = refused(pool, config_file, f"data.validation=[{{path: {data}}}]")
+    assert code == 1 and str(prepared) in line and str(data) in line and "different tokenizers" in line
+
+
+@pytest.mark.parametrize("file", ["shard-00001.bin", "shard-00002.idx"])
+def test_a_truncated_shard_is_refused_by_name(pool, config_file, data, file):
+    (data / file).write_bytes((data / file).read_bytes()[:-8])
+    code, line = refused(pool, config_file, f"data.sources=[{{path: {data}}}]")
+    assert code == 1 and str(data / file) in line
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("file", ["shard-00000.bin", "shard-00001.bin"])
+def test_a_flipped_bit_in_a_shard_is_refused_by_name_whichever_rank_reads_it(pool, config_file, data, file, ranks):
+    content = bytearray((data / file).read_bytes())
+    content[1000] ^= 1
+    (data / file).write_bytes(content)
+    strategy = "parallel.strategy=ddp" if ranks > 1 else "parallel.strategy=single"
+    code, line = refused(pool, config_file, f"data.sources=[{{path: {data}}}]", strategy, ranks=ranks)
+    assert code == 1 and str(data / file) in line
+    assert not list((config_file.parent / "runs" / "run").glob("checkpoints/*"))
+
+
+def test_a_batch_that_does_not_divide_names_both_keys_and_the_nearest_legal_values(pool, config_file):
+    code, line = refused(pool, config_file, "batch.sequences=10", "batch.micro_sequences=4")
+    assert code == 2 and "batch.sequences=10" in line and "batch.micro_sequences=4" in line
+    assert "nearest legal batch.sequences: 8 or 12" in line and "batch.micro_sequences: 5" in line
+
+
+@pytest.mark.parametrize(("ranks", "overrides", "message"), [
+    (1, ("parallel.strategy=ddp",), "expects several processes, 1 started; start them with: torchrun --nproc-per-node 2"),
+    (1, ("parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"), "expects 4 processes, 1 started"),
+    (2, ("parallel.strategy=single",), "runs in one process and 2 were started"),
+    (2, ("parallel.strategy=fsdp", "parallel.shard=4"), "2 processes do not divide by 4"),
+    (2, ("parallel.strategy=ddp", "parallel.shard=2"), "cannot shard"),
+    (2, ("parallel.strategy=ddp", "parallel.offload=true"), "parallel.offload=true acts on sharded weights"),
+])  # fmt: skip
+def test_processes_that_do_not_fit_the_configuration_are_refused(pool, config_file, ranks, overrides, message):
+    code, line = refused(pool, config_file, *overrides, ranks=ranks)
+    assert code == 2 and message in line
+
+
+def test_check_says_that_a_configuration_is_valid_for_the_processes_it_asks_for(pool, config_file):
+    overrides = ("--check", "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=4")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *overrides)
+    assert code == 0 and "hsdp 2x4 on 8 processes" in printed and "the configuration is valid" in printed
+    assert not (config_file.parent / "runs").exists()
+
+
+def test_print_config_loads_back(pool, config_file):
+    from pretrain.config.load import load_config
+
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--print-config", "optim.lr=1e-4")
+    (config_file.parent / "printed.yaml").write_text(printed)
+    again, _ = load_config(config_file.parent / "printed.yaml")
+    assert code == 0 and again.optim.lr == 1e-4 and again.model.head_dim == 8 and again.data.seed == 7

@@ -1,0 +1,159 @@
+"""Runs that are killed, signalled, fed nonsense, or out of disk, started by torchrun as users start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import largest_relative_difference, losses, run_main, train
+
+from pretrain.observe.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW_STEPS = ("model.dim=128", "model.layers=3", "data.sequence_length=128", "model.ffn_dim=256")
+
+
+def start(config_file: Path, world_size: int, *overrides: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    arguments = [str(ROOT / "pretrain" / "run.py"), "--config", str(config_file), *overrides]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.005)
+
+
+def steps_logged(run: Path) -> int:
+    try:
+        return read_metrics(run)[-1]["step"]
+    except (OSError, IndexError):
+        return 0
+
+
+def rank_processes(agent: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks, in rank order."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    ranks = {}
+    for pid in children:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        rank = [v for v in environment if v.startswith(b"RANK=")]
+        if rank:
+            ranks[int(rank[0].removeprefix(b"RANK="))] = int(pid)
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def status(run: Path) -> dict:
+    return json.loads((run / "status.json").read_text())
+
+
+@pytest.mark.parametrize(("world_after", "options"), [
+    (3, ("parallel.strategy=fsdp", "batch.micro_sequences=2")),
+    (2, ("parallel.strategy=ddp", "batch.micro_sequences=2")),
+], ids=["resumed as fsdp on 3", "resumed in the same layout"])  # fmt: skip
+def test_a_run_whose_rank_is_killed_continues_as_if_it_had_not_been(pool, config_file, world_after, options):
+    shared = (*SLOW_STEPS, "batch.sequences=12", "run.steps=40", "checkpoint.every_steps=20")
+    ddp = ("parallel.strategy=ddp", "batch.micro_sequences=2")
+    straight = train(pool, 2, config_file, "run.name=straight", *shared, *ddp)
+    run = config_file.parent / "runs" / "killed"
+    agent = start(config_file, 2, "run.name=killed", *shared, *ddp)
+    wait_for(lambda: (run / "checkpoints" / "step-00000020").is_dir() and steps_logged(run) >= 23, agent)
+    os.kill(rank_processes(agent)[1], signal.SIGKILL)
+    printed, _ = agent.communicate(timeout=60)
+    assert agent.returncode == 1 and 23 <= steps_logged(run) < 40, printed
+    train(pool, world_after, config_file, "run.name=killed", *shared, *options)
+    assert status(run) == {"state": "finished", "step": 40, "reason": None}
+    batches = [[record["batch"] for record in read_metrics(r)] for r in (run, straight)]
+    assert batches[0] == batches[1] and len(set(batches[0])) == 40
+    if world_after == 2:
+        assert losses(run) == losses(straight)
+    else:
+        assert largest_relative_difference(losses(run), losses(straight)) <= 2e-6
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_to_one_rank_leaves_a_checkpoint_of_the_next_step_and_exit_code_0(config_file, number):
+    run = config_file.parent / "runs" / "run"
+    agent = start(config_file, 2, *SLOW_STEPS, "parallel.strategy=ddp", "run.steps=2000")
+    wait_for(lambda: steps_logged(run) >= 3, agent)
+    os.kill(rank_processes(agent)[1], number)
+    printed, _ = agent.communicate(timeout=60)
+    assert agent.returncode == 0, printed
+    assert status(run)["state"] == "preempted"
+    step = status(run)["step"]
+    assert [p.name for p in (run / "checkpoints").glob("step-*")] == [f"step-{step:08d}"]
+    assert step == steps_logged(run)
+
+
+def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, config_file):
+    run = config_file.parent / "runs" / "run"
+    command = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(config_file), "run.steps=300", "log.every_steps=1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: steps_logged(run) >= 3, process)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "preempted" in printed
+    stopped = status(run)["step"]
+    assert 3 <= stopped < 300
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.steps=300", f"run.resume={run}")
+    assert code == 0 and f"step-{stopped:08d}: step {stopped}" in printed and "finished at step 300" in printed
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_before_the_step_is_taken(pool, config_file):
+    overrides = ("optim.lr=1e30", "schedule.warmup_steps=0", "checkpoint.every_steps=1", "parallel.strategy=ddp")
+    for code, _ in (results := pool.launch(2, run_main, str(config_file), *overrides)):
+        assert code == 1
+    assert "error: step 2: loss nan" in results[0][1] and "rank 1: samples" in results[0][1]
+    assert "the last checkpoint is of step 1" in results[0][1]
+    run = config_file.parent / "runs" / "run"
+    assert status(run)["state"] == "failed" and "loss nan" in status(run)["reason"]
+    assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-00000001"]
+    assert "Traceback" in (run / "logs" / "rank-1.log").read_text() and "Traceback" not in results[0][1]
+
+
+def save_with_little_room(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run in which no file can grow beyond 20 kB from the second checkpoint on, as on a full disk."""
+    import resource
+
+    from pretrain.checkpoint import save
+
+    write, calls = save._write_payload, []
+
+    def limited(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        return write(*arguments)
+
+    save._write_payload = limited
+    try:
+        return run_main(config_file, *overrides)
+    finally:
+        save._write_payload = write
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_good(pool, config_file):
+    overrides = ("checkpoint.every_steps=5", "parallel.strategy=fsdp", "run.steps=20")
+    results = pool.launch(2, save_with_little_room, str(config_file), *overrides)
+    run = config_file.parent / "runs" / "run"
+    assert [code for code, _ in results] == [1, 1]
+    assert "checkpoint of step 10 could not be saved" in results[0][1]
+    assert "File too large" in results[0][1] and "step-00000005 stays good" in results[0][1]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000005"]
+    assert status(run)["state"] == "failed"
+    train(pool, 2, config_file, *overrides)  # with room again, it goes on from there
+    assert status(run)["state"] == "finished"

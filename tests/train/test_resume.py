@@ -1,0 +1,98 @@
+"""A run that was interrupted and continued is the run that was not: same samples, same numbers, on any layout."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from runs import largest_relative_difference, losses, run_main, train
+
+from pretrain.checkpoint.load import saved_tensors
+
+EVERY = ("log.every_steps=1", "checkpoint.keep_last=0")
+DDP2 = (2, "parallel.strategy=ddp")
+LAYOUTS = {
+    "single": (1,),
+    "ddp 2": DDP2,
+    "ddp 4": (4, "parallel.strategy=ddp"),
+    "fsdp 2": (2, "parallel.strategy=fsdp"),
+    "fsdp 3": (3, "parallel.strategy=fsdp", "batch.micro_sequences=8"),
+    "fsdp 4": (4, "parallel.strategy=fsdp"),
+    "hsdp 2x2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"),
+}
+# 24 sequences divide over every world size above.
+BATCH = ("batch.sequences=24", "batch.micro_sequences=2")
+
+
+def state_of(run, step) -> dict[str, torch.Tensor]:
+    checkpoint = run / "checkpoints" / f"step-{step:08d}"
+    return saved_tensors(checkpoint, "model.") | saved_tensors(checkpoint, "optim.")
+
+
+def equal(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    ("single", "fsdp 3"), ("ddp 2", "fsdp 4"), ("fsdp 2", "ddp 4"), ("hsdp 2x2", "single"), ("fsdp 4", "hsdp 2x2"), ("ddp 4", "fsdp 2"),
+])  # fmt: skip
+def test_a_checkpoint_resumes_bit_equal_under_another_layout_and_sees_the_same_samples(pool, config_file, first, second):
+    (world, *options), (world_after, *options_after) = LAYOUTS[first], LAYOUTS[second]
+    whole = train(pool, world, config_file, "run.name=whole", *BATCH, *EVERY, "checkpoint.every_steps=10", *options)
+    parts = config_file.parent / "runs" / "parts"
+    (parts / "checkpoints").mkdir(parents=True)
+    shutil.copytree(whole / "checkpoints" / "step-00000010", parts / "checkpoints" / "step-00000010")
+    # No step between loading and saving: what is saved must be what was loaded.
+    train(pool, world_after, config_file, "run.name=parts", *BATCH, *EVERY, "run.steps=20", "run.resume=required", *options_after)
+    assert losses(parts) and json.loads((parts / "status.json").read_text())["state"] == "finished"
+    assert largest_relative_difference(losses(parts), losses(whole)[10:]) <= 2e-6
+    ends = [json.loads((r / "checkpoints" / "step-00000020" / "state.json").read_text()) for r in (whole, parts)]
+    assert [ends[0][k] for k in ("step", "samples", "tokens")] == [ends[1][k] for k in ("step", "samples", "tokens")] == [20, 480, 15360]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, config_file, layout):
+    world, *options = LAYOUTS[layout]
+    origin = train(pool, 2, config_file, "run.name=origin", *BATCH, *EVERY, "run.steps=5", "schedule.warmup_steps=1", "parallel.strategy=fsdp")
+    checkpoint = origin / "checkpoints" / "step-00000005"
+    again = train(
+        pool, world, config_file, "run.name=again", *BATCH, *EVERY, "run.steps=5", "schedule.warmup_steps=1", f"run.resume={checkpoint}", *options
+    )
+    assert equal(state_of(again, 5), state_of(origin, 5))
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp 2", "ddp 4", "fsdp 2", "fsdp 4", "hsdp 2x2"])
+def test_the_same_layout_resumes_in_every_bit_when_deterministic(pool, config_file, layout):
+    world, *options = LAYOUTS[layout]
+    fixed = (*BATCH, *EVERY, "run.deterministic=true", "checkpoint.every_steps=10", *options)
+    whole = train(pool, world, config_file, "run.name=whole", *fixed)
+    parts = config_file.parent / "runs" / "parts"
+    (parts / "checkpoints").mkdir(parents=True)
+    shutil.copytree(whole / "checkpoints" / "step-00000010", parts / "checkpoints" / "step-00000010")
+    train(pool, world, config_file, "run.name=parts", *fixed)
+    assert losses(parts) == losses(whole)[10:]
+    assert equal(state_of(parts, 20), state_of(whole, 20))
+
+
+def test_a_finished_run_says_so_when_it_is_started_again(pool, config_file):
+    run = train(pool, 1, config_file)
+    before = losses(run)
+    [(code, printed)] = pool.launch(1, run_main, str(config_file))
+    assert code == 0 and "finished at step 20" in printed
+    assert losses(run) == before
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(pool, config_file):
+    constant = "schedule.name=constant"
+    longer = train(pool, 1, config_file, "run.name=longer", "run.steps=30", constant)
+    run = train(pool, 1, config_file, constant)
+    train(pool, 1, config_file, "run.steps=30", constant)
+    assert losses(run) == losses(longer)
+
+
+def test_training_can_start_from_the_weights_of_another_run(pool, config_file):
+    first = train(pool, 2, config_file, "run.name=first", "parallel.strategy=fsdp")
+    second = train(pool, 1, config_file, "run.name=second", f"run.init_from={first}", "run.steps=10")
+    assert abs(losses(second)[0] - losses(first)[-1]) < 0.3 < losses(first)[0] - losses(first)[-1]
+    state = json.loads((second / "checkpoints" / "step-00000010" / "state.json").read_text())
+    assert (state["step"], state["samples"]) == (10, 160)

@@ -31,7 +31,13 @@ if [ ! -e "$work/data" ]; then
 fi
 
 step "training on 2 processes"
-OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc-per-node 2 pretrain/run.py --config configs/quickstart.yaml "$@"
+precision=fp32
+if grep -qs amx_bf16 /proc/cpuinfo; then
+  precision=bf16
+  echo "this CPU has bf16 matrix units: precision.compute=bf16"
+fi
+OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc-per-node 2 pretrain/run.py --config configs/quickstart.yaml \
+  "precision.compute=$precision" "$@"
 
 step "exporting to Hugging Face format"
 if [ ! -e "$run/huggingface" ]; then

@@ -27,7 +27,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--origins", action="store_true", help="with --print-config: where every value was written")
     parser.add_argument("--check", action="store_true", help="check configuration, data and layout, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a configuration value")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -14,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from launch_pool import LaunchPool
+from runs import write_prepared
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -50,20 +50,6 @@ def byte_tokenizer(tmp_path_factory) -> Path:
 def prepared(tmp_path_factory, byte_tokenizer) -> Path:
     """60,000 tokens in 3 shards: documents of random letters with a skewed, learnable distribution."""
     return write_prepared(tmp_path_factory.mktemp("data") / "train", byte_tokenizer, seed=0, documents=300)
-
-
-def write_prepared(path: Path, tokenizer: Path, seed: int, documents: int) -> Path:
-    """A prepared directory of `documents` documents of 200 tokens, each closed by the end-of-document token."""
-    from pretrain.data.shards import ShardWriter
-    from pretrain.data.tokenizer import load_tokenizer
-
-    random = np.random.default_rng(seed)
-    loaded = load_tokenizer(tokenizer)
-    with ShardWriter.create(path, loaded, 25_000) as writer:
-        for _ in range(documents):
-            letters = np.minimum(random.geometric(0.2, 199), 26) + 96
-            writer.add(np.append(letters, loaded.eod_id), np.array([200]))
-    return path
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 # Set up .venv and run the tests: 2 CPU cores, no GPU, no network but a package registry.
 #   bash tests/run.sh                 everything but the long campaigns
 #   bash tests/run.sh --slow          the long campaigns as well
+#   bash tests/run.sh --cuda          only what needs a GPU
 #   bash tests/run.sh tests/models    any pytest arguments
 
 set -euo pipefail
@@ -13,6 +14,9 @@ select="not slow and not cuda"
 if [ "${1:-}" = --slow ]; then
   shift
   select="not cuda"
+elif [ "${1:-}" = --cuda ]; then
+  shift
+  select="cuda"
 fi
 .venv/bin/ruff check --quiet .
 exec .venv/bin/python -m pytest -m "$select" "$@"

@@ -6,6 +6,7 @@ import contextlib
 import io
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -49,3 +50,17 @@ def largest_gradient_difference(one: dict[str, torch.Tensor], other: dict[str, t
     """Largest relative difference of a parameter's gradient, in 2-norm."""
     assert one.keys() == other.keys()
     return max(float((one[name] - g).norm() / g.norm()) for name, g in other.items())
+
+
+def write_prepared(path: Path, tokenizer: Path, seed: int, documents: int) -> Path:
+    """A prepared directory of `documents` documents of 200 tokens, each closed by the end-of-document token."""
+    from pretrain.data.shards import ShardWriter
+    from pretrain.data.tokenizer import load_tokenizer
+
+    random = np.random.default_rng(seed)
+    loaded = load_tokenizer(tokenizer)
+    with ShardWriter.create(path, loaded, 25_000) as writer:
+        for _ in range(documents):
+            letters = np.minimum(random.geometric(0.2, 199), 26) + 96
+            writer.add(np.append(letters, loaded.eod_id), np.array([200]))
+    return path

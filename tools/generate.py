@@ -41,7 +41,8 @@ def sample(arguments: argparse.Namespace) -> None:
         )
     temperature = 0.0 if arguments.greedy else arguments.temperature
     tokens = generate(model, prompt, arguments.max_tokens, tokenizer.eod_id, temperature, arguments.top_k, arguments.seed)
-    text = tokenizer.decode(tokens)
+    # A vocabulary may have more rows than the tokenizer has tokens; such a token has no text.
+    text = tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
     if arguments.json:
         print(json.dumps({"prompt": arguments.prompt, "text": text, "prompt_tokens": prompt, "tokens": tokens}))
     else:

@@ -137,6 +137,8 @@ def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: no config.json; not a Hugging Face model directory")
     config = files.read_json(directory / "config.json")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{directory / 'config.json'}: not a JSON object")
     family = family_of_hf(config)
     model = family.from_hf(config)
     theirs = _read_safetensors(directory)
@@ -168,10 +170,8 @@ def _read_safetensors(directory: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    index = directory / "model.safetensors.index.json"
-    shards = sorted(set(files.read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     tensors: dict[str, Tensor] = {}
-    for name in shards:
+    for name in _shards(directory):
         path = directory / Path(name).name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing; only safetensors are read, other formats can execute code")
@@ -180,6 +180,17 @@ def _read_safetensors(directory: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise CheckpointError(f"{path}: damaged: {error}") from error
     return tensors
+
+
+def _shards(directory: Path) -> list[str]:
+    path = directory / "model.safetensors.index.json"
+    if not path.is_file():
+        return ["model.safetensors"]
+    index = files.read_json(path)
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise CheckpointError(f"{path}: has no weight_map of tensor names to file names")
+    return sorted(set(places.values()))
 
 
 def import_model(directory: Path, output: Path, verify: bool) -> dict[str, Any]:

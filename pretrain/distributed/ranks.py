@@ -94,13 +94,16 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start(config: Config) -> Ranks:
-    """Join the run's process groups (none for a single process) and return this process's place among them."""
+def start(config: Config, alone: bool) -> Ranks:
+    """Join the run's process groups and return this process's place among them.
+
+    `alone`: the strategy is for one process and needs no group. A wrapped model needs one, of one rank if need be.
+    """
     rank, local_rank, world_size = launched_ranks()
     device = choose_device(config, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world_size == 1:
+    if alone:
         return Ranks(rank, local_rank, world_size, device)
     backend = config.parallel.backend
     if backend == "auto":
@@ -118,6 +121,8 @@ def start(config: Config) -> Ranks:
 def _rendezvous(rank: int, world_size: int) -> dict[str, Any]:
     # After a restart, torchrun's agent still holds the addresses of the dead attempt's gloo pairs in the store it shares with
     # its workers, and the new attempt would connect to them: each attempt gets a name space of its own.
+    if world_size == 1:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

@@ -10,14 +10,20 @@ import torch
 
 from pretrain.config.schema import Model
 
-# Dense peak, FLOP/s, as printed in the vendors' data sheets. Names as torch reports them; the longest match wins.
+# Dense peak, FLOP/s, as printed in the vendors' data sheets. Names exactly as torch reports them: what begins alike (4090 D,
+# 3090 Ti, a MIG slice) is another device.
 PEAKS_BF16 = {
     "NVIDIA H200": 989.5e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H100 80GB HBM3": 989.5e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100 NVL": 835e12,
     "NVIDIA B200": 2250e12,
-    "NVIDIA A100": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100-PCIE-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
     "NVIDIA L40S": 362e12,
     "NVIDIA L4": 121e12,
     "NVIDIA GeForce RTX 4090": 165e12,
@@ -41,6 +47,4 @@ def peak_flops(device: torch.device, compute: str) -> float | None:
     """Peak of a device in FLOP/s; None where it is not known, which makes MFU unknown rather than guessed."""
     if device.type != "cuda" or compute != "bf16":
         return None
-    name = torch.cuda.get_device_name(device)
-    matches = [known for known in PEAKS_BF16 if name == known or name.startswith(known + "-") or name.startswith(known + " ")]
-    return PEAKS_BF16[max(matches, key=len)] if matches else None
+    return PEAKS_BF16.get(torch.cuda.get_device_name(device))

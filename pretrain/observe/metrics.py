@@ -18,6 +18,8 @@ class Metrics:
 
     def __init__(self, directory: Path, tensorboard: bool) -> None:
         self.file = (directory / METRICS_FILE).open("a", encoding="utf-8")
+        if _ends_in_torn_line(directory / METRICS_FILE):
+            self.file.write("\n")  # what follows is a line of its own
         self.board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -37,6 +39,13 @@ class Metrics:
         self.file.close()
         if self.board:
             self.board.close()
+
+
+def _ends_in_torn_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

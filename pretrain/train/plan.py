@@ -14,6 +14,7 @@ from pretrain.data.shards import PreparedData
 from pretrain.data.stream import Samples, Stream
 from pretrain.errors import ConfigError, DataError
 from pretrain.models.decoder import Decoder, count_parameters
+from pretrain.models.families import family_of
 from pretrain.models.shape import complete
 from pretrain.parallel.layout import Layout, plan_layout
 
@@ -52,6 +53,7 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     sources = [_open(source, data.sequence_length) for source in data.sources]
     validation = [_open(source, data.sequence_length) for source in data.validation]
     config = complete_config(config, _vocabulary(config, sources + validation))
+    family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
     stream = Stream(sources, [source.weight for source in data.sources], config.data.seed)
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

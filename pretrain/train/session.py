@@ -22,6 +22,7 @@ from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
 from pretrain.train.plan import Plan, make_plan
 from pretrain.train.run_directory import RunDirectory, replace_text
+from pretrain.train.stop import StopRequest
 from pretrain.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -49,17 +50,19 @@ def train(config: Config) -> int:
         torch.use_deterministic_algorithms(True)
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
     directory = RunDirectory(_path_of(plan.config))
-    ranks = distributed.start(plan.config)
+    ranks = distributed.start(plan.config, alone=plan.layout.strategy == "single")
     trainer = None
     try:
-        _claim(directory, plan, ranks)
-        _verify_data(plan, ranks)
-        trainer = Trainer(plan, ranks, directory)
-        outcome = trainer.fit()
-        ranks.barrier("end of the run", plan.config.parallel.timeout_seconds)
-        if ranks.is_main:
-            directory.write_status(outcome, trainer.progress.step, _REASONS[outcome])
-            log.info("%s at step %d: %s", outcome, trainer.progress.step, directory.path)
+        # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
+        with StopRequest() as stop:
+            _claim(directory, plan, ranks)
+            _verify_data(plan, ranks)
+            trainer = Trainer(plan, ranks, directory)
+            outcome = trainer.fit(stop)
+            ranks.barrier("end of the run", plan.config.parallel.timeout_seconds)
+            if ranks.is_main:
+                directory.write_status(outcome, trainer.progress.step, _REASONS[outcome])
+                log.info("%s at step %d: %s", outcome, trainer.progress.step, directory.path)
     except BaseException as error:
         _record_failure(directory, trainer, ranks, error)
         raise

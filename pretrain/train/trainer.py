@@ -146,11 +146,10 @@ class Trainer:
 
     # ---- the loop -----------------------------------------------------------------------------------------------------
 
-    def fit(self) -> str:
-        """Train to the last step. Returns `finished`, or `preempted` when a signal asked for a stop; both leave a checkpoint."""
+    def fit(self, stop: StopRequest) -> str:
+        """Train to the last step. Returns `finished`, or `preempted` when a stop was asked for; both leave a checkpoint."""
         config, progress = self.config, self.progress
         with ExitStack() as stack:
-            stop = stack.enter_context(StopRequest())
             batches = stack.enter_context(closing(self.loader.batches(progress.samples)))
             self.metrics = Metrics(self.directory.path, config.log.tensorboard) if self.ranks.is_main else None
             stack.callback(lambda: self.metrics and self.metrics.close())

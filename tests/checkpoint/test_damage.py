@@ -142,7 +142,9 @@ def test_a_run_directory_that_holds_another_run_is_refused_with_every_difference
     assert code == 1
     assert "holds another run: data.seed was 7 and is 3; model.dim was 32 and is 64" in printed
     assert "model.head_dim was 8 and is 16" in printed and "choose another run.name" in printed
-    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.name=x", f"run.resume={run}", "optim.lr=1e-3", "data.seed=3")
+    [(code, printed)] = pool.launch(
+        1, run_main, str(config_file), "run.name=x", f"run.resume={run}", "optim.lr=1e-3", "data.seed=3"
+    )
     assert code == 1 and "belongs to another run: data.seed was 7 and is 3" in printed
 
 

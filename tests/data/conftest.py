@@ -33,7 +33,9 @@ def texts() -> list[str]:
 def corpus(tmp_path_factory) -> Path:
     """The texts as JSON lines."""
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(corpus_texts())), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(corpus_texts())), encoding="utf-8"
+    )
     return path
 
 

@@ -199,7 +199,10 @@ def _invalid(path: Path, content: bytes) -> Path:
 def test_every_reading_error_names_the_file_and_the_place(tmp_path):
     cases = [
         (write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}, {"body": "y"}]), "a.jsonl, line 2: no field 'text'; it has: body"),
-        (write_jsonl(tmp_path / "b.jsonl", [{"text": "x"}, {"text": None}]), "b.jsonl, line 2: field 'text' is NoneType, not text"),
+        (
+            write_jsonl(tmp_path / "b.jsonl", [{"text": "x"}, {"text": None}]),
+            "b.jsonl, line 2: field 'text' is NoneType, not text",
+        ),
         (write_jsonl(tmp_path / "c.jsonl", [{"text": 3}]), "c.jsonl, line 1: field 'text' is int"),
         (write_jsonl(tmp_path / "d.jsonl", [["x"]]), "d.jsonl, line 1: expected one JSON object per line, found list"),
         (_invalid(tmp_path / "e.jsonl", b'{"text": "x"}\n{"text": '), "e.jsonl, line 2: not valid JSON"),
@@ -233,7 +236,9 @@ def test_a_pattern_without_files_is_an_error_even_beside_one_that_has(tmp_path):
         find_inputs([str(tmp_path)])
 
 
-@pytest.mark.parametrize("name, content", [("a.jsonl", ""), ("a.jsonl", '{"text": "  \\n"}\n'), ("a.txt", ""), ("a.txt", " \n\n")])
+@pytest.mark.parametrize(
+    "name, content", [("a.jsonl", ""), ("a.jsonl", '{"text": "  \\n"}\n'), ("a.txt", ""), ("a.txt", " \n\n")]
+)
 def test_an_empty_corpus_is_an_error(trained, tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match="the corpus is empty"):
@@ -264,7 +269,9 @@ def test_the_closing_line_says_where_and_how_much(trained, tmp_path, capsys):
     arguments = ["--input", str(file), "--tokenizer", str(trained["byte"]), "--output", str(tmp_path / "out"), "--workers", "1"]
     assert prepare_tool.main(arguments) == 0
     line = capsys.readouterr().out
-    expected = rf"prepared {tmp_path}/out \(2 documents, 7 tokens, 1 shard\); 2 empty documents skipped; [\d.]+ s, [\d.]+ MB/s\n"
+    expected = (
+        rf"prepared {tmp_path}/out \(2 documents, 7 tokens, 1 shard\); 2 empty documents skipped; [\d.]+ s, [\d.]+ MB/s\n"
+    )
     assert re.fullmatch(expected, line)
     assert prepare_tool.main(arguments) == 1
     assert capsys.readouterr().err == f"error: {tmp_path}/out: already exists; choose another output or remove it first\n"
@@ -274,9 +281,7 @@ def test_the_closing_line_says_where_and_how_much(trained, tmp_path, capsys):
 def test_the_tool_runs_from_a_clone_and_touches_no_network(corpus, trained, tmp_path):
     """In a fresh process, without the package's directory on the path and with sockets that cannot connect."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import socket\n"
-        "def refuse(*_): raise SystemExit('network')\n"
-        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "import socket\ndef refuse(*_): raise SystemExit('network')\nsocket.socket.connect = socket.getaddrinfo = refuse\n"
     )
     command = [sys.executable, str(ROOT / "tools" / "prepare_data.py"), "--input", str(corpus)]
     command += ["--tokenizer", str(trained["bpe"]), "--output", str(tmp_path / "out"), "--workers", "1"]

@@ -58,7 +58,9 @@ def test_a_model_config_beside_it_does_not_change_the_ids(trained, texts, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     for tokenizer in ("bpe", "byte"):
         export_tokenizer(trained[tokenizer], tmp_path, texts[:10])
-        assert automatic(tmp_path).encode(texts[60], add_special_tokens=False) == load_tokenizer(trained[tokenizer]).encode(texts[60])
+        assert automatic(tmp_path).encode(texts[60], add_special_tokens=False) == load_tokenizer(trained[tokenizer]).encode(
+            texts[60]
+        )
 
 
 def test_a_text_with_other_ids_is_named(trained, texts, tmp_path, monkeypatch):

@@ -32,8 +32,9 @@ def count_collectives(config_file: str, *overrides: str) -> dict[str, int]:
     from pretrain.train.trainer import Trainer
 
     config, _ = load_config(config_file, list(overrides))
-    ranks = distributed.start(config)
-    plan = make_plan(config, ranks.world_size, ranks.device)
+    _, local_rank, world_size = distributed.launched_ranks()
+    plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
+    ranks = distributed.start(config, alone=plan.layout.strategy == "single")
     trainer = Trainer(plan, ranks, RunDirectory(Path(config.run.dir) / "collectives"))
     batch = trainer.loader.read(0)
     tokens = config.batch.sequences * config.data.sequence_length

@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import write_prepared
-from runs import run_main
+from runs import run_main, write_prepared
 
 
 @pytest.fixture

@@ -69,7 +69,11 @@ def test_gradients_reduced_in_bf16_are_close_and_not_equal(pool, config_file, st
 
 
 def test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothing(pool, config_file, prepared):
-    validating = (f"data.validation=[{{path: {prepared}, name: held_out}}]", "validation.every_steps=10", "validation.sequences=13")
+    validating = (
+        f"data.validation=[{{path: {prepared}, name: held_out}}]",
+        "validation.every_steps=10",
+        "validation.sequences=13",
+    )
     runs = {
         "without": train(pool, 1, config_file, "run.name=without"),
         "single": train(pool, 1, config_file, "run.name=single", *validating),

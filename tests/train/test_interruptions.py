@@ -24,7 +24,12 @@ def start(config_file: Path, world_size: int, *overrides: str) -> subprocess.Pop
     arguments = [str(ROOT / "pretrain" / "run.py"), "--config", str(config_file), *overrides]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
 
 
@@ -99,7 +104,14 @@ def test_a_signal_to_one_rank_leaves_a_checkpoint_of_the_next_step_and_exit_code
 
 def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, config_file):
     run = config_file.parent / "runs" / "run"
-    command = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(config_file), "run.steps=300", "log.every_steps=1"]
+    command = [
+        sys.executable,
+        str(ROOT / "pretrain" / "run.py"),
+        "--config",
+        str(config_file),
+        "run.steps=300",
+        "log.every_steps=1",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(lambda: steps_logged(run) >= 3, process)
     process.send_signal(signal.SIGINT)

@@ -43,20 +43,45 @@ def test_a_checkpoint_resumes_bit_equal_under_another_layout_and_sees_the_same_s
     (parts / "checkpoints").mkdir(parents=True)
     shutil.copytree(whole / "checkpoints" / "step-00000010", parts / "checkpoints" / "step-00000010")
     # No step between loading and saving: what is saved must be what was loaded.
-    train(pool, world_after, config_file, "run.name=parts", *BATCH, *EVERY, "run.steps=20", "run.resume=required", *options_after)
+    train(
+        pool, world_after, config_file, "run.name=parts", *BATCH, *EVERY, "run.steps=20", "run.resume=required", *options_after
+    )
     assert losses(parts) and json.loads((parts / "status.json").read_text())["state"] == "finished"
     assert largest_relative_difference(losses(parts), losses(whole)[10:]) <= 2e-6
     ends = [json.loads((r / "checkpoints" / "step-00000020" / "state.json").read_text()) for r in (whole, parts)]
-    assert [ends[0][k] for k in ("step", "samples", "tokens")] == [ends[1][k] for k in ("step", "samples", "tokens")] == [20, 480, 15360]
+    assert (
+        [ends[0][k] for k in ("step", "samples", "tokens")]
+        == [ends[1][k] for k in ("step", "samples", "tokens")]
+        == [20, 480, 15360]
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, config_file, layout):
     world, *options = LAYOUTS[layout]
-    origin = train(pool, 2, config_file, "run.name=origin", *BATCH, *EVERY, "run.steps=5", "schedule.warmup_steps=1", "parallel.strategy=fsdp")
+    origin = train(
+        pool,
+        2,
+        config_file,
+        "run.name=origin",
+        *BATCH,
+        *EVERY,
+        "run.steps=5",
+        "schedule.warmup_steps=1",
+        "parallel.strategy=fsdp",
+    )
     checkpoint = origin / "checkpoints" / "step-00000005"
     again = train(
-        pool, world, config_file, "run.name=again", *BATCH, *EVERY, "run.steps=5", "schedule.warmup_steps=1", f"run.resume={checkpoint}", *options
+        pool,
+        world,
+        config_file,
+        "run.name=again",
+        *BATCH,
+        *EVERY,
+        "run.steps=5",
+        "schedule.warmup_steps=1",
+        f"run.resume={checkpoint}",
+        *options,
     )
     assert equal(state_of(again, 5), state_of(origin, 5))
 

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Train characters of Shakespeare (configs/shakespeare_char.yaml):  bash launch/shakespeare.sh tinyshakespeare.txt [key=value ...]
+# The first 90% of the text is for training and the rest for validation, as in nanoGPT.
+
+set -euo pipefail
+[ $# -ge 1 ] && [ -f "$1" ] || { echo "usage: bash launch/shakespeare.sh TEXT_FILE [key=value ...]" >&2; exit 2; }
+text=$(realpath "$1")
+shift
+cd "$(dirname "$0")/.."
+bash launch/setup.sh plot
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+python=.venv/bin/python
+work=quickstart/shakespeare
+
+if [ ! -e "$work/validation" ]; then
+  rm -rf "$work"
+  mkdir -p "$work"
+  head -c $(($(wc -c < "$text") * 9 / 10)) "$text" > "$work/train.txt"
+  tail -c +$(($(wc -c < "$text") * 9 / 10 + 1)) "$text" > "$work/validation.txt"
+  $python tools/train_tokenizer.py --input "$text" --model-type char --output "$work/tokenizer"
+  for part in train validation; do
+    $python tools/prepare_data.py --input "$work/$part.txt" --tokenizer "$work/tokenizer" --output "$work/$part"
+  done
+fi
+$python pretrain/run.py --config configs/shakespeare_char.yaml "$@"

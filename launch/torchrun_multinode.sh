@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Start this node's share of a run over several nodes. The same command on every node:
+#
+#   NODES=2 GPUS=8 HEAD=host[:port] bash launch/torchrun_multinode.sh --config configs/X.yaml key=value ...
+#
+#   NODES         how many nodes (required)
+#   HEAD          host[:port] of the node that holds the rendezvous, port 29500 by default (required)
+#   GPUS          processes per node; the GPUs that nvidia-smi lists by default
+#   NODE_RANK     0 on the head, above elsewhere: says which node holds the rendezvous. Needed where HEAD does not resolve to
+#                 an address of the head itself (containers, several interfaces); otherwise torchrun finds out
+#   LOCAL_ADDR    this node's address as the others reach it, where its host name does not resolve to it
+#   RUN_ID        name of the rendezvous, the same on all nodes (default: pretrain)
+#   MAX_RESTARTS  how often all processes are started again after one dies (default: 3)
+#   SHUTDOWN_TIMEOUT  seconds that a process told to stop has for its last checkpoint (default: 300)
+#   TORCHRUN      the torchrun to use (default: torchrun)
+#
+# After a restart the run continues from its newest checkpoint (run.resume=auto).
+set -euo pipefail
+
+fail() {
+  echo "error: $1" >&2
+  exit 2
+}
+positive() { # NAME VALUE
+  [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "$1=$2 is not a positive number"
+}
+
+[[ -n "${NODES:-}" ]] || fail "NODES is not set: NODES=2 GPUS=8 HEAD=host[:port] bash launch/torchrun_multinode.sh --config X"
+[[ -n "${HEAD:-}" ]] || fail "HEAD is not set: name the node that holds the rendezvous, the same on all nodes: HEAD=host[:port]"
+(($# > 0)) || fail "no arguments for pretrain/run.py: give at least --config configs/X.yaml"
+if [[ -z "${GPUS:-}" ]]; then
+  GPUS=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || GPUS=0
+  ((GPUS > 0)) || fail "GPUS is not set and nvidia-smi lists none: set GPUS to the number of processes per node"
+fi
+positive NODES "$NODES"
+positive GPUS "$GPUS"
+[[ "${MAX_RESTARTS:=3}" =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$MAX_RESTARTS is not a number"
+case "$HEAD" in
+  \[*\]:*) endpoint=$HEAD ;;  # [IPv6]:port
+  \[*\]) endpoint=$HEAD:29500 ;;
+  *:*:*) fail "HEAD=$HEAD: write an IPv6 address in brackets: [$HEAD]:29500" ;;
+  *:*) endpoint=$HEAD ;;
+  *) endpoint=$HEAD:29500 ;;
+esac
+[[ "${endpoint##*:}" =~ ^[1-9][0-9]*$ ]] || fail "HEAD=$HEAD: the port is not a number"
+
+options=(--nnodes "$NODES" --nproc-per-node "$GPUS" --max-restarts "$MAX_RESTARTS" --rdzv-id "${RUN_ID:-pretrain}"
+  --rdzv-backend c10d --rdzv-endpoint "$endpoint")
+if [[ -n "${NODE_RANK:-}" ]]; then
+  if ! [[ "$NODE_RANK" =~ ^[0-9]+$ ]] || ((NODE_RANK >= NODES)); then
+    fail "NODE_RANK=$NODE_RANK is not in 0..$((NODES - 1))"
+  fi
+  # c10d numbers the nodes itself; the rank only decides who listens.
+  options+=(--rdzv-conf "is_host=$((NODE_RANK == 0))")
+fi
+[[ -z "${LOCAL_ADDR:-}" ]] || options+=(--local-addr "$LOCAL_ADDR")
+
+# Each attempt's workers meet in a store of their own: in torchrun's they would find the addresses of the dead attempt.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-300}
+exec "${TORCHRUN:-torchrun}" "${options[@]}" "$(dirname "${BASH_SOURCE[0]}")/../pretrain/run.py" "$@"

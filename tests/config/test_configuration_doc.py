@@ -1,0 +1,57 @@
+"""The documentation of the configuration is the schema's, and every shipped configuration loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+
+from pretrain.config.load import load_config
+from pretrain.config.schema import Config
+from pretrain.config.show import to_markdown, to_yaml
+from pretrain.parallel.layout import check_options
+from pretrain.train.plan import complete_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def keys(kind: type, path: str) -> list[str]:
+    found = []
+    for name, hint in typing.get_type_hints(kind).items():
+        item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+        if dataclasses.is_dataclass(hint):
+            found += keys(hint, f"{path}{name}.")
+        else:
+            found.append(f"{path}{name}")
+            found += keys(item, f"{path}{name}[].") if dataclasses.is_dataclass(item) else []
+    return found
+
+
+def test_the_documentation_is_the_one_generated_from_the_schema():
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == to_markdown(), (
+        "run: python -m pretrain.config.show > docs/configuration.md"
+    )
+
+
+def test_every_key_has_a_row_of_four_columns():
+    rows = [line for line in to_markdown().splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == keys(Config, "")
+    for row in rows:
+        columns = [cell.strip() for cell in row.strip("|").split("|")]
+        assert len(columns) == 4 and all(columns), row
+        assert columns[3].endswith((".", ":")), row
+
+
+def test_there_are_shipped_configurations():
+    assert ROOT / "configs" / "quickstart.yaml" in CONFIGS
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_every_shipped_configuration_loads_and_loads_back(path, tmp_path):
+    config = complete_config(load_config(path)[0])
+    check_options(config)
+    (tmp_path / "printed.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(tmp_path / "printed.yaml")[0] == config

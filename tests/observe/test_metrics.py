@@ -1,0 +1,169 @@
+"""Numbers of a run: written once, read back even after a crash, and shown to people."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.errors import DataError
+from pretrain.observe.metrics import METRICS_FILE, Metrics, duration, progress_line, read_metrics
+from pretrain.observe.report import draw, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def record(step: int, loss: float, **more) -> dict:
+    return {
+        "step": step,
+        "tokens": step * 4096,
+        "loss": loss,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens_per_second": 12_345.0 + step,
+        "mfu": None,
+        "seconds": 0.3,
+        **more,
+    }
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    metrics = Metrics(tmp_path, tensorboard=False)
+    for step in range(10, 60, 10):
+        more = {"validation": {"books": 6.0 - step / 50, "code": 3.0}} if step in (20, 40) else {}
+        metrics.write(record(step, 7.0 - step / 20, **more))
+    metrics.close()
+    return tmp_path
+
+
+def test_records_are_read_back_as_they_were_written(run):
+    assert [r["step"] for r in read_metrics(run)] == [10, 20, 30, 40, 50]
+    assert read_metrics(run)[1] == record(20, 6.0, validation={"books": 5.6, "code": 3.0})
+
+
+def test_of_a_step_that_was_run_twice_the_later_record_counts(run):
+    metrics = Metrics(run, tensorboard=False)
+    metrics.write(record(30, 1.25))
+    metrics.write(record(40, 1.0))
+    metrics.close()
+    assert len((run / METRICS_FILE).read_text().splitlines()) == 7
+    assert [(r["step"], r["loss"]) for r in read_metrics(run)] == [(10, 6.5), (20, 6.0), (30, 1.25), (40, 1.0), (50, 4.5)]
+
+
+def test_a_torn_last_line_is_passed_over(run):
+    with (run / METRICS_FILE).open("a") as file:
+        file.write(json.dumps(record(60, 4.0))[:37])
+    assert [r["step"] for r in read_metrics(run)] == [10, 20, 30, 40, 50]
+
+
+def test_what_is_written_after_a_torn_line_is_not_lost(run):
+    with (run / METRICS_FILE).open("a") as file:
+        file.write(json.dumps(record(60, 4.0))[:37])
+    metrics = Metrics(run, tensorboard=False)
+    metrics.write(record(60, 3.5))
+    metrics.close()
+    assert [(r["step"], r["loss"]) for r in read_metrics(run)][-1] == (60, 3.5)
+
+
+def test_every_record_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    metrics = Metrics(tmp_path, tensorboard=False)
+    metrics.write(record(1, 2.0))
+    assert read_metrics(tmp_path) == [record(1, 2.0)]
+    metrics.close()
+
+
+def test_tensorboard_gets_the_same_numbers_with_nested_ones_by_path(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = Metrics(tmp_path, tensorboard=True)
+    metrics.write(record(10, 2.5, validation={"books": 3.5}))
+    metrics.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    scalars = {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    assert scalars["loss"] == [(10, 2.5)]
+    assert scalars["validation/books"] == [(10, 3.5)]
+    assert scalars["tokens"] == [(10, 40960)]
+    assert not {"step", "mfu"} & scalars.keys()
+
+
+def test_a_step_on_the_console():
+    line = progress_line(record(20, 3.14159, grad_norm=0.51234, lr=2e-4), 1000, 3725)
+    assert line == "step   20/1000  loss 3.1416  grad 0.512  lr 2.00e-04  12.4k tok/s  eta 1h02m"
+    full = progress_line(record(1000, 3.0, mfu=0.4321, tokens_per_second=2.5e6, validation={"books": 2.0}), 1000, 0)
+    assert full == (
+        "step 1000/1000  loss 3.0000  grad 0.500  lr 1.00e-03  2.5M tok/s  mfu 43.2%  validation books 2.0000  eta 0s"
+    )
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.4, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (3599, "59m59s"),
+        (3600, "1h00m"),
+        (90_061, "25h01m"),
+        (math.inf, "-"),
+        (math.nan, "-"),
+    ],
+)
+def test_a_time_as_a_person_says_it(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_summary_has_first_and_last_loss_the_last_validation_and_the_median_speed(run):
+    assert summary(run).splitlines() == [
+        "loss         6.500 at step 10 -> 4.500 at step 50",
+        "validation   books: 5.200 at step 40",
+        "validation   code: 3.000 at step 40",
+        "tokens       204,800 at 12,375 per second (median of the log lines)",
+    ]
+
+
+def test_the_loss_curve_is_drawn(run, tmp_path):
+    draw(run, tmp_path / "loss.png")
+    content = (tmp_path / "loss.png").read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
+    assert (width, height) == (864, 480)
+    import numpy as np
+    from matplotlib import image
+
+    pixels = image.imread(tmp_path / "loss.png")[..., :3]
+    for colour in ((0x3B, 0x6E, 0xA5), (0xD1, 0x66, 0x2F)):  # training and validation
+        assert (np.abs(pixels - np.array(colour) / 255).max(axis=-1) < 0.02).sum() > 100
+
+
+def tool(name: str):
+    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+def test_the_report_tool_prints_and_draws(run, capsys):
+    assert tool("report").main(["--run", str(run), "--output", str(run / "curve.png")]) == 0
+    printed = capsys.readouterr().out
+    assert "6.500 at step 10 -> 4.500 at step 50" in printed
+    assert (run / "curve.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "content, problem", [(None, "missing"), ("", "no step was logged yet"), ('{"step": 1', "no step was logged yet")]
+)
+def test_a_run_without_numbers_is_named(tmp_path, capsys, content, problem):
+    if content is not None:
+        (tmp_path / METRICS_FILE).write_text(content)
+    with pytest.raises(DataError, match=f"{METRICS_FILE}: {problem}"):
+        summary(tmp_path)
+    assert tool("report").main(["--run", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / METRICS_FILE}: {problem}")

@@ -1,0 +1,266 @@
+"""A layout follows from the configuration and the number of processes, or is refused with what would be legal."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pretrain.config.load import load_config
+from pretrain.config.schema import Batch, Config, Parallel
+from pretrain.errors import ConfigError, LaunchError
+from pretrain.parallel.layout import Layout, check_options, expected_world_size, plan_layout
+
+GB = 10**9
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, list(overrides))[0]
+
+
+def plan(world_size: int, *overrides: str, parameters: int = 10**6, memory: int | None = None) -> Layout:
+    return plan_layout(config("batch={sequences: 48, micro_sequences: 2}", *overrides), world_size, parameters, memory)
+
+
+def refused(kind: type[Exception], world_size: int, *overrides: str) -> str:
+    with pytest.raises(kind) as caught:
+        plan(world_size, *overrides)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "world_size, overrides, expected, name",
+    [
+        (1, ["parallel.strategy=single"], Layout("single", 1, 1, 24), "single"),
+        (1, [], Layout("single", 1, 1, 24), "single"),
+        (2, [], Layout("ddp", 2, 1, 12), "ddp 2"),
+        (2, ["parallel.strategy=ddp"], Layout("ddp", 2, 1, 12), "ddp 2"),
+        (4, ["parallel.strategy=ddp", "parallel.replicate=4"], Layout("ddp", 4, 1, 6), "ddp 4"),
+        (1, ["parallel.strategy=ddp", "parallel.replicate=1"], Layout("ddp", 1, 1, 24), "ddp 1"),
+        (4, ["parallel.strategy=fsdp"], Layout("fsdp", 1, 4, 6), "fsdp 4"),
+        (1, ["parallel.strategy=fsdp", "parallel.shard=1"], Layout("fsdp", 1, 1, 24), "fsdp 1"),
+        (4, ["parallel.strategy=fsdp", "parallel.replicate=2"], Layout("fsdp", 2, 2, 6), "hsdp 2x2"),
+        (8, ["parallel.strategy=fsdp", "parallel.shard=2"], Layout("fsdp", 4, 2, 3), "hsdp 4x2"),
+        (8, ["parallel={strategy: fsdp, replicate: 2, shard: 4}"], Layout("fsdp", 2, 4, 3), "hsdp 2x4"),
+        (4, ["parallel={strategy: fsdp, replicate: 4, shard: 1}"], Layout("fsdp", 4, 1, 6), "fsdp 4"),
+    ],
+)
+def test_axes_and_micro_steps_follow_from_the_configuration(world_size, overrides, expected, name):
+    layout = plan(world_size, *overrides)
+    assert layout == expected
+    assert layout.name == name
+    assert layout.data_size == world_size
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4))
+def test_a_legal_batch_falls_into_equal_micro_steps(replicate, shard, micro_sequences, micro_steps):
+    world_size = replicate * shard
+    assume(world_size > 1)
+    asked = Config(
+        parallel=Parallel(strategy="fsdp", replicate=replicate, shard=shard),
+        batch=Batch(sequences=world_size * micro_sequences * micro_steps, micro_sequences=micro_sequences),
+    )
+    layout = plan_layout(asked, world_size, 1, None)
+    assert (layout.replicate, layout.shard, layout.micro_steps) == (replicate, shard, micro_steps)
+
+
+# ---- auto -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "world_size, parameters, memory, strategy",
+    [
+        (1, 10**12, 80 * GB, "single"),
+        (4, 10**12, None, "ddp"),
+        (4, 2 * 10**9, 80 * GB, "ddp"),  # 16 bytes each are 32 GB, 40% of the memory
+        (4, 2 * 10**9 + 1, 80 * GB, "fsdp"),
+    ],
+)
+def test_auto_replicates_what_fits_and_shards_what_does_not(world_size, parameters, memory, strategy):
+    assert plan(world_size, parameters=parameters, memory=memory).strategy == strategy
+
+
+def test_auto_takes_the_axes_that_are_given():
+    assert plan(4, "parallel={replicate: 2, shard: 2}", parameters=10**10, memory=80 * GB) == Layout("fsdp", 2, 2, 6)
+    assert plan(4, "parallel.replicate=4") == Layout("ddp", 4, 1, 6)
+
+
+def test_auto_with_a_shard_axis_shards():
+    assert plan(4, "parallel.shard=4") == Layout("fsdp", 1, 4, 6)
+    assert plan(4, "parallel={replicate: 2, shard: 2}") == Layout("fsdp", 2, 2, 6)
+
+
+def test_auto_does_not_train_alone_where_several_processes_are_asked_for():
+    message = refused(LaunchError, 1, "parallel.replicate=2")
+    assert message.startswith("parallel.strategy=ddp (the choice of auto), parallel.replicate=2, parallel.shard=null expects 2")
+    assert "1 started" in message
+    assert "start 2" in refused(LaunchError, 1, "parallel.shard=2")
+
+
+def test_an_option_of_fsdp_that_auto_cannot_honour_says_what_auto_chose():
+    assert "no effect with parallel.strategy=ddp (the choice of auto)" in refused(ConfigError, 2, "parallel.offload=true")
+
+
+# ---- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy, axis", [("ddp", "replicate"), ("fsdp", "shard")])
+def test_a_parallel_strategy_with_one_process_names_the_command(monkeypatch, strategy, axis):
+    monkeypatch.setattr("sys.argv", ["pretrain/run.py", "--config", "a b.yaml", f"parallel.strategy={strategy}"])
+    message = refused(LaunchError, 1, f"parallel.strategy={strategy}")
+    assert f"parallel.strategy={strategy} expects several processes, 1 started" in message
+    assert f"torchrun --nproc-per-node 2 pretrain/run.py --config 'a b.yaml' parallel.strategy={strategy} " in message
+    assert "--multi_gpu" in message
+    assert f"or parallel.{axis}=1" in message
+
+
+def test_single_with_several_processes_is_refused():
+    message = refused(LaunchError, 4, "parallel.strategy=single")
+    assert "parallel.strategy=single runs in one process and 4 were started" in message
+    assert "python pretrain/run.py" in message and "ddp, fsdp or auto" in message
+
+
+@pytest.mark.parametrize(
+    "world_size, axes, wanted",
+    [
+        (4, "strategy: fsdp, replicate: 2, shard: 4", 8),
+        (4, "strategy: fsdp, replicate: 2, shard: 1", 2),
+        (2, "strategy: ddp, replicate: 4", 4),
+        (1, "strategy: ddp, replicate: 2", 2),
+        (1, "strategy: fsdp, replicate: 2, shard: 2", 4),
+    ],
+)
+def test_axes_that_do_not_multiply_to_the_processes_are_refused(world_size, axes, wanted):
+    message = refused(LaunchError, world_size, f"parallel={{{axes}}}")
+    for name, value in config(f"parallel={{{axes}}}").parallel.__dict__.items():
+        if name in ("strategy", "replicate", "shard"):
+            assert f"parallel.{name}={'null' if value is None else value}" in message
+    assert f"expects {wanted} processes, {world_size} started" in message
+    assert f"torchrun --nproc-per-node {wanted} " in message
+
+
+@pytest.mark.parametrize(
+    "world_size, axis, near",
+    [(6, "replicate=4", "4 or 8"), (6, "shard=4", "4 or 8"), (1, "shard=2", "2"), (3, "replicate=8", "8")],
+)
+def test_an_axis_that_does_not_divide_the_processes_is_answered_with_numbers_that_do(world_size, axis, near):
+    message = refused(LaunchError, world_size, "parallel.strategy=fsdp", f"parallel.{axis}")
+    assert f"parallel.{axis}" in message
+    assert message.endswith(f"{world_size} processes do not divide by {axis.split('=')[1]}; start {near}")
+
+
+@pytest.mark.parametrize(
+    "overrides, keys",
+    [
+        (["parallel={strategy: ddp, shard: 2}"], ["parallel.strategy=ddp cannot shard", "parallel.shard=2", "strategy=fsdp"]),
+        (["parallel={strategy: single, shard: 2}"], ["parallel.strategy=single cannot shard", "parallel.shard=2"]),
+        (["parallel={strategy: single, replicate: 2}"], ["parallel.strategy=single cannot replicate", "parallel.replicate=2"]),
+        (["parallel={strategy: ddp, offload: true}"], ["parallel.offload=true", "parallel.strategy=ddp"]),
+        (["parallel={strategy: ddp, reshard_after_forward: false}"], ["reshard_after_forward=false", "parallel.strategy=ddp"]),
+    ],
+)
+def test_options_that_a_strategy_cannot_honour_are_refused(overrides, keys):
+    message = refused(ConfigError, 2, *overrides)
+    assert all(key in message for key in keys)
+
+
+def test_options_of_fsdp_are_taken_by_fsdp():
+    assert plan(2, "parallel={strategy: fsdp, offload: true, reshard_after_forward: false}").strategy == "fsdp"
+
+
+@pytest.mark.parametrize(
+    "overrides, processes",
+    [
+        (["parallel.strategy=single"], 1),
+        (["parallel={strategy: ddp, replicate: 3}"], 3),
+        (["parallel={strategy: fsdp, replicate: 2, shard: 4}"], 8),
+        (["parallel={replicate: 2, shard: 4}"], 8),
+        (["parallel.strategy=ddp"], None),
+        (["parallel={strategy: fsdp, replicate: 2}"], None),
+        ([], None),
+    ],
+)
+def test_a_configuration_says_how_many_processes_it_wants_if_it_knows(overrides, processes):
+    assert expected_world_size(config(*overrides)) == processes
+
+
+# ---- batch ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "world_size, sequences, micro, near",
+    [
+        (2, 10, 3, "nearest legal batch.sequences: 6 or 12; nearest legal batch.micro_sequences: 1"),
+        (1, 10, 4, "nearest legal batch.sequences: 8 or 12; nearest legal batch.micro_sequences: 5"),
+        (4, 2, 1, "nearest legal batch.sequences: 4"),
+        (1, 4, 16, "nearest legal batch.sequences: 16; nearest legal batch.micro_sequences: 4"),
+        (2, 36, 8, "nearest legal batch.sequences: 32 or 48; nearest legal batch.micro_sequences: 9"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_answered_with_the_nearest_that_do(world_size, sequences, micro, near):
+    message = refused(ConfigError, world_size, f"batch={{sequences: {sequences}, micro_sequences: {micro}}}")
+    assert message == (
+        f"batch.sequences={sequences} is not divisible by batch.micro_sequences={micro} times {world_size} "
+        f"data-parallel ranks; {near}"
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 6))
+def test_what_is_proposed_for_a_batch_is_legal(sequences, micro, world_size):
+    def layout(sequences, micro):
+        asked = Config(batch=Batch(sequences=sequences, micro_sequences=micro))
+        return plan_layout(asked, world_size, 1, None)
+
+    if sequences % (micro * world_size) == 0:
+        assert layout(sequences, micro).micro_steps * micro * world_size == sequences
+        return
+    with pytest.raises(ConfigError) as caught:
+        layout(sequences, micro)
+    *_, remedies = str(caught.value).partition("ranks; ")
+    for remedy in remedies.split("; "):
+        what, _, values = remedy.removeprefix("nearest legal batch.").partition(": ")
+        for value in values.split(" or "):
+            layout(**{"sequences": sequences, "micro": micro, what.removesuffix("_sequences"): int(value)})
+
+
+# ---- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides, keys",
+    [
+        (["schedule.warmup_steps=11"], ["schedule.warmup_steps=11", "run.steps=10", "at most 10"]),
+        (["schedule.decay_steps=3"], ["schedule.decay_steps=3", "schedule.name=cosine", "use wsd"]),
+        (
+            ["schedule={name: wsd, warmup_steps: 4, decay_steps: 7}"],
+            ["schedule.warmup_steps=4", "schedule.decay_steps=7", "run.steps=10", "decay_steps at most 6"],
+        ),
+        (["schedule={name: wsd, min_ratio: 1}"], ["schedule.min_ratio=1", "schedule.name=wsd", "schedule.name=constant"]),
+        (["validation.every_steps=5"], ["validation.every_steps=5", "data.validation is empty"]),
+        (["run={init_from: x, resume: required}"], ["run.init_from=x", "run.resume=required", "keep one"]),
+        (["run={init_from: x, resume: runs/y}"], ["run.init_from=x", "run.resume=runs/y"]),
+    ],
+)
+def test_values_that_cannot_go_together_are_refused_with_both_keys(overrides, keys):
+    with pytest.raises(ConfigError) as caught:
+        check_options(config("run.steps=10", *overrides))
+    assert all(key in str(caught.value) for key in keys)
+    with pytest.raises(ConfigError):
+        plan_layout(config("run.steps=10", *overrides), 1, 1, None)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["schedule.warmup_steps=10"],
+        ["schedule={name: wsd, warmup_steps: 4, decay_steps: 6}"],
+        ["validation.every_steps=5", "data.validation=[{path: x}]"],
+        ["run={init_from: x, resume: never}"],
+    ],
+)
+def test_values_at_the_limit_are_taken(overrides):
+    check_options(config("run.steps=10", *overrides))

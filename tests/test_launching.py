@@ -1,0 +1,271 @@
+"""Launchers: what they may say, the files under launch/, and the commands of docs/launching.md, run as they stand there."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pretrain.config.schema import Config
+from pretrain.distributed.launcher import check_launcher
+from pretrain.errors import LaunchError
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = [ROOT / "launch" / "torchrun_multinode.sh", ROOT / "launch" / "slurm.sbatch"]
+ACCELERATE = sorted((ROOT / "launch" / "accelerate").glob("*.yaml"))
+BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "launching.md").read_text(encoding="utf-8"), re.DOTALL)
+
+# What accelerate 1.15 exports when nobody chose anything: `--multi_gpu`, and `--use_fsdp --fsdp_version 2` on top.
+NOTHING_CHOSEN = {
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "ACCELERATE_MIXED_PRECISION": "no",
+}
+FSDP2 = NOTHING_CHOSEN | {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_VERSION": "2",
+}
+
+
+def configured(**values: object) -> Config:
+    """A configuration with keys of `parallel`, `precision.compute` (as `compute`) or `run.device` (as `device`) set."""
+    config = Config()
+    sections = {"compute": config.precision, "device": config.run}
+    for name, value in values.items():
+        setattr(sections.get(name, config.parallel), name, value)
+    return config
+
+
+# ---- what a launcher may say ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "values"),
+    [
+        ({}, {}),
+        (NOTHING_CHOSEN, {"strategy": "ddp", "compute": "bf16", "compile": True}),
+        (FSDP2, {"strategy": "fsdp"}),
+        (FSDP2, {"strategy": "fsdp", "reshard_after_forward": False, "offload": True, "activation_checkpointing": True}),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"compute": "bf16"}),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {"compile": True}),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"strategy": "fsdp", "reshard_after_forward": False}),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_TP_SIZE": "1"}, {"strategy": "fsdp", "shard": 2}),
+        ({"ACCELERATE_USE_CPU": "True"}, {"device": "cpu"}),
+    ],
+)
+def test_a_launcher_that_agrees_or_chose_nothing_is_accepted(environ, values):
+    check_launcher(configured(**values), dict(environ))
+
+
+@pytest.mark.parametrize(
+    ("environ", "values", "said"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, "contradicts precision.compute=fp32 of the configuration; set precision"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {}, "; launch with --mixed_precision no"),
+        ({"ACCELERATE_USE_CPU": "True"}, {"device": "cuda"}, "contradicts run.device=cuda"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "launch without --use_deepspeed"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, "launch without --use_megatron_lm"),
+        (FSDP2, {"strategy": "ddp"}, "ACCELERATE_USE_FSDP=true contradicts parallel.strategy=ddp"),
+        (FSDP2, {"strategy": "auto"}, "set parallel.strategy=fsdp or launch without --use_fsdp"),
+        (FSDP2 | {"FSDP_VERSION": "1"}, {"strategy": "fsdp"}, "launch with --fsdp_version 2"),
+        # Of several, the one that gives the others their meaning is named.
+        (
+            FSDP2 | {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "NO_RESHARD"},
+            {"strategy": "fsdp"},
+            "FSDP_VERSION=1 contradicts parallel.strategy=fsdp (FSDP2)",
+        ),
+        (FSDP2 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, {"strategy": "fsdp"}, "launch without --fsdp_sharding_strategy"),
+        (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"strategy": "fsdp"}, "set parallel.reshard_after_forward=false or"),
+        (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, {"strategy": "fsdp"}, "contradicts parallel.offload=false"),
+        (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {"strategy": "fsdp"}, "set parallel.activation_checkpointing=true"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, {}, "launch without --fsdp_activation_checkpointing_offload"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "set parallel.compile=true or launch with --dynamo_backend no"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, {"compile": True}, "parallel.compile=true (inductor) of the configuration"),
+        ({"ACCELERATE_DYNAMO_MODE": "max-autotune"}, {"compile": True}, "launch without --dynamo_mode"),
+        ({"ACCELERATE_DYNAMO_USE_FULLGRAPH": "True"}, {"compile": True}, "launch without --dynamo_use_fullgraph"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, {}, "contradicts batch.sequences/batch.micro_sequences=16/16"),
+        (
+            {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+            {},
+            "contradicts parallel.shard=null of the configuration; set parallel.shard=2",
+        ),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, {}, "contradicts parallel.tensor=1"),
+    ],
+)
+def test_a_launcher_setting_that_differs_is_refused_in_one_line_that_names_both(environ, values, said):
+    with pytest.raises(LaunchError) as caught:
+        check_launcher(configured(**values), dict(environ))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("strategy", ["auto", "single", "ddp", "fsdp"])
+def test_accelerate_that_was_asked_for_several_processes_and_started_one_is_refused(strategy):
+    # `accelerate launch --num_processes 2` on a host without GPU.
+    environ = NOTHING_CHOSEN | {"ACCELERATE_USE_CPU": "False", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with pytest.raises(LaunchError, match="needs --multi_gpu .* start them with: torchrun --nproc-per-node 2 "):
+        check_launcher(configured(strategy=strategy), environ)
+    del environ["MASTER_ADDR"]
+    check_launcher(configured(strategy=strategy), environ)
+
+
+def test_settings_that_make_transformers_skip_loading_weights_are_removed():
+    environ = dict(FSDP2)
+    check_launcher(configured(strategy="fsdp"), environ)
+    assert FSDP2.keys() - environ.keys() == {"FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_USE_FSDP"}
+
+
+# ---- the files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
+def test_an_accelerate_config_loads_and_chooses_ranks_only(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    loaded = load_config_from_file(str(path))
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert {"cpu_2": 2, "gpu_8": 8, "multi_node": 16}[path.stem] == loaded.num_processes
+    assert loaded.mixed_precision == "no"
+    assert content.keys() <= {
+        *("compute_environment", "distributed_type", "use_cpu", "num_machines", "num_processes", "machine_rank"),
+        *("main_process_ip", "main_process_port", "main_training_function", "mixed_precision", "same_network", "rdzv_backend"),
+    }
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_launch_script_parses(script):
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split()[0])
+def test_a_command_of_the_page_parses(block):
+    done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"GPUS": "1", "HEAD": "a"}, "error: NODES is not set"),
+        ({"GPUS": "1", "NODES": "2"}, "error: HEAD is not set"),
+        ({"GPUS": "0", "NODES": "2", "HEAD": "a"}, "error: GPUS=0 is not a positive number"),
+        ({"GPUS": "1", "NODES": "2", "HEAD": "a:b"}, "error: HEAD=a:b: the port is not a number"),
+        ({"GPUS": "1", "NODES": "2", "HEAD": "fe80::1"}, "error: HEAD=fe80::1: write an IPv6 address in brackets"),
+        ({"GPUS": "1", "NODES": "2", "HEAD": "a", "NODE_RANK": "2"}, "error: NODE_RANK=2 is not in 0..1"),
+    ],
+)
+def test_a_missing_or_wrong_variable_of_the_multi_node_script_is_one_line_and_exit_code_2(variables, said):
+    command = ["bash", SCRIPTS[0], "--config", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": os.environ["PATH"], **variables})
+    assert done.returncode == 2
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "options"),
+    [
+        ({"HEAD": "a"}, ["--rdzv-endpoint", "a:29500"]),
+        ({"HEAD": "a:1", "NODE_RANK": "0"}, ["--rdzv-endpoint", "a:1", "--rdzv-conf", "is_host=1"]),
+        ({"HEAD": "[::1]:7", "NODE_RANK": "1"}, ["--rdzv-endpoint", "[::1]:7", "--rdzv-conf", "is_host=0"]),
+        ({"HEAD": "[::1]", "LOCAL_ADDR": "b"}, ["--rdzv-endpoint", "[::1]:29500", "--local-addr", "b"]),
+    ],
+)
+def test_the_multi_node_script_passes_on_what_it_was_told(variables, options):
+    environ = {"PATH": os.environ["PATH"], "NODES": "2", "GPUS": "8", "MAX_RESTARTS": "1", "TORCHRUN": "echo", **variables}
+    done = subprocess.run(["bash", SCRIPTS[0], "--config", "x y"], capture_output=True, text=True, env=environ)
+    before = "--nnodes 2 --nproc-per-node 8 --max-restarts 1 --rdzv-id pretrain --rdzv-backend c10d".split()
+    script = f"{SCRIPTS[0].parent}/../pretrain/run.py"
+    assert done.stdout == " ".join([*before, *options, script, "--config", "x y"]) + "\n"
+
+
+# ---- the commands of the page, for real -------------------------------------------------------------------------------
+
+
+class Page:
+    """Runs blocks of the page in a folder that looks like the repository root."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("pretrain", "tools", "launch", "configs"):
+            (folder / name).symlink_to(ROOT / name)
+
+    def start(self, part: str, before: str = "") -> subprocess.Popen:
+        """The block of the small data set that has `part` in it."""
+        (block,) = [block for block in BLOCKS if part in block and "runs/launching" in block]
+        # python, torchrun and accelerate of this interpreter
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.Popen(
+            ["bash", "-e", "-c", before + block],
+            cwd=self.folder,
+            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, part: str) -> None:
+        process = self.start(part)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+
+    def metrics(self, name: str) -> list[dict]:
+        file = self.folder / "runs" / "launching" / name / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Page:
+    page = Page(tmp_path_factory.mktemp("page"))
+    page.run("train_tokenizer")
+    return page
+
+
+@pytest.fixture(scope="module")
+def torchrun_losses(page) -> list[float]:
+    page.run("run.name=torchrun")
+    return [record["loss"] for record in page.metrics("torchrun")]
+
+
+@pytest.mark.parametrize("name", ["python", "accelerate", "two_nodes"])
+def test_every_launcher_of_the_page_trains_to_the_losses_of_torchrun(page, torchrun_losses, name):
+    page.run(f"run.name={name}")
+    losses = [record["loss"] for record in page.metrics(name)]
+    assert len(losses) == 3
+    assert losses == pytest.approx(torchrun_losses, abs=2e-6)
+
+
+def test_a_run_whose_rank_is_killed_comes_back_by_itself_and_continues_from_its_last_checkpoint(page):
+    agent = page.start("run.name=restarts", before="exec ")
+    try:
+        run = page.folder / "runs" / "launching" / "restarts"
+        deadline = time.monotonic() + 120
+        while not (run / "checkpoints" / "step-00000020").exists():
+            assert agent.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        output, _ = agent.communicate(timeout=120)
+    finally:
+        agent.kill()
+    assert agent.returncode == 0, output
+    resumed = int(re.search(r"resumed from .*: step (\d+),", output).group(1))
+    assert resumed >= 20 and resumed % 20 == 0
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    # Steps after the checkpoint are logged again; none is missing.
+    assert {record["step"] for record in page.metrics("restarts")} == set(range(1, 121))

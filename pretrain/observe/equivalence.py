@@ -33,8 +33,9 @@ class Case:
             return [sys.executable, *script]
         if self.launcher == "torchrun":
             return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.processes), *script]
-        accelerate = ["--multi_gpu", "--use_cpu", "--num_processes", str(self.processes), "--main_process_port", "0"]
-        return [sys.executable, "-m", "accelerate.commands.launch", *accelerate, *script]
+        settings = str(ROOT / "launch" / "accelerate" / "cpu_2.yaml")
+        processes = ["--num_processes", str(self.processes), "--main_process_port", "0"]
+        return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", settings, *processes, *script]
 
 
 @dataclass(frozen=True)

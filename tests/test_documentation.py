@@ -1,0 +1,109 @@
+"""What README and docs tell people to type: every command is run, or at least understood by the program it names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pretrain.config.load import load_config
+from pretrain.config.read import Tree, apply_override
+from pretrain.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [text for language, text in FENCE.findall(page.read_text(encoding="utf-8")) if language in languages]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of every line that runs one of our programs."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "bash", ""):
+            for line in block.replace("\\\n", " ").splitlines():
+                if re.search(r"(pretrain/run|tools/\w+)\.py ", line) and not line.lstrip().startswith(("#", "│", "text")):
+                    try:
+                        found.append((page.name, shlex.split(line, comments=True)))
+                    except ValueError:
+                        continue
+    return found
+
+
+def test_the_pages_have_commands():
+    assert len(commands()) > 15
+
+
+@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60])
+def test_every_command_names_files_and_options_that_exist(page, words):
+    script = next(i for i, word in enumerate(words) if re.fullmatch(r"(pretrain/run|tools/\w+)\.py", word))
+    assert (ROOT / words[script]).is_file()
+    arguments = words[script + 1 :]
+    if words[script] == "pretrain/run.py":
+        check_run_arguments(arguments)
+    else:
+        usage = subprocess.run(
+            [sys.executable, words[script], *([arguments[0]] if not arguments[0].startswith("-") else []), "--help"],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        direction = "convert_checkpoint" in words[script]
+        text = usage.stdout if direction else subprocess.run([sys.executable, words[script], "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+        for option in (word for word in arguments if word.startswith("--")):
+            assert option in text, f"{page}: {words[script]} has no {option}"
+
+
+def check_run_arguments(arguments: list[str]) -> None:
+    config = arguments[arguments.index("--config") + 1]
+    assert config in ("configs/X.yaml", "X", "runs/launching/tiny.yaml") or (ROOT / config).is_file()
+    tree = Tree()
+    for word in arguments:
+        if "=" in word and not word.startswith("-"):
+            apply_override(tree, word)
+        assert not word.startswith("--") or word in ("--config", "--check", "--print-config", "--origins")
+    unknown = set(tree.values) - set(Config.__dataclass_fields__)
+    assert not unknown
+
+
+def test_every_yaml_snippet_is_a_valid_configuration(tmp_path):
+    count = 0
+    for page in PAGES:
+        for block in blocks(page, "yaml"):
+            lines = block.splitlines()
+            # Alternatives for one key stand line by line; anything else is one document.
+            same_key = len({line.split(":")[0] for line in lines}) == 1
+            for text in lines if same_key else [block]:
+                (tmp_path / "snippet.yaml").write_text(text)
+                assert yaml.safe_load(text)
+                load_config(tmp_path / "snippet.yaml")
+                count += 1
+    assert count >= 4
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_blocks_of_data_and_checkpoints_run_as_they_stand(tmp_path):
+    # In a copy of the tree, so that what they write does not stay; launching.md's first run is what checkpoints.md converts.
+    for name in ("pretrain", "tools", "configs", "launch"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    launching = blocks(ROOT / "docs" / "launching.md", "bash")
+    script = [*launching[:2], *blocks(ROOT / "docs" / "data.md", "bash"), *blocks(ROOT / "docs" / "checkpoints.md", "bash")]
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(script)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "the configuration is valid" in done.stdout
+    assert done.stdout.count("verified: transformers' logits differ from ours by at most") == 2

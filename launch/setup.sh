@@ -22,5 +22,10 @@ if ! "$python" -m venv .venv; then
   echo "error: '$python -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2
   exit 2
 fi
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+# One line per package is progress enough; what pip has to say besides is shown when it fails.
+if ! .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[$extras]" 2> .venv/install.log |
+  sed -un 's/^Collecting \([^ =<>~!(;[]*\).*/   \1/p; s/^Installing collected packages.*/   unpacking/p'; then
+  cat .venv/install.log >&2
+  exit 1
+fi
 printf '%s' "$wanted" > .venv/installed-$extras

@@ -92,7 +92,9 @@ def _verified(directory: Path, model: Model, weights: dict[str, Tensor]) -> floa
 def logit_difference(exported: Path, model: Model, weights: dict[str, Tensor]) -> float:
     """Largest absolute difference between transformers' logits and ours, both in fp32 from the exported weights."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     ids = torch.randint(model.vocab_size, (2, min(64, model.max_sequence_length)), generator=torch.Generator().manual_seed(0))
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.no_grad():

@@ -44,3 +44,9 @@ class CheckpointError(UserError):
 
 class TrainingError(UserError):
     """Training cannot go on, for instance because the loss is not a number."""
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The legal values next to one that `unit` does not divide, for a message."""
+    below = value // unit * unit
+    return " or ".join(str(n) for n in (below, below + unit) if n)

@@ -27,7 +27,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--origins", action="store_true", help="with --print-config: where every value was written")
     parser.add_argument("--check", action="store_true", help="check configuration, data and layout, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a configuration value")
-    return parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.origins and not arguments.print_config:
+        parser.error("--origins goes with --print-config")
+    if arguments.check and arguments.print_config:
+        parser.error("--check and --print-config both stop before training; give one")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             # All ranks meet most errors alike. The first rank of the host prints, and its launcher then ends the others; a rank
             # that is still here after a while was alone with the error after all.
             time.sleep(OTHERS_WAIT_SECONDS)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
         return error.exit_code
 
 

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from launch_pool import LaunchPool
-from runs import write_prepared
+from running import write_prepared
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

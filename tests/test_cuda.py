@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import gradients, largest_gradient_difference, largest_relative_difference, losses, train
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, train
 
 from pretrain.observe.metrics import read_metrics
 

@@ -42,7 +42,9 @@ def test_the_pages_have_commands():
     assert len(commands()) > 15
 
 
-@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60])
+@pytest.mark.parametrize(
+    ("page", "words"), commands(), ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60]
+)
 def test_every_command_names_files_and_options_that_exist(page, words):
     script = next(i for i, word in enumerate(words) if re.fullmatch(r"(pretrain/run|tools/\w+)\.py", word))
     assert (ROOT / words[script]).is_file()
@@ -55,7 +57,11 @@ def test_every_command_names_files_and_options_that_exist(page, words):
             cwd=ROOT, capture_output=True, text=True,
         )  # fmt: skip
         direction = "convert_checkpoint" in words[script]
-        text = usage.stdout if direction else subprocess.run([sys.executable, words[script], "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+        text = (
+            usage.stdout
+            if direction
+            else subprocess.run([sys.executable, words[script], "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+        )
         for option in (word for word in arguments if word.startswith("--")):
             assert option in text, f"{page}: {words[script]} has no {option}"
 

@@ -6,7 +6,6 @@ checkpoints/.writing-step-00000100/   not yet one, or never to be one
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import CheckpointError
+from pretrain.storage import flush, sha256_of
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -52,37 +52,15 @@ def resolve(path: Path) -> list[Path]:
     return found
 
 
-def hash_file(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file, after it has been flushed to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
-        return {"bytes": file.tell(), "sha256": digest}
-
-
-def _sha256(file: Any) -> str:  # Python 3.10
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def describe_file(path: Path) -> dict[str, Any]:
+    """What a manifest says about a file: its size and sha256."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write and flush to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    flush(path)
 
 
 def read_json(path: Path) -> Any:
@@ -123,10 +101,13 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing")
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
-        if hash_file(path)["sha256"] != expected["sha256"]:
+        try:
+            actual = describe_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        if actual["bytes"] != expected["bytes"]:
+            raise CheckpointError(f"{path}: {actual['bytes']} bytes instead of {expected['bytes']}")
+        if actual["sha256"] != expected["sha256"]:
             raise CheckpointError(f"{path}: its content does not match its sha256")
 
 
@@ -137,7 +118,7 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) ->
     found = complete_checkpoints(folder)
     keep = {newest, *found[-keep_last:]}
     if keep_every_steps:
-        keep |= {p for p in found if int(_NAME.fullmatch(p.name)[1]) % keep_every_steps == 0}
+        keep |= {p for p in found if step_of(p) % keep_every_steps == 0}
     removed = [p for p in found if p not in keep]
     for path in removed:
         discard(path)
@@ -145,14 +126,41 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) ->
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint directory such that it is incomplete from the first moment on."""
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a checkpoint directory such that it is none from the first moment on."""
+    aside = path.with_name(f".removing-{path.name}")
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def replace_directory(writing: Path, target: Path) -> None:
+    """Rename a complete directory into place, also over a damaged one of the same name."""
+    aside = target.with_name(f".replaced-{target.name}")
+    if target.exists():
+        os.rename(target, aside)
+    os.rename(writing, target)
+    flush(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def discard_unfinished(folder: Path) -> list[str]:
     """Remove what a crashed save left behind; the names removed. Only for the one who holds the run directory."""
+    for aside in folder.glob(".replaced-step-*"):
+        target = aside.with_name(aside.name.removeprefix(".replaced-"))
+        if not target.exists():  # the crash came between the two renames
+            os.rename(aside, target)
     leftovers = sorted(p for p in folder.glob(".*-step-*") if p.is_dir()) if folder.is_dir() else []
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
     return [p.name for p in leftovers]
+
+
+def incomplete_checkpoints(folder: Path) -> list[Path]:
+    """Directories that are named like checkpoints and have no manifest: a partial copy, or an interrupted removal."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not (p / MANIFEST).is_file())
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint directory is named after."""
+    return int(_NAME.fullmatch(checkpoint.name)[1])

@@ -23,23 +23,20 @@ log = logging.getLogger(__name__)
 def choose_checkpoint(run_directory: Path, resume: str, ranks: Ranks) -> Path | None:
     """The checkpoint to continue from, verified by all ranks together; None for a fresh start.
 
-    `auto` and `required` fall back from a damaged checkpoint to the one before it, and say so; when every one is damaged that is
-    an error, never a fresh start. A path is taken or refused.
+    A path is where a run without checkpoints of its own starts; once it has some, it continues from those, so that the same
+    command can be given again after an interruption. A damaged checkpoint is fallen back from, and that is said, except when
+    it was given as a path itself; when every one is damaged that is an error, never a fresh start.
     """
-    folder = run_directory / "checkpoints"
-    if resume in ("auto", "required", "never"):
-        candidates = files.complete_checkpoints(folder)
-        if resume == "never" and candidates:
-            raise CheckpointError(
-                f"run.resume=never, but {run_directory} has checkpoints up to {candidates[-1].name}; "
-                "choose another run.name, or run.resume=auto to continue"
-            )
-        if resume == "required" and not candidates:
-            raise CheckpointError(f"run.resume=required, but {folder} has no complete checkpoint")
-    else:
-        candidates = files.resolve(Path(resume))
-    # One rank's view of the directory decides, should another see it a moment later.
-    candidates = ranks.gather(candidates)[0]
+    problem, candidates = None, []
+    if ranks.is_main:
+        try:
+            candidates = _candidates(run_directory / "checkpoints", resume)
+        except CheckpointError as error:
+            problem = str(error)
+    # The main rank's view of the directory decides: another node may see it a moment later.
+    problem, candidates = ranks.gather((problem, candidates))[0]
+    if problem:
+        raise CheckpointError(problem)
     while candidates:
         problem = first_damage(candidates[-1], ranks)
         if problem is None:
@@ -50,6 +47,39 @@ def choose_checkpoint(run_directory: Path, resume: str, ranks: Ranks) -> Path | 
             log.warning("damaged checkpoint: %s; falling back to %s", problem, candidates[-2])
         candidates.pop()
     return None
+
+
+def _candidates(folder: Path, resume: str) -> list[Path]:
+    """Checkpoints to try, best last."""
+    own, incomplete = files.complete_checkpoints(folder), files.incomplete_checkpoints(folder)
+    for path in incomplete:
+        log.warning("incomplete checkpoint: %s has no %s and is passed over", path, files.MANIFEST)
+    if resume == "never":
+        if own:
+            raise CheckpointError(
+                f"run.resume=never, but {folder.parent} has checkpoints up to {own[-1].name}; "
+                "choose another run.name, or run.resume=auto to continue"
+            )
+        return []
+    if resume not in ("auto", "required"):
+        if not own:
+            return files.resolve(Path(resume))
+        named = files.resolve(Path(resume))[-1]
+        if named.parent.resolve() == folder.resolve() and named.name != own[-1].name:
+            raise CheckpointError(
+                f"run.resume={resume}: {folder.parent} has newer checkpoints, up to {own[-1].name}; "
+                "start a run of another name from it, or move the newer ones away"
+            )
+        log.info("run.resume=%s: this run has checkpoints of its own and continues from those", resume)
+        return own
+    if resume == "required" and not own:
+        raise CheckpointError(f"run.resume=required, but {folder} has no complete checkpoint")
+    if incomplete and not own:
+        raise CheckpointError(
+            f"{incomplete[-1]} has no {files.MANIFEST}, and there is no complete checkpoint: a partial copy? "
+            "Restore it, or remove it to start afresh"
+        )
+    return own
 
 
 def first_damage(checkpoint: Path, ranks: Ranks) -> str | None:
@@ -67,16 +97,13 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     return files.read_json(checkpoint / files.STATE)
 
 
-def check_identity(saved: dict[str, Any], own: dict[str, Any], checkpoint: Path) -> None:
-    """Raise CheckpointError listing every value that makes the checkpoint another run's than this configuration's."""
-    differences = [
-        f"{name} was {was} and is {now}"
-        for name in sorted(saved.keys() | own.keys())
-        if (was := saved.get(name)) != (now := own.get(name))
-    ]
-    if differences:
+def check_identity(saved: dict[str, Any], own: dict[str, Any], holder: Path) -> None:
+    """Raise CheckpointError listing every value that makes what `holder` holds another run than this configuration's."""
+    names = sorted(saved.keys() | own.keys())
+    changed = [f"{name} was {saved.get(name)} and is {own.get(name)}" for name in names if saved.get(name) != own.get(name)]
+    if changed:
         raise CheckpointError(
-            f"{checkpoint} belongs to another run: {'; '.join(differences)}; choose another run.name, or restore these values"
+            f"{holder} holds another run: {'; '.join(changed)}; choose another run.name, or restore these values"
         )
 
 

@@ -27,7 +27,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         _create_state(optimizer)
     tensors = {}
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
+        state = optimizer.state.get(parameter)
+        if not state:
+            raise RuntimeError(f"the optimizer has no state for {name}: the model's parameter is not the one it was built with")
+        for key, value in state.items():
             tensors[f"optim.{key}.{name}"] = value
     return tensors
 

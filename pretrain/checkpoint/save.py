@@ -6,7 +6,6 @@ main rank    state.json, config.yaml, tokenizer -> same;  manifest.json last;  f
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 import warnings
@@ -23,6 +22,7 @@ from pretrain.checkpoint.safe_dcp import METADATA_FILE
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError
+from pretrain.storage import flush
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def _together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     try:
         result = action()
     except (OSError, CheckpointError) as error:
-        problem = getattr(error, "strerror", None) or str(error)
+        problem = str(error)
     except CheckpointException as error:  # a BaseException
         problem = _first_cause(error)
     outcomes = ranks.gather((problem, result))
@@ -99,7 +99,7 @@ def _write_payload(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) ->
             dcp.save(tensors, storage_writer=writer, no_dist=True)
     else:
         dcp.save(tensors, storage_writer=writer, process_group=ranks.control)
-    return {path.name: files.hash_file(path) for path in sorted(directory.glob(f"__{ranks.rank}_*"))}
+    return {path.name: _flushed(path) for path in sorted(directory.glob(f"__{ranks.rank}_*"))}
 
 
 def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict[str, Path]) -> dict[str, dict[str, Any]]:
@@ -109,11 +109,16 @@ def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict
         if source.is_dir():
             shutil.copytree(source, directory / name)
             names += [str(p.relative_to(directory)) for p in sorted((directory / name).rglob("*")) if p.is_file()]
-            files.fsync_directory(directory / name)
+            flush(directory / name)
         else:
             shutil.copyfile(source, directory / name)
             names.append(name)
-    return {name: files.hash_file(directory / name) for name in names}
+    return {name: _flushed(directory / name) for name in names}
+
+
+def _flushed(path: Path) -> dict[str, Any]:
+    flush(path)
+    return files.describe_file(path)
 
 
 def _commit(
@@ -127,17 +132,8 @@ def _commit(
                 f"{name} of another rank is not visible here; the run directory must be on storage shared by all nodes"
             )
     files.write_json(writing / files.MANIFEST, {"format": files.FORMAT, "version": files.VERSION, "files": hashes})
-    files.fsync_directory(writing)
-    if target.exists():
-        # A damaged or refused checkpoint of the same step, which this one replaces.
-        aside = target.with_name(f".replaced-{target.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(target, aside)
-        os.rename(writing, target)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        os.rename(writing, target)
-    files.fsync_directory(target.parent)
+    flush(writing)
+    files.replace_directory(writing, target)
 
 
 def _first_cause(error: CheckpointException) -> str:

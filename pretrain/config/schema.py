@@ -135,7 +135,9 @@ class Batch:
 class Validation:
     """Validation loss on a fixed list of samples: the same number at any world size."""
 
-    every_steps: int = key(0, "Optimizer steps between validations, the last step always included; 0 switches it off.", ge=0)
+    every_steps: int = key(
+        0, "Optimizer steps between validations; 0: only after the last step. `data.validation` names what is validated.", ge=0
+    )
     sequences: int = key(64, "Samples per validation source: its first ones; 0 takes all.", ge=0)
 
 
@@ -228,7 +230,7 @@ class Checkpoint:
     """When the state is saved and how long it is kept. The last step is always saved."""
 
     every_steps: int = key(0, "Optimizer steps between checkpoints; 0: no periodic one.", ge=0)
-    every_seconds: float = key(0.0, "Seconds between checkpoints; 0: not by time.", ge=0)
+    every_seconds: float = key(1800.0, "Seconds between checkpoints; 0: not by time.", ge=0)
     keep_last: int = key(2, "Newest checkpoints kept; 0 keeps all.", ge=0)
     keep_every_steps: int = key(0, "Checkpoints at multiples of this step are kept for ever; 0: none.", ge=0)
 

@@ -26,6 +26,7 @@ import numpy as np
 from pretrain.data.staging import staged_directory
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
+from pretrain.storage import sha256_of
 
 FORMAT = "pretrain-shards"
 VERSION = 1
@@ -265,7 +266,11 @@ class PreparedData:
         """
         for shard in self.manifest.shards[part::parts]:
             for name, expected in ((shard.file, shard.sha256), (shard.index_file, shard.index_sha256)):
-                if _sha256_of(self.path / name) != expected:
+                try:
+                    actual = sha256_of(self.path / name)
+                except OSError as error:
+                    raise DataError(f"{self.path / name}: cannot be read: {error.strerror}") from error
+                if actual != expected:
                     raise DataError(
                         f"{self.path / name}: content does not match its hash in manifest.json; restore or re-prepare it"
                     )
@@ -364,14 +369,3 @@ def _check_size(file: Path, expected: int) -> None:
     if size != expected:
         what = "empty" if size == 0 else "truncated" if size < expected else "too long"
         raise DataError(f"{file}: {what}: {size} bytes where manifest.json says {expected}")
-
-
-def _sha256_of(file: Path) -> str:
-    try:
-        with open(file, "rb") as opened:
-            digest = hashlib.sha256()
-            while block := opened.read(2**20):
-                digest.update(block)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
-    return digest.hexdigest()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pretrain.errors import DataError
+from pretrain.storage import flush
 
 
 @contextlib.contextmanager
@@ -54,22 +55,14 @@ def _rename(stage: Path, output: Path) -> None:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise DataError(f"{output}: was created by another process meanwhile; it was left as it is") from error
         raise
-    _flush(output.parent)
+    flush(output.parent)
 
 
 def _flush_tree(root: Path) -> None:
     for directory, _, files in os.walk(root, topdown=False):
         for name in files:
-            _flush(Path(directory, name))
-        _flush(Path(directory))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush(Path(directory, name))
+        flush(Path(directory))
 
 
 def _umask() -> int:

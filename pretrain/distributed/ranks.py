@@ -44,7 +44,7 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def agree(self, name: str, problem: str | None, kind: type[UserError]) -> None:
+    def agree(self, problem: str | None, kind: type[UserError]) -> None:
         """Raise `kind` on every rank if any rank has a problem; the message names the first one's rank."""
         for rank, text in enumerate(self.gather(problem)):
             if text:
@@ -125,6 +125,11 @@ def _rendezvous(rank: int, world_size: int) -> dict[str, Any]:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise LaunchError(
+            "several nodes with restarts: the nodes' agents count restarts each for itself and the ranks would not meet again; "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, as launch/torchrun_multinode.sh does, or --max-restarts 0"
+        )
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": world_size}

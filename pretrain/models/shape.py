@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pretrain.config.schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, nearest_multiples
 
 
 def complete(model: Model, sequence_length: int | None = None) -> Model:
@@ -13,7 +13,7 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
     if model.head_dim is None and model.dim % model.heads:
         raise ConfigError(
             f"model.dim={model.dim} is not divisible by model.heads={model.heads}; "
-            f"nearest legal model.dim: {_nearest(model.dim, model.heads)}, or set model.head_dim"
+            f"nearest legal model.dim: {nearest_multiples(model.dim, model.heads)}, or set model.head_dim"
         )
     head_dim = model.head_dim or model.dim // model.heads
     if head_dim % 2:
@@ -31,8 +31,3 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
         )
     ffn_dim = model.ffn_dim or -(-8 * model.dim // (3 * 64)) * 64
     return dataclasses.replace(model, head_dim=head_dim, kv_heads=kv_heads, ffn_dim=ffn_dim, max_sequence_length=longest)
-
-
-def _nearest(value: int, divisor: int) -> str:
-    below = value // divisor * divisor
-    return " or ".join(str(n) for n in (below, below + divisor) if n)

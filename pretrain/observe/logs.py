@@ -11,7 +11,7 @@ FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
 
 
 def log_to_console(is_main: bool) -> None:
-    """Messages of this package on standard output; of other ranks only errors."""
+    """Messages of this package on standard output; of the other ranks nothing: their errors are printed at the end."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_main else logging.CRITICAL)

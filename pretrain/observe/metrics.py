@@ -8,15 +8,20 @@ import math
 from pathlib import Path
 from typing import Any
 
+from pretrain.errors import TrainingError
+
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Append-only: a run that went back to a checkpoint logs the repeated steps again, and the later line counts."""
+    """Append-only: a run that went back to a checkpoint says so, and logs the repeated steps again.
 
-    def __init__(self, directory: Path, tensorboard: bool) -> None:
+    `step`: the step that the run continues from. Raises TrainingError, naming the file, when a line cannot be written.
+    """
+
+    def __init__(self, directory: Path, tensorboard: bool, step: int = 0) -> None:
         self.file = (directory / METRICS_FILE).open("a", encoding="utf-8")
         if _ends_in_torn_line(directory / METRICS_FILE):
             self.file.write("\n")  # what follows is a line of its own
@@ -24,12 +29,15 @@ class Metrics:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(directory / "tensorboard"))
+            self.board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         """One object with `step`; nested objects become `parent/child` in TensorBoard."""
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise TrainingError(f"{self.file.name}: cannot be written: {error.strerror}") from error
         if self.board:
             for name, value in _flat(record):
                 if name != "step" and isinstance(value, (int, float)):
@@ -56,15 +64,20 @@ def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def read_metrics(run_directory: Path) -> list[dict[str, Any]]:
-    """The records of a run by step; of a step that was run twice, the later one. A torn last line is passed over."""
-    records: dict[int, dict[str, Any]] = {}
+    """The records of a run in order of steps. A torn last line is passed over.
+
+    A run that went back to a checkpoint logs an earlier step again: what it had logged from that step on is dropped.
+    """
+    records: list[dict[str, Any]] = []
     for line in (run_directory / METRICS_FILE).read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue
-        records[record["step"]] = record
-    return [records[step] for step in sorted(records)]
+        while records and records[-1]["step"] >= record["step"]:
+            records.pop()
+        records.append(record)
+    return records
 
 
 def progress_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
@@ -96,3 +109,24 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+class Window:
+    """Speed since the last report: steps, their seconds, the seconds spent waiting for data."""
+
+    def __init__(self) -> None:
+        self.steps, self.seconds, self.waited, self.tokens = 0, 0.0, 0.0, 0
+
+    def add(self, seconds: float, waited: float, tokens: int) -> None:
+        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
+        self.waited, self.tokens = self.waited + waited, self.tokens + tokens
+
+    def take(self) -> dict[str, float]:
+        """Tokens per second over all ranks, seconds per step, share of the time spent waiting for data; starts anew."""
+        speed = {
+            "tokens_per_second": self.tokens / self.seconds,
+            "seconds": self.seconds / self.steps,
+            "data_wait": self.waited / self.seconds,
+        }
+        self.__init__()
+        return speed

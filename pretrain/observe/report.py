@@ -35,6 +35,13 @@ def summary(run: Path) -> str:
     return "\n".join(lines)
 
 
+def _smoothed(values: list[float]) -> list[float]:
+    """Means over a window around each value that is a tenth of the curve, narrower towards the ends so as not to shift them."""
+    half = len(values) // 20
+    windows = [values[i - w : i + w + 1] for i in range(len(values)) for w in [min(half, i, len(values) - 1 - i)]]
+    return [sum(window) / len(window) for window in windows]
+
+
 def draw(run: Path, output: Path) -> None:
     """The loss curve, training and validation, over tokens, as a picture."""
     try:
@@ -47,7 +54,9 @@ def draw(run: Path, output: Path) -> None:
     records = _records(run)
     figure, axes = pyplot.subplots(figsize=(7.2, 4.0), dpi=120, layout="constrained")
     millions = [r["tokens"] / 1e6 for r in records]
-    axes.plot(millions, [r["loss"] for r in records], color="#3b6ea5", linewidth=1.4, label="training")
+    losses = [r["loss"] for r in records]
+    axes.plot(millions, losses, color="#3b6ea5", linewidth=0.8, alpha=0.4, label="training, single steps")
+    axes.plot(millions, _smoothed(losses), color="#3b6ea5", linewidth=1.6, label="training, smoothed")
     checked = [r for r in records if "validation" in r]
     for name in checked[-1]["validation"] if checked else []:
         points = [(r["tokens"] / 1e6, r["validation"][name]) for r in checked if name in r["validation"]]

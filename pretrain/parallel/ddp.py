@@ -47,6 +47,9 @@ class DataParallel:
             self.wrapped.register_comm_hook(None, _average_in_bf16)
         return self.wrapped
 
+    def release(self) -> None:
+        return None
+
     def micro_step(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last or self.every else self.wrapped.no_sync()
 

@@ -72,6 +72,13 @@ class FullyShard:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
 
+    def release(self) -> None:
+        # Units that are kept for backward stay gathered when no backward comes, and `model.parameters()` are then the gathered
+        # ones, in the compute format and unknown to the optimizer.
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def micro_step(self, last: bool) -> AbstractContextManager:
         mode = self.config.parallel.grad_sync
         if mode == "last":

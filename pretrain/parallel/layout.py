@@ -11,7 +11,7 @@ from typing import Literal
 
 from pretrain.config.schema import Config
 from pretrain.distributed.launcher import command_for
-from pretrain.errors import ConfigError, LaunchError
+from pretrain.errors import ConfigError, LaunchError, nearest_multiples
 
 STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments
 DDP_MEMORY_SHARE = 0.4  # `auto` replicates a state up to this share of the device memory; the rest is for activations
@@ -37,19 +37,19 @@ class Layout:
             return "single"
         if self.strategy == "fsdp" and self.replicate > 1 and self.shard > 1:
             return f"hsdp {self.replicate}x{self.shard}"
-        return f"{self.strategy} {self.data_size}"
+        return f"{self.strategy} {self.data_size}" + (" (replicated)" if self.strategy == "fsdp" and self.replicate > 1 else "")
 
 
 def expected_world_size(config: Config) -> int | None:
-    """Processes that the configuration itself asks for; None where it leaves that to the launcher."""
+    """The fewest processes that the configuration asks for; None where any number will do."""
     parallel = config.parallel
     if parallel.strategy == "single":
         return 1
     if parallel.strategy == "ddp" and parallel.replicate:
         return parallel.replicate
-    if parallel.replicate and parallel.shard:
-        return parallel.replicate * parallel.shard
-    return None
+    if parallel.replicate or parallel.shard:
+        return (parallel.replicate or 1) * (parallel.shard or 1)
+    return None if parallel.strategy == "auto" else 2  # at least; more is for the launcher to say
 
 
 def plan_layout(config: Config, world_size: int, parameters: int, device_memory: int | None) -> Layout:
@@ -103,8 +103,8 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
     keys = f"{_chosen(config, strategy)}, parallel.replicate={replicate_key}, parallel.shard={shard_key}"
     if wanted == 0:
         given = config.parallel.replicate or config.parallel.shard
-        near = _around(world_size, given)
-        raise LaunchError(f"{keys}: {world_size} processes do not divide by {given}; start {near}")
+        near = nearest_multiples(world_size, given)
+        raise LaunchError(f"{keys}: {world_size} processes do not divide by {given}; start {near}: {command_for(given)}")
     if wanted != world_size:
         raise LaunchError(
             f"{keys} expects {wanted} processes, {world_size} started; start them with: {command_for(wanted)}"
@@ -124,17 +124,12 @@ def _micro_steps(config: Config, data_size: int) -> int:
     if sequences % unit == 0:
         return sequences // unit
     micros = [n for n in range(1, sequences // data_size + 1) if sequences % (n * data_size) == 0]
-    remedy = f"nearest legal batch.sequences: {_around(sequences, unit)}"
+    remedy = f"nearest legal batch.sequences: {nearest_multiples(sequences, unit)}"
     if micros:
         remedy += f"; nearest legal batch.micro_sequences: {min(micros, key=lambda n: (abs(n - micro), n))}"
     raise ConfigError(
         f"batch.sequences={sequences} is not divisible by batch.micro_sequences={micro} times {data_size} data-parallel ranks; {remedy}"
     )
-
-
-def _around(value: int, unit: int) -> str:
-    below = value // unit * unit
-    return " or ".join(str(n) for n in (below, below + unit) if n)
 
 
 def _chosen(config: Config, strategy: str) -> str:
@@ -164,6 +159,9 @@ def check_options(config: Config) -> None:
         raise ConfigError(
             f"run.init_from={config.run.init_from} and run.resume={config.run.resume} both say where to start; keep one"
         )
+    beyond = [step for step in config.log.gradients_at if step > steps]
+    if beyond:
+        raise ConfigError(f"log.gradients_at={config.log.gradients_at}: step {beyond[0]} is beyond run.steps={steps}")
     if math.isclose(config.schedule.min_ratio, 1) and config.schedule.name == "wsd":
         raise ConfigError("schedule.min_ratio=1 with schedule.name=wsd never decays; use schedule.name=constant")
 

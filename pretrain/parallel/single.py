@@ -25,5 +25,8 @@ class Single:
         fill(model)
         return model
 
+    def release(self) -> None:
+        return None
+
     def micro_step(self, last: bool) -> AbstractContextManager:
         return nullcontext()

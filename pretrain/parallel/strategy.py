@@ -38,6 +38,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Give up what a forward pass without backward leaves behind; parameters are the sharded ones again."""
+        ...
+
     def micro_step(self, last: bool) -> AbstractContextManager:
         """Around the forward and backward of a micro-step: gradients are synchronised as `parallel.grad_sync` says."""
         ...

@@ -12,6 +12,7 @@ import torch
 from pretrain.config.schema import Config, Source
 from pretrain.data.shards import PreparedData
 from pretrain.data.stream import Samples, Stream
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError, DataError
 from pretrain.models.decoder import Decoder, count_parameters
 from pretrain.models.families import family_of
@@ -19,7 +20,7 @@ from pretrain.models.shape import complete
 from pretrain.parallel.layout import Layout, plan_layout
 
 # Keys of the model that change no tensor of a run under way.
-_NO_IDENTITY = {"init_std", "max_sequence_length"}
+NO_IDENTITY = {"init_std", "max_sequence_length"}
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class Plan:
     @property
     def tokenizer(self) -> Path:
         """The tokenizer's files, in the first source."""
-        return self.stream.sources[0].data.path / "tokenizer"
+        return self.stream.sources[0].data.tokenizer_path
 
     def identity(self) -> dict[str, Any]:
         """What makes a run this run: a checkpoint that differs in any of these is another's. Flat, JSON values."""
         model = dataclasses.asdict(self.config.model)
-        identity = {f"model.{k}": v for k, v in _flatten(model).items() if k not in _NO_IDENTITY}
+        identity = {f"model.{k}": v for k, v in flatten(model).items() if k not in NO_IDENTITY}
         identity["optim.name"] = self.config.optim.name
-        return identity | {f"data.{k}": v for k, v in _flatten(self.stream.identity()).items()}
+        return identity | {f"data.{k}": v for k, v in flatten(self.stream.identity()).items()}
 
 
 def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
@@ -88,6 +89,10 @@ def _open(source: Source, sequence_length: int) -> Samples:
 
 def _vocabulary(config: Config, sources: list[Samples]) -> int:
     first = sources[0].data
+    if load_tokenizer(first.tokenizer_path).fingerprint != first.tokenizer_sha256:
+        raise DataError(
+            f"{first.tokenizer_path} is not the tokenizer that {first.path} was prepared with; restore it or prepare again"
+        )
     for other in (source.data for source in sources[1:]):
         if other.tokenizer_sha256 != first.tokenizer_sha256:
             raise DataError(
@@ -102,11 +107,12 @@ def _vocabulary(config: Config, sources: list[Samples]) -> int:
     return first.vocab_size
 
 
-def _flatten(values: Any, path: str = "") -> dict[str, Any]:
+def flatten(values: Any, path: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping of dotted paths."""
     if isinstance(values, (dict, list)):
         items = values.items() if isinstance(values, dict) else enumerate(values)
         flat: dict[str, Any] = {}
         for name, value in items:
-            flat |= _flatten(value, f"{path}.{name}" if path else str(name))
+            flat |= flatten(value, f"{path}.{name}" if path else str(name))
         return flat
     return {path: values}

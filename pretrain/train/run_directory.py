@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import files
+from pretrain.checkpoint.load import check_identity
 from pretrain.errors import CheckpointError
+from pretrain.storage import replace_text
 
 
 class RunDirectory:
@@ -19,6 +21,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.token = ""
         self._lock: Any = None
         self._held = False
 
@@ -28,29 +31,32 @@ class RunDirectory:
         self._lock = (self.path / ".lock").open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"
             raise CheckpointError(f"{self.path} is in use by {holder}; wait for it, or choose another run.name") from error
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path / '.lock'}: cannot be locked: {error.strerror}; use storage with flock"
+            ) from error
+        self.token = f"process {os.getpid()} on {socket.gethostname()}"
         self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._lock.write(self.token)
         self._lock.flush()
         path = self.path / "identity.json"
         if path.exists():
-            was = json.loads(path.read_text(encoding="utf-8"))
-            changed = [
-                f"{k} was {was.get(k)} and is {identity.get(k)}"
-                for k in sorted(was.keys() | identity)
-                if was.get(k) != identity.get(k)
-            ]
-            if changed:
-                raise CheckpointError(
-                    f"{self.path} holds another run: {'; '.join(changed)}; choose another run.name, or restore these values"
-                )
+            check_identity(files.read_json(path), identity, self.path)
         else:
             replace_text(path, json.dumps(identity, indent=1) + "\n")
         self._held = True
         files.discard_unfinished(self.checkpoints)
+
+    def sees(self, token: str) -> bool:
+        """Whether this rank finds what the main rank wrote: whether both look at the same storage."""
+        try:
+            return (self.path / ".lock").read_text(encoding="utf-8") == token
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Let another process have it; the end of the process does so too."""
@@ -63,13 +69,11 @@ class RunDirectory:
         """Whether this process has claimed the directory, and may write into it."""
         return self._held
 
+    @property
+    def has_status(self) -> bool:
+        """Whether a run has started here before."""
+        return (self.path / "status.json").exists()
+
     def write_status(self, state: str, step: int, reason: str | None = None) -> None:
         """status.json: running, finished, preempted or failed."""
         replace_text(self.path / "status.json", json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file such that a reader sees the old content or the new, never a part."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)

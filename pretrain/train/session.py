@@ -20,8 +20,9 @@ from pretrain.observe.flops import flops_per_token
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
+from pretrain.storage import replace_text
 from pretrain.train.plan import Plan, make_plan
-from pretrain.train.run_directory import RunDirectory, replace_text
+from pretrain.train.run_directory import RunDirectory
 from pretrain.train.stop import StopRequest
 from pretrain.train.trainer import Trainer
 
@@ -29,13 +30,17 @@ log = logging.getLogger(__name__)
 
 
 def check(config: Config) -> int:
-    """Everything that can be known to go wrong before a run, for the processes it asks for or those that were started."""
+    """Everything that can be known to go wrong before a run: for the processes that a launcher started, or without one for
+    those that the configuration asks for.
+    """
     check_launcher(config)
-    _, local_rank, world_size = distributed.launched_ranks()
-    world_size = expected_world_size(config) or world_size
+    rank, local_rank, world_size = distributed.launched_ranks()
+    if world_size == 1:
+        world_size = expected_world_size(config) or 1
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
-    print("\n".join(describe(plan, world_size)))
-    print("the configuration is valid")
+    if rank == 0:
+        print("\n".join(describe(plan, world_size)))
+        print("the configuration is valid")
     return 0
 
 
@@ -44,20 +49,20 @@ def train(config: Config) -> int:
     check_launcher(config)
     rank, local_rank, world_size = distributed.launched_ranks()
     log_to_console(rank == 0)
-    # Deterministic cuBLAS must be asked for before the first CUDA call.
     if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be there before the first CUDA call
+    torch.use_deterministic_algorithms(config.run.deterministic)
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
     directory = RunDirectory(_path_of(plan.config))
     ranks = distributed.start(plan.config, alone=plan.layout.strategy == "single")
     trainer = None
     try:
+        _claim(directory, plan, ranks)
+        _verify_data(plan, ranks)
+        trainer = Trainer(plan, ranks, directory)
+        _record_start(directory, plan, ranks, trainer.progress.step)
         # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
         with StopRequest() as stop:
-            _claim(directory, plan, ranks)
-            _verify_data(plan, ranks)
-            trainer = Trainer(plan, ranks, directory)
             outcome = trainer.fit(stop)
             ranks.barrier("end of the run", plan.config.parallel.timeout_seconds)
             if ranks.is_main:
@@ -86,14 +91,24 @@ def _claim(directory: RunDirectory, plan: Plan, ranks: Ranks) -> None:
             directory.claim(plan.identity())
         except (OSError, CheckpointError) as error:
             problem = str(error)
-    # Raised on every rank: none is left waiting in a collective for one that gave up.
-    ranks.agree("run directory", problem, CheckpointError)
-    log_to_file(directory.path / "logs", ranks.rank)
-    if ranks.is_main:
-        replace_text(directory.path / "config.yaml", to_yaml(plan.config))
-        directory.write_status("running", 0)
         for line in describe(plan, ranks.world_size):
             log.info(line)
+    # Raised on every rank: none is left waiting in a collective for one that gave up.
+    ranks.agree(problem, CheckpointError)
+    token = ranks.gather(directory.token if ranks.is_main else None)[0]
+    seen = directory.sees(token)
+    ranks.agree(
+        None if seen else f"{directory.path} is not the main rank's; run.dir must be on storage that all nodes share",
+        CheckpointError,
+    )
+    log_to_file(directory.path / "logs", ranks.rank)
+
+
+def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, step: int) -> None:
+    # Only now: a start that was refused must not change what the directory says about the run it holds.
+    if ranks.is_main:
+        replace_text(directory.path / "config.yaml", to_yaml(plan.config))
+        directory.write_status("running", step)
 
 
 def _verify_data(plan: Plan, ranks: Ranks) -> None:
@@ -105,16 +120,20 @@ def _verify_data(plan: Plan, ranks: Ranks) -> None:
             source.data.verify(ranks.rank, ranks.world_size)
     except DataError as error:
         problem = str(error)
-    ranks.agree("data verification", problem, DataError)
+    ranks.agree(problem, DataError)
     if ranks.is_main:
         log.info("data: every shard matches its sha256 (%s)", duration(time.monotonic() - started))
 
 
 def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ranks, error: BaseException) -> None:
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    logging.getLogger(TRACEBACKS).log(logging.ERROR, "%s\n%s", line, traceback.format_exc())
-    if ranks.is_main and directory.is_held:
-        directory.write_status("failed", trainer.progress.step if trainer else 0, line)
+    logging.getLogger(TRACEBACKS).error("%s\n%s", line, traceback.format_exc())
+    # A run that this start never became keeps the status it had.
+    if ranks.is_main and directory.is_held and (trainer is not None or not directory.has_status):
+        try:
+            directory.write_status("failed", trainer.progress.step if trainer else 0, line)
+        except OSError as problem:  # a full disk, say: it must not hide the error that is being recorded
+            log.error("%s: cannot be written: %s", directory.path / "status.json", problem.strerror)
 
 
 def describe(plan: Plan, world_size: int) -> list[str]:

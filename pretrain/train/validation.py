@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pretrain.data.loader import Loader
 from pretrain.data.stream import Samples
 from pretrain.distributed.ranks import Ranks
 from pretrain.models.loss import IGNORED
 
 
 @torch.no_grad()
-def validate(call: nn.Module, source: Samples, sequences: int, micro_sequences: int, ranks: Ranks) -> float:
+def validate(call: nn.Module, source: Samples, sequences: int, micro_sequences: int, loader: Loader, ranks: Ranks) -> float:
     """Mean token loss over the first `sequences` samples of a source (0: all), the same on every rank.
 
     Each sample's summed loss is put in its place in one list and the list is added up in order in fp64, so that the result
@@ -23,9 +24,9 @@ def validate(call: nn.Module, source: Samples, sequences: int, micro_sequences: 
     count = min(sequences, len(source)) if sequences else len(source)
     losses = torch.zeros(count, dtype=torch.float64)
     tokens = torch.zeros(count, dtype=torch.int64)
-    per_pass = micro_sequences * ranks.world_size
+    per_pass = micro_sequences * loader.data_size
     for first in range(0, count, per_pass):
-        start = first + ranks.rank * micro_sequences
+        start = first + loader.data_rank * micro_sequences
         here = range(min(start, count), min(start + micro_sequences, count))
         # A short pass is filled up with a repeated sample that carries no loss.
         windows = np.stack([source.read(i) for i in here] + [source.read(0)] * (micro_sequences - len(here)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import run_main, train
+from running import run_main, train
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.load import load_tensors, saved_tensors
@@ -145,7 +145,7 @@ def test_a_run_directory_that_holds_another_run_is_refused_with_every_difference
     [(code, printed)] = pool.launch(
         1, run_main, str(config_file), "run.name=x", f"run.resume={run}", "optim.lr=1e-3", "data.seed=3"
     )
-    assert code == 1 and "belongs to another run: data.seed was 7 and is 3" in printed
+    assert code == 1 and "holds another run: data.seed was 7 and is 3" in printed
 
 
 def test_resume_never_refuses_a_used_directory_and_required_an_empty_one(pool, config_file, run):

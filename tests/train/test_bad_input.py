@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import run_main, write_prepared
+from running import run_main, write_prepared
 
 
 @pytest.fixture

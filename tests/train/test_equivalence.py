@@ -1,7 +1,7 @@
 """Invariant 1: the same mathematics in every layout. Gradients before clipping, losses and norms of 20 steps, against one process."""
 
 import pytest
-from runs import gradients, largest_gradient_difference, largest_relative_difference, losses, train
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, train
 
 from pretrain.observe.metrics import read_metrics
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import largest_relative_difference, losses, run_main, train
+from running import largest_relative_difference, losses, run_main, train
 
 from pretrain.observe.metrics import read_metrics
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from runs import largest_relative_difference, losses, run_main, train
+from running import largest_relative_difference, losses, run_main, train
 
 from pretrain.checkpoint.load import saved_tensors
 

@@ -1,0 +1,35 @@
+"""Files that survive a crash: flushed to the disk, replaced in one step, named by their content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """Make the content of a file, or the names in a directory, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 of a file's content, in hexadecimal; memory bounded."""
+    digest = hashlib.sha256()
+    buffer = bytearray(1 << 20)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(view[:size])
+    return digest.hexdigest()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file such that a reader, or a crash, sees the old content or the new, never a part."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    flush(aside)
+    os.replace(aside, path)

@@ -1,0 +1,164 @@
+"""Where a run may start from and what it leaves behind, beyond the plain resume of test_resume.py."""
+
+import json
+import shutil
+
+import pytest
+from running import largest_relative_difference, losses, run_main, train
+
+from pretrain.checkpoint.load import saved_names
+from pretrain.observe.metrics import read_metrics
+
+
+def refusal(pool, config_file, *overrides, ranks=1) -> str:
+    code, printed = pool.launch(ranks, run_main, str(config_file), *overrides)[0]
+    lines = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert code in (1, 2) and len(lines) == 1, printed
+    return lines[0]
+
+
+@pytest.mark.parametrize("options", [
+    ("precision.compute=bf16",), ("model.tie_embeddings=true", "precision.compute=bf16"), ("parallel.reshard_after_forward=false",),
+])  # fmt: skip
+def test_a_sharded_run_that_validates_where_it_saves_can_be_resumed(pool, config_file, prepared, options):
+    # A forward pass without backward leaves weights gathered; what is saved must be the sharded ones all the same.
+    shared = (f"data.validation=[{{path: {prepared}, name: v}}]", "validation.every_steps=5", "checkpoint.every_steps=5",
+              "parallel.strategy=fsdp", "run.deterministic=true", *options)  # fmt: skip
+    straight = train(pool, 2, config_file, "run.name=straight", *shared)
+    names = saved_names(straight / "checkpoints" / "step-00000020", "")
+    weights = {name.removeprefix("model.") for name in names if name.startswith("model.")}
+    assert weights == {name.removeprefix("optim.exp_avg.") for name in names if name.startswith("optim.exp_avg.")}
+    parts = config_file.parent / "runs" / "parts"
+    (parts / "checkpoints").mkdir(parents=True)
+    shutil.copytree(straight / "checkpoints" / "step-00000015", parts / "checkpoints" / "step-00000015")
+    train(pool, 2, config_file, "run.name=parts", *shared)
+    assert losses(parts) == losses(straight)[15:]
+
+
+def test_weights_of_another_network_are_refused_though_every_shape_fits(pool, config_file):
+    first = train(pool, 1, config_file, "run.name=first", "run.steps=5", "schedule.warmup_steps=0")
+    line = refusal(pool, config_file, "run.name=second", f"run.init_from={first}", "model.rope.theta=77")
+    assert "model.rope.theta was 10000.0 and is 77.0" in line
+
+
+def test_weights_of_another_tokenizer_are_refused(pool, config_file):
+    first = train(pool, 1, config_file, "run.name=first", "run.steps=5", "schedule.warmup_steps=0")
+    checkpoint = first / "checkpoints" / "step-00000005"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    tokenizer = checkpoint / "tokenizer" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    from pretrain.checkpoint.files import describe_file
+
+    manifest["files"]["tokenizer/tokenizer.json"] = describe_file(tokenizer)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    assert "trained with another tokenizer" in refusal(pool, config_file, "run.name=second", f"run.init_from={first}")
+
+
+def test_checkpoints_without_manifests_are_no_reason_to_start_afresh(pool, config_file):
+    options = ("checkpoint.every_steps=10", "checkpoint.keep_last=0")
+    run = train(pool, 1, config_file, *options)
+    (run / "checkpoints" / "step-00000020" / "manifest.json").unlink()
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *options)
+    assert (
+        code == 0 and "step-00000020 has no manifest.json and is passed over" in printed and "step-00000010: step 10" in printed
+    )
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        (checkpoint / "manifest.json").unlink()
+    assert "there is no complete checkpoint: a partial copy?" in refusal(pool, config_file, *options)
+
+
+def test_a_run_that_was_started_from_a_path_continues_from_its_own_checkpoints(pool, config_file):
+    first = train(pool, 1, config_file, "run.name=first", "checkpoint.every_steps=5", "checkpoint.keep_last=0")
+    from_five = f"run.resume={first / 'checkpoints' / 'step-00000005'}"
+    second = train(pool, 1, config_file, "run.name=second", from_five, "checkpoint.every_steps=5")
+    assert [r["step"] for r in read_metrics(second)] == list(range(6, 21))
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.name=second", from_five, "run.steps=25")
+    assert code == 0 and "has checkpoints of its own" in printed and "second/checkpoints/step-00000020: step 20" in printed
+    assert "has newer checkpoints, up to step-00000020" in refusal(pool, config_file, "run.name=first", from_five)
+
+
+def test_a_refused_start_changes_nothing_in_the_run_it_was_refused_by(pool, config_file):
+    run = train(pool, 1, config_file)
+    before = {name: (run / name).read_text() for name in ("status.json", "config.yaml", "identity.json", "metrics.jsonl")}
+    refusal(pool, config_file, "run.resume=never", "optim.lr=0.123")
+    refusal(pool, config_file, "run.steps=10")
+    refusal(pool, config_file, "model.dim=64")
+    assert before == {name: (run / name).read_text() for name in before}
+
+
+def test_fewer_steps_than_the_checkpoint_has_is_an_error(pool, config_file):
+    train(pool, 1, config_file)
+    assert "run.steps=10 is below the step 20" in refusal(pool, config_file, "run.steps=10")
+
+
+def test_a_checkpoint_with_weights_only_names_the_key_that_takes_it(pool, config_file, tmp_path):
+    from pretrain.checkpoint.huggingface import export, import_model
+
+    run = train(pool, 1, config_file)
+    export(run, tmp_path / "exported", "fp32", verify=False)
+    import_model(tmp_path / "exported", tmp_path / "imported", verify=False)
+    line = refusal(pool, config_file, "run.name=second", f"run.resume={tmp_path / 'imported'}")
+    assert "has weights only and cannot be resumed; use run.init_from=" in line
+    second = train(pool, 1, config_file, "run.name=second", f"run.init_from={tmp_path / 'imported'}")
+    assert losses(second)[0] < losses(run)[0] - 0.3
+
+
+def read_badly_on_rank_1(config_file: str, *overrides: str) -> tuple[int, str]:
+    import os
+
+    from pretrain.data import loader
+    from pretrain.errors import DataError
+
+    read, calls = loader.Loader.read, []
+
+    def failing(self, consumed):
+        calls.append(consumed)
+        if os.environ["RANK"] == "1" and len(calls) == 5:
+            raise DataError("shard-00001.bin: truncated")
+        return read(self, consumed)
+
+    loader.Loader.read = failing
+    try:
+        return run_main(config_file, *overrides)
+    finally:
+        loader.Loader.read = read
+
+
+def test_data_that_fails_on_one_rank_ends_all_ranks_with_its_name(pool, config_file):
+    results = pool.launch(2, read_badly_on_rank_1, str(config_file), "parallel.strategy=ddp")
+    run = config_file.parent / "runs" / "run"
+    assert all(code == 1 and "rank 1: shard-00001.bin: truncated" in printed for code, printed in results)
+    assert "rank 1: shard-00001.bin: truncated" in json.loads((run / "status.json").read_text())["reason"]
+
+
+def fail_without_room_for_the_status(config_file: str, *overrides: str) -> tuple[int, str]:
+    from pretrain.train import run_directory
+
+    write = run_directory.RunDirectory.write_status
+
+    def failing(self, state, step, reason=None):
+        if state == "failed":
+            raise OSError(28, "No space left on device")
+        write(self, state, step, reason)
+
+    run_directory.RunDirectory.write_status = failing
+    try:
+        return run_main(config_file, *overrides)
+    finally:
+        run_directory.RunDirectory.write_status = write
+
+
+def test_a_failure_that_cannot_be_recorded_is_still_the_one_that_is_printed(pool, config_file):
+    overrides = ("optim.lr=1e30", "schedule.warmup_steps=0")
+    [(code, printed)] = pool.launch(1, fail_without_room_for_the_status, str(config_file), *overrides)
+    assert code == 1 and "error: step 2: loss nan" in printed and "status.json: cannot be written: No space left" in printed
+
+
+def test_offload_and_compile_compute_the_same(pool, config_file):
+    from running import gradients, largest_gradient_difference
+
+    options = ("log.gradients_at=[1]", "run.steps=5")
+    single = train(pool, 1, config_file, "run.name=single", *options)
+    offloaded = train(pool, 2, config_file, "run.name=offloaded", "parallel.strategy=fsdp", "parallel.offload=true", *options)
+    assert largest_gradient_difference(gradients(offloaded), gradients(single)) <= 5e-6
+    assert largest_relative_difference(losses(offloaded), losses(single)) <= 2e-6

@@ -13,6 +13,12 @@ work=quickstart
 run=runs/quickstart
 python=.venv/bin/python
 mkdir -p "$work"
+case " $* " in
+  *" run.name="* | *" run.dir="*)
+    echo "error: the quickstart's run is $run; for another name call pretrain/run.py itself" >&2
+    exit 2
+    ;;
+esac
 
 step() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - started)); }
 
@@ -39,11 +45,19 @@ fi
 OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc-per-node 2 pretrain/run.py --config configs/quickstart.yaml \
   "precision.compute=$precision" "$@"
 
+if ! grep -q '"finished"' "$run/status.json"; then
+  echo "the run was interrupted and has saved its state; the same command continues it"
+  exit 0
+fi
+
 step "exporting to Hugging Face format"
-if [ ! -e "$run/huggingface" ]; then
+newest=$(basename "$(find "$run/checkpoints" -maxdepth 1 -name 'step-*' | sort | tail -n 1)")
+if [ "$(cat "$run/exported" 2>/dev/null || true)" != "$newest" ]; then
+  rm -rf "$run/huggingface"
   $python tools/convert_checkpoint.py to-hf --checkpoint "$run" --output "$run/huggingface" --verify
+  echo "$newest" > "$run/exported"
 else
-  echo "$run/huggingface is there already"
+  echo "$run/huggingface is of $newest already"
 fi
 
 step "a sample: the model continues 'class Reader:'"

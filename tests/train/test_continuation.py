@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from running import largest_relative_difference, losses, run_main, train
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train
 
 from pretrain.checkpoint.load import saved_names
 from pretrain.observe.metrics import read_metrics
@@ -154,11 +154,22 @@ def test_a_failure_that_cannot_be_recorded_is_still_the_one_that_is_printed(pool
     assert code == 1 and "error: step 2: loss nan" in printed and "status.json: cannot be written: No space left" in printed
 
 
-def test_offload_and_compile_compute_the_same(pool, config_file):
-    from running import gradients, largest_gradient_difference
-
+def test_offloaded_state_computes_the_same(pool, config_file):
     options = ("log.gradients_at=[1]", "run.steps=5")
     single = train(pool, 1, config_file, "run.name=single", *options)
     offloaded = train(pool, 2, config_file, "run.name=offloaded", "parallel.strategy=fsdp", "parallel.offload=true", *options)
     assert largest_gradient_difference(gradients(offloaded), gradients(single)) <= 5e-6
     assert largest_relative_difference(losses(offloaded), losses(single)) <= 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_compiled_blocks_compute_the_same(pool, config_file, strategy):
+    options = ("log.gradients_at=[1]", "run.steps=5")
+    single = train(pool, 1, config_file, "run.name=single", *options)
+    ranks = 1 if strategy == "single" else 2
+    compiled = train(
+        pool, ranks, config_file, "run.name=compiled", f"parallel.strategy={strategy}", "parallel.compile=true", *options
+    )
+    assert largest_gradient_difference(gradients(compiled), gradients(single)) <= 5e-6
+    assert largest_relative_difference(losses(compiled), losses(single)) <= 2e-6

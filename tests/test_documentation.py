@@ -30,11 +30,8 @@ def commands() -> list[tuple[str, list[str]]]:
     for page in PAGES:
         for block in blocks(page, "bash", ""):
             for line in block.replace("\\\n", " ").splitlines():
-                if re.search(r"(pretrain/run|tools/\w+)\.py ", line) and not line.lstrip().startswith(("#", "│", "text")):
-                    try:
-                        found.append((page.name, shlex.split(line, comments=True)))
-                    except ValueError:
-                        continue
+                if re.search(r"(pretrain/run|tools/\w+)\.py +(-|to-|from-)", line) and not line.lstrip().startswith("#"):
+                    found.append((page.name, shlex.split(line, comments=True)))
     return found
 
 
@@ -52,16 +49,9 @@ def test_every_command_names_files_and_options_that_exist(page, words):
     if words[script] == "pretrain/run.py":
         check_run_arguments(arguments)
     else:
-        usage = subprocess.run(
-            [sys.executable, words[script], *([arguments[0]] if not arguments[0].startswith("-") else []), "--help"],
-            cwd=ROOT, capture_output=True, text=True,
-        )  # fmt: skip
-        direction = "convert_checkpoint" in words[script]
-        text = (
-            usage.stdout
-            if direction
-            else subprocess.run([sys.executable, words[script], "--help"], cwd=ROOT, capture_output=True, text=True).stdout
-        )
+        direction = [word for word in arguments[:1] if word in ("to-hf", "from-hf")]
+        asked = [sys.executable, words[script], *direction, "--help"]
+        text = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for option in (word for word in arguments if word.startswith("--")):
             assert option in text, f"{page}: {words[script]} has no {option}"
 

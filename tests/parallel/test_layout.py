@@ -44,7 +44,7 @@ def refused(kind: type[Exception], world_size: int, *overrides: str) -> str:
         (4, ["parallel.strategy=fsdp", "parallel.replicate=2"], Layout("fsdp", 2, 2, 6), "hsdp 2x2"),
         (8, ["parallel.strategy=fsdp", "parallel.shard=2"], Layout("fsdp", 4, 2, 3), "hsdp 4x2"),
         (8, ["parallel={strategy: fsdp, replicate: 2, shard: 4}"], Layout("fsdp", 2, 4, 3), "hsdp 2x4"),
-        (4, ["parallel={strategy: fsdp, replicate: 4, shard: 1}"], Layout("fsdp", 4, 1, 6), "fsdp 4"),
+        (4, ["parallel={strategy: fsdp, replicate: 4, shard: 1}"], Layout("fsdp", 4, 1, 6), "fsdp 4 (replicated)"),
     ],
 )
 def test_axes_and_micro_steps_follow_from_the_configuration(world_size, overrides, expected, name):
@@ -149,7 +149,8 @@ def test_axes_that_do_not_multiply_to_the_processes_are_refused(world_size, axes
 def test_an_axis_that_does_not_divide_the_processes_is_answered_with_numbers_that_do(world_size, axis, near):
     message = refused(LaunchError, world_size, "parallel.strategy=fsdp", f"parallel.{axis}")
     assert f"parallel.{axis}" in message
-    assert message.endswith(f"{world_size} processes do not divide by {axis.split('=')[1]}; start {near}")
+    given = axis.split("=")[1]
+    assert f"{world_size} processes do not divide by {given}; start {near}: torchrun --nproc-per-node {given} " in message
 
 
 @pytest.mark.parametrize(
@@ -178,12 +179,14 @@ def test_options_of_fsdp_are_taken_by_fsdp():
         (["parallel={strategy: ddp, replicate: 3}"], 3),
         (["parallel={strategy: fsdp, replicate: 2, shard: 4}"], 8),
         (["parallel={replicate: 2, shard: 4}"], 8),
-        (["parallel.strategy=ddp"], None),
-        (["parallel={strategy: fsdp, replicate: 2}"], None),
+        (["parallel.strategy=ddp"], 2),
+        (["parallel.strategy=fsdp"], 2),
+        (["parallel={strategy: fsdp, replicate: 2}"], 2),
+        (["parallel={strategy: fsdp, shard: 1}"], 1),
         ([], None),
     ],
 )
-def test_a_configuration_says_how_many_processes_it_wants_if_it_knows(overrides, processes):
+def test_a_configuration_says_how_many_processes_it_needs_at_least(overrides, processes):
     assert expected_world_size(config(*overrides)) == processes
 
 

@@ -103,3 +103,16 @@ def test_the_blocks_of_data_and_checkpoints_run_as_they_stand(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "the configuration is valid" in done.stdout
     assert done.stdout.count("verified: transformers' logits differ from ours by at most") == 2
+
+
+def equivalence_rows(page: Path) -> list[str]:
+    table = page.read_text(encoding="utf-8").split("<!-- equivalence -->")[1].split("<!-- /equivalence -->")[0]
+    return [row for row in table.strip().splitlines()[2:] if row]
+
+
+def test_the_equivalence_tables_keep_the_limits_and_agree():
+    whole, part = equivalence_rows(ROOT / "docs" / "parallelism.md"), equivalence_rows(ROOT / "README.md")
+    assert len(whole) == 15 and len(part) >= 6 and set(part) <= set(whole)
+    for row in whole:
+        _, name, gradient, loss, norm, samples, _ = (cell.strip() for cell in row.split("|"))
+        assert float(gradient) <= 5e-6 and max(float(loss), float(norm)) <= 2e-6 and samples == "same", name

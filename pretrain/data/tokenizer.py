@@ -52,13 +52,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     A directory with both gives `tokenizer.json`, as in transformers. Raises DataError when there is none, when it cannot be
     read, or when it has no end-of-document token.
     """
-    path = Path(path)
-    if not path.exists():
-        raise DataError(f"{path}: no such tokenizer; train one with tools/train_tokenizer.py")
-    file = _tokenizer_file(path) if path.is_dir() else path
+    file = _file_of(Path(path))
     if file.suffix == ".json":
         return HuggingFaceTokenizer(file)
     return SentencePieceTokenizer(file)
+
+
+def tokenizer_fingerprint(path: str | Path) -> str:
+    """The `fingerprint` of the tokenizer at `path`, without loading it: training needs no tokenizer library."""
+    return hashlib.sha256(_read(_file_of(Path(path)))).hexdigest()
+
+
+def _file_of(path: Path) -> Path:
+    if not path.exists():
+        raise DataError(f"{path}: no such tokenizer; train one with tools/train_tokenizer.py")
+    return _tokenizer_file(path) if path.is_dir() else path
 
 
 def _tokenizer_file(directory: Path) -> Path:

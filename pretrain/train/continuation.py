@@ -15,7 +15,7 @@ from torch import nn
 from pretrain.checkpoint.load import check_identity, choose_checkpoint, load_state, load_tensors, saved_names
 from pretrain.checkpoint.payload import model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizer import tokenizer_fingerprint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.observe.metrics import duration
@@ -125,7 +125,7 @@ class Continuation:
 
     def _check_tokenizer(self, source: Path) -> None:
         data = self.plan.stream.sources[0].data
-        if (source / "tokenizer").is_dir() and load_tokenizer(source / "tokenizer").fingerprint != data.tokenizer_sha256:
+        if (source / "tokenizer").is_dir() and tokenizer_fingerprint(source / "tokenizer") != data.tokenizer_sha256:
             raise CheckpointError(
                 f"run.init_from={source} was trained with another tokenizer than {data.path}; prepare the data with {source / 'tokenizer'}"
             )

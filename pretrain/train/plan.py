@@ -12,7 +12,7 @@ import torch
 from pretrain.config.schema import Config, Source
 from pretrain.data.shards import PreparedData
 from pretrain.data.stream import Samples, Stream
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizer import tokenizer_fingerprint
 from pretrain.errors import ConfigError, DataError
 from pretrain.models.decoder import Decoder, count_parameters
 from pretrain.models.families import family_of
@@ -89,7 +89,7 @@ def _open(source: Source, sequence_length: int) -> Samples:
 
 def _vocabulary(config: Config, sources: list[Samples]) -> int:
     first = sources[0].data
-    if load_tokenizer(first.tokenizer_path).fingerprint != first.tokenizer_sha256:
+    if tokenizer_fingerprint(first.tokenizer_path) != first.tokenizer_sha256:
         raise DataError(
             f"{first.tokenizer_path} is not the tokenizer that {first.path} was prepared with; restore it or prepare again"
         )

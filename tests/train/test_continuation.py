@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train
@@ -173,3 +174,22 @@ def test_compiled_blocks_compute_the_same(pool, config_file, strategy):
     )
     assert largest_gradient_difference(gradients(compiled), gradients(single)) <= 5e-6
     assert largest_relative_difference(losses(compiled), losses(single)) <= 2e-6
+
+
+def imported_after_training(config_file: str) -> list[str]:
+    import subprocess
+
+    code = (
+        "import sys, pretrain\nassert 'torch' not in sys.modules\n"
+        f"from pretrain.run import main\nassert main(['--config', {config_file!r}, 'run.steps=5', 'schedule.warmup_steps=0']) == 0\n"
+        "print('imported', *sorted(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+def test_training_needs_no_tokenizer_and_no_hub_library(config_file):
+    imported = imported_after_training(str(config_file))
+    assert "torch" in imported
+    for library in ("datasets", "transformers", "tokenizers", "sentencepiece", "tensorboard", "huggingface_hub", "accelerate"):
+        assert library not in imported, library

@@ -59,7 +59,7 @@ def write_checkpoint(
     """
     writing = files.writing_directory_of(target)
     try:
-        _together(ranks, lambda: _start(writing) if ranks.is_main else None)
+        _together(ranks, lambda: _start(writing, tensors) if ranks.is_main else None)
         hashes = _together(ranks, lambda: _write_payload(writing, tensors, ranks))
         written = {name: h for part in hashes for name, h in part.items()}
         _together(ranks, lambda: _commit(writing, target, written, state, attachments) if ranks.is_main else None)
@@ -81,13 +81,20 @@ def _together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     outcomes = ranks.gather((problem, result))
     for rank, (text, _) in enumerate(outcomes):
         if text:
-            raise CheckpointError(f"rank {rank}: {text}")
+            raise CheckpointError(text if text.startswith("rank ") else f"rank {rank}: {text}")
     return [value for _, value in outcomes]
 
 
-def _start(writing: Path) -> None:
+def _start(writing: Path, tensors: dict[str, Tensor]) -> None:
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
+    # Whole sizes: the ranks' shards add up to them, on storage that they share. torch reports a disk that fills up while it
+    # writes as a mismatch of positions, so it is better to look before.
+    needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(writing).free
+    if free < needed:
+        raise CheckpointError(
+            f"it takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free; make room, or lower checkpoint.keep_last"
+        )
 
 
 def _write_payload(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,7 @@ def log_to_console(is_main: bool) -> None:
 def log_to_file(directory: Path, rank: int) -> None:
     """Messages, and tracebacks, of this rank in logs/rank-N.log."""
     directory.mkdir(parents=True, exist_ok=True)
+    logging.raiseExceptions = False  # a log line that finds the disk full must not bury the error that is being reported
     handler = logging.FileHandler(directory / f"rank-{rank}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT.format(rank=rank)))
     logging.getLogger("pretrain").addHandler(handler)

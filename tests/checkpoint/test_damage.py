@@ -199,3 +199,17 @@ def test_the_verify_tool_names_what_is_damaged(run, capsys):
     assert verify_checkpoint.main([str(run)]) == 1
     captured = capsys.readouterr()
     assert captured.out.count("good ") == 2 and "step-00000015/__0_0.distcp" in captured.err
+
+
+def test_a_save_that_would_not_fit_says_how_much_is_missing_and_leaves_nothing(tmp_path, monkeypatch):
+    from pretrain.checkpoint import save
+    from pretrain.checkpoint.huggingface import ALONE
+
+    class Usage:
+        free = 1_000_000
+
+    monkeypatch.setattr(save.shutil, "disk_usage", lambda path: Usage)
+    tensors = {"model.weight": torch.zeros(1000, 500)}
+    with pytest.raises(CheckpointError, match=r"it takes 2\.0 MB and 1\.0 MB are free; make room"):
+        save.write_checkpoint(tmp_path / "step-00000001", tensors, {}, {}, ALONE)
+    assert list(tmp_path.iterdir()) == []

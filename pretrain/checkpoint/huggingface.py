@@ -96,7 +96,7 @@ def logit_difference(exported: Path, model: Model, weights: dict[str, Tensor]) -
 
     logging.disable_progress_bar()
     ids = torch.randint(model.vocab_size, (2, min(64, model.max_sequence_length)), generator=torch.Generator().manual_seed(0))
-    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, trust_remote_code=False).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, use_safetensors=True).eval()
     with torch.no_grad():
         return float((theirs(ids).logits - build(model, weights)(ids)).abs().max())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 from pathlib import Path
@@ -13,6 +14,9 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.load import check_identity
 from pretrain.errors import CheckpointError
 from pretrain.storage import replace_text
+
+
+log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -49,7 +53,8 @@ class RunDirectory:
         else:
             replace_text(path, json.dumps(identity, indent=1) + "\n")
         self._held = True
-        files.discard_unfinished(self.checkpoints)
+        for name in files.discard_unfinished(self.checkpoints):
+            log.info("removed %s, which an interrupted save left behind", self.checkpoints / name)
 
     def sees(self, token: str) -> bool:
         """Whether this rank finds what the main rank wrote: whether both look at the same storage."""

@@ -64,8 +64,7 @@ def _candidates(folder: Path, resume: str) -> list[Path]:
     if resume not in ("auto", "required"):
         if not own:
             return files.resolve(Path(resume))
-        named = files.resolve(Path(resume))[-1]
-        if named.parent.resolve() == folder.resolve() and named.name != own[-1].name:
+        if Path(resume).resolve() in [checkpoint.resolve() for checkpoint in own[:-1]]:
             raise CheckpointError(
                 f"run.resume={resume}: {folder.parent} has newer checkpoints, up to {own[-1].name}; "
                 "start a run of another name from it, or move the newer ones away"

@@ -15,7 +15,6 @@ from pretrain.checkpoint.load import check_identity
 from pretrain.errors import CheckpointError
 from pretrain.storage import replace_text
 
-
 log = logging.getLogger(__name__)
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import io
+import sys
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -64,3 +69,21 @@ def write_prepared(path: Path, tokenizer: Path, seed: int, documents: int) -> Pa
             letters = np.minimum(random.geometric(0.2, 199), 26) + 96
             writer.add(np.append(letters, loaded.eod_id), np.array([200]))
     return path
+
+
+@functools.cache
+def tool(name: str) -> ModuleType:
+    """The module of tools/NAME.py, whose `main` a test calls in this process."""
+    path = Path(__file__).resolve().parents[1] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"tool_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+def run_main_with(owner: object, name: str, replacement: object, config_file: str, *overrides: str) -> tuple[int, str]:
+    """`run_main` while `owner.name` is `replacement`."""
+    with patch.object(owner, name, replacement):
+        return run_main(config_file, *overrides)

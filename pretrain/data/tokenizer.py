@@ -196,7 +196,7 @@ class HuggingFaceTokenizer:
         for character in dict.fromkeys("".join(texts)):
             try:
                 self._tokenizer.encode(character, add_special_tokens=False)
-            except Exception:
+            except Exception:  # what `tokenizers` raises, whatever went wrong
                 return f"character {character!r} (U+{ord(character):04X}) is not in the vocabulary of {self.file}"
         return f"{self.file}: cannot encode the text"
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import TrainingError
-
-log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 

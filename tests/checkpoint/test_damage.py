@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import run_main, train
+from running import run_main, tool, train
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.load import load_tensors, saved_tensors
@@ -188,11 +188,7 @@ def test_what_a_crashed_save_left_is_ignored_and_removed(pool, config_file, run)
 
 
 def test_the_verify_tool_names_what_is_damaged(run, capsys):
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-    import verify_checkpoint
-
+    verify_checkpoint = tool("verify_checkpoint")
     assert verify_checkpoint.main([str(run)]) == 0
     assert capsys.readouterr().out.count("good ") == 3
     flip_bit(newest(run) / "__0_0.distcp")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from running import tool
 from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint import huggingface
@@ -30,16 +28,6 @@ from pretrain.parallel.initialise import initialise
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, init_std=0.2)
 PROMPT = "def main():\n    return"
-
-
-@functools.cache
-def tool(name: str):
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
 
 
 def write(target: Path, tokenizer: Path | None, model: Model = SMALL, **changes) -> Path:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
+from running import tool
 
 from pretrain.errors import DataError
 from pretrain.observe.metrics import METRICS_FILE, Metrics, duration, progress_line, read_metrics
@@ -139,15 +138,6 @@ def test_the_loss_curve_is_drawn(run, tmp_path):
     pixels = image.imread(tmp_path / "loss.png")[..., :3]
     for colour in ((0x3B, 0x6E, 0xA5), (0xD1, 0x66, 0x2F)):  # training and validation
         assert (np.abs(pixels - np.array(colour) / 255).max(axis=-1) < 0.02).sum() > 100
-
-
-def tool(name: str):
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
 
 
 def test_the_report_tool_prints_and_draws(run, capsys):

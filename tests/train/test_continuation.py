@@ -5,7 +5,7 @@ import shutil
 import sys
 
 import pytest
-from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, run_main_with, train
 
 from pretrain.checkpoint.load import saved_names
 from pretrain.observe.metrics import read_metrics
@@ -118,11 +118,7 @@ def read_badly_on_rank_1(config_file: str, *overrides: str) -> tuple[int, str]:
             raise DataError("shard-00001.bin: truncated")
         return read(self, consumed)
 
-    loader.Loader.read = failing
-    try:
-        return run_main(config_file, *overrides)
-    finally:
-        loader.Loader.read = read
+    return run_main_with(loader.Loader, "read", failing, config_file, *overrides)
 
 
 def test_data_that_fails_on_one_rank_ends_all_ranks_with_its_name(pool, config_file):
@@ -142,11 +138,7 @@ def fail_without_room_for_the_status(config_file: str, *overrides: str) -> tuple
             raise OSError(28, "No space left on device")
         write(self, state, step, reason)
 
-    run_directory.RunDirectory.write_status = failing
-    try:
-        return run_main(config_file, *overrides)
-    finally:
-        run_directory.RunDirectory.write_status = write
+    return run_main_with(run_directory.RunDirectory, "write_status", failing, config_file, *overrides)
 
 
 def test_a_failure_that_cannot_be_recorded_is_still_the_one_that_is_printed(pool, config_file):

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 from pretrain.command_line import run_tool  # noqa: E402
 from pretrain.data.documents import TEXT_MODES  # noqa: E402
 from pretrain.data.prepare import prepare  # noqa: E402
-from pretrain.data.shards import SHARD_TOKENS  # noqa: E402
+from pretrain.data.shard_writer import SHARD_TOKENS  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

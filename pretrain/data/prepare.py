@@ -27,7 +27,7 @@ import numpy as np
 
 from pretrain.data.documents import TEXT_MODES, Document, find_inputs, read_documents
 from pretrain.data.progress import CorpusProgress
-from pretrain.data.shards import SHARD_TOKENS, ShardWriter
+from pretrain.data.shard_writer import SHARD_TOKENS, ShardWriter
 from pretrain.data.staging import staged_directory
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, DataError

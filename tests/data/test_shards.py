@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.shards import PreparedData, ShardWriter, dtype_for
+from pretrain.data.manifest import dtype_for
+from pretrain.data.shard_writer import ShardWriter
+from pretrain.data.shards import PreparedData
 from pretrain.data.staging import staged_directory
 from pretrain.errors import DataError
 

@@ -1,0 +1,125 @@
+"""The manifest of a prepared directory: what is in it, and the sha256 of every file. Plain JSON, every key checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.errors import DataError
+
+FORMAT = "pretrain-shards"
+VERSION = 1
+
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+INDEX_DTYPE = np.dtype("<u8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One pair of files, as the manifest describes it."""
+
+    file: str
+    index_file: str
+    documents: int
+    tokens: int
+    sha256: str
+    index_sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The whole of `manifest.json` but for its format and version."""
+
+    dtype: str
+    vocab_size: int
+    eod_id: int
+    tokenizer_sha256: str
+    documents: int
+    tokens: int
+    shards: tuple[Shard, ...]
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The narrowest token type that holds every id below `vocab_size`: `uint16` or `uint32`."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The checked manifest of a prepared directory. Raises DataError, naming the file and the key, for anything unexpected."""
+    path = Path(path)
+    file = path / "manifest.json"
+    if not path.exists():
+        raise DataError(f"{path}: no such directory; prepare it with tools/prepare_data.py")
+    if not file.is_file():
+        splits = [name for name in ("train", "validation") if (path / name / "manifest.json").is_file()]
+        hint = f"did you mean {path / splits[0]}?" if splits else "is this a directory written by tools/prepare_data.py?"
+        raise DataError(f"{file}: missing; {hint}")
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: not valid JSON ({str(error).splitlines()[0]})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f"{file}: not a {FORMAT} manifest")
+    if content.get("version") != VERSION or isinstance(content["version"], bool):
+        raise DataError(
+            f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; prepare the data again"
+        )
+    return _parse_manifest(file, content)
+
+
+def _parse_manifest(file: Path, content: dict) -> Manifest:
+    """Exact keys, exact types, and counts that add up."""
+    _check_keys(file, "", content, {"format", "version", *(field.name for field in dataclasses.fields(Manifest))})
+    if content["dtype"] not in tuple(DTYPES):  # a tuple, so that an unhashable value is just not in it
+        raise DataError(f"{file}: dtype must be one of {', '.join(DTYPES)}, got {content['dtype']!r}")
+    if not isinstance(content["shards"], list) or not content["shards"]:
+        raise DataError(f"{file}: shards must be a non-empty list")
+    for key, least in (("vocab_size", 1), ("eod_id", 0), ("documents", 1), ("tokens", 1)):
+        _check_integer(file, key, content[key], least)
+    _check_hash(file, "tokenizer_sha256", content["tokenizer_sha256"])
+    shards = tuple(_parse_shard(file, number, entry) for number, entry in enumerate(content["shards"]))
+    for key in ("documents", "tokens"):
+        total = sum(getattr(shard, key) for shard in shards)
+        if total != content[key]:
+            raise DataError(f"{file}: {key} is {content[key]} but the shards have {total}")
+    if content["eod_id"] >= content["vocab_size"]:
+        raise DataError(f"{file}: eod_id {content['eod_id']} is outside the vocabulary of {content['vocab_size']}")
+    if content["vocab_size"] > np.iinfo(DTYPES[content["dtype"]]).max + 1:
+        raise DataError(f"{file}: {content['dtype']} cannot hold a vocabulary of {content['vocab_size']}")
+    return Manifest(
+        **{key: value for key, value in content.items() if key not in ("format", "version", "shards")}, shards=shards
+    )
+
+
+def _parse_shard(file: Path, number: int, entry: object) -> Shard:
+    place = f"shards[{number}]"
+    if not isinstance(entry, dict):
+        raise DataError(f"{file}: {place} must be an object, got {entry!r}")
+    _check_keys(file, f"{place}.", entry, {field.name for field in dataclasses.fields(Shard)})
+    for key in ("file", "index_file"):
+        name = entry[key]
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+            raise DataError(f"{file}: {place}.{key} must be a plain file name, got {name!r}")
+    for key in ("documents", "tokens"):
+        _check_integer(file, f"{place}.{key}", entry[key], 1)
+    for key in ("sha256", "index_sha256"):
+        _check_hash(file, f"{place}.{key}", entry[key])
+    return Shard(**entry)
+
+
+def _check_keys(file: Path, place: str, content: dict, expected: set[str]) -> None:
+    for key in sorted(expected ^ content.keys()):
+        raise DataError(f"{file}: {place}{key} is {'missing' if key in expected else 'not a known key'}")
+
+
+def _check_integer(file: Path, key: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise DataError(f"{file}: {key} must be an integer of at least {least}, got {value!r}")
+
+
+def _check_hash(file: Path, key: str, value: object) -> None:
+    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
+        raise DataError(f"{file}: {key} must be a sha256 in hexadecimal, got {value!r}")

@@ -96,16 +96,6 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     return files.read_json(checkpoint / files.STATE)
 
 
-def check_identity(saved: dict[str, Any], own: dict[str, Any], holder: Path) -> None:
-    """Raise CheckpointError listing every value that makes what `holder` holds another run than this configuration's."""
-    names = sorted(saved.keys() | own.keys())
-    changed = [f"{name} was {saved.get(name)} and is {own.get(name)}" for name in names if saved.get(name) != own.get(name)]
-    if changed:
-        raise CheckpointError(
-            f"{holder} holds another run: {'; '.join(changed)}; choose another run.name, or restore these values"
-        )
-
-
 def load_tensors(checkpoint: Path, tensors: dict[str, Tensor], ranks: Ranks | None) -> None:
     """Read into `tensors` in place, whatever the layout they were saved under. `ranks` None: this process alone.
 

@@ -88,14 +88,13 @@ def _check_list(kind: type, values: Any, path: str, origins: dict[str, Origin], 
 
 
 def _is_interpolation(value: Any) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return any(isinstance(item, str) and "${" in item for item in items)
+    return any(isinstance(item, str) and "${" in item for item in _items(value))
 
 
 def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str, Origin]) -> Any:
     """The value in the type of its key. Nothing is guessed: a word is no truth value, and a fraction no whole number."""
     where = f"{origin_of(full, origins)}: {full}={_shown(value)}"
-    for item in value if isinstance(value, (list, tuple)) else [value]:
+    for item in _items(value):
         if isinstance(item, str) and (item == "???" or "${" in item):
             raise ConfigError(f"{where}: {item!r} has a meaning of its own here and cannot be part of a text")
         if describe_type(hint) != describe_type(str) and isinstance(item, str):
@@ -104,9 +103,15 @@ def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str
         value = _converted(hint, value, origins[full].text if full in origins else None)
     except ValueError:
         raise ConfigError(f"{where}: expected {describe_type(hint)}") from None
-    for item in value if isinstance(value, (list, tuple)) else [value]:
+    for item in _items(value):
         _check_range(limits, item, where)
     return value
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _check_number_text(text: str, hint: Any, where: str) -> None:
@@ -132,6 +137,8 @@ def _converted(hint: Any, value: Any, text: str | None) -> Any:
         return value
     if origin in (list, tuple) and isinstance(value, (list, tuple)) and (origin is list or len(value) == len(args)):
         return [_converted(args[i] if origin is tuple else args[0], item, None) for i, item in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {str(name): _converted(args[1], item, None) for name, item in value.items()}
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
         return int(value)  # 1e3 steps are 1000 steps
@@ -200,6 +207,8 @@ def describe_type(hint: Any) -> str:
         return " or ".join("null" if a is type(None) else describe_type(a) for a in args)
     if typing.get_origin(hint) is tuple:
         return f"a list of {len(args)} numbers"
+    if typing.get_origin(hint) is dict:
+        return f"a mapping of names, each to {describe_type(args[1])}"
     if typing.get_origin(hint) is list:
         return f"a list, each item {describe_type(args[0])}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(hint, str(hint))

@@ -17,8 +17,8 @@ def key(default: Any, help: str, *, ge=None, gt=None, le=None, lt=None, only=Non
     `only` names the single value that is legal today for a key whose other values are not built yet.
     """
     metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "only": only}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -43,6 +43,11 @@ class Run:
     init_from: str | None = key(
         None,
         "Checkpoint whose weights a new run starts from (step 0, fresh optimizer), e.g. of `convert_checkpoint.py from-hf`.",
+    )
+    accept_changes: list[str] = key(
+        [],
+        "Keys of the data's identity whose change since the checkpoint is meant, e.g. [data.seed]: what would be an error is then a "
+        "warning that says what it does. The error names them.",
     )
     deterministic: bool = key(
         False, "Bitwise reproducible kernels and reductions: the same layout resumed gives the same bits. Slower."
@@ -96,8 +101,52 @@ class Source:
     path: str = key(
         "???", "Directory written by tools/prepare_data.py; one with `train` and `validation` in it is two of them."
     )
-    name: str | None = key(None, "Name in logs; the directory's name by default.")
-    weight: float = key(1.0, "Share of the samples, relative to the weights of the other sources.", gt=0)
+    name: str | None = key(
+        None, "Name in logs and in `data.stages`; by default the directory's, or its parent's where that is `train`."
+    )
+    weight: float | None = key(
+        None,
+        "Share of the samples, relative to the weights of the other sources; 1 by default, 0 to be named in a stage only.",
+        ge=0,
+    )
+    tokens: int | None = key(
+        None,
+        "Instead of a weight, for every source: tokens of it in a run that reads the tokens of all sources together.",
+        ge=1,
+    )
+    max_epochs: int | None = key(
+        None, "Most repetitions: a source that has come so often leaves the mixture, and its share goes to the others.", ge=1
+    )
+
+
+@dataclass
+class ValidationSource:
+    """One prepared directory that is not trained on."""
+
+    path: str = key("???", "Directory written by tools/prepare_data.py.")
+    name: str | None = key(None, "Name in logs; by default the directory's, or its parent's where that is `validation`.")
+
+
+@dataclass
+class MixtureStage:
+    """A part of the stream with weights of its own."""
+
+    until_tokens: int | None = key(
+        None, "Where the stage ends, in tokens since the start of the run (samples × sequence_length); null: never.", ge=1
+    )
+    weights: dict[str, float] = key(
+        {}, "Weight of each source by name; 0 where none is given. Empty: the sources' own weights.", ge=0
+    )
+
+
+@dataclass
+class Cache:
+    """Local copies of what lies on remote storage, and packing indices."""
+
+    dir: str | None = key(
+        None, "Folder on a local disk; `pretrain` in the user's cache folder ($XDG_CACHE_HOME, ~/.cache) by default."
+    )
+    limit_gb: float = key(100.0, "Most that is kept of remote shards, GB; the least recently used are dropped.", gt=0)
 
 
 @dataclass
@@ -106,7 +155,25 @@ class Data:
 
     sequence_length: int = key(256, "Tokens per sample: so many are read, and each has the token after it as its target.", ge=1)
     sources: list[Source] = key([], "Training data: one or more prepared directories, mixed by weight.")
-    validation: list[Source] = key([], "Validation data; each source gets a loss of its own, and weights are not used.")
+    stages: list[MixtureStage] = key(
+        [], "Weights that change during the run, stage after stage. Stages, and sources, may be added to a run under way."
+    )
+    validation: list[ValidationSource] = key([], "Validation data; each source gets a loss of its own.")
+    packing: Literal["concatenate", "best_fit", "padded"] = key(
+        "concatenate",
+        "How documents become samples: end to end and cut into windows; as many whole documents as fit (arXiv 2404.10830); or one "
+        "document per sample. The latter two cut only documents longer than a sample, and pad.",
+    )
+    document_mask: bool = key(
+        False, "No token attends to another document in its sample, and positions start at 0 in each document."
+    )
+    boundary_loss: bool = key(
+        True, "Whether the first token of a document is a target where another document stands before it."
+    )
+    shuffle: Literal["full", "shards"] = key(
+        "full", "Order of an epoch: any sample anywhere, or a few shards at a time, mixed among themselves, for remote storage."
+    )
+    shuffle_shards: int = key(8, "Shards that are mixed at a time with `shuffle: shards`.", ge=1)
     seed: int | None = key(None, "Seed of the data order; `run.seed` by default.", ge=0)
     workers: int = key(
         1,
@@ -117,6 +184,17 @@ class Data:
     verify: Literal["full", "size"] = key(
         "full", "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only."
     )
+    cache: Cache = section(Cache)
+
+
+@dataclass
+class BatchStage:
+    """A stage of a batch-size ramp."""
+
+    until_tokens: int = key(
+        "???", "Steps that begin before so many tokens (samples × sequence_length) take `sequences` samples.", ge=1
+    )
+    sequences: int = key("???", "Samples per optimizer step in this stage, over all ranks.", ge=1)
 
 
 @dataclass
@@ -129,6 +207,7 @@ class Batch:
     micro_sequences: int = key(
         16, "Samples per rank in one forward and backward (a micro-step). Decides memory and speed, not the result.", ge=1
     )
+    ramp: list[BatchStage] = key([], "Other sizes before `sequences` is reached: a batch-size ramp, stage after stage.")
 
 
 @dataclass

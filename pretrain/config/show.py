@@ -75,7 +75,7 @@ def _table(kind: type, path: str) -> list[str]:
             rows.append(f"| `{full}` | list | `[]` | {fld.metadata['help']} Each item: |")
             rows += _table(item, f"{full}[]")[2:]
             continue
-        default = [] if fld.default is dataclasses.MISSING else fld.default
+        default = fld.default_factory() if fld.default is dataclasses.MISSING else fld.default
         shown = (
             "required" if default == "???" else f"`{dump(list(default) if isinstance(default, tuple) else default, flow=True)}`"
         )

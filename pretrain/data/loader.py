@@ -13,63 +13,85 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.data.stream import Stream, digest, rank_positions
+from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.stream import Stream, digest, documents_of, rank_positions
 from pretrain.models.loss import IGNORED
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank computes in one optimizer step, on the host.
+    """What one rank computes in one optimizer step, on the host. All tensors are int64 [its samples, sequence_length].
 
-    `positions`: of its samples in the stream; `digest`: see stream.digest; `target_tokens`: targets that carry a loss.
+    `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
+    `target_tokens`: targets that carry a loss; `documents_BT`: which document each token belongs to, where attention ends with it.
     """
 
     positions: np.ndarray
+    sequences: int
     digest: int
     target_tokens: int
     tokens_BT: Tensor
     targets_BT: Tensor
+    documents_BT: Tensor | None
 
-    def micro(self, index: int, sequences: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of a micro-step, on the device."""
+    def micro(self, index: int, sequences: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens, targets and documents of a micro-step, on the device."""
         part = slice(index * sequences, (index + 1) * sequences)
-        return self.tokens_BT[part].to(device, non_blocking=True), self.targets_BT[part].to(device, non_blocking=True)
+        tensors = self.tokens_BT, self.targets_BT, self.documents_BT
+        return tuple(None if t is None else t[part].to(device, non_blocking=True) for t in tensors)
+
+
+def make_batch(
+    positions: np.ndarray, sequences: int, tokens_BT: Tensor, targets_BT: Tensor, mask_eod_id: int | None
+) -> StepBatch:
+    """A batch from its tokens and targets. `mask_eod_id`: the token that closes a document, where attention ends with it."""
+    tokens, targets = tokens_BT.numpy(), targets_BT.numpy()
+    documents_BT = None
+    if mask_eod_id is not None:
+        documents_BT = torch.from_numpy(documents_of(tokens, mask_eod_id))
+        documents_BT = documents_BT.pin_memory() if tokens_BT.is_pinned() else documents_BT
+    target_tokens = int(np.count_nonzero(targets != IGNORED))
+    return StepBatch(
+        positions, sequences, digest(positions, tokens, targets), target_tokens, tokens_BT, targets_BT, documents_BT
+    )
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of `data_rank` among `data_size`, `sequences` samples per step over all ranks."""
+    """Batches of `data_rank` among `data_size`. `mask_documents`: say which document each token belongs to."""
 
     stream: Stream
-    sequences: int
+    schedule: BatchSchedule
     data_rank: int
     data_size: int
     workers: int
+    mask_documents: bool = False
     pin_memory: bool = False
 
     def read(self, consumed: int) -> StepBatch:
         """The batch of the step that starts after `consumed` samples."""
-        positions = rank_positions(consumed, self.sequences, self.data_rank, self.data_size)
-        windows = torch.from_numpy(self.stream.read(positions))
-        name = digest(positions, windows.numpy())
-        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        if self.pin_memory:
-            tokens, targets = tokens.pin_memory(), targets.pin_memory()
-        return StepBatch(positions, name, int((targets != IGNORED).sum()), tokens, targets)
+        sequences = self.schedule.at(consumed)
+        positions = rank_positions(consumed, sequences, self.data_rank, self.data_size)
+        shape = len(positions), self.stream.sequence_length
+        tokens_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
+        targets_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
+        self.stream.read(positions, tokens_BT.numpy(), targets_BT.numpy())
+        eod_id = self.stream.sources[0].data.eod_id if self.mask_documents else None
+        return make_batch(positions, sequences, tokens_BT, targets_BT, eod_id)
 
     def batches(self, consumed: int) -> Iterator[StepBatch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
         if self.workers == 0:
             while True:
                 yield self.read(consumed)
-                consumed += self.sequences
+                consumed += self.schedule.at(consumed)
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="loader")
         ahead: deque[Future[StepBatch]] = deque()
         try:
             while True:
                 while len(ahead) < self.workers + 1:
                     ahead.append(pool.submit(self.read, consumed))
-                    consumed += self.sequences
+                    consumed += self.schedule.at(consumed)
                 yield ahead.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -1,55 +1,208 @@
-"""Which source each sample of the stream comes from, with random access.
+"""Which source each sample of the stream comes from, with random access, over stages of different weights.
 
-The stream is cut into blocks of BLOCK samples. In every block each source has the same number of slots (its weight, rounded by
-largest remainder), and a keyed permutation spreads them. The n-th sample of a source is therefore found without counting:
+The stream is cut into segments, in each of which the weights are constant, and a segment into blocks of BLOCK samples. How many
+samples of a block each source has follows from the cumulative shares (largest remainder, in integers), so that after any number
+of whole blocks every source is within one sample of its share; a keyed permutation of the block spreads them.
 
-    position --block, slot--> permuted slot --which source's range--> source, n = block * slots of the source + place in the range
+    position --segment, block--> table of the block: source, n --> the n-th sample of the source, counted over all epochs
+
+A source's samples are counted in the order of their positions, through all segments: no sample is lost or repeated where
+weights change. A segment ends where its stage ends, or where a source has come `max_epochs` times; its share then goes to the
+others. What lies before a position depends on nothing after it, so later stages and new sources can be added to a run under way.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from pretrain.data.order import permute, round_keys
 from pretrain.errors import ConfigError
 
-BLOCK = 4096  # part of the definition of the order; shares are exact to 1/4096
+BLOCK = 4096  # part of the definition of the order
+UNIT = 1 << 32  # shares are whole multiples of 1 / UNIT
+_TABLES = 64  # blocks whose tables are kept: 3 MB
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Relative weights of the sources up to a stream position; None: without end."""
+
+    until: int | None
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the stream with constant shares. `base`: samples of each source before `start`."""
+
+    start: int
+    end: int | None
+    shares: tuple[int, ...]
+    base: tuple[int, ...]
+
+    def before(self, block: int) -> list[int]:
+        """Samples of each source in the blocks before `block` of this segment: its share, rounded by largest remainder."""
+        parts = [divmod(block * BLOCK * share, UNIT) for share in self.shares]
+        counts = [whole for whole, _ in parts]
+        by_remainder = sorted(range(len(parts)), key=lambda source: (-parts[source][1], source))
+        for source in by_remainder[: block * BLOCK - sum(counts)]:
+            counts[source] += 1
+        return counts
+
+
 class Mixture:
-    """Slots per block of each source."""
+    """The segments of a stream of samples, and where every sample of it comes from."""
 
-    slots: tuple[int, ...]
-    seed: int
+    def __init__(self, stages: Sequence[Stage], sizes: Sequence[int], max_epochs: Sequence[int | None], seed: int) -> None:
+        """`sizes`: samples of each source; `max_epochs`: how often each may be repeated, None without limit.
 
-    @classmethod
-    def of(cls, weights: list[float], seed: int) -> Mixture:
-        """Weights are relative; ConfigError for one too small to get a slot in a block."""
-        shares = np.asarray(weights, dtype=np.float64) / sum(weights) * BLOCK
-        slots = np.floor(shares).astype(np.int64)
-        most_left = np.argsort(-(shares - slots), kind="stable")
-        slots[most_left[: BLOCK - slots.sum()]] += 1
-        if slots.min() == 0:
-            which = int(slots.argmin())
-            raise ConfigError(
-                f"data.sources.{which}.weight={weights[which]} is below 1/{BLOCK} of the sum {sum(weights)} and would never be drawn"
-            )
-        return cls(tuple(int(n) for n in slots), seed)
+        Raises ConfigError for a weight too small to be drawn, and for stages in which no weight is above zero.
+        """
+        self.seed = seed
+        self.segments: list[Segment] = []
+        self._limits = [None if epochs is None else epochs * size for epochs, size in zip(max_epochs, sizes)]
+        self._table = functools.lru_cache(_TABLES)(self._make_table)
+        start: int | None = 0
+        for number, stage in enumerate(stages):
+            if start is not None and not any(stage.weights):
+                raise ConfigError(f"data.stages.{number}.weights: no source has a weight above 0")
+            start = self._add_stage(stage, start)
+        self.length = start
+        """Samples that the mixture has; None: without end."""
+
+    def _add_stage(self, stage: Stage, start: int | None) -> int | None:
+        """Append the segments of a stage; where it ends: early when every source of it is used up."""
+        while start is not None and (stage.until is None or start < stage.until):
+            counts = self.counts(start)
+            weights = [0.0 if self._is_used_up(s, counts[s]) else weight for s, weight in enumerate(stage.weights)]
+            if not any(weights):
+                break
+            self.segments.append(Segment(start, stage.until, _shares(weights), tuple(counts)))
+            start = self._end_of_last(stage.until)
+            self.segments[-1] = dataclasses.replace(self.segments[-1], end=start)
+        return start
+
+    # ---- from positions to samples ------------------------------------------------------------------------------------
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each stream position, and which of that source's samples it is, counted from 0 over all epochs."""
-        if len(self.slots) == 1:
-            return np.zeros_like(positions), positions
+        """Source of each stream position, and which of that source's samples it is, counted from 0 over all epochs.
+
+        Raises IndexError beyond `length`, the end of a stream whose stages or sources end.
+        """
+        positions = np.asarray(positions, dtype=np.int64)
+        if self.length is not None and positions.size and positions.max() >= self.length:
+            raise IndexError(f"position {positions.max()} lies beyond the {self.length} samples of the mixture")
         sources, numbers = np.empty_like(positions), np.empty_like(positions)
-        starts = np.concatenate(([0], np.cumsum(self.slots)))
-        blocks = positions // BLOCK
-        for block in np.unique(blocks):
-            here = np.flatnonzero(blocks == block)
-            slot = permute(positions[here] - block * BLOCK, BLOCK, round_keys("mixture", self.seed, block))
-            source = np.searchsorted(starts, slot, side="right") - 1
-            sources[here] = source
-            numbers[here] = block * np.asarray(self.slots)[source] + slot - starts[source]
+        segments = np.searchsorted([segment.start for segment in self.segments], positions, side="right") - 1
+        for s in np.unique(segments):
+            within = positions - self.segments[s].start
+            blocks = within // BLOCK
+            for block in np.unique(blocks[segments == s]):
+                here = np.flatnonzero((segments == s) & (blocks == block))
+                table_sources, table_numbers = self._table(int(s), int(block))
+                slots = within[here] - block * BLOCK
+                sources[here], numbers[here] = table_sources[slots], table_numbers[slots]
         return sources, numbers
+
+    def counts(self, position: int) -> list[int]:
+        """Samples of each source before a stream position."""
+        if position == 0:
+            return [0] * len(self._limits)
+        starts = [segment.start for segment in self.segments]
+        return [int(n) for n in self._counts_at(int(np.searchsorted(starts, position - 1, side="right")) - 1, position)]
+
+    def positions(self, source: int, numbers: np.ndarray) -> np.ndarray:
+        """Stream positions of a source's n-th samples: the inverse of `locate`; -1 for those that never come."""
+        result = np.full(len(numbers), -1, dtype=np.int64)
+        for i, number in enumerate(np.asarray(numbers).tolist()):
+            result[i] = self._position(source, number)
+        return result
+
+    def history(self, until: int) -> list[dict[str, Any]]:
+        """What decided the positions before `until`: where segments start, and the shares in them, per source number."""
+        return [
+            {"start": segment.start, "shares": {str(s): share for s, share in enumerate(segment.shares) if share}}
+            for segment in self.segments
+            if segment.start < until
+        ]
+
+    # ---- inside -------------------------------------------------------------------------------------------------------
+
+    def _is_used_up(self, source: int, count: int) -> bool:
+        limit = self._limits[source]
+        return limit is not None and count >= limit
+
+    def _make_table(self, segment: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Source and number of every sample of a block."""
+        one = self.segments[segment]
+        first, after = one.before(block), one.before(block + 1)
+        counts = [b - a for a, b in zip(first, after)]
+        drawn = np.repeat(np.arange(len(counts)), counts)
+        if len(counts) - counts.count(0) > 1:
+            slots = permute(np.arange(BLOCK), BLOCK, round_keys("mixture", self.seed, one.start, block))
+            drawn = drawn[slots]
+        numbers = np.empty(BLOCK, dtype=np.int64)
+        for source in np.flatnonzero(counts):
+            numbers[drawn == source] = one.base[source] + first[source] + np.arange(counts[source])
+        return drawn, numbers
+
+    def _counts_at(self, segment: int, position: int) -> np.ndarray:
+        one = self.segments[segment]
+        block, rest = divmod(position - one.start, BLOCK)
+        counts = np.add(one.base, one.before(block))
+        if rest:
+            counts = counts + np.bincount(self._table(segment, block)[0][:rest], minlength=len(counts))
+        return counts
+
+    def _end_of_last(self, until: int | None) -> int | None:
+        """Where the last segment ends: with its stage, or where a source would be repeated too often."""
+        last = len(self.segments) - 1
+        used_up = [
+            self._position_in(last, source, limit)
+            for source, limit in enumerate(self._limits)
+            if limit is not None and self.segments[last].shares[source]
+        ]
+        return min(used_up if until is None else [until, *used_up], default=None)
+
+    def _position(self, source: int, number: int) -> int:
+        for s, segment in enumerate(self.segments):
+            after = None if s + 1 == len(self.segments) else self.segments[s + 1].base[source]
+            if number < segment.base[source] or not segment.shares[source] or (after is not None and number >= after):
+                continue
+            position = self._position_in(s, source, number)
+            return position if segment.end is None or position < segment.end else -1
+        return -1
+
+    def _position_in(self, segment: int, source: int, number: int) -> int:
+        """Where a segment without end would have a source's sample `number`."""
+        one = self.segments[segment]
+        wanted = number - one.base[source]
+        low, high = 0, wanted * UNIT // (one.shares[source] * BLOCK) + 2
+        while low + 1 < high:  # the last block that starts with no more than `wanted` samples
+            middle = (low + high) // 2
+            low, high = (middle, high) if one.before(middle)[source] <= wanted else (low, middle)
+        drawn, numbers = self._table(segment, low)
+        return one.start + low * BLOCK + int(np.flatnonzero((drawn == source) & (numbers == number))[0])
+
+
+def _shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Weights in units of 1 / UNIT, adding up to it exactly."""
+    total = sum(weights)
+    exact = [weight / total * UNIT for weight in weights]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda source: (shares[source] - exact[source], source))
+    for i in range(UNIT - sum(shares)):
+        shares[by_remainder[i % len(by_remainder)]] += 1
+    for source, (weight, share) in enumerate(zip(weights, shares)):
+        if weight > 0 and share * BLOCK < UNIT:
+            raise ConfigError(
+                f"data.sources.{source}: its weight {weight:g} is below 1/{BLOCK} of the sum {total:g} and is too small to be drawn"
+                " evenly; raise it, or remove the source"
+            )
+    return tuple(shares)

@@ -75,14 +75,22 @@ class PreparedData:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) of the stream, as a fresh int64 array.
+        """Tokens [start, start + count) of the stream, as a fresh int64 array; see `read_into`."""
+        if count < 0:
+            raise IndexError(f"{self.path}: a stretch of {count} tokens")
+        out = np.empty(count, dtype=np.int64)
+        self.read_into(start, out)
+        return out
+
+    def read_into(self, start: int, out: np.ndarray) -> None:
+        """Fill `out` with the tokens of the stream from `start` on.
 
         Finding the shard is O(log shards), and only the pages that are touched are read from disk. Raises IndexError outside
         the stream, DataError when a shard has changed size since `open`.
         """
-        if start < 0 or count < 0 or start + count > self.tokens:
+        count = len(out)
+        if start < 0 or start + count > self.tokens:
             raise IndexError(f"{self.path}: tokens {start}..{start + count} are outside 0..{self.tokens}")
-        out = np.empty(count, dtype=np.int64)
         filled = 0
         shard = bisect.bisect_right(self._token_starts, start) - 1
         while filled < count:
@@ -91,7 +99,27 @@ class PreparedData:
             out[filled : filled + taken] = self._map(shard, False)[first : first + taken]
             filled += taken
             shard += 1
-        return out
+
+    def document_ends(self, first: int, last: int) -> np.ndarray:
+        """Stream positions just after each of the documents first..last-1, int64. Raises IndexError outside."""
+        if not 0 <= first <= last <= self.documents:
+            raise IndexError(f"{self.path}: documents {first}..{last} are outside 0..{self.documents}")
+        parts = []
+        while first < last:
+            shard = bisect.bisect_right(self._document_starts, first) - 1
+            base, upto = self._document_starts[shard], min(last, self._document_starts[shard + 1])
+            ends = self._map(shard, True)[first - base : upto - base].astype(np.int64)
+            parts.append(ends + self._token_starts[shard])
+            first = upto
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def document_at(self, position: int) -> int:
+        """The document that holds the token at a stream position. Raises IndexError outside."""
+        if not 0 <= position < self.tokens:
+            raise IndexError(f"{self.path}: token {position} is outside 0..{self.tokens}")
+        shard = bisect.bisect_right(self._token_starts, position) - 1
+        local = INDEX_DTYPE.type(position - self._token_starts[shard])
+        return self._document_starts[shard] + int(np.searchsorted(self._map(shard, True), local, side="right"))
 
     def document_span(self, document: int) -> tuple[int, int]:
         """Stream positions [start, end) of one document, its end-of-document token included. Raises IndexError outside."""
@@ -124,7 +152,8 @@ class PreparedData:
             (entry.index_file, INDEX_DTYPE, entry.documents) if index else (entry.file, self.dtype, entry.tokens)
         )
         _check_size(self.path / name, length * dtype.itemsize)
-        return np.memmap(self.path / name, dtype=dtype, mode="r", shape=(length,))
+        # As a plain array: a memmap's own slicing costs a microsecond, which is as much as reading 500 tokens.
+        return np.memmap(self.path / name, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
 
 
 def _check_size(file: Path, expected: int) -> None:

@@ -1,83 +1,103 @@
 """The stream of training samples: position -> tokens, a pure function of the seed and the sources.
 
-    position --mixture--> source, n-th sample of it --epoch = n // size--> permuted sample --> window of the token stream
+    position --mixture--> source, n-th sample of it --epoch = n // size--> order of the epoch --> sample --> tokens, targets
 
-A sample is `sequence_length` inputs and as many targets: a window of sequence_length + 1 tokens, neighbours sharing one token,
-so that every token but the first of a source is a target once per epoch. The only cursor is the number of samples consumed.
+The only cursor is the number of samples consumed.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pretrain.data.mixture import Mixture
-from pretrain.data.order import permute, round_keys
-from pretrain.data.shards import PreparedData
-from pretrain.errors import DataError
+from pretrain.data.mixture import UNIT, Mixture
+from pretrain.data.order import ChunkedOrder, FullOrder, Order
+from pretrain.data.samples import Samples
 
 DIGEST_MODULUS = 1 << 52  # so that the sum over 2,000 ranks fits in an int64
+_ORDERS = 256
 
 
 @dataclass(frozen=True)
-class Samples:
-    """A prepared directory as a list of samples."""
+class Shuffle:
+    """How the samples of an epoch are ordered. `window_shards`: mix so many shards at a time; None: all of them."""
 
-    name: str
-    data: PreparedData
-    sequence_length: int
+    seed: int
+    window_shards: int | None = None
 
-    def __post_init__(self) -> None:
-        if len(self) < 1:
-            raise DataError(
-                f"{self.data.path}: {self.data.tokens} tokens are less than one sample of data.sequence_length={self.sequence_length}"
-                " + 1 tokens; prepare more data or shorten the sequence"
-            )
-
-    def __len__(self) -> int:
-        return (self.data.tokens - 1) // self.sequence_length
-
-    def read(self, index: int) -> np.ndarray:
-        """The tokens of a sample, [sequence_length + 1], int64."""
-        return self.data.read(index * self.sequence_length, self.sequence_length + 1)
+    def order(self, samples: Samples, epoch: int) -> Order:
+        """The order of one epoch of a source: another in every epoch."""
+        identity = ("order", self.seed, epoch, samples.data.fingerprint)
+        if self.window_shards is None:
+            return FullOrder(len(samples), identity)
+        chunk = -(-len(samples) // len(samples.data.manifest.shards))  # as many samples as a shard has on average
+        return ChunkedOrder(len(samples), chunk, self.window_shards, identity)
 
 
 class Stream:
     """Training samples in their global order."""
 
-    def __init__(self, sources: list[Samples], weights: list[float], seed: int) -> None:
-        self.sources = sources
-        self.seed = seed
-        self.mixture = Mixture.of(weights, seed)
+    def __init__(self, sources: list[Samples], mixture: Mixture, shuffle: Shuffle) -> None:
+        self.sources, self.mixture, self.shuffle = sources, mixture, shuffle
+        self.sequence_length = sources[0].sequence_length
+        self._order = functools.lru_cache(_ORDERS)(lambda source, epoch: shuffle.order(sources[source], epoch))
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, sample in the source, epoch of the source) of each position."""
         sources, numbers = self.mixture.locate(np.asarray(positions, dtype=np.int64))
-        samples, epochs = np.empty_like(numbers), np.empty_like(numbers)
+        sizes = np.array([len(source) for source in self.sources])[sources]
+        epochs, places = numbers // sizes, numbers % sizes
+        samples = np.empty_like(numbers)
         for source in np.unique(sources):
-            size = len(self.sources[source])
-            fingerprint = self.sources[source].data.fingerprint
-            for epoch in np.unique(numbers[sources == source] // size):
-                here = np.flatnonzero((sources == source) & (numbers // size == epoch))
-                keys = round_keys("order", self.seed, epoch, fingerprint)
-                samples[here] = permute(numbers[here] % size, size, keys)
-                epochs[here] = epoch
+            for epoch in np.unique(epochs[sources == source]):
+                here = np.flatnonzero((sources == source) & (epochs == epoch))
+                samples[here] = self._order(int(source), int(epoch)).samples(places[here])
         return sources, samples, epochs
 
-    def read(self, positions: np.ndarray) -> np.ndarray:
-        """The tokens of the samples at these positions, [len(positions), sequence_length + 1], int64."""
-        sources, samples, _ = self.locate(positions)
-        return np.stack([self.sources[s].read(int(i)) for s, i in zip(sources, samples)])
+    def positions(self, source: int, samples: np.ndarray, epoch: int) -> np.ndarray:
+        """Where samples of a source come in its `epoch`-th repetition: the inverse of `locate`; -1: never."""
+        numbers = epoch * len(self.sources[source]) + self._order(source, epoch).places(samples)
+        return self.mixture.positions(source, numbers)
 
-    def identity(self) -> dict[str, Any]:
-        """Everything that decides the order, for a checkpoint to be compared with."""
+    def read(self, positions: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> None:
+        """Write the inputs and targets of the samples at these positions into int64 arrays [len(positions), sequence_length]."""
+        sources, samples, _ = self.locate(positions)
+        for row, (source, sample) in enumerate(zip(sources.tolist(), samples.tolist())):
+            self.sources[source].fill(sample, tokens_BT[row], targets_BT[row])
+
+    def shares(self, until: int) -> dict[str, float]:
+        """Share of each source in the samples before position `until`."""
+        counts = self.mixture.counts(until)
+        return {source.name: count / max(1, sum(counts)) for source, count in zip(self.sources, counts)}
+
+    def describe(self, until: int) -> list[str]:
+        """A line for each source, with how often the samples before position `until` repeat it, and for each change of shares."""
+        lines = []
+        for source, count in zip(self.sources, self.mixture.counts(until)):
+            lines.append(
+                f"data     {source.name}: {len(source):,} samples of {self.sequence_length} tokens{source.describe()}, "
+                f"{count / len(source):.2f} epochs"
+            )
+        for segment in self.mixture.segments[1:]:
+            if segment.start < until:
+                shares = ", ".join(f"{s.name} {share / UNIT:.1%}" for s, share in zip(self.sources, segment.shares) if share)
+                lines.append(f"data     from {segment.start * self.sequence_length:,} tokens on: {shares}")
+        return lines
+
+    def identity(self, until: int) -> dict[str, Any]:
+        """Everything that decided the samples before position `until`, for a checkpoint to be compared with."""
+        segments = self.mixture.history(until)
+        drawn = sorted({int(source) for segment in segments for source in segment["shares"]})
         return {
-            "seed": self.seed,
-            "sequence_length": self.sources[0].sequence_length,
-            "sources": [{"fingerprint": s.data.fingerprint, "slots": n} for s, n in zip(self.sources, self.mixture.slots)],
+            "seed": self.shuffle.seed,
+            "shuffle_shards": self.shuffle.window_shards,
+            "sequence_length": self.sequence_length,
+            "sources": {str(s): self.sources[s].data.fingerprint for s in drawn},
+            "mixture": segments,
         }
 
 
@@ -87,13 +107,34 @@ def rank_positions(consumed: int, sequences: int, data_rank: int, data_size: int
     return np.arange(share, dtype=np.int64) + consumed + data_rank * share
 
 
-def digest(positions: np.ndarray, windows: np.ndarray) -> int:
+def documents_of(tokens_BT: np.ndarray, eod_id: int) -> np.ndarray:
+    """Which document each input belongs to, [B, T], counted from 0 in each row: one more after every end-of-document token.
+
+    A token of padding, which is an end-of-document token, is thereby a document of its own.
+    """
+    documents_BT = np.zeros_like(tokens_BT)
+    np.cumsum(tokens_BT[:, :-1] == eod_id, axis=1, out=documents_BT[:, 1:])
+    return documents_BT
+
+
+@functools.lru_cache(8)
+def _multipliers(length: int) -> tuple[np.ndarray, np.ndarray]:
+    # Random odd 64-bit numbers, the same everywhere: multilinear hashing (Lemire and Kaser, "Strongly universal string
+    # hashing is fast", 2014).
+    stream = hashlib.shake_128(b"pretrain/digest").digest(16 * length)
+    numbers = np.frombuffer(stream, dtype="<u8").astype(np.uint64) | np.uint64(1)
+    return numbers[:length], numbers[length:]
+
+
+def digest(positions: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> int:
     """52 bits that name these samples at these positions: the sum of a hash of each, so that ranks can add up their shares.
 
-    Two runs whose steps have equal digests saw the same samples in the same order.
+    Two runs whose steps have equal digests saw the same samples, with the same targets, in the same order.
     """
+    by_token, by_target = _multipliers(tokens_BT.shape[1])
+    rows = tokens_BT.view(np.uint64) @ by_token + targets_BT.view(np.uint64) @ by_target
     total = 0
-    for position, window in zip(positions.tolist(), np.ascontiguousarray(windows, dtype="<i8")):
-        key = position.to_bytes(8, "little")
-        total += int.from_bytes(hashlib.blake2b(window.tobytes(), digest_size=8, key=key).digest(), "little")
+    for position, row in zip(positions.tolist(), rows.tolist()):
+        content = row.to_bytes(8, "little")
+        total += int.from_bytes(hashlib.blake2b(content, digest_size=8, key=position.to_bytes(8, "little")).digest(), "little")
     return total % DIGEST_MODULUS

@@ -25,6 +25,7 @@ class Layout:
     replicate: int
     shard: int
     micro_steps: int
+    """Micro-steps of a step of `batch.sequences`; a step of a ramp has others."""
 
     @property
     def data_size(self) -> int:
@@ -60,7 +61,10 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
         strategy = _automatic(config, world_size, parameters, device_memory)
     replicate, shard = _axes(config, strategy, world_size)
     _check_strategy_options(config, strategy)
-    return Layout(strategy, replicate, shard, _micro_steps(config, replicate * shard))
+    micro_steps = _micro_steps(config, "batch.sequences", config.batch.sequences, replicate * shard)
+    for i, stage in enumerate(config.batch.ramp):
+        _micro_steps(config, f"batch.ramp.{i}.sequences", stage.sequences, replicate * shard)
+    return Layout(strategy, replicate, shard, micro_steps)
 
 
 def _automatic(config: Config, world_size: int, parameters: int, device_memory: int | None) -> Literal["single", "ddp", "fsdp"]:
@@ -118,17 +122,17 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
         )
 
 
-def _micro_steps(config: Config, data_size: int) -> int:
-    sequences, micro = config.batch.sequences, config.batch.micro_sequences
+def _micro_steps(config: Config, key: str, sequences: int, data_size: int) -> int:
+    micro = config.batch.micro_sequences
     unit = data_size * micro
     if sequences % unit == 0:
         return sequences // unit
     micros = [n for n in range(1, sequences // data_size + 1) if sequences % (n * data_size) == 0]
-    remedy = f"nearest legal batch.sequences: {nearest_multiples(sequences, unit)}"
+    remedy = f"nearest legal {key}: {nearest_multiples(sequences, unit)}"
     if micros:
         remedy += f"; nearest legal batch.micro_sequences: {min(micros, key=lambda n: (abs(n - micro), n))}"
     raise ConfigError(
-        f"batch.sequences={sequences} is not divisible by batch.micro_sequences={micro} times {data_size} data-parallel ranks; {remedy}"
+        f"{key}={sequences} is not divisible by batch.micro_sequences={micro} times {data_size} data-parallel ranks; {remedy}"
     )
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.checkpoint.load import check_identity, choose_checkpoint, load_state, load_tensors, saved_names
+from pretrain.checkpoint.load import choose_checkpoint, load_state, load_tensors, saved_names
 from pretrain.checkpoint.payload import model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
 from pretrain.data.tokenizer import tokenizer_fingerprint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.observe.metrics import duration
+from pretrain.train.identity import check_identity
 from pretrain.train.plan import NO_IDENTITY, Plan, flatten
 from pretrain.train.run_directory import RunDirectory
 
@@ -59,7 +60,7 @@ class Continuation:
             "world_size": self.ranks.world_size,
             "layout": self.plan.layout.name,
             "model": dataclasses.asdict(self.plan.config.model),
-            "identity": self.plan.identity(),
+            "identity": self.plan.identity(progress.samples),
             "torch": torch.__version__,
         }
         attachments = {"config.yaml": self.directory.path / "config.yaml", "tokenizer": self.plan.tokenizer}
@@ -87,11 +88,11 @@ class Continuation:
             raise CheckpointError(
                 f"{checkpoint} has weights only and cannot be resumed; use run.init_from={checkpoint} for a new run"
             )
-        check_identity(state["identity"], self.plan.identity(), checkpoint)
-        steps = self.plan.config.run.steps
-        if state["step"] > steps:
+        run, tokens = self.plan.config.run, state["samples"] * self.plan.config.data.sequence_length
+        check_identity(state["identity"], self.plan.identity(state["samples"]), checkpoint, run.accept_changes, tokens)
+        if state["step"] > run.steps:
             raise ConfigError(
-                f"run.steps={steps} is below the step {state['step']} of {checkpoint}; raise it, or choose another run.name"
+                f"run.steps={run.steps} is below the step {state['step']} of {checkpoint}; raise it, or choose another run.name"
             )
         rng = self._generators(checkpoint, state["world_size"])
         load_tensors(checkpoint, model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng, self.ranks)
@@ -119,7 +120,7 @@ class Continuation:
     def _start_from(self, path: Path) -> None:
         source = choose_checkpoint(self.directory.path, str(path), self.ranks)  # this run has none of its own
         model = dataclasses.asdict(self.plan.config.model)
-        check_identity(_shape(load_state(source)["model"]), _shape(model), source)
+        check_identity(_shape(load_state(source)["model"]), _shape(model), source, [])
         self._check_tokenizer(source)
         load_tensors(source, model_tensors(self.model), self.ranks)
 

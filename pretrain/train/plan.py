@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from pretrain.config.schema import Config, Source
-from pretrain.data.shards import PreparedData
-from pretrain.data.stream import Samples, Stream
-from pretrain.data.tokenizer import tokenizer_fingerprint
+from pretrain.config.schema import Config
+from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.samples import Samples
+from pretrain.data.sources import batch_schedule, check_tokenizers, open_samples, open_stream
+from pretrain.data.stream import Stream
 from pretrain.errors import ConfigError, DataError
 from pretrain.models.decoder import Decoder, count_parameters
 from pretrain.models.families import family_of
@@ -30,6 +31,7 @@ class Plan:
     config: Config
     layout: Layout
     stream: Stream
+    schedule: BatchSchedule
     validation: list[Samples]
     parameters: int
 
@@ -38,34 +40,40 @@ class Plan:
         """The tokenizer's files, in the first source."""
         return self.stream.sources[0].data.tokenizer_path
 
-    def identity(self) -> dict[str, Any]:
-        """What makes a run this run: a checkpoint that differs in any of these is another's. Flat, JSON values."""
-        model = dataclasses.asdict(self.config.model)
+    def identity(self, samples: int) -> dict[str, Any]:
+        """What makes a run this run after so many samples: a checkpoint that differs in any of these is another's.
+
+        Flat, JSON values. Of the data, only what has decided these samples.
+        """
+        data, model = self.config.data, dataclasses.asdict(self.config.model)
         identity = {f"model.{k}": v for k, v in flatten(model).items() if k not in NO_IDENTITY}
         identity["optim.name"] = self.config.optim.name
-        return identity | {f"data.{k}": v for k, v in flatten(self.stream.identity()).items()}
+        cut = {name: getattr(data, name) for name in ("packing", "document_mask", "boundary_loss")}
+        cut["tokenizer"] = self.stream.sources[0].data.tokenizer_sha256
+        return identity | {f"data.{k}": v for k, v in flatten(cut | self.stream.identity(samples)).items()}
 
 
 def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     """Open the data and derive what the configuration leaves open. Raises ConfigError, DataError or LaunchError."""
-    data = config.data
-    if not data.sources:
+    if not config.data.sources:
         raise ConfigError("data.sources is empty; name a directory of tools/prepare_data.py: data.sources=[{path: DIR}]")
-    sources = [_open(source, data.sequence_length) for source in data.sources]
-    validation = [_open(source, data.sequence_length) for source in data.validation]
-    config = complete_config(config, _vocabulary(config, sources + validation))
+    sources = [open_samples(source, config.data) for source in config.data.sources]
+    validation = [open_samples(source, config.data) for source in config.data.validation]
+    check_tokenizers(sources + validation)
+    config = complete_config(config, _vocabulary(config, sources[0]))
     family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
-    stream = Stream(sources, [source.weight for source in data.sources], config.data.seed)
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
+    schedule = batch_schedule(config)
+    stream = open_stream(config, sources, schedule)
     available = sum(len(source) for source in sources)
     if available < config.batch.sequences:
         raise DataError(
-            f"data.sources hold {available} samples of data.sequence_length={data.sequence_length}, less than one step of "
+            f"data.sources hold {available} samples of data.sequence_length={config.data.sequence_length}, less than one step of "
             f"batch.sequences={config.batch.sequences}; prepare more data, or lower one of the two"
         )
-    return Plan(config, layout, stream, validation, parameters)
+    return Plan(config, layout, stream, schedule, validation, parameters)
 
 
 def complete_config(config: Config, vocab_size: int | None = None) -> Config:
@@ -83,28 +91,14 @@ def model_size(config: Config) -> int:
         return count_parameters(Decoder(config.model))
 
 
-def _open(source: Source, sequence_length: int) -> Samples:
-    return Samples(source.name or Path(source.path).name, PreparedData.open(source.path), sequence_length)
-
-
-def _vocabulary(config: Config, sources: list[Samples]) -> int:
-    first = sources[0].data
-    if tokenizer_fingerprint(first.tokenizer_path) != first.tokenizer_sha256:
-        raise DataError(
-            f"{first.tokenizer_path} is not the tokenizer that {first.path} was prepared with; restore it or prepare again"
-        )
-    for other in (source.data for source in sources[1:]):
-        if other.tokenizer_sha256 != first.tokenizer_sha256:
-            raise DataError(
-                f"{first.path} and {other.path} were prepared with different tokenizers; prepare both with the same one"
-            )
+def _vocabulary(config: Config, first: Samples) -> int:
     size = config.model.vocab_size
-    if size is not None and size < first.vocab_size:
+    if size is not None and size < first.data.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={size} is below the {first.vocab_size} tokens of the tokenizer of {first.path}; "
+            f"model.vocab_size={size} is below the {first.data.vocab_size} tokens of the tokenizer of {first.data.path}; "
             "remove the key to take the data's, or raise it"
         )
-    return first.vocab_size
+    return first.data.vocab_size
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.load import check_identity
 from pretrain.errors import CheckpointError
 from pretrain.storage import replace_text
 
@@ -28,8 +27,11 @@ class RunDirectory:
         self._lock: Any = None
         self._held = False
 
-    def claim(self, identity: dict[str, Any]) -> None:
-        """Create or take over the directory. CheckpointError if another process holds it or it is another run's."""
+    def claim(self) -> dict[str, Any] | None:
+        """Create or take over the directory; the identity of the run it holds, None of a new one.
+
+        Raises CheckpointError if another process holds it.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / ".lock").open("a+", encoding="utf-8")
         try:
@@ -46,14 +48,18 @@ class RunDirectory:
         self._lock.truncate(0)
         self._lock.write(self.token)
         self._lock.flush()
-        path = self.path / "identity.json"
-        if path.exists():
-            check_identity(files.read_json(path), identity, self.path)
-        else:
-            replace_text(path, json.dumps(identity, indent=1) + "\n")
         self._held = True
         for name in files.discard_unfinished(self.checkpoints):
             log.info("removed %s, which an interrupted save left behind", self.checkpoints / name)
+        path = self.path / "identity.json"
+        return files.read_json(path) if path.exists() else None
+
+    def record_start(self, identity: dict[str, Any], config: str, start: dict[str, Any]) -> None:
+        """Say which run is here, with its resolved configuration, and append to starts.jsonl where it starts or goes on."""
+        replace_text(self.path / "identity.json", json.dumps(identity, indent=1) + "\n")
+        replace_text(self.path / "config.yaml", config)
+        with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(start) + "\n")
 
     def sees(self, token: str) -> bool:
         """Whether this rank finds what the main rank wrote: whether both look at the same storage."""

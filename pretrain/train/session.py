@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -20,7 +21,8 @@ from pretrain.observe.flops import flops_per_token
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
-from pretrain.storage import replace_text
+from pretrain.train.continuation import Progress
+from pretrain.train.identity import check_accepted, check_identity
 from pretrain.train.plan import Plan, make_plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.stop import StopRequest
@@ -52,6 +54,7 @@ def train(config: Config) -> int:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be there before the first CUDA call
     torch.use_deterministic_algorithms(config.run.deterministic)
+    check_accepted(config.run.accept_changes)
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
     directory = RunDirectory(_path_of(plan.config))
     ranks = distributed.start(plan.config, alone=plan.layout.strategy == "single")
@@ -60,7 +63,7 @@ def train(config: Config) -> int:
         _claim(directory, plan, ranks)
         _verify_data(plan, ranks)
         trainer = Trainer(plan, ranks, directory)
-        _record_start(directory, plan, ranks, trainer.progress.step)
+        _record_start(directory, plan, ranks, trainer.progress)
         # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
         with StopRequest() as stop:
             outcome = trainer.fit(stop)
@@ -88,7 +91,9 @@ def _claim(directory: RunDirectory, plan: Plan, ranks: Ranks) -> None:
     problem = None
     if ranks.is_main:
         try:
-            directory.claim(plan.identity())
+            held = directory.claim()
+            if held is not None:
+                check_identity(held, plan.identity(0), directory.path, plan.config.run.accept_changes)
         except (OSError, CheckpointError) as error:
             problem = str(error)
         for line in describe(plan, ranks.world_size):
@@ -104,11 +109,19 @@ def _claim(directory: RunDirectory, plan: Plan, ranks: Ranks) -> None:
     log_to_file(directory.path / "logs", ranks.rank)
 
 
-def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, step: int) -> None:
+def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, progress: Progress) -> None:
     # Only now: a start that was refused must not change what the directory says about the run it holds.
     if ranks.is_main:
-        replace_text(directory.path / "config.yaml", to_yaml(plan.config))
-        directory.write_status("running", step)
+        start = {
+            "step": progress.step,
+            "samples": progress.samples,
+            "world_size": ranks.world_size,
+            "data_size": plan.layout.data_size,
+            "folder": os.getcwd(),
+            "config": dataclasses.asdict(plan.config),
+        }
+        directory.record_start(plan.identity(0), to_yaml(plan.config), start)
+        directory.write_status("running", progress.step)
 
 
 def _verify_data(plan: Plan, ranks: Ranks) -> None:
@@ -117,7 +130,7 @@ def _verify_data(plan: Plan, ranks: Ranks) -> None:
     started, problem = time.monotonic(), None
     try:
         for source in [*plan.stream.sources, *plan.validation]:
-            source.data.verify(ranks.rank, ranks.world_size)
+            source.verify(ranks.rank, ranks.world_size)
     except DataError as error:
         problem = str(error)
     ranks.agree(problem, DataError)
@@ -141,14 +154,13 @@ def describe(plan: Plan, world_size: int) -> list[str]:
     config, layout = plan.config, plan.layout
     model, batch, precision = config.model, config.batch, config.precision
     tokens = batch.sequences * config.data.sequence_length
-    samples = sum(len(source) for source in plan.stream.sources)
+    ramp = "".join(f"{stage.sequences} sequences until {stage.until_tokens:,} tokens, then " for stage in batch.ramp)
     return [
         f"run      {_path_of(config)}: {config.run.steps} steps of {tokens} tokens",
         f"model    {model.family}, {plan.parameters:,} parameters: {model.layers} layers of {model.dim}, {model.heads} heads, "
         f"vocabulary {model.vocab_size}; {flops_per_token(model, config.data.sequence_length):.3g} FLOPs per token",
-        f"data     {', '.join(source.name for source in plan.stream.sources)}: {samples:,} samples of "
-        f"{config.data.sequence_length} tokens, {config.run.steps * batch.sequences / samples:.2f} epochs",
-        f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {batch.sequences} sequences = "
+        *plan.stream.describe(plan.schedule.consumed(config.run.steps)),
+        f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {ramp}{batch.sequences} sequences = "
         f"{layout.data_size} ranks x {layout.micro_steps} micro-steps x {batch.micro_sequences}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",

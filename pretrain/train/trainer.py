@@ -73,10 +73,11 @@ class Trainer:
             raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
         self.loader = Loader(
             stream=self.plan.stream,
-            sequences=config.batch.sequences,
+            schedule=self.plan.schedule,
             data_rank=self.strategy.data_rank,
             data_size=self.plan.layout.data_size,
             workers=config.data.workers,
+            mask_documents=config.data.document_mask,
             pin_memory=self.ranks.device.type == "cuda",
         )
         peak = peak_flops(self.ranks.device, config.precision.compute)
@@ -91,7 +92,8 @@ class Trainer:
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        losses = [self._micro_step(batch, i, target_tokens) for i in range(self.plan.layout.micro_steps)]
+        micro_steps = len(batch.positions) // config.batch.micro_sequences
+        losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
         if number in config.log.gradients_at:
             write_gradients(self.directory.path, number, self.model, self.ranks)
         grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))
@@ -101,14 +103,14 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = number
-        self.progress.samples += config.batch.sequences
+        self.progress.samples += batch.sequences
         self.progress.tokens += target_tokens
         return {"step": number, "tokens": self.progress.tokens, "loss": loss, "grad_norm": grad_norm, "lr": rate}
 
-    def _micro_step(self, batch: StepBatch, index: int, target_tokens: int) -> torch.Tensor:
-        tokens_BT, targets_BT = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
-        with self.strategy.micro_step(last=index == self.plan.layout.micro_steps - 1):
-            losses_B = self.call(tokens_BT, targets_BT)
+    def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> torch.Tensor:
+        inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
+        with self.strategy.micro_step(last=last):
+            losses_B = self.call(*inputs)
             (losses_B.sum() * (self.strategy.gradient_scale / target_tokens)).backward()
         return losses_B.detach()
 
@@ -193,6 +195,7 @@ class Trainer:
         speed = self.window.take()
         achieved = speed["tokens_per_second"] * self.flops_per_token
         record |= speed | {"mfu": achieved / self.peak_flops if self.peak_flops else None}
+        record |= {"shares": self.plan.stream.shares(self.progress.samples)}
         if self.ranks.is_main:
             self.metrics.write(record)
             left = (self.config.run.steps - record["step"]) * record["seconds"]

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pretrain.data.loader import Loader
-from pretrain.data.stream import Samples
+from pretrain.data.samples import Samples
+from pretrain.data.stream import documents_of
 from pretrain.distributed.ranks import Ranks
 from pretrain.models.loss import IGNORED
 
@@ -29,12 +30,15 @@ def validate(call: nn.Module, source: Samples, sequences: int, micro_sequences: 
         start = first + loader.data_rank * micro_sequences
         here = range(min(start, count), min(start + micro_sequences, count))
         # A short pass is filled up with a repeated sample that carries no loss.
-        windows = np.stack([source.read(i) for i in here] + [source.read(0)] * (micro_sequences - len(here)))
-        inputs, targets = torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+        inputs, targets = np.empty((2, micro_sequences, source.sequence_length), dtype=np.int64)
+        for row in range(micro_sequences):
+            source.fill(here[row] if row < len(here) else 0, inputs[row], targets[row])
         targets[len(here) :] = IGNORED
-        losses_B = call(inputs.to(ranks.device), targets.to(ranks.device)).double().cpu()
+        documents = documents_of(inputs, source.data.eod_id) if loader.mask_documents else None
+        tensors = (None if t is None else torch.from_numpy(t).to(ranks.device) for t in (inputs, targets, documents))
+        losses_B = call(*tensors).double().cpu()
         losses[here.start : here.stop] = losses_B[: len(here)]
-        tokens[here.start : here.stop] = (targets[: len(here)] != IGNORED).sum(dim=1)
+        tokens[here.start : here.stop] = torch.from_numpy((targets[: len(here)] != IGNORED).sum(axis=1))
     if ranks.control is not None:
         dist.all_reduce(losses, group=ranks.control)
         dist.all_reduce(tokens, group=ranks.control)

@@ -1,0 +1,132 @@
+"""Prepared data as a list of training samples, by three ways of cutting it.
+
+A sample is `sequence_length` inputs and, for each, the token after it as its target. Inputs are *pieces* of the token stream:
+
+    concatenate   |AAAAAaBBBBB|BBBBBBBbCCC|CcDDDDDDDDD|      windows of the stream, whatever document they begin in
+    best_fit      |AAAAAaCCCCc|BBBBBBBBBBB|BbEEEEEe...|      whole documents, as many as fit; only longer ones are cut (packing.py)
+    padded        |AAAAAa.....|BBBBBBBBBBB|Bb.........|      one document, or a part of a longer one
+
+Capitals are a document's tokens, small letters its end-of-document token, dots padding: end-of-document tokens as inputs, with
+no loss. Every token of a document but its first is a target once per epoch. `boundary_loss` says whether the first token of
+a document is a target too, where another document stands before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pretrain.data.packing import PackIndex
+from pretrain.data.shards import PreparedData
+from pretrain.errors import DataError
+from pretrain.models.loss import IGNORED
+
+
+class Samples(Protocol):
+    """A list of samples."""
+
+    name: str
+    data: PreparedData
+    sequence_length: int
+
+    def __len__(self) -> int: ...
+
+    def fill(self, index: int, tokens_T: np.ndarray, targets_T: np.ndarray) -> None:
+        """Write the inputs and the targets of a sample into int64 arrays; targets without loss are IGNORED."""
+
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        """Where the inputs come from: stretches (start, length) of the token stream, in order."""
+
+    def describe(self) -> str:
+        """What there is to say of the packing."""
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Hash this part of the files; DataError naming one whose content is not what was written."""
+
+    def find(self, start: int, end: int) -> np.ndarray:
+        """The samples with an input among the stream's tokens [start, end), which are within one document; sorted."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Documents end to end, cut into windows; neighbours share one token, as a target and as an input."""
+
+    name: str
+    data: PreparedData
+    sequence_length: int
+    boundary_loss: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self) < 1:
+            raise DataError(
+                f"{self.data.path}: {self.data.tokens} tokens are less than one sample of data.sequence_length={self.sequence_length}"
+                " + 1 tokens; prepare more data or shorten the sequence"
+            )
+
+    def __len__(self) -> int:
+        return (self.data.tokens - 1) // self.sequence_length
+
+    def fill(self, index: int, tokens_T: np.ndarray, targets_T: np.ndarray) -> None:
+        start = index * self.sequence_length
+        self.data.read_into(start, tokens_T)
+        self.data.read_into(start + 1, targets_T)
+        if not self.boundary_loss:
+            targets_T[tokens_T == self.data.eod_id] = IGNORED
+
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        return [(index * self.sequence_length, self.sequence_length)]
+
+    def describe(self) -> str:
+        return ""
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        self.data.verify(part, parts)
+
+    def find(self, start: int, end: int) -> np.ndarray:
+        first, last = start // self.sequence_length, (end - 1) // self.sequence_length
+        return np.arange(first, min(last, len(self) - 1) + 1)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Pieces that a PackIndex has put together, then padding."""
+
+    name: str
+    data: PreparedData
+    sequence_length: int
+    index: PackIndex
+    boundary_loss: bool = True
+
+    def __len__(self) -> int:
+        return self.index.samples
+
+    def fill(self, index: int, tokens_T: np.ndarray, targets_T: np.ndarray) -> None:
+        used = 0
+        for start, length in self.pieces(index):
+            self.data.read_into(start, tokens_T[used : used + length])
+            used += length
+        eod = self.data.eod_id
+        targets_T[: used - 1] = tokens_T[1:used]
+        targets_T[used - 1 :] = IGNORED
+        tokens_T[used:] = eod
+        if tokens_T[used - 1] != eod:  # a part of a longer document, which has the sample to itself
+            self.data.read_into(start + length, targets_T[used - 1 : used])
+        if not self.boundary_loss:
+            targets_T[:used][tokens_T[:used] == eod] = IGNORED
+
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        return self.index.pieces(index)
+
+    def describe(self) -> str:
+        index = self.index
+        return f", {index.mode}: {1 - index.fill:.2%} padding, {index.cut_documents:,} of {self.data.documents:,} documents cut"
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        self.data.verify(part, parts)
+        if part == 0:
+            self.index.verify()
+
+    def find(self, start: int, end: int) -> np.ndarray:
+        return self.index.find(start, end)

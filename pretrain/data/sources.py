@@ -1,0 +1,145 @@
+"""From the configuration to the stream of samples: sources opened, mixture and stages checked, the batch schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrain.config.schema import Config, Data, MixtureStage, Source, ValidationSource
+from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.mixture import Mixture, Stage
+from pretrain.data.packing import open_index
+from pretrain.data.samples import Packed, Samples, Windows
+from pretrain.data.shards import PreparedData
+from pretrain.data.stream import Shuffle, Stream
+from pretrain.data.tokenizer import tokenizer_fingerprint
+from pretrain.errors import ConfigError, DataError
+
+
+def cache_folder(data: Data) -> Path:
+    """`data.cache.dir`, or `pretrain` in the user's cache folder (XDG Base Directory Specification)."""
+    if data.cache.dir is not None:
+        return Path(data.cache.dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pretrain"
+
+
+def open_samples(source: Source | ValidationSource, data: Data) -> Samples:
+    """A source as samples. Raises DataError for one that cannot be read."""
+    prepared = PreparedData.open(source.path)
+    name = source.name or _name_of(Path(source.path))
+    if data.packing == "concatenate":
+        return Windows(name, prepared, data.sequence_length, data.boundary_loss)
+    index = open_index(prepared, data.packing, data.sequence_length, cache_folder(data))
+    return Packed(name, prepared, data.sequence_length, index, data.boundary_loss)
+
+
+def _name_of(path: Path) -> str:
+    return path.parent.name if path.name in ("train", "validation") and path.parent.name else path.name
+
+
+def check_tokenizers(sources: Sequence[Samples]) -> None:
+    """Raise DataError unless all were prepared with one tokenizer, and the copy that lies with the first is it."""
+    first = sources[0].data
+    if tokenizer_fingerprint(first.tokenizer_path) != first.tokenizer_sha256:
+        raise DataError(
+            f"{first.tokenizer_path} is not the tokenizer that {first.path} was prepared with; restore it or prepare again"
+        )
+    for other in (source.data for source in sources[1:]):
+        if other.tokenizer_sha256 != first.tokenizer_sha256:
+            raise DataError(
+                f"{first.path} and {other.path} were prepared with different tokenizers; prepare both with the same one"
+            )
+
+
+def batch_schedule(config: Config) -> BatchSchedule:
+    """`batch` as samples per step. Raises ConfigError for a ramp whose stages do not follow each other."""
+    length = config.data.sequence_length
+    ramp = [(-(-stage.until_tokens // length), stage.sequences) for stage in config.batch.ramp]
+    for i, ((before, _), (until, _)) in enumerate(zip(ramp, ramp[1:]), start=1):
+        if until <= before:
+            raise ConfigError(
+                f"batch.ramp.{i}.until_tokens={config.batch.ramp[i].until_tokens} is not beyond the stage before it, "
+                f"{config.batch.ramp[i - 1].until_tokens}, by a sample of {length} tokens; stages follow each other"
+            )
+    return BatchSchedule(config.batch.sequences, tuple(ramp))
+
+
+def open_stream(config: Config, sources: list[Samples], schedule: BatchSchedule) -> Stream:
+    """The stream of a run. Raises ConfigError where its mixture contradicts itself or ends before the run does."""
+    data = config.data
+    _check_names(data, sources)
+    weights = _own_weights(data)
+    stages = [_stage(data, i, stage, sources, weights) for i, stage in enumerate(data.stages)] or [Stage(None, tuple(weights))]
+    for i, (before, stage) in enumerate(zip(stages, stages[1:]), start=1):
+        if before.until is None or (stage.until is not None and stage.until <= before.until):
+            raise ConfigError(
+                f"data.stages.{i}.until_tokens={data.stages[i].until_tokens} is not beyond the stage before it, "
+                f"{data.stages[i - 1].until_tokens}; stages follow each other, and only the last may have no end"
+            )
+    mixture = Mixture(stages, [len(source) for source in sources], [source.max_epochs for source in data.sources], data.seed)
+    _check_length(config, mixture, schedule)
+    window = data.shuffle_shards if data.shuffle == "shards" else None
+    return Stream(sources, mixture, Shuffle(data.seed, window))
+
+
+def _check_names(data: Data, sources: list[Samples]) -> None:
+    names = [source.name for source in sources]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise ConfigError(
+            f"data.sources.{len(names) - 1 - names[::-1].index(double)}: two sources are called {double!r}; "
+            "give each a data.sources[].name"
+        )
+
+
+def _own_weights(data: Data) -> list[float]:
+    budgets = [source.tokens is not None for source in data.sources]
+    for i, source in enumerate(data.sources):
+        if source.tokens is not None and source.weight is not None:
+            raise ConfigError(
+                f"data.sources.{i} has a weight and a budget of tokens; keep one: weight={source.weight}, tokens={source.tokens}"
+            )
+    if not any(budgets):
+        return [1.0 if source.weight is None else source.weight for source in data.sources]
+    if not all(budgets):
+        raise ConfigError(
+            f"data.sources.{budgets.index(False)} has no tokens, and data.sources.{budgets.index(True)} has; give every source a budget "
+            "of tokens, or none"
+        )
+    if data.stages:
+        raise ConfigError("data.stages and data.sources[].tokens both say how sources are mixed; keep one")
+    return [float(source.tokens) for source in data.sources]
+
+
+def _stage(data: Data, number: int, stage: MixtureStage, sources: list[Samples], weights: list[float]) -> Stage:
+    names = [source.name for source in sources]
+    for name in stage.weights:
+        if name not in names:
+            raise ConfigError(f"data.stages.{number}.weights: no source is called {name!r}; they are called {', '.join(names)}")
+    own = [stage.weights.get(name, 0.0) for name in names] if stage.weights else weights
+    until = None if stage.until_tokens is None else -(-stage.until_tokens // data.sequence_length)
+    return Stage(until, tuple(own))
+
+
+def _check_length(config: Config, mixture: Mixture, schedule: BatchSchedule) -> None:
+    """The run must not outlast its data."""
+    length, needed = config.data.sequence_length, schedule.consumed(config.run.steps)
+    budget = sum(source.tokens or 0 for source in config.data.sources)
+    last = schedule.step_of(mixture.length) - 1 if mixture.length is not None else config.run.steps
+    if mixture.length is not None and mixture.length < needed:
+        stage = config.data.stages[-1].until_tokens if config.data.stages else None
+        cause = (
+            f"data.stages end at until_tokens={stage}"
+            if stage is not None and mixture.length == -(-stage // length)
+            else "every source has come data.sources[].max_epochs times"
+        )
+        raise ConfigError(
+            f"run.steps={config.run.steps} reads {needed} samples, and {cause}, after {mixture.length} samples: run.steps at most "
+            f"{last}, or give the data more"
+        )
+    if budget and needed * length > budget:
+        raise ConfigError(
+            f"run.steps={config.run.steps} reads {needed * length} tokens, more than the {budget} of all data.sources[].tokens; "
+            f"run.steps at most {schedule.step_of(budget // length) - 1}, or raise the budgets"
+        )

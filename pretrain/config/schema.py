@@ -81,6 +81,13 @@ class Model:
     tie_embeddings: bool = key(False, "Use the embedding's matrix as the output head too, instead of one of its own.")
     norm_eps: float = key(1e-5, "Added to the mean square in RMSNorm, so that it is never zero.", gt=0)
     rope: Rope = section(Rope)
+    attention: Literal["auto", "sdpa", "flex"] = key(
+        "auto",
+        "What applies document masks; changes speed and memory, not the result. `sdpa`: torch's scaled_dot_product_attention "
+        "with a dense mask (a byte per pair of positions); `flex`: FlexAttention, which skips what is masked (training: CUDA "
+        "only); `auto`: flex on CUDA for heads of at least 16, else sdpa. Without document masks attention is always torch's "
+        "causal kernel.",
+    )
     max_sequence_length: int | None = key(
         None,
         "Longest sequence the model is said to be good for: `max_position_embeddings` of an export, and the limit of "

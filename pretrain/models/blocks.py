@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pretrain.models.masks import Mask, masked_attention
+
 
 class Linear(nn.Linear):
     """A projection without bias that computes in the format of its input."""
@@ -71,7 +73,9 @@ def rotate(x_BHTG: Tensor, cos_TG: Tensor, sin_TG: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries (arXiv 2305.13245) and rotary positions."""
+    """Causal self-attention with grouped queries (arXiv 2305.13245) and rotary positions, over all earlier positions or those
+    that a document mask leaves. The tables are [T, G], or [B, 1, T, G] where sequences differ in their positions.
+    """
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -81,12 +85,15 @@ class Attention(nn.Module):
         self.value = Linear(dim, kv_heads * head_dim)
         self.output = Linear(heads * head_dim, dim)
 
-    def forward(self, x_BTD: Tensor, cos_TG: Tensor, sin_TG: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos_TG: Tensor, sin_TG: Tensor, mask: Mask | None = None) -> Tensor:
         q_BHTG = rotate(self._heads(self.query(x_BTD)), cos_TG, sin_TG)
         k_BKTG = rotate(self._heads(self.key(x_BTD)), cos_TG, sin_TG)
         v_BKTG = self._heads(self.value(x_BTD))
-        grouped = q_BHTG.shape[1] != k_BKTG.shape[1]
-        y_BHTG = F.scaled_dot_product_attention(q_BHTG, k_BKTG, v_BKTG, is_causal=True, enable_gqa=grouped)
+        if mask is None:
+            grouped = q_BHTG.shape[1] != k_BKTG.shape[1]
+            y_BHTG = F.scaled_dot_product_attention(q_BHTG, k_BKTG, v_BKTG, is_causal=True, enable_gqa=grouped)
+        else:
+            y_BHTG = masked_attention(q_BHTG, k_BKTG, v_BKTG, mask)
         return self.output(y_BHTG.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
@@ -116,6 +123,6 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(dim, norm_eps)
         self.mlp = SwiGLU(dim, ffn_dim)
 
-    def forward(self, x_BTD: Tensor, cos_TG: Tensor, sin_TG: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TG, sin_TG)
+    def forward(self, x_BTD: Tensor, cos_TG: Tensor, sin_TG: Tensor, mask: Mask | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TG, sin_TG, mask)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))

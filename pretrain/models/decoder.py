@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.config.schema import Model
 from pretrain.models.blocks import Block, Embedding, Linear, RMSNorm, rotary_tables
 from pretrain.models.loss import sequence_losses
+from pretrain.models.masks import Mask, attention_backend, document_mask, document_numbers, document_positions
 
 
 class Decoder(nn.Module):
@@ -31,22 +32,38 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32."""
-        rope = self.config.rope
-        cos_TG, sin_TG = rotary_tables(tokens_BT.shape[1], self.config.head_dim, rope.theta, tokens_BT.device)
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32.
+
+        `documents_BT` are whole numbers that say which document each position belongs to (equal neighbours are of one; padding
+        has a number of its own): no position then attends to another document, and rotary positions count from 0 in each.
+        """
+        cos, sin, mask = self._positions(tokens_BT, documents_BT)
         x_BTD = self.embedding(tokens_BT)
         for layer in self.layers:
             if self.recompute_blocks and torch.is_grad_enabled():
-                x_BTD = checkpoint(layer, x_BTD, cos_TG, sin_TG, use_reentrant=False)
+                x_BTD = checkpoint(layer, x_BTD, cos, sin, mask, use_reentrant=False)
             else:
-                x_BTD = layer(x_BTD, cos_TG, sin_TG)
+                x_BTD = layer(x_BTD, cos, sin, mask)
         x_BTD = self.norm(x_BTD)
         if self.output is None:
             logits_BTV = F.linear(x_BTD, self.embedding.weight.to(x_BTD.dtype))
         else:
             logits_BTV = self.output(x_BTD)
         return logits_BTV if targets_BT is None else sequence_losses(logits_BTV, targets_BT)
+
+    def _positions(self, tokens_BT: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, Tensor, Mask | None]:
+        """Rotary tables, [T, G] or with documents [B, 1, T, G], and the mask, none without documents: plain causal attention."""
+        config, device = self.config, tokens_BT.device
+        cos, sin = rotary_tables(tokens_BT.shape[1], config.head_dim, config.rope.theta, device)
+        if documents_BT is None:
+            return cos, sin, None
+        if documents_BT.shape != tokens_BT.shape:  # would be broadcast otherwise
+            raise ValueError(f"documents are {tuple(documents_BT.shape)}, tokens {tuple(tokens_BT.shape)}")
+        numbers_BT = document_numbers(documents_BT)
+        positions_BT = document_positions(numbers_BT)
+        backend = attention_backend(config, device, training=torch.is_grad_enabled())
+        return cos[positions_BT][:, None], sin[positions_BT][:, None], document_mask(numbers_BT, backend)
 
     def initial_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values, by its name; None for a norm's gain, which starts at one.

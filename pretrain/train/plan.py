@@ -21,7 +21,7 @@ from pretrain.models.shape import complete
 from pretrain.parallel.layout import Layout, plan_layout
 
 # Keys of the model that change no tensor of a run under way.
-NO_IDENTITY = {"init_std", "max_sequence_length"}
+NO_IDENTITY = {"init_std", "max_sequence_length", "attention"}
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,10 @@ def _own_weights(data: Data) -> list[float]:
                 f"data.sources.{i} has a weight and a budget of tokens; keep one: weight={source.weight}, tokens={source.tokens}"
             )
     if not any(budgets):
-        return [1.0 if source.weight is None else source.weight for source in data.sources]
+        weights = [1.0 if source.weight is None else source.weight for source in data.sources]
+        if not any(weights) and not all(stage.weights for stage in data.stages or [MixtureStage()]):
+            raise ConfigError("data.sources: every weight is 0; give one a weight, or every stage of data.stages weights of its own")
+        return weights
     if not all(budgets):
         raise ConfigError(
             f"data.sources.{budgets.index(False)} has no tokens, and data.sources.{budgets.index(True)} has; give every source a budget "

@@ -91,10 +91,6 @@ class Continuation:
     repeated_documents: int
     description: str
 
-    @property
-    def exact(self) -> bool:
-        return not self.repeated_documents
-
 
 def continue_cursors(saved: Sequence[Cursor], data_size: int) -> Continuation:
     """Cursors with which `data_size` ranks continue after the ranks that `saved` these, in the order of the ranks.

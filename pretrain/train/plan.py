@@ -17,6 +17,7 @@ from pretrain.data.training_data import TrainingData
 from pretrain.errors import ConfigError
 from pretrain.models.decoder import Decoder, count_parameters
 from pretrain.models.families import family_of
+from pretrain.models.masks import attention_backend
 from pretrain.models.shape import complete
 from pretrain.parallel.layout import Layout, plan_layout
 
@@ -53,6 +54,12 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     opened, validation = open_data(config)
     config = complete_config(config, _vocabulary(config, opened))
     family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
+    if config.data.document_mask:
+        attention_backend(config.model, device, training=True)
+    elif config.model.attention != "auto":
+        raise ConfigError(
+            f"model.attention={config.model.attention} is about document masks; set data.document_mask=true, or remove it"
+        )
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)

@@ -369,8 +369,8 @@ def test_a_key_can_refer_to_another_key(write):
 
 
 def test_a_list_can_refer_to_another_list(write):
-    config, _ = load_config(write("data: {validation: [{path: a}], sources: '${data.validation}'}\n"))
-    assert config.data.sources == [Source(path="a")]
+    config, _ = load_config(write("data: {text: {input: [a, b]}}\nrun: {accept_changes: '${data.text.input}'}\n"))
+    assert config.run.accept_changes == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -51,4 +51,4 @@ def test_sentences_are_learnt_packed_and_padded_alike(pool, sentences, tmp_path,
     train(pool, 1, file)
     records = read_metrics(tmp_path / packing)
     assert records[0]["loss"] > 6.5  # ln 1000 = 6.9
-    assert records[-1]["validation"]["val"] < 4.8  # the frequencies of pieces alone: about 5.4
+    assert records[-1]["validation"]["val"] < 4.8  # the frequencies of pieces alone: 5.5

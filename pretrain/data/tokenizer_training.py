@@ -20,7 +20,7 @@ from typing import Any
 from pretrain.data.documents import Document, find_inputs, read_documents
 from pretrain.data.progress import MEGABYTE, CorpusProgress
 from pretrain.data.staging import staged_directory
-from pretrain.data.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
+from pretrain.data.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME, byte_characters
 from pretrain.errors import ConfigError, DataError
 
 MODEL_TYPES = ("bpe", "unigram", "byte", "char")
@@ -193,14 +193,6 @@ def _save_bytes(directory: Path) -> int:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return _save_hugging_face(directory, tokenizer)
-
-
-def byte_characters() -> list[str]:
-    """How byte-level BPE writes each byte as a visible character, by byte value (GPT-2's table)."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(BYTES) if byte not in visible]
-    stand_in = {byte: chr(BYTES + i) for i, byte in enumerate(hidden)}
-    return [stand_in.get(byte, chr(byte)) for byte in range(BYTES)]
 
 
 def _save_characters(directory: Path, documents: Iterator[str], limit: int | None) -> int:

@@ -66,8 +66,8 @@ class TiktokenTokenizer:
             return self.library.encode_arrays([text])[0]
         try:
             ranks = self._bpe.encode_to_numpy(text, disallowed_special=())
-        except BaseException as error:  # a panic in Rust derives from BaseException
-            if type(error).__name__ != "PanicException":
+        except BaseException as error:  # tiktoken before 0.14 panics, and a panic of Rust derives from BaseException
+            if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                 raise
             return self.library.encode_arrays([text])[0]
         return self._ids[ranks]

@@ -73,10 +73,7 @@ def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
         raise DataError(f"{file}: tiktoken cannot encode it: it is a SentencePiece model, not byte-level BPE")
     from pretrain.data.tokenizer_tiktoken import TiktokenTokenizer
 
-    try:
-        return TiktokenTokenizer(tokenizer)
-    except DataError as error:
-        raise DataError(f"{file}: tiktoken cannot encode it: {error}") from error
+    return TiktokenTokenizer(tokenizer)
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:

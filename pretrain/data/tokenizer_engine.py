@@ -14,6 +14,7 @@ from random import Random
 from typing import Literal
 
 from pretrain.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from pretrain.data.tokenizer_tiktoken import TiktokenTokenizer
 from pretrain.errors import ConfigError, DataError
 
 ENGINES = ("auto", "tiktoken", "library")
@@ -69,10 +70,12 @@ def choose_engine(
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine}: expected one of {', '.join(ENGINES)}")
     library = load_tokenizer(path)
-    if engine == "library" or (engine == "auto" and not isinstance(library, HuggingFaceTokenizer)):
+    if engine == "library":
         return library
+    if not isinstance(library, HuggingFaceTokenizer):
+        return library if engine == "auto" else load_tokenizer(path, engine)  # which says why it cannot
     try:
-        fast = load_tokenizer(path, "tiktoken")
+        fast = TiktokenTokenizer(library)
         count = prove(fast, library, sample)
     except ImportError as error:
         if engine == "tiktoken":
@@ -86,7 +89,8 @@ def choose_engine(
             raise
         _say(f"the tokenizers library; {error}")
         return library
-    _say(f"tiktoken, with the ids of the tokenizers library on {count:,} texts")
+    exceptions = f", to which {fast.left_to_library:,} of them were left" if fast.left_to_library else ""
+    _say(f"tiktoken, with the ids of the tokenizers library on {count:,} texts{exceptions}")
     return fast
 
 
@@ -94,8 +98,8 @@ def _say(line: str) -> None:
     print(f"tokenizer engine: {line}", file=sys.stderr, flush=True)
 
 
-def prove(fast: Tokenizer, library: Tokenizer, sample: Iterable[str] = ()) -> int:
-    """Compare the ids of two engines of one tokenizer; how many texts were compared. DataError names the first difference.
+def prove(fast: TiktokenTokenizer, library: Tokenizer, sample: Iterable[str] = ()) -> int:
+    """Compare the ids that `fast` gives with the library's; how many texts were compared. DataError names the first difference.
 
     The texts: `TORTURE_TEXTS`, each token of the vocabulary, random sequences of tokens, and up to 8M characters of `sample`.
     """
@@ -110,6 +114,8 @@ def prove(fast: Tokenizer, library: Tokenizer, sample: Iterable[str] = ()) -> in
                     raise DataError(f"{library.file}: tiktoken would give other ids: {kind} {number} {where}")
                 number += 1
         count += number
+    if fast.failures:
+        raise DataError(f"{library.file}: tiktoken fails on {fast.failures:,} of {count:,} texts")
     return count
 
 

@@ -5,8 +5,8 @@ that list every pair of a token one after the other, the two agree. A file for w
 stands in it; whether the ids really are the same is then proven on text by `tokenizer_engine`, the only place to get this engine from.
 
 Single documents that tiktoken might not encode exactly are left to the library, which has the same ids by definition: those that
-contain an added token which the library finds inside text, those that an NFC normaliser might change, and those with a run of
-white space so long that tiktoken's regular expression overflows its stack.
+contain an added token which the library finds inside text, those that an NFC normaliser might change, those with a run of
+white space so long that tiktoken's regular expression overflows its stack, and those of which the split pattern leaves something out.
 """
 
 import re
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.data.tokenizer import HuggingFaceTokenizer, byte_characters, refuse_surrogates
+from pretrain.data.tokenizer import Engine, HuggingFaceTokenizer, byte_characters, refuse_surrogates
 from pretrain.errors import DataError
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -36,20 +36,28 @@ _CHANGED_BY_NFC = re.compile("[^\\x00-\\u02ff\\u2010-\\u2027\\u4e00-\\u9fff]")
 class TiktokenTokenizer:
     """A `HuggingFaceTokenizer` whose texts are encoded by tiktoken; everything else is the library's.
 
-    Raises DataError with the reason when the file has something that tiktoken cannot express.
+    Raises DataError with the reason when the file has something that tiktoken cannot express, ImportError without tiktoken.
     """
 
-    engine = "tiktoken"
+    engine: Engine = "tiktoken"
 
     def __init__(self, library: HuggingFaceTokenizer) -> None:
         self.library = library
+        self.left_to_library = 0
+        """Texts so far that the library encoded, ..."""
+        self.failures = 0
+        """... and those of them on which tiktoken failed."""
         self.file: Path = library.file
         self.vocab_size, self.eod_id, self.fingerprint = library.vocab_size, library.eod_id, library.fingerprint
         self.decode, self.save, self.special_id = library.decode, library.save, library.special_id
         specification = library.specification()
-        ranks, self._ids = ranks_of(specification)
-        self._bpe = _encoding(split_pattern(specification), ranks)
-        self._needs_library = _exceptions(specification)
+        try:
+            ranks, self._ids = ranks_of(specification)
+            self._bpe = _encoding(split_pattern(specification), ranks)
+            self._needs_library = _exceptions(specification)
+        except DataError as error:
+            raise DataError(f"{self.file}: tiktoken cannot encode it: {error}") from error
+        self._lengths = np.fromiter(map(len, ranks), dtype=np.uint32, count=len(ranks))
 
     def encode(self, text: str) -> list[int]:
         return self.encode_arrays([text])[0].tolist()
@@ -62,21 +70,32 @@ class TiktokenTokenizer:
 
     def _encode(self, text: str) -> np.ndarray:
         refuse_surrogates(text)
-        if any(needs_library(text) for needs_library in self._needs_library):
+        ids = None if any(needs_library(text) for needs_library in self._needs_library) else self._try(text)
+        if ids is None:
+            self.left_to_library += 1
             return self.library.encode_arrays([text])[0]
+        return ids
+
+    def _try(self, text: str) -> np.ndarray | None:
+        """The ids, or None when tiktoken fails or leaves out a part of the text."""
         try:
             ranks = self._bpe.encode_to_numpy(text, disallowed_special=())
-        except BaseException as error:  # tiktoken before 0.14 panics, and a panic of Rust derives from BaseException
+        except BaseException as error:  # tiktoken may panic, and a panic of Rust derives from BaseException
             if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                 raise
-            return self.library.encode_arrays([text])[0]
-        return self._ids[ranks]
+            self.failures += 1
+            return None
+        size = len(text) if text.isascii() else len(text.encode())
+        return self._ids[ranks] if self._lengths[ranks].sum() == size else None
 
 
 def _encoding(pattern: str, ranks: dict[bytes, int]) -> Any:
     import tiktoken
 
-    return tiktoken.Encoding("pretrain", pat_str=pattern, mergeable_ranks=ranks, special_tokens={_NEVER: len(ranks)})
+    try:
+        return tiktoken.Encoding("pretrain", pat_str=pattern, mergeable_ranks=ranks, special_tokens={_NEVER: len(ranks)})
+    except ValueError as error:  # the two libraries have different regular expressions
+        raise DataError(f"tiktoken does not understand its split pattern ({str(error).splitlines()[0]})") from error
 
 
 def ranks_of(specification: dict) -> tuple[dict[bytes, int], np.ndarray]:
@@ -133,7 +152,7 @@ def split_pattern(specification: dict) -> str:
         return GPT2_PATTERN
     if len(before) == 1 and before[0]["type"] == "Split" and not byte_level["use_regex"]:
         split = before[0]
-        # Both keep every match as a piece; they differ in what stands between matches, which these patterns leave none of.
+        # Both keep every match as a piece. They differ in what stands between matches, and `_encode` gives such texts to the library.
         usual = (split["behavior"], split["invert"]) in (("Isolated", False), ("Removed", True))
         if usual and "Regex" in split["pattern"]:
             return split["pattern"]["Regex"]

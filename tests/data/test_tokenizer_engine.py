@@ -207,6 +207,8 @@ def test_a_difference_in_the_sample_is_named_with_its_place(trained, texts):
     library = load_tokenizer(trained["byte_bpe"])
 
     class Wrong:
+        failures = 0
+
         def encode_arrays(self, batch):
             return [ids[:5] if text.startswith("the odd") else ids for text, ids in zip(batch, library.encode_arrays(batch))]
 
@@ -304,6 +306,34 @@ def test_both_engines_know_the_same_letters_digits_and_white_space(trained):
         split = pre_tokenizers.Split(Regex(name), "removed", invert=True)
         ours = bytes(encoding.encode_to_numpy(text).astype(np.uint8)).decode()
         assert ours == "".join(piece for piece, _ in split.pre_tokenize_str(text))
+
+
+@pytest.mark.parametrize("behavior, invert", [("Isolated", False), ("Removed", True)])
+def test_text_that_the_pattern_leaves_out_is_encoded_by_the_library(trained, tmp_path, behavior, invert):
+    content = json.loads((trained["byte_bpe"] / "tokenizer.json").read_text())
+    split = content["pre_tokenizer"]["pretokenizers"][0]
+    split.update(pattern={"Regex": r" ?\p{L}+|\s+"}, behavior=behavior, invert=invert)
+    path = write(tmp_path / "gaps", content)
+    assert_same(path, ["def x", "def f(12):", "(12)", "é 12"])
+    assert choose_engine(path).engine == "tiktoken"
+
+
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        (r"\X|[\s\S]", "tiktoken does not understand its split pattern"),  # a grapheme cluster, in Oniguruma only
+        (r"(?~x)|[\s\S]", "tiktoken fails on [0-9,]+ of [0-9,]+ texts"),  # Oniguruma's absence operator makes it panic
+        (r"\h+|[\s\S]", "tiktoken would give other ids"),  # hexadecimal digits here, horizontal space there
+    ],
+)
+def test_a_pattern_that_means_something_else_to_tiktoken_is_a_reason(trained, tmp_path, capsys, pattern, message):
+    content = json.loads((trained["byte_bpe"] / "tokenizer.json").read_text())
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    path = write(tmp_path / "other", content)
+    assert choose_engine(path).engine == "library"
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(DataError, match=message):
+        choose_engine(path, engine="tiktoken")
 
 
 def replaced(content, **parts):

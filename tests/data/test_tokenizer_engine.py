@@ -161,6 +161,16 @@ def test_the_tokenizer_is_the_librarys_in_all_else(trained, tmp_path):
         fast.encode("a\ud800b")
 
 
+def test_ordinary_text_is_not_left_to_the_library(variants, texts, monkeypatch):
+    fast = load_tokenizer(variants["llama3"], "tiktoken")
+    batches = [[*texts[:9], ""], ["", "", *texts[:3]], [texts[0]], [""], ["a", "", "b"], list(TORTURE_TEXTS)]
+    expected = [fast.library.encode_batch(batch) for batch in batches]
+    assert [fast.encode_batch(batch) for batch in batches] == expected
+    assert (fast.left_to_library, fast.failures) == (0, 0)
+    fast.encode_arrays(["a", " " * 200_000, "b"])
+    assert (fast.left_to_library, fast.failures) == (1, 0)
+
+
 # The proof.
 
 

@@ -53,12 +53,14 @@ class TiktokenTokenizer:
         self.decode, self.save, self.special_id = library.decode, library.save, library.special_id
         specification = library.specification()
         try:
-            ranks, self._ids = ranks_of(specification)
+            ranks, ids = ranks_of(specification)
             self._bpe = _encoding(split_pattern(specification), ranks)
             self._needs_library = _exceptions(specification)
         except DataError as error:
             raise DataError(f"{self.file}: tiktoken cannot encode it: {error}") from error
-        self._lengths = np.fromiter(map(len, ranks), dtype=np.uint32, count=len(ranks))
+        # tiktoken before 0.11 does not ask whether _NEVER is allowed: with a length of 0 such a text goes to the library.
+        self._ids = np.append(ids, np.uint32(0))
+        self._lengths = np.array([*map(len, ranks), 0], dtype=np.uint32)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_arrays([text])[0].tolist()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.config.schema import Config, Data, MixtureStage, Source, ValidationSource
+from pretrain.config.schema import Config, Data, MixtureStage, Source, Text, ValidationSource
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader
 from pretrain.data.mixture import Mixture, Stage
@@ -30,10 +30,10 @@ def cache_folder(data: Data) -> Path:
 def open_data(config: Config) -> tuple[list[Samples] | TextTraining, list[Samples]]:
     """What is trained on, opened, and the validation sources. Raises ConfigError or DataError."""
     data = config.data
-    if (data.text.input or data.text.dataset) and data.sources:
+    if data.text != Text() and data.sources:
         raise ConfigError("data.sources and data.text both say what is trained on; keep one")
     validation = [open_samples(source, data) for source in data.validation]
-    if data.text.input or data.text.dataset:
+    if data.text != Text():
         _check_text(config)
         text = TextTraining.open(data.text, data.sequence_length, cache_folder(data))
         check_tokenizers(validation, text.tokenizer_sha256, data.text.tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pretrain.bench import loading, ordering, training
+from pretrain.bench import loading, ordering, preparation, training
 from pretrain.bench.measure import Options, Row
 
 PARTS: dict[str, Callable[[Options], list[Row]]] = {
@@ -12,6 +12,7 @@ PARTS: dict[str, Callable[[Options], list[Row]]] = {
     "loader": loading.loader,
     "start": loading.start,
     "packing": ordering.packing,
+    "preparation": preparation.preparation,
     "wait": training.wait,
     "inspect": training.inspect,
 }

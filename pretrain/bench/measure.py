@@ -78,9 +78,17 @@ class Turns:
 
     seconds: tuple[float, ...]
 
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
     def rate(self, count: float) -> tuple[float, float]:
         """Units per second in the best and in the median turn, of turns with `count` units each."""
-        return count / min(self.seconds), count / statistics.median(self.seconds)
+        return count / self.best, count / self.median
 
 
 def in_turns(

@@ -217,7 +217,12 @@ class Remote:
 def _options(protocol: str, stall: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of the file system, and of opening a file, for backends whose defaults do not fit reading once from start to end."""
     if protocol in ("s3", "s3a"):
-        config = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": stall, "retries": {"total_max_attempts": 1}}
+        config = {
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": stall,
+            "retries": {"total_max_attempts": 1},
+            "response_checksum_validation": "when_required",  # the manifest's sha256 is stronger, and its error says more
+        }
         return {"config_kwargs": config, "use_listings_cache": False}, {"block_size": _CHUNK, "cache_type": "none"}
     if protocol in ("http", "https"):
         import aiohttp

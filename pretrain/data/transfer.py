@@ -42,6 +42,7 @@ _PACKAGES = {
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _DEFECTS = (TypeError, AttributeError, NameError, AssertionError, MemoryError)
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ValueError)
+_OFFLINE = {"OfflineModeIsEnabled"}
 _NO_CREDENTIALS = {
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -299,7 +300,7 @@ def _judged(url: str, error: BaseException) -> BaseException:
         )
     if isinstance(error, _DEFECTS) or not isinstance(error, Exception):
         return error
-    if isinstance(error, _FINAL) or (400 <= status < 500 and status not in (408, 425, 429)):
+    if isinstance(error, _FINAL) or type(error).__name__ in _OFFLINE or (400 <= status < 500 and status not in (408, 425, 429)):
         return DataError(f"{shown(url)}: cannot be read ({what}); check the URL")
     return _Passing(what)
 

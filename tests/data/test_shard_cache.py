@@ -228,3 +228,29 @@ def test_a_child_forked_during_a_download_does_not_hold_its_lock(tmp_path):
     finally:
         os.kill(forked[0], signal.SIGKILL)
         os.waitpid(forked[0], 0)
+
+
+_FORKING = """
+import os, sys, time
+from pretrain.data.shard_cache import ShardCache
+def forking(descriptor):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+    print(child, flush=True)
+    time.sleep(60)
+ShardCache(sys.argv[1], 10**6).open(sys.argv[2], 1000, "here", forking)
+"""
+
+
+def test_a_killed_process_blocks_nobody_though_its_forked_child_lives_on(tmp_path):
+    command = [sys.executable, "-c", _FORKING, str(tmp_path), sha(content(1))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    try:
+        process.kill()
+        process.wait()
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(fetch, ShardCache(tmp_path, 10**6), content(1)).result(timeout=10) == content(1)
+    finally:
+        os.kill(child, signal.SIGKILL)

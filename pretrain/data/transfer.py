@@ -154,6 +154,8 @@ class Remote:
                 raise DataError(
                     f"{shown(url)}: still failing after {now - first_failure:.0f} s of retries: {reason}; check the server and the network"
                 )
+            for system in list(self._systems.values()):
+                system.invalidate_cache()  # a listing may hold the size of a file that was replaced since
             wait = delay * random.uniform(0.5, 1.0)
             log.warning("%s: %s; trying again in %.1f s", shown(url), reason, wait)
             _sleep(wait, cancelled)
@@ -211,7 +213,6 @@ class Remote:
             if protocol in ("s3", "s3a"):
                 system.retries = 1  # ours are logged
             self._systems[place] = system
-        system.invalidate_cache()  # a listing may hold the size of a file that was replaced since
         return system.open(system._strip_protocol(url), "rb", **opening)
 
 

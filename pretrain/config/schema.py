@@ -147,6 +147,20 @@ class MixtureStage:
 
 
 @dataclass
+class Text:
+    """Text that is tokenized while training, instead of prepared `sources`: no preparation, but no shuffle and no elastic resume."""
+
+    input: list[str] = key([], "Files and globs of text, JSON lines or Parquet.")
+    dataset: str | None = key(None, "Instead of files, a Hugging Face dataset, streamed.")
+    dataset_config: str | None = key(None, "Configuration of the dataset.")
+    revision: str | None = key(None, "Revision of the dataset; give one, so that it cannot change during the run.")
+    split: str = key("train", "Split of the dataset.")
+    tokenizer: str | None = key(None, "Directory or file of the tokenizer.")
+    text_field: str = key("text", "JSON field, or column, that holds the text.")
+    documents: Literal["file", "line"] = key("file", "What a document is in plain text.")
+
+
+@dataclass
 class Cache:
     """Local copies of what lies on remote storage, and packing indices."""
 
@@ -190,6 +204,10 @@ class Data:
     )
     verify: Literal["full", "size"] = key(
         "full", "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only."
+    )
+    text: Text = section(Text)
+    exact_resume: bool = key(
+        True, "Demand that resuming gives the same samples on any number of ranks; `text` cannot, and needs this to be false."
     )
     cache: Cache = section(Cache)
 

@@ -23,7 +23,8 @@ class StepBatch:
     """What one rank computes in one optimizer step, on the host. All tensors are int64 [its samples, sequence_length].
 
     `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
-    `target_tokens`: targets that carry a loss; `documents_BT`: which document each token belongs to, where attention ends with it.
+    `target_tokens`: targets that carry a loss; `documents_BT`: which document each token belongs to, where attention ends with it;
+    `cursor`: where the rank's text goes on after this batch, of data that is not prepared.
     """
 
     positions: np.ndarray
@@ -33,6 +34,7 @@ class StepBatch:
     tokens_BT: Tensor
     targets_BT: Tensor
     documents_BT: Tensor | None
+    cursor: list[int] | None = None
 
     def micro(self, index: int, sequences: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens, targets and documents of a micro-step, on the device."""

@@ -6,14 +6,17 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.config.schema import Config, Data, MixtureStage, Source, ValidationSource
+from pretrain.config.schema import Config, Data, MixtureStage, Source, Text, ValidationSource
 from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.loader import Loader
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards import PreparedData
 from pretrain.data.stream import Shuffle, Stream
+from pretrain.data.text_training import TextLoader, TextTraining
 from pretrain.data.tokenizer import tokenizer_fingerprint
+from pretrain.data.training_data import BatchLoader, TrainingData
 from pretrain.errors import ConfigError, DataError
 
 
@@ -22,6 +25,60 @@ def cache_folder(data: Data) -> Path:
     if data.cache.dir is not None:
         return Path(data.cache.dir)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pretrain"
+
+
+def open_data(config: Config) -> tuple[list[Samples] | TextTraining, list[Samples]]:
+    """What is trained on, opened, and the validation sources. Raises ConfigError or DataError."""
+    data = config.data
+    if data.text != Text() and data.sources:
+        raise ConfigError("data.sources and data.text both say what is trained on; keep one")
+    validation = [open_samples(source, data) for source in data.validation]
+    if data.text != Text():
+        _check_text(config)
+        text = TextTraining.open(data.text, data.sequence_length, cache_folder(data))
+        check_tokenizers(validation, text.tokenizer_sha256, data.text.tokenizer)
+        return text, validation
+    if not data.sources:
+        raise ConfigError("data.sources is empty; name a directory of tools/prepare_data.py: data.sources=[{path: DIR}]")
+    sources = [open_samples(source, data) for source in data.sources]
+    check_tokenizers(sources + validation)
+    available = sum(len(source) for source in sources)
+    if available < config.batch.sequences:
+        raise DataError(
+            f"data.sources hold {available} samples of data.sequence_length={data.sequence_length}, less than one step of "
+            f"batch.sequences={config.batch.sequences}; prepare more data, or lower one of the two"
+        )
+    return sources, validation
+
+
+def _check_text(config: Config) -> None:
+    data = config.data
+    if data.exact_resume:
+        raise ConfigError(
+            "data.text cannot resume exactly on another number of ranks (no document is lost, some are repeated) and has no shuffle; "
+            "accept it with data.exact_resume=false, or prepare the data with tools/prepare_data.py"
+        )
+    for name, neutral in (("packing", "concatenate"), ("shuffle", "full"), ("stages", []), ("boundary_loss", True)):
+        if getattr(data, name) != neutral:
+            raise ConfigError(f"data.{name}={getattr(data, name)} has no effect on data.text; prepare the data, or remove it")
+    if config.batch.ramp:
+        raise ConfigError("batch.ramp is not built for data.text; prepare the data, or remove it")
+
+
+def build_loader(
+    config: Config,
+    data: TrainingData,
+    schedule: BatchSchedule,
+    data_rank: int,
+    data_size: int,
+    cursor: list[int] | None,
+    pin: bool,
+) -> BatchLoader:
+    """The batches of one data-parallel rank. `cursor`: where the text of this rank goes on; `pin`: in page-locked memory."""
+    mask, workers = config.data.document_mask, config.data.workers
+    if isinstance(data, TextTraining):
+        return TextLoader(data.stream, schedule, data_rank, data_size, workers, cursor, mask, pin)
+    return Loader(data, schedule, data_rank, data_size, workers, mask, pin)
 
 
 def open_samples(source: Source | ValidationSource, data: Data) -> Samples:
@@ -38,8 +95,16 @@ def _name_of(path: Path) -> str:
     return path.parent.name if path.name in ("train", "validation") and path.parent.name else path.name
 
 
-def check_tokenizers(sources: Sequence[Samples]) -> None:
-    """Raise DataError unless all were prepared with one tokenizer, and the copy that lies with the first is it."""
+def check_tokenizers(sources: Sequence[Samples], sha256: str | None = None, where: object = None) -> None:
+    """Raise DataError unless all were prepared with one tokenizer, and the copy that lies with the first is it.
+
+    `sha256`: of that tokenizer, which lies at `where`; that of the first source by default.
+    """
+    if sha256 is not None:
+        for other in (source.data for source in sources):
+            if other.tokenizer_sha256 != sha256:
+                raise DataError(f"{other.path} was not prepared with data.text.tokenizer={where}; prepare it with the same one")
+        return
     first = sources[0].data
     if tokenizer_fingerprint(first.tokenizer_path) != first.tokenizer_sha256:
         raise DataError(
@@ -101,7 +166,12 @@ def _own_weights(data: Data) -> list[float]:
                 f"data.sources.{i} has a weight and a budget of tokens; keep one: weight={source.weight}, tokens={source.tokens}"
             )
     if not any(budgets):
-        return [1.0 if source.weight is None else source.weight for source in data.sources]
+        weights = [1.0 if source.weight is None else source.weight for source in data.sources]
+        if not any(weights) and not all(stage.weights for stage in data.stages or [MixtureStage()]):
+            raise ConfigError(
+                "data.sources: every weight is 0; give one a weight, or every stage of data.stages weights of its own"
+            )
+        return weights
     if not all(budgets):
         raise ConfigError(
             f"data.sources.{budgets.index(False)} has no tokens, and data.sources.{budgets.index(True)} has; give every source a budget "

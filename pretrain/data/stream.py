@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,22 @@ class Stream:
         self.sequence_length = sources[0].sequence_length
         self._order = functools.lru_cache(_ORDERS)(lambda source, epoch: shuffle.order(sources[source], epoch))
 
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.sources[0].data.tokenizer_path
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        return self.sources[0].data.tokenizer_sha256
+
+    @property
+    def vocab_size(self) -> int:
+        return self.sources[0].data.vocab_size
+
+    def verify(self, part: int, parts: int) -> None:
+        for source in self.sources:
+            source.verify(part, parts)
+
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, sample in the source, epoch of the source) of each position."""
         sources, numbers = self.mixture.locate(np.asarray(positions, dtype=np.int64))
@@ -70,7 +87,9 @@ class Stream:
             self.sources[source].fill(sample, tokens_BT[row], targets_BT[row])
 
     def shares(self, until: int) -> dict[str, float]:
-        """Share of each source in the samples before position `until`."""
+        """Share of each source in the samples before position `until`; empty where there is one source."""
+        if len(self.sources) == 1:
+            return {}
         counts = self.mixture.counts(until)
         return {source.name: count / max(1, sum(counts)) for source, count in zip(self.sources, counts)}
 

@@ -15,6 +15,7 @@ from torch import nn
 from pretrain.checkpoint.load import choose_checkpoint, load_state, load_tensors, saved_names
 from pretrain.checkpoint.payload import model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
+from pretrain.data.streaming import Cursor, continue_cursors
 from pretrain.data.tokenizer import tokenizer_fingerprint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
@@ -28,11 +29,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """How far a run is: optimizer steps, training samples and target tokens so far."""
+    """How far a run is: optimizer steps, training samples and target tokens so far.
+
+    `cursor`: where this rank's text goes on, of data that is not prepared.
+    """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    cursor: list[int] | None = None
 
 
 class Continuation:
@@ -57,13 +62,14 @@ class Continuation:
         tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors(self.ranks)
         state = {
             **dataclasses.asdict(progress),
+            "cursor": self.ranks.gather(progress.cursor),  # of every rank
             "world_size": self.ranks.world_size,
             "layout": self.plan.layout.name,
             "model": dataclasses.asdict(self.plan.config.model),
             "identity": self.plan.identity(progress.samples),
             "torch": torch.__version__,
         }
-        attachments = {"config.yaml": self.directory.path / "config.yaml", "tokenizer": self.plan.tokenizer}
+        attachments = {"config.yaml": self.directory.path / "config.yaml", "tokenizer": self.plan.data.tokenizer_path}
         folder, policy = self.directory.checkpoints, self.plan.config.checkpoint
         path = save_checkpoint(folder, progress.step, tensors, state, attachments, policy, self.ranks)
         self.last_saved, self.saved_at = progress.step, time.monotonic()
@@ -107,7 +113,16 @@ class Continuation:
                 state["samples"],
                 state["layout"],
             )
-        return Progress(state["step"], state["samples"], state["tokens"])
+        return Progress(state["step"], state["samples"], state["tokens"], self._cursor(state["cursor"]))
+
+    def _cursor(self, saved: list[list[int] | None]) -> list[int] | None:
+        """Where this rank's text goes on."""
+        if saved[0] is None:
+            return None
+        continued = continue_cursors([Cursor.from_list(values) for values in saved], self.plan.layout.data_size)
+        if self.ranks.is_main:
+            log.info("data: %s", continued.description)
+        return continued.cursors[self.ranks.rank].to_list()
 
     def _generators(self, checkpoint: Path, world_size: int) -> dict[str, torch.Tensor]:
         # Generators belong to ranks: on another number of them this rank keeps the one it was seeded with. Nothing in training
@@ -125,10 +140,10 @@ class Continuation:
         load_tensors(source, model_tensors(self.model), self.ranks)
 
     def _check_tokenizer(self, source: Path) -> None:
-        data = self.plan.stream.sources[0].data
-        if (source / "tokenizer").is_dir() and tokenizer_fingerprint(source / "tokenizer") != data.tokenizer_sha256:
+        own = self.plan.data.tokenizer_sha256
+        if (source / "tokenizer").is_dir() and tokenizer_fingerprint(source / "tokenizer") != own:
             raise CheckpointError(
-                f"run.init_from={source} was trained with another tokenizer than {data.path}; prepare the data with {source / 'tokenizer'}"
+                f"run.init_from={source} was trained with another tokenizer than the data; prepare the data with {source / 'tokenizer'}"
             )
 
 

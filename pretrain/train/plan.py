@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +11,13 @@ import torch
 from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.samples import Samples
-from pretrain.data.sources import batch_schedule, check_tokenizers, open_samples, open_stream
-from pretrain.data.stream import Stream
-from pretrain.errors import ConfigError, DataError
+from pretrain.data.sources import batch_schedule, open_data, open_stream
+from pretrain.data.text_training import TextTraining
+from pretrain.data.training_data import TrainingData
+from pretrain.errors import ConfigError
 from pretrain.models.decoder import Decoder, count_parameters
 from pretrain.models.families import family_of
+from pretrain.models.masks import attention_backend
 from pretrain.models.shape import complete
 from pretrain.parallel.layout import Layout, plan_layout
 
@@ -30,15 +31,10 @@ class Plan:
 
     config: Config
     layout: Layout
-    stream: Stream
+    data: TrainingData
     schedule: BatchSchedule
     validation: list[Samples]
     parameters: int
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer's files, in the first source."""
-        return self.stream.sources[0].data.tokenizer_path
 
     def identity(self, samples: int) -> dict[str, Any]:
         """What makes a run this run after so many samples: a checkpoint that differs in any of these is another's.
@@ -49,31 +45,27 @@ class Plan:
         identity = {f"model.{k}": v for k, v in flatten(model).items() if k not in NO_IDENTITY}
         identity["optim.name"] = self.config.optim.name
         cut = {name: getattr(data, name) for name in ("packing", "document_mask", "boundary_loss")}
-        cut["tokenizer"] = self.stream.sources[0].data.tokenizer_sha256
-        return identity | {f"data.{k}": v for k, v in flatten(cut | self.stream.identity(samples)).items()}
+        cut["tokenizer"] = self.data.tokenizer_sha256
+        return identity | {f"data.{k}": v for k, v in flatten(cut | self.data.identity(samples)).items()}
 
 
 def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     """Open the data and derive what the configuration leaves open. Raises ConfigError, DataError or LaunchError."""
-    if not config.data.sources:
-        raise ConfigError("data.sources is empty; name a directory of tools/prepare_data.py: data.sources=[{path: DIR}]")
-    sources = [open_samples(source, config.data) for source in config.data.sources]
-    validation = [open_samples(source, config.data) for source in config.data.validation]
-    check_tokenizers(sources + validation)
-    config = complete_config(config, _vocabulary(config, sources[0]))
+    opened, validation = open_data(config)
+    config = complete_config(config, _vocabulary(config, opened))
     family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
+    if config.data.document_mask:
+        attention_backend(config.model, device, training=True)
+    elif config.model.attention != "auto":
+        raise ConfigError(
+            f"model.attention={config.model.attention} is about document masks; set data.document_mask=true, or remove it"
+        )
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
     schedule = batch_schedule(config)
-    stream = open_stream(config, sources, schedule)
-    available = sum(len(source) for source in sources)
-    if available < config.batch.sequences:
-        raise DataError(
-            f"data.sources hold {available} samples of data.sequence_length={config.data.sequence_length}, less than one step of "
-            f"batch.sequences={config.batch.sequences}; prepare more data, or lower one of the two"
-        )
-    return Plan(config, layout, stream, schedule, validation, parameters)
+    data = open_stream(config, opened, schedule) if isinstance(opened, list) else opened
+    return Plan(config, layout, data, schedule, validation, parameters)
 
 
 def complete_config(config: Config, vocab_size: int | None = None) -> Config:
@@ -91,14 +83,19 @@ def model_size(config: Config) -> int:
         return count_parameters(Decoder(config.model))
 
 
-def _vocabulary(config: Config, first: Samples) -> int:
+def _vocabulary(config: Config, opened: list[Samples] | TextTraining) -> int:
+    needed, where = (
+        (opened[0].data.vocab_size, opened[0].data.path)
+        if isinstance(opened, list)
+        else (opened.vocab_size, config.data.text.tokenizer)
+    )
     size = config.model.vocab_size
-    if size is not None and size < first.data.vocab_size:
+    if size is not None and size < needed:
         raise ConfigError(
-            f"model.vocab_size={size} is below the {first.data.vocab_size} tokens of the tokenizer of {first.data.path}; "
+            f"model.vocab_size={size} is below the {needed} tokens of the tokenizer of {where}; "
             "remove the key to take the data's, or raise it"
         )
-    return first.data.vocab_size
+    return needed
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

@@ -129,8 +129,8 @@ def _verify_data(plan: Plan, ranks: Ranks) -> None:
         return
     started, problem = time.monotonic(), None
     try:
-        for source in [*plan.stream.sources, *plan.validation]:
-            source.verify(ranks.rank, ranks.world_size)
+        for data in [plan.data, *plan.validation]:
+            data.verify(ranks.rank, ranks.world_size)
     except DataError as error:
         problem = str(error)
     ranks.agree(problem, DataError)
@@ -159,7 +159,7 @@ def describe(plan: Plan, world_size: int) -> list[str]:
         f"run      {_path_of(config)}: {config.run.steps} steps of {tokens} tokens",
         f"model    {model.family}, {plan.parameters:,} parameters: {model.layers} layers of {model.dim}, {model.heads} heads, "
         f"vocabulary {model.vocab_size}; {flops_per_token(model, config.data.sequence_length):.3g} FLOPs per token",
-        *plan.stream.describe(plan.schedule.consumed(config.run.steps)),
+        *plan.data.describe(plan.schedule.consumed(config.run.steps)),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {ramp}{batch.sequences} sequences = "
         f"{layout.data_size} ranks x {layout.micro_steps} micro-steps x {batch.micro_sequences}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "

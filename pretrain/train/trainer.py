@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretrain.data.loader import Loader, StepBatch
-from pretrain.data.stream import DIGEST_MODULUS, Samples
+from pretrain.data.loader import StepBatch
+from pretrain.data.samples import Samples
+from pretrain.data.sources import build_loader
+from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError, TrainingError
 from pretrain.models.decoder import Decoder
@@ -58,6 +60,15 @@ class Trainer:
         self._build()
         self.continuation = Continuation(plan, ranks, directory, self.model, self.optimizer)
         self.progress = self.continuation.restore()
+        self.loader = build_loader(
+            plan.config,
+            plan.data,
+            plan.schedule,
+            self.strategy.data_rank,
+            plan.layout.data_size,
+            self.progress.cursor,
+            pin=ranks.device.type == "cuda",
+        )
 
     def _build(self) -> None:
         config = self.config
@@ -71,15 +82,6 @@ class Trainer:
         stored = {p.dtype for p in self.model.parameters()}
         if stored != {DTYPES[config.precision.master]}:
             raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
-        self.loader = Loader(
-            stream=self.plan.stream,
-            schedule=self.plan.schedule,
-            data_rank=self.strategy.data_rank,
-            data_size=self.plan.layout.data_size,
-            workers=config.data.workers,
-            mask_documents=config.data.document_mask,
-            pin_memory=self.ranks.device.type == "cuda",
-        )
         peak = peak_flops(self.ranks.device, config.precision.compute)
         self.peak_flops = peak * self.ranks.world_size if peak else None
         self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
@@ -104,6 +106,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = number
         self.progress.samples += batch.sequences
+        self.progress.cursor = batch.cursor
         self.progress.tokens += target_tokens
         return {"step": number, "tokens": self.progress.tokens, "loss": loss, "grad_norm": grad_norm, "lr": rate}
 
@@ -171,6 +174,12 @@ class Trainer:
         tokens, digests, problems, stops, saves = said.tolist()
         if problems:
             self.ranks.agree(problem, DataError)
+        if not tokens:
+            samples = batch.positions.tolist() if batch else []
+            raise TrainingError(
+                f"step {self.progress.step + 1}: none of its targets carries a loss (samples {samples[:8]}); set data.boundary_loss=true, "
+                "or prepare longer documents"
+            )
         return Verdict(tokens, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(saves))
 
     def _after_step(self, record: dict[str, Any]) -> None:
@@ -195,7 +204,8 @@ class Trainer:
         speed = self.window.take()
         achieved = speed["tokens_per_second"] * self.flops_per_token
         record |= speed | {"mfu": achieved / self.peak_flops if self.peak_flops else None}
-        record |= {"shares": self.plan.stream.shares(self.progress.samples)}
+        if shares := self.plan.data.shares(self.progress.samples):
+            record["shares"] = shares
         if self.ranks.is_main:
             self.metrics.write(record)
             left = (self.config.run.steps - record["step"]) * record["seconds"]

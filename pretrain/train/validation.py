@@ -7,15 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretrain.data.loader import Loader
 from pretrain.data.samples import Samples
 from pretrain.data.stream import documents_of
+from pretrain.data.training_data import BatchLoader
 from pretrain.distributed.ranks import Ranks
 from pretrain.models.loss import IGNORED
 
 
 @torch.no_grad()
-def validate(call: nn.Module, source: Samples, sequences: int, micro_sequences: int, loader: Loader, ranks: Ranks) -> float:
+def validate(
+    call: nn.Module, source: Samples, sequences: int, micro_sequences: int, loader: BatchLoader, ranks: Ranks
+) -> float:
     """Mean token loss over the first `sequences` samples of a source (0: all), the same on every rank.
 
     Each sample's summed loss is put in its place in one list and the list is added up in order in fp64, so that the result

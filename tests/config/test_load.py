@@ -126,10 +126,10 @@ def test_an_unknown_key_of_the_command_line_is_not_blamed_on_the_file_that_has_i
         ("log.gradients_at.0=3", "expected a list, each item a whole number"),
         ("data.sources=corpus", "data.sources is a list, got corpus; write [{...}] or one `- ` per item"),
         ("data.sources=null", "data.sources is a list, got null"),
-        ("data.sources=[corpus]", "data.sources.0 is a section with keys (path, name, weight), got corpus"),
+        ("data.sources=[corpus]", "data.sources.0 is a section with keys (path, name, weight, tokens, max_epochs), got corpus"),
         ("data.sources=[{name: a}]", "data.sources.0.path is missing: Directory written by tools/prepare_data.py"),
         ("data.sources.0.path=a", "data.sources is a list, got {'0': {path: a}}"),
-        ("data.sources=[{path: a, weight: 0}]", "data.sources.0.weight=0: must be above 0"),
+        ("data.sources=[{path: a, weight: -1}]", "data.sources.0.weight=-1: must be at least 0"),
         ("model=3", "model is a section with keys (family, dim"),
         ("model=null", "model is a section with keys (family, dim"),
         ("model.rope=1", "model.rope is a section with keys (theta), got 1"),
@@ -369,8 +369,8 @@ def test_a_key_can_refer_to_another_key(write):
 
 
 def test_a_list_can_refer_to_another_list(write):
-    config, _ = load_config(write("data: {sources: [{path: a}], validation: '${data.sources}'}\n"))
-    assert config.data.validation == [Source(path="a")]
+    config, _ = load_config(write("data: {text: {input: [a, b]}}\nrun: {accept_changes: '${data.text.input}'}\n"))
+    assert config.run.accept_changes == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_the_printed_configuration_shows_the_origins_and_loads_back(write, tmp_p
     assert lines["steps: 3"] == f"{path}:1"
     assert lines["lr: 0.001"] == "command line"
     assert lines["eps: 1.0e-08"] == "default"
-    assert (lines["weight: 2.0"], lines["weight: 1.0"]) == (f"{path}:2", "default")
+    assert (lines["weight: 2.0"], lines["weight: null"]) == (f"{path}:2", "default")
     (tmp_path / "again.yaml").write_text(text)
     assert load_config(tmp_path / "again.yaml")[0] == config
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.order import permute, round_keys
+from pretrain.data.order import ChunkedOrder, FullOrder, permute, round_keys, unpermute
 
 LARGE = [10**10, 2**32 + 1, 2**40 - 3, 3 * 2**50 + 1]
 DRAWS = 64_000
@@ -78,6 +78,62 @@ def test_an_index_outside_the_range_is_refused(n, indices):
 
 def test_no_indices_have_no_images():
     assert permute(np.array([], dtype=np.int64), 7, round_keys(0)).tolist() == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 2**40) | st.integers(2**40, 2**62), st.integers(0, 2**64), st.data())
+def test_every_image_is_taken_back_to_its_index(n, seed, data):
+    count = min(n, 2000)
+    start = data.draw(st.integers(0, n - count))
+    indices, keys = start + np.arange(count), round_keys(seed)
+    assert np.array_equal(unpermute(permute(indices, n, keys), n, keys), indices)
+    assert np.array_equal(permute(unpermute(indices, n, keys), n, keys), indices)
+
+
+# ---- two levels -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4000), st.integers(1, 300), st.integers(1, 9), st.integers(0, 2**32))
+def test_the_order_by_shards_is_a_bijection_of_any_size_and_has_an_inverse(size, chunk, window, seed):
+    chunk = max(chunk, size // 50)  # every window costs a call
+    order = ChunkedOrder(size, chunk, window, (seed,))
+    samples = order.samples(np.arange(size))
+    assert np.array_equal(np.sort(samples), np.arange(size))
+    assert np.array_equal(order.places(samples), np.arange(size))
+
+
+@pytest.mark.parametrize("n", LARGE)
+def test_the_order_by_shards_holds_beyond_32_bits_and_touches_few_chunks_at_a_time(n):
+    order = ChunkedOrder(n, 65_536, 8, (1, "f"))
+    for start in (0, 2**31 - 1000, n - 70_000):
+        places = start + np.arange(70_000)
+        samples = order.samples(places)
+        assert len(np.unique(samples)) == len(samples)
+        assert np.array_equal(order.places(samples), places)
+        # 70,000 places lie in at most two windows of 8 chunks, of which one chunk of a window may be two at its ends.
+        assert len(np.unique(samples // 65_536)) <= 2 * (8 + 1)
+
+
+def test_within_a_window_of_shards_samples_are_spread_evenly_and_shards_come_in_another_order_each_epoch():
+    order = ChunkedOrder(64 * 1000, 1000, 8, ("order", 0, 0, "f"))
+    samples = order.samples(np.arange(64_000))
+    first = samples[:8000]
+    chunks = np.unique(first // 1000)
+    assert len(chunks) == 8
+    assert not np.array_equal(np.diff(chunks), np.ones(7))
+    for part in first.reshape(8, 1000):
+        assert_uniform(np.bincount(np.searchsorted(chunks, part // 1000), minlength=8), "one eighth of a window")
+    for lag in (1, 2, 8):
+        assert abs(np.corrcoef(first[:-lag] % 1000, first[lag:] % 1000)[0, 1]) < 5 / np.sqrt(8000)
+    other = ChunkedOrder(64 * 1000, 1000, 8, ("order", 0, 1, "f")).samples(np.arange(8000))
+    assert set((other // 1000).tolist()) != set(chunks.tolist())
+
+
+def test_the_full_order_is_the_permutation_of_its_identity():
+    order = FullOrder(999, ("order", 3, 1, "f"))
+    assert np.array_equal(order.samples(np.arange(999)), images(999, 0, 999, round_keys("order", 3, 1, "f")))
+    assert np.array_equal(order.places(order.samples(np.arange(999))), np.arange(999))
 
 
 # ---- randomness -------------------------------------------------------------------------------------------------------

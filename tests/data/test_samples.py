@@ -1,0 +1,197 @@
+"""Every way of cutting documents into samples: every token is a target once, documents stay whole, and the index is right."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import pretrain.data.packing as packing
+from pretrain.data.packing import open_index, pack
+from pretrain.data.samples import Packed, Windows
+from pretrain.data.shard_writer import ShardWriter
+from pretrain.data.shards import PreparedData
+from pretrain.data.stream import documents_of
+from pretrain.data.tokenizer import load_tokenizer
+from pretrain.errors import DataError
+from pretrain.models.loss import IGNORED
+
+EOD = 256
+ONCE = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def write(path: Path, tokenizer: Path, lengths: list[int], shard_tokens: int = 10**6) -> PreparedData:
+    """Documents of so many tokens each (the end of document included), their tokens counting up modulo 251."""
+    ends = np.cumsum(lengths)
+    tokens = np.arange(ends[-1]) % 251
+    tokens[ends - 1] = EOD
+    with ShardWriter.create(path, load_tokenizer(tokenizer), shard_tokens) as writer:
+        writer.add(tokens, np.array(lengths))
+    return PreparedData.open(path)
+
+
+def samples_of(data: PreparedData, packing: str, length: int, cache: Path, boundary_loss: bool = True) -> Windows | Packed:
+    if packing == "concatenate":
+        return Windows("a", data, length, boundary_loss)
+    return Packed("a", data, length, open_index(data, packing, length, cache), boundary_loss)
+
+
+def read(samples: Windows | Packed, index: int) -> tuple[np.ndarray, np.ndarray]:
+    tokens, targets = np.full((2, samples.sequence_length), -7)
+    samples.fill(index, tokens, targets)
+    return tokens, targets
+
+
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+
+
+@pytest.mark.parametrize("mode", ["best_fit", "padded"])
+@pytest.mark.parametrize("boundary_loss", [True, False])
+@ONCE
+@given(lengths=lengths, length=st.integers(2, 24), number=st.integers(0, 10**9), shard_tokens=st.sampled_from([50, 10**6]))
+def test_packed_samples_have_every_token_once_and_every_inner_target_once(
+    tmp_path, byte_tokenizer, mode, boundary_loss, lengths, length, number, shard_tokens
+):
+    folder = tmp_path / f"{number}-{len(list(tmp_path.iterdir()))}"
+    data = write(folder, byte_tokenizer, lengths, shard_tokens)
+    samples = samples_of(data, mode, length, tmp_path / "cache", boundary_loss)
+    stream, seen, predicted = data.read(0, data.tokens), np.zeros(data.tokens, int), np.zeros(data.tokens, int)
+    begins = np.concatenate(([0], np.cumsum(lengths)))
+    for index in range(len(samples)):
+        tokens, targets = read(samples, index)
+        pieces = samples.pieces(index)
+        places = np.concatenate([np.arange(start, start + size) for start, size in pieces])
+        used = len(places)
+        assert tokens.tolist() == stream[places].tolist() + [EOD] * (length - used)
+        seen[places] += 1
+        for i, place in enumerate(places):
+            inside = stream[place] != EOD
+            next_piece = i + 1 < used and not inside
+            expected = stream[place + 1] if inside else stream[places[i + 1]] if next_piece and boundary_loss else IGNORED
+            assert targets[i] == expected
+            if inside:
+                predicted[place + 1] += 1
+        assert (targets[used:] == IGNORED).all()
+        for start, size in pieces:
+            # A document is cut only when it is longer than a sample, and then at multiples of the sample's length.
+            document = np.searchsorted(begins, start, side="right") - 1
+            whole = (start, size) == (begins[document], lengths[document])
+            assert whole or (lengths[document] > length and (start - begins[document]) % length == 0)
+            assert len(pieces) == 1 or mode == "best_fit"
+    assert (seen == 1).all()
+    inner = np.ones(data.tokens, bool)
+    inner[begins[:-1]] = False
+    assert predicted[inner].tolist() == [1] * int(inner.sum())
+    assert samples.index.fill == data.tokens / (len(samples) * length)
+    assert samples.index.cut_documents == sum(n > length for n in lengths)
+
+
+@ONCE
+@given(lengths=lengths, length=st.integers(2, 24), number=st.integers(0, 10**9))
+def test_the_samples_of_a_document_are_found_by_its_place_in_the_stream(tmp_path, byte_tokenizer, lengths, length, number):
+    data = write(tmp_path / f"{number}-{len(list(tmp_path.iterdir()))}", byte_tokenizer, [*lengths, 30])
+    for mode in ("concatenate", "best_fit", "padded"):
+        samples = samples_of(data, mode, length, tmp_path / "cache")
+        holders: dict[int, set[int]] = {}
+        for index, (start, size) in itertools.chain.from_iterable(
+            ((i, piece) for piece in samples.pieces(i)) for i in range(len(samples))
+        ):
+            for place in range(start, start + size):
+                holders.setdefault(data.document_at(place), set()).add(index)
+        for document in range(data.documents):
+            assert samples.find(*data.document_span(document)).tolist() == sorted(holders.get(document, set()))
+
+
+@ONCE
+@given(st.data())
+def test_packing_is_best_fit_decreasing(data):
+    capacity = data.draw(st.integers(1, 40))
+    sizes = np.array(data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=80)))
+    sample_of, count = pack(sizes, capacity)
+    rooms: list[int] = []  # the textbook's algorithm, one piece at a time
+    for size in sorted(sizes.tolist(), reverse=True):
+        fitting = [room for room in rooms if room >= size]
+        if fitting:
+            rooms.remove(min(fitting))
+        rooms.append((min(fitting) if fitting else capacity) - size)
+    assert count == len(rooms)
+    assert sorted((capacity - np.bincount(sample_of, weights=sizes)).astype(int).tolist()) == sorted(rooms)
+
+
+def test_best_fit_wastes_little_on_documents_of_natural_lengths():
+    # Log-normal with a median of 400 tokens, as web text roughly is.
+    sizes = np.minimum(2048, np.random.default_rng(0).lognormal(6, 1.2, 65_536).astype(int) + 1)
+    _, count = pack(sizes, 2048)
+    assert sizes.sum() / (count * 2048) > 0.999
+
+
+def test_groups_of_documents_are_packed_each_by_itself(tmp_path, byte_tokenizer, monkeypatch):
+    monkeypatch.setattr(packing, "GROUP", 10)
+    sizes = np.random.default_rng(1).integers(1, 30, 95).tolist()
+    data = write(tmp_path / "data", byte_tokenizer, sizes, shard_tokens=300)
+    samples = samples_of(data, "best_fit", 16, tmp_path / "cache")
+    groups = [{data.document_at(start) // 10 for start, _ in samples.pieces(i)} for i in range(len(samples))]
+    assert all(len(group) == 1 for group in groups)
+    assert [min(group) for group in groups] == sorted(min(group) for group in groups)
+    assert sum(size for i in range(len(samples)) for _, size in samples.pieces(i)) == data.tokens
+
+
+def test_documents_are_numbered_from_their_end_tokens_and_padding_is_alone():
+    tokens = np.array([[5, 6, EOD, 7, EOD, EOD, EOD], [EOD, 1, 1, 1, 1, 1, 1]])
+    assert documents_of(tokens, EOD).tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+
+
+def test_windows_leave_out_the_first_token_of_documents_on_request(tmp_path, byte_tokenizer):
+    data = write(tmp_path / "data", byte_tokenizer, [5, 3, 9, 4])
+    tokens, targets = read(samples_of(data, "concatenate", 20, tmp_path), 0)
+    assert targets.tolist() == data.read(1, 20).tolist()
+    tokens, without = read(samples_of(data, "concatenate", 20, tmp_path, boundary_loss=False), 0)
+    assert np.flatnonzero(without == IGNORED).tolist() == [4, 7, 16]
+    assert (without[without != IGNORED] == targets[without != IGNORED]).all()
+
+
+def _open(path: str, cache: str) -> int:
+    return open_index(PreparedData.open(path), "best_fit", 16, Path(cache)).samples
+
+
+def test_processes_that_come_together_make_the_index_once(tmp_path, byte_tokenizer):
+    data = write(tmp_path / "data", byte_tokenizer, np.random.default_rng(0).integers(1, 60, 3000).tolist())
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        counts = pool.starmap(_open, [(str(tmp_path / "data"), str(tmp_path / "cache"))] * 4)
+    assert len(set(counts)) == 1
+    folder = tmp_path / "cache" / "packing"
+    assert len([path for path in folder.iterdir() if path.is_dir()]) == 1
+    samples = samples_of(data, "best_fit", 16, tmp_path / "cache")
+    samples.pieces(3)
+    assert pickle.loads(pickle.dumps(samples)).pieces(3) == samples.pieces(3)
+
+
+def test_a_damaged_index_is_refused_by_name(tmp_path, byte_tokenizer):
+    data = write(tmp_path / "data", byte_tokenizer, [5] * 50)
+    samples = samples_of(data, "best_fit", 16, tmp_path / "cache")
+    samples.verify()
+    file = samples.index.path / "order.idx"
+    content = bytearray(file.read_bytes())
+    content[9] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"order.idx: content does not match its hash"):
+        samples.verify()
+    file.write_bytes(content[:-3])
+    with pytest.raises(DataError, match=r"order.idx: damaged: not \d+ bytes; remove .*cache.*, and it is made again"):
+        samples_of(data, "best_fit", 16, tmp_path / "cache")
+    (samples.index.path / "manifest.json").write_text("{}")
+    with pytest.raises(DataError, match="not a packing index"):
+        samples_of(data, "best_fit", 16, tmp_path / "cache")
+
+
+def test_an_index_that_cannot_be_written_is_an_error_that_names_the_key(tmp_path, byte_tokenizer):
+    data = write(tmp_path / "data", byte_tokenizer, [5] * 50)
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(DataError, match=r"cannot be written: Not a directory; set data.cache.dir"):
+        samples_of(data, "best_fit", 16, tmp_path / "file")

@@ -1,0 +1,288 @@
+"""What a run reads: the same samples on any number of ranks, for every packing, mixture and ramp, and across changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train, write_prepared
+
+from pretrain.data.shard_writer import ShardWriter
+from pretrain.data.shards import PreparedData
+from pretrain.data.tokenizer import load_tokenizer
+from pretrain.observe.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory, byte_tokenizer) -> Path:
+    return write_prepared(tmp_path_factory.mktemp("other") / "more", byte_tokenizer, seed=5, documents=40)
+
+
+def digests(run: Path) -> list[str]:
+    return [record["batch"] for record in read_metrics(run)]
+
+
+def set_data(config_file: Path, **keys: object) -> None:
+    config = yaml.safe_load(config_file.read_text())
+    config["data"] |= keys
+    config["schedule"] = {"name": "constant"}  # so that a run's length decides nothing
+    config["data"]["cache"] = {"dir": str(config_file.parent / "cache")}
+    config_file.write_text(yaml.safe_dump(config))
+
+
+def sources(prepared: Path, other: Path, **keys: object) -> list[dict]:
+    return [{"path": str(prepared), "name": "a", "weight": 3}, {"path": str(other), "name": "b", "weight": 1, **keys}]
+
+
+STAGES = [{"until_tokens": 3000, "weights": {"a": 1, "b": 1}}, {"weights": {"a": 1, "b": 5}}]
+RAMP = "batch.ramp=[{until_tokens: 1000, sequences: 8}, {until_tokens: 2000, sequences: 12}]"
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit", "padded"])
+def test_resumed_on_other_numbers_of_ranks_a_run_sees_the_samples_of_a_straight_one(
+    pool, config_file, prepared, other, packing
+):
+    set_data(config_file, sources=sources(prepared, other, max_epochs=1), stages=STAGES, packing=packing)
+    shape = [
+        "batch.sequences=24",
+        "batch.micro_sequences=2",
+        "run.steps=14",
+        "batch.ramp=[{until_tokens: 4000, sequences: 12}]",
+    ]
+    masks = [
+        "data.document_mask=true",
+        "data.boundary_loss=false",
+        "data.shuffle=shards",
+        "data.shuffle_shards=1",
+        "schedule.name=constant",
+        "optim.lr=1e-3",
+    ]
+    train(pool, 1, config_file, *shape, *masks, "run.name=straight")
+    run = config_file.parent / "runs" / "straight"
+    train(pool, 2, config_file, *shape, *masks, "run.name=elastic", "run.steps=5", "parallel.strategy=ddp")
+    train(pool, 3, config_file, *shape, *masks, "run.name=elastic", "run.steps=9", "parallel.strategy=fsdp", "data.workers=3")
+    elastic = train(
+        pool,
+        4,
+        config_file,
+        *shape,
+        *masks,
+        "run.name=elastic",
+        "parallel.strategy=ddp",
+        "data.workers=0",
+        "batch.micro_sequences=3",
+    )
+    assert digests(elastic) == digests(run)
+    assert len(set(digests(run))) == 14
+    assert largest_relative_difference(losses(elastic), losses(run)) < 2e-5
+    assert [r["tokens"] for r in read_metrics(elastic)] == [r["tokens"] for r in read_metrics(run)]
+    shares = read_metrics(run)[-1]["shares"]
+    assert shares.keys() == {"a", "b"} and abs(sum(shares.values()) - 1) < 1e-12
+
+
+def test_gradients_of_masked_packed_samples_are_equal_in_every_layout(pool, config_file):
+    set_data(config_file, packing="best_fit", document_mask=True, sequence_length=250)
+    keys = ["run.steps=1", "log.gradients_at=[1]"]
+    single = gradients(train(pool, 1, config_file, *keys, "run.name=single"))
+    for strategy, world_size in (("ddp", 2), ("fsdp", 2), ("fsdp", 4)):
+        run = train(pool, world_size, config_file, *keys, f"run.name={strategy}{world_size}", f"parallel.strategy={strategy}")
+        assert largest_gradient_difference(single, gradients(run)) < 5e-6
+    unmasked = gradients(train(pool, 1, config_file, *keys, "run.name=open", "data.document_mask=false"))
+    assert largest_gradient_difference(single, unmasked) < 5e-6  # one document a sample: 200 tokens in 250
+    two = ["data.sequence_length=420"]
+    masked = gradients(train(pool, 1, config_file, *keys, *two, "run.name=two"))
+    unmasked = gradients(train(pool, 1, config_file, *keys, *two, "run.name=two-open", "data.document_mask=false"))
+    assert largest_gradient_difference(masked, unmasked) > 1e-3
+
+
+def test_a_ramp_keeps_the_order_of_the_samples_and_takes_its_sizes(pool, config_file):
+    run = train(pool, 2, config_file, RAMP, "run.steps=8", "batch.micro_sequences=2", "parallel.strategy=ddp")
+    assert [r["tokens"] // 32 for r in read_metrics(run)] == [8, 16, 24, 32, 44, 56, 68, 84]
+
+
+def test_a_ramp_that_a_layout_cannot_divide_is_refused_by_its_stage(config_file):
+    code, printed = run_main(str(config_file), "batch.ramp=[{until_tokens: 1000, sequences: 3}]")
+    assert code == 2
+    assert "batch.ramp.0.sequences=3 is not divisible by batch.micro_sequences=2 times 1 data-parallel ranks" in printed
+    code, printed = run_main(
+        str(config_file), "batch.ramp=[{until_tokens: 64, sequences: 4}, {until_tokens: 40, sequences: 8}]"
+    )
+    assert code == 2
+    assert "batch.ramp.1.until_tokens=40 is not beyond the stage before it, 64" in printed
+
+
+# ---- a mixture that changes on the way --------------------------------------------------------------------------------
+
+
+def test_weights_and_sources_change_in_a_run_under_way_when_the_past_stays_as_it_was(pool, config_file, prepared, other):
+    set_data(config_file, sources=sources(prepared, other))
+    train(pool, 1, config_file, "run.steps=6")
+    run = config_file.parent / "runs" / "run"
+    set_data(config_file, sources=[sources(prepared, other)[0] | {"weight": 1}, sources(prepared, other)[1]])
+    code, printed = run_main(str(config_file), "run.steps=10")
+    assert code == 1
+    assert "data.mixture.0.shares.0 was 3221225472 and is 2147483648" in printed
+    assert "a stage of data.stages until_tokens=3072 with the old weights, then one with the new" in printed
+    third = {"path": str(write_prepared(config_file.parent / "new", prepared / "tokenizer", 9, 50)), "name": "c", "weight": 0}
+    set_data(
+        config_file,
+        sources=[*sources(prepared, other), third],
+        stages=[{"until_tokens": 3072}, {"weights": {"a": 1, "c": 3}}],
+    )
+    before = digests(run)
+    train(pool, 1, config_file, "run.steps=200")
+    assert digests(run)[:6] == before
+    shares = read_metrics(run)[-1]["shares"]
+    since = {name: (share * 3200 - first * 96) / 3104 for (name, share), first in zip(shares.items(), (72, 24, 0))}
+    assert abs(shares["c"] * 3200 / 3104 - 0.75) < 0.03
+    assert shares["b"] * 3200 == pytest.approx(24, abs=6)
+    assert since.keys() == {"a", "b", "c"}
+
+
+def test_achieved_shares_are_within_half_a_percent_after_a_few_blocks(config_file, prepared, other):
+    import torch
+
+    from pretrain.config.load import load_config
+    from pretrain.train.plan import make_plan
+
+    set_data(config_file, sources=sources(prepared, other))
+    plan = make_plan(load_config(config_file)[0], 1, torch.device("cpu"))
+    for samples in (4096, 10_000, 100_000, 10**9):
+        assert abs(plan.data.shares(samples)["a"] - 0.75) < 0.005
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["data.sources.0.weight=0"], None),
+        (["data.stages=[{weights: {z: 1}}]"], "data.stages.0.weights: no source is called 'z'; they are called a, b"),
+        (
+            ["data.stages=[{until_tokens: 64}, {until_tokens: 32}]"],
+            "data.stages.1.until_tokens=32 is not beyond the stage before",
+        ),
+        (["data.stages=[{}, {}]"], "only the last may have no end"),
+        (["data.stages=[{until_tokens: 64}]"], "data.stages end at until_tokens=64, after 2 samples: run.steps at most 0"),
+    ],
+)
+def test_stages_that_contradict_themselves_are_refused(config_file, prepared, other, overrides, message):
+    set_data(config_file, sources=sources(prepared, other))
+    if message is None:
+        set_data(config_file, sources=[{"path": str(prepared), "weight": 0}])
+        overrides, message = [], "data.sources: every weight is 0"
+    code, printed = run_main(str(config_file), "--check", *overrides)
+    assert code == 2 and message in printed, printed
+
+
+def test_budgets_of_tokens_are_shares_and_the_end_of_the_data(config_file, prepared, other):
+    budget = [{"path": str(prepared), "name": "a", "tokens": 7680}, {"path": str(other), "name": "b", "tokens": 2560}]
+    set_data(config_file, sources=budget)
+    assert run_main(str(config_file), "run.steps=20", "--check")[0] == 0
+    code, printed = run_main(str(config_file), "run.steps=21", "--check")
+    assert code == 2
+    assert "run.steps=21 reads 10752 tokens, more than the 10240 of all data.sources[].tokens; run.steps at most 20" in printed
+    set_data(config_file, sources=[budget[0], {"path": str(other), "name": "b"}])
+    code, printed = run_main(str(config_file), "--check")
+    assert code == 2 and "data.sources.1 has no tokens, and data.sources.0 has" in printed
+
+
+def test_a_source_too_small_for_its_weight_is_repeated_as_often_as_it_may_and_then_left(config_file, prepared, other):
+    set_data(config_file, sources=[{"path": str(other), "name": "b", "max_epochs": 2}])
+    available = 2 * ((PreparedData.open(other).tokens - 1) // 32)
+    code, printed = run_main(str(config_file), "run.steps=100", "--check")
+    assert code == 2
+    assert f"every source has come data.sources[].max_epochs times, after {available} samples" in printed
+    assert f"run.steps at most {available // 16}" in printed
+    set_data(config_file, sources=sources(prepared, other, max_epochs=2))
+    code, printed = run_main(str(config_file), "run.steps=200", "--check")
+    assert code == 0
+    assert "b: 249 samples of 32 tokens, 2.00 epochs" in printed
+    assert "tokens on: a 100.0%" in printed
+
+
+# ---- what a change would do -------------------------------------------------------------------------------------------
+
+
+def test_a_change_of_what_decides_the_order_is_an_error_until_it_is_accepted_by_name(pool, config_file, prepared):
+    set_data(config_file)
+    run = train(pool, 1, config_file, "run.steps=4")
+    keys = ["run.steps=6", "data.seed=3", "data.packing=best_fit"]
+    code, printed = run_main(str(config_file), *keys)
+    assert code == 1
+    assert "data.packing was concatenate and is best_fit (samples would be cut elsewhere" in printed
+    assert "data.seed was 7 and is 3 (the samples to come would be in another order" in printed
+    assert "if it is meant, run.accept_changes=[data.packing, data.seed]" in printed
+    assert run_main(str(config_file), *keys, "run.accept_changes=[data.seed]")[0] == 1
+    assert [json.loads(line)["step"] for line in (run / "starts.jsonl").read_text().splitlines()] == [0]
+    code, printed = run_main(str(config_file), *keys, "run.accept_changes=[data.seed, data.packing]")
+    assert code == 0 and "accepted data.seed was 7 and is 3" in printed
+    assert [r["step"] for r in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+    assert [json.loads(line)["samples"] for line in (run / "starts.jsonl").read_text().splitlines()] == [0, 64]
+    # From now on it is a run of this order.
+    assert run_main(str(config_file), *keys, "run.steps=7")[0] == 0
+
+
+def test_only_parts_of_the_data_can_be_accepted(config_file):
+    code, printed = run_main(str(config_file), "run.accept_changes=[model.dim]")
+    assert code == 2 and "run.accept_changes=model.dim: not a part of the data's identity; those are data.seed" in printed
+
+
+# ---- text that is not prepared ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text_config(config_file, tmp_path, byte_tokenizer) -> Path:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(3):
+        lines = [f"line {n} of file {i}: " + "abcdefgh"[n % 8] * (n % 50) for n in range(120)]
+        (texts / f"{i}.txt").write_text("\n".join(lines))
+    text = {"input": [str(texts / "*.txt")], "documents": "line", "tokenizer": str(byte_tokenizer)}
+    set_data(config_file, sources=[], text=text, exact_resume=False)
+    return config_file
+
+
+def test_text_resumes_exactly_on_as_many_ranks(pool, text_config):
+    straight = train(pool, 2, text_config, "run.name=straight", "parallel.strategy=ddp", "run.deterministic=true")
+    train(pool, 2, text_config, "run.name=cut", "parallel.strategy=ddp", "run.steps=7", "run.deterministic=true")
+    cut = train(pool, 2, text_config, "run.name=cut", "parallel.strategy=ddp", "run.deterministic=true")
+    assert digests(cut) == digests(straight)
+    assert losses(cut) == losses(straight)
+    assert len(set(digests(straight))) == 20
+
+
+def test_text_goes_on_with_another_number_of_ranks_and_says_what_is_repeated(pool, text_config):
+    train(pool, 2, text_config, "parallel.strategy=ddp", "run.steps=5")
+    results = pool.launch(3, run_main, str(text_config), "parallel.strategy=ddp", "run.steps=8", "batch.sequences=12")
+    assert [code for code, _ in results] == [0, 0, 0]
+    assert "2 data ranks became 3, all continue at document" in results[0][1]
+    assert "no document is lost" in results[0][1]
+
+
+def test_text_needs_the_consent_that_it_does_not_resume_exactly(text_config):
+    code, printed = run_main(str(text_config), "data.exact_resume=true")
+    assert code == 2 and "accept it with data.exact_resume=false" in printed
+    code, printed = run_main(str(text_config), "data.packing=padded")
+    assert code == 2 and "data.packing=padded has no effect on data.text" in printed
+    code, printed = run_main(str(text_config), "--check")
+    assert code == 0 and "no document is lost and some are repeated" in printed
+
+
+def test_text_that_changed_is_refused_at_the_resume(pool, text_config):
+    train(pool, 1, text_config, "run.steps=3")
+    file = sorted(text_config.parent.glob("texts/*.txt"))[0]
+    file.write_text(file.read_text() + "\nmore")
+    code, printed = run_main(str(text_config), "run.steps=5")
+    assert code == 1 and "data.text.corpus" in printed
+
+
+def test_a_step_without_any_target_is_refused(pool, config_file, prepared):
+    empty = config_file.parent / "empty"
+    tokenizer = load_tokenizer(prepared / "tokenizer")
+    with ShardWriter.create(empty, tokenizer, 1000) as writer:
+        writer.add(np.full(100, tokenizer.eod_id), np.ones(100, dtype=np.int64))
+    set_data(config_file, sources=[{"path": str(empty)}], packing="padded")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file))
+    assert code == 1 and "step 1: none of its targets carries a loss" in printed

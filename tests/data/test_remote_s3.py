@@ -22,7 +22,7 @@ SHARD = "shard-00001.bin"
 QUICK = Patience(stall=20, first_delay=0.02, longest_delay=0.1, give_up=20)
 SHORT = Patience(stall=1.0, first_delay=0.02, longest_delay=0.1, give_up=1.0)
 BIG = 10**9
-_REASON = 'needs s3fs and moto: pip install -e ".[remote,test-s3]"'
+_REASON = 'needs s3fs and moto: pip install -e ".[test]"'
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,7 @@ class PreparedData:
         Raises DataError naming the first file whose content is not what was written.
         """
         for shard in self.manifest.shards[part::parts]:
-            for name, expected in ((shard.file, shard.sha256), (shard.index_file, shard.index_sha256)):
+            for name, expected in shard.files:
                 try:
                     actual = sha256_of(self.path / name)
                 except OSError as error:

@@ -63,10 +63,11 @@ class InspectedSample:
 class InspectedStep:
     """The batch of a step. `shown`: the samples that were asked for; everything else is about the whole batch.
 
-    `digest`: see stream.digest, over all ranks; `logged_digest`: that of metrics.jsonl, None where the step was not logged.
+    `tokenizer`: directory of the data's; `digest`: see stream.digest, over all ranks; `logged_digest`: that of metrics.jsonl, None where the step was not logged.
     """
 
     run: str
+    tokenizer: str
     step: int
     made: bool
     current_step: int
@@ -125,6 +126,7 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
     counts = np.bincount(sources, minlength=len(stream.sources)).tolist()
     return InspectedStep(
         run=history.name,
+        tokenizer=str(stream.tokenizer_path),
         step=step,
         made=step <= history.current,
         current_step=history.current,

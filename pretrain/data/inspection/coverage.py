@@ -8,6 +8,7 @@ for each stretch of it. Within one order, ranges say how many samples are distin
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,15 +99,15 @@ def measure_coverage(history: History, step: int | None = None) -> Coverage:
         raise DataError(f"{history.name} has made no step; give --step N to see what it will have read then")
     history.stretch_of(step)  # refuses a step that there is not
     drawn: dict[tuple, _Drawn] = {}
-    segments: list[SegmentCoverage] = []
     for stretch in history.stretches:
         if stretch.start.step < step:
             first, after = stretch.start.samples, stretch.consumed(min(step, stretch.last))
             _add_ranges(drawn, stretch, first, after)
-            segments += _segments(stretch.stream, first, after)
     last = history.stretch_of(step)
     sources = [_covered(one) for one in drawn.values()]
-    return Coverage(history.name, step, history.last, last.consumed(step), last.stream.sequence_length, sources, segments)
+    return Coverage(
+        history.name, step, history.last, last.consumed(step), last.stream.sequence_length, sources, _segments(history, step)
+    )
 
 
 def _add_ranges(drawn: dict[tuple, _Drawn], stretch: Stretch, first: int, after: int) -> None:
@@ -176,14 +177,28 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _segments(stream: Stream, first: int, after: int) -> list[SegmentCoverage]:
-    """The parts of positions [first, after) with constant shares."""
+def _segments(history: History, step: int) -> list[SegmentCoverage]:
+    """The parts of the first `step` steps with constant shares."""
+    parts: list[tuple[int, int, dict[str, float], dict[str, int]]] = []
+    for stretch in history.stretches:
+        if stretch.start.step < step:
+            for start, end, wanted, drawn in _shares(
+                stretch.stream, stretch.start.samples, stretch.consumed(min(step, stretch.last))
+            ):
+                if parts and parts[-1][2] == wanted and parts[-1][1] == start:
+                    start, drawn = parts[-1][0], {name: drawn[name] + n for name, n in parts.pop()[3].items()}
+                parts.append((start, end, wanted, drawn))
+    return [
+        SegmentCoverage(start, end, wanted, {name: n / (end - start) for name, n in drawn.items()})
+        for start, end, wanted, drawn in parts
+    ]
+
+
+def _shares(stream: Stream, first: int, after: int) -> Iterator[tuple[int, int, dict[str, float], dict[str, int]]]:
+    """(start, end, wanted shares, samples drawn) of each part of positions [first, after) with constant shares."""
     mixture, names = stream.mixture, [source.name for source in stream.sources]
-    parts = []
     for segment in mixture.segments:
         start, end = max(first, segment.start), after if segment.end is None else min(after, segment.end)
         if start < end:
-            drawn = np.subtract(mixture.counts(end), mixture.counts(start))
-            wanted = {name: share / UNIT for name, share in zip(names, segment.shares)}
-            parts.append(SegmentCoverage(start, end, wanted, dict(zip(names, (drawn / (end - start)).tolist()))))
-    return parts
+            drawn = np.subtract(mixture.counts(end), mixture.counts(start)).tolist()
+            yield start, end, {name: share / UNIT for name, share in zip(names, segment.shares)}, dict(zip(names, drawn))

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.recorded import from_recorded
-from pretrain.config.schema import Config, Data
+from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, open_sources, open_stream, source_name
 from pretrain.data.stream import Stream
 from pretrain.errors import ConfigError, DataError
 from pretrain.observe.metrics import METRICS_FILE
+from pretrain.parallel.layout import check_micro_steps
 
 STARTS_FILE = "starts.jsonl"
 
@@ -105,18 +106,17 @@ class History:
         return cls(str(folder), stretches, _current_step(folder, starts[-1].step), folder)
 
     @classmethod
-    def planned(cls, config: Config, ranks: int) -> History:
-        """A run that has not started, on so many data-parallel ranks. `config`: completed, with a seed of the data order."""
-        for key, sequences in (
-            ("batch.sequences", config.batch.sequences),
-            *((f"batch.ramp.{i}.sequences", stage.sequences) for i, stage in enumerate(config.batch.ramp)),
-        ):
-            if sequences % (ranks * config.batch.micro_sequences):
-                raise ConfigError(
-                    f"{key}={sequences} is not divisible by batch.micro_sequences={config.batch.micro_sequences} times {ranks} "
-                    "data-parallel ranks; give their number with --ranks"
-                )
-        name = f"{Path(config.run.dir) / (config.run.name or 'run')} (planned)"
+    def planned(cls, config: Config, ranks: int | None = None) -> History:
+        """A run that has not started, on so many data-parallel ranks; by default as many as `parallel` says, or one.
+
+        Raises ConfigError for batches that so many ranks cannot share.
+        """
+        ranks = ranks or (config.parallel.replicate or 1) * (config.parallel.shard or 1)
+        check_micro_steps(config, ranks)
+        data = config.data
+        seed = config.run.seed if data.seed is None else data.seed
+        config = dataclasses.replace(config, data=dataclasses.replace(data, seed=seed))
+        name = f"{Path(config.run.dir) / str(config.run.name)} (planned)"
         return cls(name, [Stretch(Start(0, 0, ranks, config), config.run.steps, {})], 0)
 
     @property
@@ -210,10 +210,3 @@ def _current_step(folder: Path, started: int) -> int:
         return started
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-
-
-def complete_for_planning(config: Config) -> Config:
-    """The configuration with the seed of its data order."""
-    data: Data = config.data
-    seed = config.run.seed if data.seed is None else data.seed
-    return dataclasses.replace(config, data=dataclasses.replace(data, seed=seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.config.schema import Config
 from pretrain.data.inspection.history import STARTS_FILE, History
@@ -40,6 +42,9 @@ class Integrity:
     files: int
     bytes: int
     damaged: list[Damage]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,16 @@ def check_integrity(path: Path) -> Integrity:
             damaged += [Damage(str(file.path), problem)] if problem else []
             progress.add(file.size)
     return Integrity(len(listed), progress.total, damaged)
+
+
+def refuse_damage(integrity: Integrity) -> None:
+    """Raise DataError if anything is damaged."""
+    if integrity.damaged:
+        first = integrity.damaged[0]
+        raise DataError(
+            f"{len(integrity.damaged)} damaged: {first.file}: {first.problem}; restore them or prepare the data again "
+            "(of a packing index, remove its directory: it is made again)"
+        )
 
 
 _Found = tuple[list[_Listed], Damage | None]

@@ -175,7 +175,7 @@ class PreparedData:
             self._remote.verify((file for shard in shards for file in self._remote_files(shard)), fetch)
             return
         for shard in self.manifest.shards[part::parts]:
-            for name, expected in ((shard.file, shard.sha256), (shard.index_file, shard.index_sha256)):
+            for name, expected in shard.files:
                 try:
                     actual = sha256_of(self.path / name)
                 except OSError as error:

@@ -17,7 +17,7 @@ import numpy as np
 
 import pretrain
 from pretrain.bench.generate import byte_tokenizer, write_many_shards, write_tokens
-from pretrain.bench.measure import LEAST_TURNS, MILLION, Options, Row, environment, in_turns, rate_row, require, resident_bytes
+from pretrain.bench.measure import MILLION, Options, Row, environment, in_turns, rate_row, require, resident_bytes
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, StepBatch
 from pretrain.data.mixture import Mixture, Stage
@@ -57,7 +57,7 @@ def loader(options: Options) -> list[Row]:
         batches = {name: one.batches(0) for name, one in loaders.items()}
         functions: dict[str, Callable[[], object]] = {name: partial(next, batch) for name, batch in batches.items()}
         functions["numpy"] = lambda: (raw[:-1].astype(np.int64), raw[1:].astype(np.int64))
-        turns = in_turns(functions, options.seconds)
+        turns = in_turns(functions, options)
         baseline = turns.pop("numpy").rate(BATCH_TOKENS / MILLION)[0]
         for name, its in turns.items():
             rows.append(
@@ -128,7 +128,7 @@ def start(options: Options) -> list[Row]:
     path = options.work / "start"
     write_many_shards(path, byte_tokenizer(options.work), shards, 1 << 20)
     begin, runs = time.monotonic(), []
-    while len(runs) < LEAST_TURNS or time.monotonic() - begin < options.seconds:
+    while len(runs) < options.turns or time.monotonic() - begin < options.seconds:
         typed = [sys.executable, "-c", f"from pretrain.bench.loading import measure_start; measure_start({str(path)!r})"]
         done = subprocess.run(typed, capture_output=True, text=True, check=True, env=environment())
         runs.append(json.loads(done.stdout))

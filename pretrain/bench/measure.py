@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,6 @@ from typing import Any, Literal
 from pretrain.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAST_TURNS = 3
 MILLION = 1e6
 _VERSIONS = ("numpy", "torch", "tokenizers", "tiktoken", "sentencepiece", "datasets", "transformers")
 
@@ -58,14 +57,21 @@ class Row:
 @dataclass(frozen=True)
 class Options:
     """`seconds`: for each group of things compared; `scale`: size of what is generated, 1 for results, less for trying out;
-    `work`: a folder for what is generated; `source`: globs of text for the preparation, () for this interpreter's libraries.
+    `work`: a folder for what is generated; `source`: globs of text for the preparation, () for this interpreter's libraries;
+    `cores`: processes where many work together.
     """
 
     work: Path
     seconds: float = 5.0
     scale: float = 1.0
     source: tuple[str, ...] = ()
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+
+    @property
+    def turns(self) -> int:
+        """The least number of times that everything is measured."""
+        return 3 if self.scale >= 0.1 else 1
 
     def scaled(self, count: int, least: int = 1) -> int:
         """`count` at this scale."""
@@ -92,16 +98,17 @@ class Turns:
 
 
 def in_turns(
-    functions: dict[str, Callable[[], Any]], seconds: float, clock: Callable[[], float] = time.process_time
+    functions: dict[str, Callable[[], Any]], options: Options, clock: Callable[[], float] = time.process_time
 ) -> dict[str, Turns]:
-    """Call the functions one after the other, for about so many seconds, each at least LEAST_TURNS times."""
+    """Call the functions one after the other, again and again for about `options.seconds`."""
     taken: dict[str, list[float]] = {name: [] for name in functions}
-    begin = time.monotonic()
-    while time.monotonic() - begin < seconds or len(next(iter(taken.values()))) < LEAST_TURNS:
+    begin, turns = time.monotonic(), 0
+    while time.monotonic() - begin < options.seconds or turns < options.turns:
         for name, function in functions.items():
             start = clock()
             function()
             taken[name].append(max(clock() - start, 1e-9))
+        turns += 1
     return {name: Turns(tuple(values)) for name, values in taken.items()}
 
 

@@ -34,7 +34,7 @@ def order(options: Options) -> list[Row]:
         "numpy": lambda: np.random.default_rng(0).permutation(count),
     }
     permute_images = permute(consecutive, _SAMPLES, keys)
-    turns = in_turns(functions, options.seconds)
+    turns = in_turns(functions, options)
     baseline = turns.pop("numpy").rate(count / MILLION)[0]
     note = f"baseline: numpy permutes an array of {count:,}"
     rows = [
@@ -88,7 +88,7 @@ def packing(options: Options) -> list[Row]:
         loads = np.bincount(sample_of, weights=lengths)
         require(len(loads) == samples and loads.max() <= length, "best-fit packing overfills a sample")
         functions = {"pack": partial(pack, lengths, length), "numpy": lambda lengths=lengths: np.sort(lengths)}
-        turns = in_turns(functions, options.seconds / 3)
+        turns = in_turns(functions, options)
         count = len(lengths) / MILLION
         baseline = turns["numpy"].rate(count)[0]
         note = f"groups of {len(lengths):,} documents; baseline: numpy sorts their lengths"

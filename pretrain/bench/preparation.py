@@ -91,7 +91,7 @@ def _collect(options: Options) -> Corpus:
 
 
 def _tokenizer(kind: str, corpus: Corpus, options: Options) -> Path:
-    path, size = options.work / kind, 16384 if options.scale > 0.5 else 600
+    path, size = options.work / kind, 16384 if options.scale > 0.5 else 400
     options.say(f"preparation: training a {kind} tokenizer of {size:,} tokens")
     train_tokenizer([str(corpus.path)], path, kind, size, sample_pieces=options.scaled(_PIECES, 50))
     return path
@@ -102,7 +102,7 @@ def _tokenizer(kind: str, corpus: Corpus, options: Options) -> Path:
 
 def _speed(kind: str, path: Path, corpus: Corpus, options: Options) -> list[Row]:
     name = {"byte_bpe": "byte-level BPE", "bpe": "SentencePiece BPE"}[kind]
-    part, cores = corpus.every(_PART), len(os.sched_getaffinity(0))
+    part, cores = corpus.every(_PART), options.cores
     begin = time.process_time()
     tokenizer = choose_engine(path, corpus.texts)
     proof = time.process_time() - begin
@@ -117,10 +117,10 @@ def _speed(kind: str, path: Path, corpus: Corpus, options: Options) -> list[Row]
             "whole": lambda: _prepare(corpus, path, 1, next(outputs)),
             "part": lambda: _prepare(part, path, 1, next(outputs)),
         },
-        options.seconds,
+        options,
     )
     options.say(f"preparation: {name}, other programs")
-    others = in_turns(_others(kind, path, part, options.work), options.seconds)
+    others = in_turns(_others(kind, path, part, options.work), options)
     options.say(f"preparation: {name} on {cores} cores")
     together = in_turns(
         {
@@ -128,7 +128,7 @@ def _speed(kind: str, path: Path, corpus: Corpus, options: Options) -> list[Row]
             "whole": lambda: _prepare(corpus, path, cores, next(outputs)),
             "part": lambda: _prepare(part, path, cores, next(outputs)),
         },
-        options.seconds,
+        options,
         time.monotonic,
     )
     shutil.rmtree(options.work / "output")
@@ -268,12 +268,17 @@ def _memory(tokenizer: Path, corpus: Corpus, options: Options) -> list[Row]:
         folder.mkdir()
         for number in range(copies):
             os.link(corpus.path, folder / f"{number:03d}.jsonl")
-        peaks.append(_peak_memory(folder, tokenizer, options.work / f"prepared-{copies}") / MILLION)
+        peaks.append(_peak_memory(folder, tokenizer, options.work / f"prepared-{copies}", options.cores) / MILLION)
         shutil.rmtree(options.work / f"prepared-{copies}")
     note = "resident memory of all processes added up, what they share counted in each"
-    cores = len(os.sched_getaffinity(0))
     return [
-        Row("preparation", f"peak memory, {cores} processes, {corpus.megabytes:.0f} MB of text", peaks[0], "MB", note=note),
+        Row(
+            "preparation",
+            f"peak memory, {options.cores} processes, {corpus.megabytes:.0f} MB of text",
+            peaks[0],
+            "MB",
+            note=note,
+        ),
         Row(
             "preparation",
             f"peak memory at {times} times the text",
@@ -287,9 +292,9 @@ def _memory(tokenizer: Path, corpus: Corpus, options: Options) -> list[Row]:
     ]
 
 
-def _peak_memory(folder: Path, tokenizer: Path, output: Path) -> int:
+def _peak_memory(folder: Path, tokenizer: Path, output: Path, workers: int) -> int:
     typed = [sys.executable, str(ROOT / "tools" / "prepare_data.py"), "--input", f"{folder}/*.jsonl"]
-    typed += ["--tokenizer", str(tokenizer), "--output", str(output)]
+    typed += ["--tokenizer", str(tokenizer), "--output", str(output), "--workers", str(workers)]
     with open(output.with_suffix(".log"), "w+", encoding="utf-8") as log:
         process = subprocess.Popen(typed, stdout=log, stderr=log, env=environment())
         peak = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.stream import Stream, digest, documents_of, rank_positions
-from pretrain.models.loss import IGNORED
+from pretrain.data.targets import IGNORED
 
 
 @dataclass(frozen=True)

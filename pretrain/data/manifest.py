@@ -28,6 +28,11 @@ class Shard:
     sha256: str
     index_sha256: str
 
+    @property
+    def files(self) -> tuple[tuple[str, str], ...]:
+        """(name, sha256) of each."""
+        return (self.file, self.sha256), (self.index_file, self.index_sha256)
+
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:

@@ -183,6 +183,8 @@ class Mixture:
         """Where a segment without end would have a source's sample `number`."""
         one = self.segments[segment]
         wanted = number - one.base[source]
+        if one.shares[source] == UNIT:
+            return one.start + wanted
         low, high = 0, wanted * UNIT // (one.shares[source] * BLOCK) + 2
         while low + 1 < high:  # the last block that starts with no more than `wanted` samples
             middle = (low + high) // 2

@@ -108,8 +108,10 @@ def open_index(data: PreparedData, mode: Mode, sequence_length: int, cache: Path
 
     Raises DataError when it cannot be written or is not what this program writes.
     """
-    name = f"{data.fingerprint[:24]}-{mode}-{sequence_length}-v{VERSION}"
-    path = cache / "packing" / name
+    path = index_path(data, mode, sequence_length, cache)
+    if path.exists():  # complete: it was renamed into place
+        return _read(path)
+    name = path.name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (path.parent / f".{name}.lock").open("w") as lock:
@@ -119,6 +121,11 @@ def open_index(data: PreparedData, mode: Mode, sequence_length: int, cache: Path
     except OSError as error:
         raise DataError(f"{path}: the packing index cannot be written: {error.strerror}; set data.cache.dir") from error
     return _read(path)
+
+
+def index_path(data: PreparedData, mode: Mode, sequence_length: int, cache: Path) -> Path:
+    """Where `open_index` keeps the index."""
+    return cache / "packing" / f"{data.fingerprint[:24]}-{mode}-{sequence_length}-v{VERSION}"
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:

@@ -20,8 +20,17 @@ import numpy as np
 
 from pretrain.data.packing import PackIndex
 from pretrain.data.shards import PreparedData
+from pretrain.data.targets import IGNORED
 from pretrain.errors import DataError
-from pretrain.models.loss import IGNORED
+
+
+@dataclass(frozen=True)
+class Totals:
+    """`tokens`: inputs that are not padding; `targets`: those that carry a loss; `left_out`: tokens that are in no sample."""
+
+    tokens: int
+    targets: int
+    left_out: int
 
 
 class Samples(Protocol):
@@ -47,6 +56,9 @@ class Samples(Protocol):
 
     def find(self, start: int, end: int) -> np.ndarray:
         """The samples with an input among the stream's tokens [start, end), which are within one document; sorted."""
+
+    def totals(self) -> Totals:
+        """Of all samples once, which is an epoch."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,11 @@ class Windows:
     def find(self, start: int, end: int) -> np.ndarray:
         first, last = start // self.sequence_length, (end - 1) // self.sequence_length
         return np.arange(first, min(last, len(self) - 1) + 1)
+
+    def totals(self) -> Totals:
+        tokens = len(self) * self.sequence_length
+        ignored = 0 if self.boundary_loss else self.data.document_at(tokens)  # documents that end before: with their last token
+        return Totals(tokens, tokens - ignored, self.data.tokens - tokens)
 
 
 @dataclass(frozen=True)
@@ -139,3 +156,9 @@ class Packed:
 
     def find(self, start: int, end: int) -> np.ndarray:
         return self.index.find(start, end)
+
+    def totals(self) -> Totals:
+        tokens, documents = self.index.tokens, self.data.documents
+        # All but the last piece of a longer document fill a sample, whose last target is the token after it.
+        ends = self.index.samples - (self.index.pieces_count - documents) if self.boundary_loss else documents
+        return Totals(tokens, tokens - ends, 0)

@@ -1,97 +1,63 @@
-"""From the configuration to the stream of samples: sources opened, mixture and stages checked, the batch schedule."""
+"""From the configuration to the stream of samples: sources opened, mixture and stages checked, the batch schedule.
+
+Without torch, so that tools which look at data answer at once.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.config.schema import Config, Data, MixtureStage, Source, Text, ValidationSource
+from pretrain.config.schema import Config, Data, MixtureStage, Source, ValidationSource
 from pretrain.data.batch_schedule import BatchSchedule
-from pretrain.data.loader import Loader
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.samples import Packed, Samples, Windows
+from pretrain.data.shard_cache import ShardCache, default_directory
 from pretrain.data.shards import PreparedData
 from pretrain.data.stream import Shuffle, Stream
-from pretrain.data.text_training import TextLoader, TextTraining
 from pretrain.data.tokenizer import tokenizer_fingerprint
-from pretrain.data.training_data import BatchLoader, TrainingData
+from pretrain.data.transfer import is_url
 from pretrain.errors import ConfigError, DataError
 
 
 def cache_folder(data: Data) -> Path:
-    """`data.cache.dir`, or `pretrain` in the user's cache folder (XDG Base Directory Specification)."""
-    if data.cache.dir is not None:
-        return Path(data.cache.dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pretrain"
+    """`data.cache.dir`, or the default."""
+    return default_directory() if data.cache.dir is None else Path(data.cache.dir)
 
 
-def open_data(config: Config) -> tuple[list[Samples] | TextTraining, list[Samples]]:
-    """What is trained on, opened, and the validation sources. Raises ConfigError or DataError."""
+def open_sources(config: Config) -> list[Samples]:
+    """The sources of prepared data, opened. Raises ConfigError or DataError."""
     data = config.data
-    if data.text != Text() and data.sources:
-        raise ConfigError("data.sources and data.text both say what is trained on; keep one")
-    validation = [open_samples(source, data) for source in data.validation]
-    if data.text != Text():
-        _check_text(config)
-        text = TextTraining.open(data.text, data.sequence_length, cache_folder(data))
-        check_tokenizers(validation, text.tokenizer_sha256, data.text.tokenizer)
-        return text, validation
     if not data.sources:
         raise ConfigError("data.sources is empty; name a directory of tools/prepare_data.py: data.sources=[{path: DIR}]")
     sources = [open_samples(source, data) for source in data.sources]
-    check_tokenizers(sources + validation)
+    check_tokenizers(sources)
     available = sum(len(source) for source in sources)
     if available < config.batch.sequences:
         raise DataError(
             f"data.sources hold {available} samples of data.sequence_length={data.sequence_length}, less than one step of "
             f"batch.sequences={config.batch.sequences}; prepare more data, or lower one of the two"
         )
-    return sources, validation
-
-
-def _check_text(config: Config) -> None:
-    data = config.data
-    if data.exact_resume:
-        raise ConfigError(
-            "data.text cannot resume exactly on another number of ranks (no document is lost, some are repeated) and has no shuffle; "
-            "accept it with data.exact_resume=false, or prepare the data with tools/prepare_data.py"
-        )
-    for name, neutral in (("packing", "concatenate"), ("shuffle", "full"), ("stages", []), ("boundary_loss", True)):
-        if getattr(data, name) != neutral:
-            raise ConfigError(f"data.{name}={getattr(data, name)} has no effect on data.text; prepare the data, or remove it")
-    if config.batch.ramp:
-        raise ConfigError("batch.ramp is not built for data.text; prepare the data, or remove it")
-
-
-def build_loader(
-    config: Config,
-    data: TrainingData,
-    schedule: BatchSchedule,
-    data_rank: int,
-    data_size: int,
-    cursor: list[int] | None,
-    pin: bool,
-) -> BatchLoader:
-    """The batches of one data-parallel rank. `cursor`: where the text of this rank goes on; `pin`: in page-locked memory."""
-    mask, workers = config.data.document_mask, config.data.workers
-    if isinstance(data, TextTraining):
-        return TextLoader(data.stream, schedule, data_rank, data_size, workers, cursor, mask, pin)
-    return Loader(data, schedule, data_rank, data_size, workers, mask, pin)
+    return sources
 
 
 def open_samples(source: Source | ValidationSource, data: Data) -> Samples:
     """A source as samples. Raises DataError for one that cannot be read."""
-    prepared = PreparedData.open(source.path)
-    name = source.name or _name_of(Path(source.path))
+    cache = ShardCache(cache_folder(data), int(data.cache.limit_gb * 1e9)) if is_url(source.path) else None
+    prepared = PreparedData.open(source.path, cache)
+    name = source_name(source)
     if data.packing == "concatenate":
         return Windows(name, prepared, data.sequence_length, data.boundary_loss)
     index = open_index(prepared, data.packing, data.sequence_length, cache_folder(data))
     return Packed(name, prepared, data.sequence_length, index, data.boundary_loss)
 
 
-def _name_of(path: Path) -> str:
+def source_name(source: Source | ValidationSource) -> str:
+    """What logs and stages call a source."""
+    if source.name:
+        return source.name
+    path = Path(source.path)
     return path.parent.name if path.name in ("train", "validation") and path.parent.name else path.name
 
 
@@ -144,6 +110,10 @@ def open_stream(config: Config, sources: list[Samples], schedule: BatchSchedule)
             )
     mixture = Mixture(stages, [len(source) for source in sources], [source.max_epochs for source in data.sources], data.seed)
     _check_length(config, mixture, schedule)
+    if data.shuffle == "full" and data.shuffle_shards != Data().shuffle_shards:
+        raise ConfigError(
+            f"data.shuffle_shards={data.shuffle_shards} has no effect with data.shuffle=full; set shards, or remove it"
+        )
     window = data.shuffle_shards if data.shuffle == "shards" else None
     return Stream(sources, mixture, Shuffle(data.seed, window))
 

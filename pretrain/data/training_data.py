@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from pretrain.data.loader import StepBatch
+from pretrain.config.schema import Config
+from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.loader import Loader, StepBatch
+from pretrain.data.samples import Samples
+from pretrain.data.sources import cache_folder, check_tokenizers, open_samples, open_sources
+from pretrain.data.text_training import TextLoader, TextTraining
+from pretrain.errors import ConfigError
 
 
 class TrainingData(Protocol):
@@ -39,3 +45,50 @@ class BatchLoader(Protocol):
 
     def batches(self, consumed: int) -> Iterator[StepBatch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
+
+
+def open_data(config: Config) -> tuple[list[Samples] | TextTraining, list[Samples]]:
+    """What is trained on, opened, and the validation sources. Raises ConfigError or DataError."""
+    data = config.data
+    text = data.text
+    if (text.input or text.dataset) and data.sources:
+        raise ConfigError("data.sources and data.text both say what is trained on; keep one")
+    validation = [open_samples(source, data) for source in data.validation]
+    if text.input or text.dataset:
+        _check_text(config)
+        opened = TextTraining.open(text, data.sequence_length, cache_folder(data))
+        check_tokenizers(validation, opened.tokenizer_sha256, text.tokenizer)
+        return opened, validation
+    sources = open_sources(config)
+    check_tokenizers(sources + validation)
+    return sources, validation
+
+
+def _check_text(config: Config) -> None:
+    data = config.data
+    if data.exact_resume:
+        raise ConfigError(
+            "data.text cannot resume exactly on another number of ranks (no document is lost, some are repeated) and has no shuffle; "
+            "accept it with data.exact_resume=false, or prepare the data with tools/prepare_data.py"
+        )
+    for name, neutral in (("packing", "concatenate"), ("shuffle", "full"), ("stages", []), ("boundary_loss", True)):
+        if getattr(data, name) != neutral:
+            raise ConfigError(f"data.{name}={getattr(data, name)} has no effect on data.text; prepare the data, or remove it")
+    if config.batch.ramp:
+        raise ConfigError("batch.ramp is not built for data.text; prepare the data, or remove it")
+
+
+def build_loader(
+    config: Config,
+    data: TrainingData,
+    schedule: BatchSchedule,
+    data_rank: int,
+    data_size: int,
+    cursor: list[int] | None,
+    pin: bool,
+) -> BatchLoader:
+    """The batches of one data-parallel rank. `cursor`: where the text of this rank goes on; `pin`: in page-locked memory."""
+    mask, workers = config.data.document_mask, config.data.workers
+    if isinstance(data, TextTraining):
+        return TextLoader(data.stream, schedule, data_rank, data_size, workers, cursor, mask, pin)
+    return Loader(data, schedule, data_rank, data_size, workers, mask, pin)

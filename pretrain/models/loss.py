@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED = -100  # a target that carries no loss
+from pretrain.data.targets import IGNORED
 
 
 def sequence_losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

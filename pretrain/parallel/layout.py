@@ -61,10 +61,7 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
         strategy = _automatic(config, world_size, parameters, device_memory)
     replicate, shard = _axes(config, strategy, world_size)
     _check_strategy_options(config, strategy)
-    micro_steps = _micro_steps(config, "batch.sequences", config.batch.sequences, replicate * shard)
-    for i, stage in enumerate(config.batch.ramp):
-        _micro_steps(config, f"batch.ramp.{i}.sequences", stage.sequences, replicate * shard)
-    return Layout(strategy, replicate, shard, micro_steps)
+    return Layout(strategy, replicate, shard, check_micro_steps(config, replicate * shard))
 
 
 def _automatic(config: Config, world_size: int, parameters: int, device_memory: int | None) -> Literal["single", "ddp", "fsdp"]:
@@ -120,6 +117,14 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
             "(on a host without GPU, accelerate launch needs --multi_gpu to start several), or say that one is meant: "
             f"parallel.strategy=single, or parallel.{'replicate' if strategy == 'ddp' else 'shard'}=1"
         )
+
+
+def check_micro_steps(config: Config, data_size: int) -> int:
+    """Micro-steps of a step of `batch.sequences`. Raises ConfigError for a size, there or in the ramp, that so many ranks cannot share."""
+    micro_steps = _micro_steps(config, "batch.sequences", config.batch.sequences, data_size)
+    for i, stage in enumerate(config.batch.ramp):
+        _micro_steps(config, f"batch.ramp.{i}.sequences", stage.sequences, data_size)
+    return micro_steps
 
 
 def _micro_steps(config: Config, key: str, sequences: int, data_size: int) -> int:

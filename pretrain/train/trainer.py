@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from pretrain.data.loader import StepBatch
 from pretrain.data.samples import Samples
-from pretrain.data.sources import build_loader
 from pretrain.data.stream import DIGEST_MODULUS
+from pretrain.data.training_data import build_loader
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError, TrainingError
 from pretrain.models.decoder import Decoder

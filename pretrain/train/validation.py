@@ -9,9 +9,9 @@ from torch import nn
 
 from pretrain.data.samples import Samples
 from pretrain.data.stream import documents_of
+from pretrain.data.targets import IGNORED
 from pretrain.data.training_data import BatchLoader
 from pretrain.distributed.ranks import Ranks
-from pretrain.models.loss import IGNORED
 
 
 @torch.no_grad()

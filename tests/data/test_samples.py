@@ -18,9 +18,9 @@ from pretrain.data.samples import Packed, Windows
 from pretrain.data.shard_writer import ShardWriter
 from pretrain.data.shards import PreparedData
 from pretrain.data.stream import documents_of
+from pretrain.data.targets import IGNORED
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import DataError
-from pretrain.models.loss import IGNORED
 
 EOD = 256
 ONCE = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

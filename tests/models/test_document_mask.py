@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from pretrain.config.schema import Model
+from pretrain.data.targets import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models import decoder as decoder_module
 from pretrain.models import masks
 from pretrain.models.blocks import rotary_tables
 from pretrain.models.decoder import Decoder
-from pretrain.models.loss import IGNORED
 from pretrain.models.masks import attention_backend, document_mask, document_numbers, document_positions
 from pretrain.models.shape import complete
 from pretrain.train.plan import NO_IDENTITY

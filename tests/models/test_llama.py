@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional as F
 
 from pretrain.config.schema import Model, Rope
+from pretrain.data.targets import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models.decoder import Decoder, count_parameters
 from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.llama import LLAMA
-from pretrain.models.loss import IGNORED, sequence_losses
+from pretrain.models.loss import sequence_losses
 from pretrain.models.shape import complete
 
 SMALL = Model(dim=32, layers=2, heads=4, ffn_dim=48, vocab_size=61)

@@ -1,0 +1,30 @@
+"""A configuration that a program wrote as JSON, read back. What people write is read by `load.py`, which checks far more."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+from pretrain.config.schema import Config
+from pretrain.errors import ConfigError
+
+
+def from_recorded(values: Any, place: str) -> Config:
+    """The inverse of `dataclasses.asdict(config)`, without OmegaConf. `place`: file and line, for the error.
+
+    Raises ConfigError for values of which this program's `Config` does not consist.
+    """
+    try:
+        return _build(Config, values)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{place}: not a configuration of this version of the program ({error})") from error
+
+
+def _build(kind: Any, values: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _build(hints[name], value) for name, value in values.items()})
+    if typing.get_origin(kind) is list and dataclasses.is_dataclass(typing.get_args(kind)[0]):
+        return [_build(typing.get_args(kind)[0], value) for value in values]
+    return values

@@ -1,0 +1,213 @@
+"""What the batch of a step is made of: samples, the documents in them, tokens, text.
+
+step --history--> stretch --schedule--> stream positions --stream--> samples --pieces--> documents --tokenizer--> text
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pretrain.data.inspection.history import History, Stretch
+from pretrain.data.samples import Samples
+from pretrain.data.shards import PreparedData
+from pretrain.data.stream import DIGEST_MODULUS, Stream, digest
+from pretrain.data.targets import IGNORED
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.errors import DataError
+
+_ROWS = 64  # samples in memory at a time: batches may be of 10^7 tokens
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one document in a sample.
+
+    `input`, `row`: the file that the document came from, and its line or row there, from 0; `offset`: of the first token in the
+    document, which has `document_tokens`, its end-of-document token included; `place`: of the first token in the sample.
+    `text` is without the end-of-document token; `ends`: whether that token is here.
+    """
+
+    document: int
+    input: str | None
+    row: int | None
+    offset: int
+    length: int
+    document_tokens: int
+    place: int
+    ends: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class InspectedSample:
+    """A sample of a batch. Ranks, micro-steps, samples and epochs are counted from 0. `targets`: None where there is no loss."""
+
+    position: int
+    rank: int
+    micro_step: int
+    source: str
+    sample: int
+    epoch: int
+    tokens: list[int]
+    targets: list[int | None]
+    padding: int
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class InspectedStep:
+    """The batch of a step. `shown`: the samples that were asked for; everything else is about the whole batch.
+
+    `tokenizer`: directory of the data's; `digest`: see stream.digest, over all ranks; `logged_digest`: that of metrics.jsonl, None where the step was not logged.
+    """
+
+    run: str
+    tokenizer: str
+    step: int
+    made: bool
+    current_step: int
+    last_step: int
+    first_position: int
+    sequences: int
+    micro_sequences: int
+    ranks: int
+    rank: int | None
+    sequence_length: int
+    packing: str
+    document_mask: bool
+    boundary_loss: bool
+    seed: int
+    samples_of: dict[str, int]
+    target_tokens: int
+    digest: str
+    logged_digest: str | None
+    asked: int
+    shown: list[InspectedSample]
+
+    @property
+    def matches(self) -> bool | None:
+        """Whether this is what the step read; None where it was not logged."""
+        return None if self.logged_digest is None else self.logged_digest == self.digest
+
+    def to_json(self) -> dict[str, Any]:
+        content = dataclasses.asdict(self)
+        return content | {"digest_matches": self.matches}
+
+
+def inspect_step(history: History, step: int, rank: int | None = None, most: int | None = None) -> InspectedStep:
+    """The batch of a step, of one data-parallel rank or all. `most`: how many of its samples to take apart; None: all.
+
+    Raises DataError or ConfigError for a step or rank that the run does not have, and for data that cannot be read.
+    """
+    stretch = history.stretch_of(step)
+    config, ranks, stream = stretch.config, stretch.start.data_size, stretch.stream
+    if rank is not None and not 0 <= rank < ranks:
+        raise DataError(f"--rank {rank}: step {step} is read by {ranks} rank{'s, 0' if ranks > 1 else ': 0'}..{ranks - 1}")
+    first, after = stretch.consumed(step - 1), stretch.consumed(step)
+    share = (after - first) // ranks
+    wanted = np.arange(first, after) if rank is None else first + rank * share + np.arange(share)
+    shown = wanted if most is None else wanted[:most]
+    reader = _Reader(stretch, first, share)
+    target_tokens, total, samples = 0, 0, []
+    for positions in np.split(np.arange(first, after), range(_ROWS, after - first, _ROWS)):
+        tokens_BT, targets_BT = np.empty((2, len(positions), stream.sequence_length), dtype=np.int64)
+        stream.read(positions, tokens_BT, targets_BT)
+        total += digest(positions, tokens_BT, targets_BT)
+        target_tokens += int(np.count_nonzero(targets_BT != IGNORED))
+        here = np.isin(positions, shown)
+        samples += reader.samples(positions[here], tokens_BT[here], targets_BT[here])
+    logged = history.logged(step)
+    sources = stream.locate(np.arange(first, after))[0]
+    counts = np.bincount(sources, minlength=len(stream.sources)).tolist()
+    return InspectedStep(
+        run=history.name,
+        tokenizer=str(stream.tokenizer_path),
+        step=step,
+        made=step <= history.current,
+        current_step=history.current,
+        last_step=history.last,
+        first_position=first,
+        sequences=after - first,
+        micro_sequences=config.batch.micro_sequences,
+        ranks=ranks,
+        rank=rank,
+        sequence_length=stream.sequence_length,
+        packing=config.data.packing,
+        document_mask=config.data.document_mask,
+        boundary_loss=config.data.boundary_loss,
+        seed=stream.shuffle.seed,
+        samples_of={source.name: count for source, count in zip(stream.sources, counts)},
+        target_tokens=target_tokens,
+        digest=f"{total % DIGEST_MODULUS:013x}",
+        logged_digest=None if logged is None else logged.get("batch"),
+        asked=len(wanted),
+        shown=samples,
+    )
+
+
+def check_digest(step: InspectedStep) -> None:
+    """Raise DataError unless the step, if it was logged, read what is shown."""
+    if step.matches is False:
+        raise DataError(
+            f"step {step.step}: the samples shown are not those that the step read: their digest is {step.digest}, and "
+            f"{step.logged_digest} in metrics.jsonl; the data, or the program, was changed since"
+        )
+
+
+class _Reader:
+    """Takes samples apart."""
+
+    def __init__(self, stretch: Stretch, first: int, share: int) -> None:
+        self.stream: Stream = stretch.stream
+        self.first, self.share, self.micro = first, share, stretch.config.batch.micro_sequences
+        self.tokenizer: Tokenizer = load_tokenizer(self.stream.tokenizer_path)
+
+    def samples(self, positions: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Iterator[InspectedSample]:
+        located = (values.tolist() for values in self.stream.locate(positions))
+        for row, (position, source, sample, epoch) in enumerate(zip(positions.tolist(), *located)):
+            rank, place = divmod(position - self.first, self.share)
+            pieces = list(self._pieces(self.stream.sources[source], sample, tokens_BT[row]))
+            targets = targets_BT[row].tolist()
+            yield InspectedSample(
+                position=position,
+                rank=rank,
+                micro_step=place // self.micro,
+                source=self.stream.sources[source].name,
+                sample=sample,
+                epoch=epoch,
+                tokens=tokens_BT[row].tolist(),
+                targets=[None if target == IGNORED else target for target in targets],
+                padding=len(targets) - sum(piece.length for piece in pieces),
+                pieces=pieces,
+            )
+
+    def _pieces(self, source: Samples, sample: int, tokens_T: np.ndarray) -> Iterator[Piece]:
+        data, place = source.data, 0
+        for start, length in source.pieces(sample):
+            for document, begin, end in documents_between(data, start, start + length):
+                first, upto = max(begin, start), min(end, start + length)
+                ids = tokens_T[place : place + upto - first].tolist()
+                ends = upto == end
+                name, row = origin_of(data, document)
+                text = self.tokenizer.decode(ids[:-1] if ends else ids)
+                yield Piece(document, name, row, first - begin, upto - first, end - begin, place, ends, text)
+                place += upto - first
+
+
+def documents_between(data: PreparedData, start: int, end: int) -> Sequence[tuple[int, int, int]]:
+    """(document, its start, its end) for the documents with tokens in the stretch [start, end) of the token stream."""
+    first, last = data.document_at(start), data.document_at(end - 1)
+    ends = data.document_ends(first, last + 1).tolist()
+    starts = [data.document_span(first)[0], *ends[:-1]]
+    return list(zip(range(first, last + 1), starts, ends))
+
+
+def origin_of(data: PreparedData, document: int) -> tuple[str | None, int | None]:
+    """The input file and row of a document; None where the data do not say."""
+    origin = getattr(data, "origin", None)
+    return (None, None) if origin is None else origin(document)

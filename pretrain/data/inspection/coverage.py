@@ -1,0 +1,204 @@
+"""How much of each source a run has read, in which shares, and what it has not read: arithmetic, without reading the data.
+
+A source's samples are numbered in the order in which they are drawn, over all epochs, so what a run has drawn is a range of numbers
+for each stretch of it. Within one order, ranges say how many samples are distinct; only where a run changed its order in mid-epoch
+(run.accept_changes) are samples listed to find out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pretrain.data.inspection.history import History, Stretch
+from pretrain.data.mixture import UNIT
+from pretrain.data.samples import Packed, Samples
+from pretrain.data.stream import Shuffle, Stream
+from pretrain.errors import DataError
+
+_LISTED = 1 << 22  # samples listed at a time
+
+
+@dataclass(frozen=True)
+class SourceCoverage:
+    """What was drawn of a source. `distinct`: different samples among those `drawn`, of `samples` that it has.
+
+    `tokens` (inputs that are not padding), `targets` (those with a loss) and `padding` are of the drawn samples, exactly where
+    `exact`, else in proportion to an epoch. `left_out`: tokens at the end of the source that fill no sample.
+    """
+
+    name: str
+    path: str
+    packing: str
+    samples: int
+    drawn: int
+    distinct: int
+    tokens: int
+    targets: int
+    padding: int
+    exact: bool
+    left_out: int
+
+    @property
+    def epochs(self) -> float:
+        return self.drawn / self.samples
+
+    @property
+    def unseen(self) -> int:
+        """Samples that have not come yet."""
+        return self.samples - self.distinct
+
+
+@dataclass(frozen=True)
+class SegmentCoverage:
+    """A part of the run in which the shares of the mixture are constant; positions [start, end) of the stream.
+
+    `wanted` and `achieved`: share of each source by name.
+    """
+
+    start: int
+    end: int
+    wanted: dict[str, float]
+    achieved: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a run has read after `step` steps."""
+
+    run: str
+    step: int
+    last_step: int
+    samples: int
+    sequence_length: int
+    sources: list[SourceCoverage]
+    segments: list[SegmentCoverage]
+
+    def to_json(self) -> dict[str, Any]:
+        sources = [dataclasses.asdict(s) | {"epochs": s.epochs, "unseen": s.unseen} for s in self.sources]
+        return dataclasses.asdict(self) | {"sources": sources}
+
+
+@dataclass
+class _Drawn:
+    """What several stretches drew of one source that they cut alike: ranges of numbers, by the orders they are in."""
+
+    source: Samples
+    packing: str
+    ranges: dict[Shuffle, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+def measure_coverage(history: History, step: int | None = None) -> Coverage:
+    """What a run has read after `step` steps, as many as it has made by default. Raises DataError for a step it does not have."""
+    step = history.current if step is None else step
+    if step < 1:
+        raise DataError(f"{history.name} has made no step; give --step N to see what it will have read then")
+    history.stretch_of(step)  # refuses a step that there is not
+    drawn: dict[tuple, _Drawn] = {}
+    for stretch in history.stretches:
+        if stretch.start.step < step:
+            first, after = stretch.start.samples, stretch.consumed(min(step, stretch.last))
+            _add_ranges(drawn, stretch, first, after)
+    last = history.stretch_of(step)
+    sources = [_covered(one) for one in drawn.values()]
+    return Coverage(
+        history.name, step, history.last, last.consumed(step), last.stream.sequence_length, sources, _segments(history, step)
+    )
+
+
+def _add_ranges(drawn: dict[tuple, _Drawn], stretch: Stretch, first: int, after: int) -> None:
+    stream, packing = stretch.stream, stretch.config.data.packing
+    before, until = stream.mixture.counts(first), stream.mixture.counts(after)
+    for number, source in enumerate(stream.sources):
+        key = source.name, source.data.fingerprint, packing, source.sequence_length
+        one = drawn.setdefault(key, _Drawn(source, packing))
+        if before[number] < until[number]:
+            one.ranges.setdefault(stream.shuffle, []).append((before[number], until[number]))
+
+
+def _covered(one: _Drawn) -> SourceCoverage:
+    source, size = one.source, len(one.source)
+    drawn = sum(after - first for ranges in one.ranges.values() for first, after in ranges)
+    totals = source.totals()
+    exact = drawn % size == 0 or (totals.tokens == totals.targets == size * source.sequence_length)
+    tokens, targets = (_in_proportion(total, drawn, size) for total in (totals.tokens, totals.targets))
+    return SourceCoverage(
+        name=source.name,
+        path=str(source.data.path),
+        packing=one.packing,
+        samples=size,
+        drawn=drawn,
+        distinct=_distinct(one),
+        tokens=tokens,
+        targets=targets,
+        padding=drawn * source.sequence_length - tokens if isinstance(source, Packed) else 0,
+        exact=exact,
+        left_out=totals.left_out,
+    )
+
+
+def _in_proportion(total: int, drawn: int, size: int) -> int:
+    return (total * drawn + size // 2) // size
+
+
+def _distinct(one: _Drawn) -> int:
+    """How many different samples the ranges have."""
+    size = len(one.source)
+    parts: list[tuple[Shuffle, int, int, int]] = []  # order, epoch, places [begin, end) in it
+    for shuffle, ranges in one.ranges.items():
+        for first, after in _merged(ranges):
+            for epoch in range(first // size, -(-after // size)):
+                begin, end = max(first - epoch * size, 0), min(after - epoch * size, size)
+                if end - begin == size:
+                    return size
+                parts.append((shuffle, epoch, begin, end))
+    if len(parts) < 2:
+        return sum(end - begin for *_, begin, end in parts)
+    seen = np.zeros(size, dtype=bool)
+    for shuffle, epoch, begin, end in parts:
+        order = shuffle.order(one.source, epoch)
+        for start in range(begin, end, _LISTED):
+            seen[order.samples(np.arange(start, min(end, start + _LISTED)))] = True
+    return int(seen.sum())
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same numbers as ranges that neither touch nor overlap."""
+    merged: list[tuple[int, int]] = []
+    for first, after in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(after, merged[-1][1])
+        else:
+            merged.append((first, after))
+    return merged
+
+
+def _segments(history: History, step: int) -> list[SegmentCoverage]:
+    """The parts of the first `step` steps with constant shares."""
+    parts: list[tuple[int, int, dict[str, float], dict[str, int]]] = []
+    for stretch in history.stretches:
+        if stretch.start.step < step:
+            for start, end, wanted, drawn in _shares(
+                stretch.stream, stretch.start.samples, stretch.consumed(min(step, stretch.last))
+            ):
+                if parts and parts[-1][2] == wanted and parts[-1][1] == start:
+                    start, drawn = parts[-1][0], {name: drawn[name] + n for name, n in parts.pop()[3].items()}
+                parts.append((start, end, wanted, drawn))
+    return [
+        SegmentCoverage(start, end, wanted, {name: n / (end - start) for name, n in drawn.items()})
+        for start, end, wanted, drawn in parts
+    ]
+
+
+def _shares(stream: Stream, first: int, after: int) -> Iterator[tuple[int, int, dict[str, float], dict[str, int]]]:
+    """(start, end, wanted shares, samples drawn) of each part of positions [first, after) with constant shares."""
+    mixture, names = stream.mixture, [source.name for source in stream.sources]
+    for segment in mixture.segments:
+        start, end = max(first, segment.start), after if segment.end is None else min(after, segment.end)
+        if start < end:
+            drawn = np.subtract(mixture.counts(end), mixture.counts(start)).tolist()
+            yield start, end, {name: share / UNIT for name, share in zip(names, segment.shares)}, dict(zip(names, drawn))

@@ -1,0 +1,212 @@
+"""Which configuration decided, or will decide, each step of a run.
+
+A run directory has a line in starts.jsonl for each start of its processes. A start goes on from a checkpoint, perhaps an earlier
+one than the run had reached, and from there on it alone decides:
+
+    starts      0 ───────────────────▶ 60          the run went back to step 40 with another batch size
+                              40 ───────────▶ 100
+    stretches   0 ──────────▶ 40 ───────────▶ 100
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.config.recorded import from_recorded
+from pretrain.config.schema import Config
+from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.samples import Samples
+from pretrain.data.sources import batch_schedule, open_sources, open_stream, source_name
+from pretrain.data.stream import Stream
+from pretrain.errors import ConfigError, DataError
+from pretrain.observe.metrics import METRICS_FILE
+from pretrain.parallel.layout import check_micro_steps
+
+STARTS_FILE = "starts.jsonl"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where processes began to work: after `step` steps, which had taken `samples`. Paths in `config` are absolute."""
+
+    step: int
+    samples: int
+    data_size: int
+    config: Config
+
+
+class Stretch:
+    """Steps `start.step` + 1 .. `last` of a run, which one start decides."""
+
+    def __init__(self, start: Start, last: int, opened: dict[str, list[Samples]]) -> None:
+        self.start, self.last, self.config = start, last, start.config
+        self._opened = opened  # shared by the stretches of a run, which mostly cut the same data alike
+
+    @property
+    def first(self) -> int:
+        return self.start.step + 1
+
+    @functools.cached_property
+    def schedule(self) -> BatchSchedule:
+        return batch_schedule(self.config)
+
+    @functools.cached_property
+    def stream(self) -> Stream:
+        """Opened when first needed. Raises ConfigError for a run on text, and DataError for data that is not there."""
+        data = self.config.data
+        if data.text.input or data.text.dataset:
+            raise ConfigError(
+                "the run reads text that is not prepared (data.text), of which no order is known beforehand; "
+                "prepare it with tools/prepare_data.py to see what a step reads"
+            )
+        key = repr(dataclasses.replace(data, stages=[], seed=None, validation=[]))
+        if key not in self._opened:
+            self._opened[key] = open_sources(self.config)
+        return open_stream(self.config, self._opened[key], self.schedule)
+
+    def consumed(self, step: int) -> int:
+        """Samples before the end of a step of this stretch, `first` - 1 included."""
+        return self.schedule.after(self.start.samples, step - self.start.step)
+
+    def step_of(self, position: int) -> int:
+        """The step that takes a stream position, which lies at or after the start of the stretch."""
+        return self.schedule.step_of(position, self.start.samples, self.start.step)
+
+
+@dataclass(frozen=True)
+class History:
+    """A run, or one that is planned. `current`: steps that it has made; `folder`: None for a plan."""
+
+    name: str
+    stretches: list[Stretch]
+    current: int
+    folder: Path | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> History:
+        """The history of a run directory. Raises DataError or ConfigError naming what is missing or damaged."""
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such run directory")
+        starts = _read_starts(folder / STARTS_FILE)
+        stretches: list[Stretch] = []
+        opened: dict[str, list[Samples]] = {}
+        for start in reversed(starts):
+            last = stretches[0].start.step if stretches else start.config.run.steps
+            if start.step < last:
+                stretches.insert(0, Stretch(start, last, opened))
+        if not stretches:  # the only start is of a run that was finished elsewhere
+            stretches = [Stretch(starts[-1], starts[-1].config.run.steps, opened)]
+        return cls(str(folder), stretches, _current_step(folder, starts[-1].step), folder)
+
+    @classmethod
+    def planned(cls, config: Config, ranks: int | None = None) -> History:
+        """A run that has not started, on so many data-parallel ranks; by default as many as `parallel` says, or one.
+
+        Raises ConfigError for batches that so many ranks cannot share.
+        """
+        ranks = ranks or (config.parallel.replicate or 1) * (config.parallel.shard or 1)
+        check_micro_steps(config, ranks)
+        data = config.data
+        seed = config.run.seed if data.seed is None else data.seed
+        config = dataclasses.replace(config, data=dataclasses.replace(data, seed=seed))
+        name = f"{Path(config.run.dir) / str(config.run.name)} (planned)"
+        return cls(name, [Stretch(Start(0, 0, ranks, config), config.run.steps, {})], 0)
+
+    @property
+    def last(self) -> int:
+        """The run's last step, made or to come."""
+        return self.stretches[-1].last
+
+    def stretch_of(self, step: int) -> Stretch:
+        """The stretch that a step belongs to. Raises DataError for a step that the run does not have."""
+        if step < 1:
+            raise DataError(f"step {step}: the steps of a run are counted from 1")
+        if step > self.last:
+            raise DataError(f"step {step} is beyond the last step of {self.name}, {self.last}; the run ends there (run.steps)")
+        if step < self.stretches[0].first:
+            raise DataError(
+                f"step {step}: {self.name} begins at step {self.stretches[0].first}, with a checkpoint of another run; ask that run"
+            )
+        return next(stretch for stretch in self.stretches if step <= stretch.last)
+
+    def logged(self, step: int) -> dict[str, Any] | None:
+        """What metrics.jsonl says of a step that was made; None where it was not logged.
+
+        Read from the end: a run that went back logs steps again, and the last word counts.
+        """
+        path = None if self.folder is None else self.folder / METRICS_FILE
+        if path is None or step > self.current or not path.exists():
+            return None
+        for line in reversed(path.read_bytes().splitlines()):
+            record = _record(line, step)
+            if record is not None:
+                return record if record["step"] == step else None
+        return None
+
+
+def _record(line: bytes, until: int) -> dict[str, Any] | None:
+    """The record of a line of metrics.jsonl if its step is at most `until`; decoded only then, because there may be millions."""
+    prefix, comma = b'{"step": ', line.find(b",")
+    if line.startswith(prefix) and line[len(prefix) : comma].isdigit() and int(line[len(prefix) : comma]) > until:
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:  # torn by a crash; the step comes again
+        return None
+    return record if isinstance(record, dict) and record.get("step", until + 1) <= until else None
+
+
+def _read_starts(path: Path) -> list[Start]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror}; a run directory has it from its first start on "
+            "(of a run that is only planned, give --config)"
+        ) from error
+    starts = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line's end was torn before any step was made
+        place = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+            folder = Path(record["folder"])
+            config = from_recorded(record["config"], place)
+            starts.append(Start(record["step"], record["samples"], record["data_size"], _absolute(config, folder)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}:{number}: not the record of a start ({error!r})") from error
+    if not starts:
+        raise DataError(f"{path}: empty: the run has not started; give --config")
+    return starts
+
+
+def _absolute(config: Config, folder: Path) -> Config:
+    """The configuration with the paths of its data made absolute: they were relative to the folder the run was started in."""
+    data = config.data
+    cache = dataclasses.replace(data.cache, dir=None if data.cache.dir is None else str(folder / data.cache.dir))
+    moved = {
+        name: [dataclasses.replace(s, name=source_name(s), path=_placed(s.path, folder)) for s in getattr(data, name)]
+        for name in ("sources", "validation")
+    }
+    return dataclasses.replace(config, data=dataclasses.replace(data, cache=cache, **moved))
+
+
+def _placed(path: str, folder: Path) -> str:
+    return path if "://" in path else str(folder / path)
+
+
+def _current_step(folder: Path, started: int) -> int:
+    """How far the run is, as its status says."""
+    path = folder / "status.json"
+    try:
+        return int(json.loads(path.read_bytes())["step"])
+    except FileNotFoundError:
+        return started
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error

@@ -1,0 +1,176 @@
+"""Whether the files of prepared data, and the packing indices of a run, are what was written: every file is hashed, every one named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.config.schema import Config
+from pretrain.data.inspection.history import STARTS_FILE, History
+from pretrain.data.manifest import read_manifest
+from pretrain.data.packing import index_path
+from pretrain.data.shards import PreparedData
+from pretrain.data.sources import cache_folder
+from pretrain.data.tokenizer import tokenizer_fingerprint
+from pretrain.errors import DataError
+from pretrain.storage import sha256_of
+
+_EVERY_SECONDS = 10.0
+_THREADS = min(4, os.cpu_count() or 1)  # hashing releases the interpreter's lock
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file, and what is wrong with it."""
+
+    file: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class Integrity:
+    """What was looked at, and what of it is damaged."""
+
+    files: int
+    bytes: int
+    damaged: list[Damage]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A file as a manifest lists it; of a tokenizer, `path` is its directory."""
+
+    path: Path
+    sha256: str
+    tokenizer: bool = False
+
+    def problem(self) -> str | None:
+        try:
+            actual = tokenizer_fingerprint(self.path) if self.tokenizer else sha256_of(self.path)
+        except FileNotFoundError:
+            return "missing, though the manifest lists it"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        except DataError as error:
+            return str(error).removeprefix(f"{self.path}: ")
+        return None if actual == self.sha256 else "its content does not match its hash in the manifest"
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size if self.path.is_file() else 0
+
+
+def check_integrity(path: Path) -> Integrity:
+    """Hash every file of a prepared directory (or of both its splits), or of all that a run reads; progress on standard error.
+
+    Raises DataError when `path` is neither.
+    """
+    damaged: list[Damage] = []
+    listed: list[_Listed] = []
+    for files, problem in _of_run(path) if (path / STARTS_FILE).exists() else _of_directory(path):
+        listed += files
+        damaged += [problem] if problem else []
+    listed = list(dict.fromkeys(listed))  # splits share a tokenizer, and a run may read a directory twice
+    with _Progress(sum(file.size for file in listed)) as progress, ThreadPoolExecutor(_THREADS) as pool:
+        for file, problem in zip(listed, pool.map(_Listed.problem, listed)):
+            damaged += [Damage(str(file.path), problem)] if problem else []
+            progress.add(file.size)
+    return Integrity(len(listed), progress.total, damaged)
+
+
+def refuse_damage(integrity: Integrity) -> None:
+    """Raise DataError if anything is damaged."""
+    if integrity.damaged:
+        first = integrity.damaged[0]
+        raise DataError(
+            f"{len(integrity.damaged)} damaged: {first.file}: {first.problem}; restore them or prepare the data again "
+            "(of a packing index, remove its directory: it is made again)"
+        )
+
+
+_Found = tuple[list[_Listed], Damage | None]
+
+
+def _of_directory(path: Path) -> Iterator[_Found]:
+    splits = [path / name for name in ("train", "validation") if (path / name / "manifest.json").is_file()]
+    if (path / "manifest.json").exists() or not splits:
+        splits = [path]
+        read_manifest(path)  # says what is wrong with a path that is no prepared directory
+    for split in splits:
+        yield _of_prepared(split)
+
+
+def _of_prepared(path: Path) -> _Found:
+    try:
+        manifest = read_manifest(path)
+    except DataError as error:
+        return [], Damage(str(path), str(error).removeprefix(f"{path}: "))
+    files = [_Listed(path / name, sha256) for shard in manifest.shards for name, sha256 in shard.files]
+    if inputs := getattr(manifest, "inputs_sha256", None):
+        files.append(_Listed(path / "inputs.json", inputs))
+    return [*files, _Listed(path / "tokenizer", manifest.tokenizer_sha256, tokenizer=True)], None
+
+
+def _of_run(folder: Path) -> Iterator[_Found]:
+    for config in {repr(s.config.data): s.config for s in History.read(folder).stretches}.values():
+        if config.data.text.input or config.data.text.dataset:
+            raise DataError(f"{folder}: the run reads text that is not prepared (data.text), of which there are no hashes")
+        for source in [*config.data.sources, *config.data.validation]:
+            yield _of_prepared(Path(source.path))
+            yield _of_index(Path(source.path), config)
+
+
+def _of_index(path: Path, config: Config) -> _Found:
+    """The files of a packing index; one that is not there is no damage, because it is made again."""
+    if config.data.packing == "concatenate":
+        return [], None
+    try:
+        data = PreparedData(path, read_manifest(path))
+    except DataError:
+        return [], None  # reported as the directory's
+    index = index_path(data, config.data.packing, config.data.sequence_length, cache_folder(config.data))
+    if not index.exists():
+        return [], None
+    try:
+        hashes = json.loads((index / "manifest.json").read_bytes())["sha256"]
+        return [_Listed(index / name, sha256) for name, sha256 in hashes.items()], None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [], Damage(str(index / "manifest.json"), f"not the manifest of a packing index ({error!r}); remove {index}")
+
+
+class _Progress:
+    """Bytes hashed, on standard error: a bar on a terminal, plain lines anywhere else."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self._bar = total, 0, None
+        self._shown = time.monotonic()
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc="checking", unit="B", unit_scale=True, leave=False)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, size: int) -> None:
+        self.done += size
+        if self._bar is not None:
+            self._bar.update(size)
+        elif time.monotonic() - self._shown >= _EVERY_SECONDS:
+            self._shown = time.monotonic()
+            print(f"checking: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB", file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""The inverse: where in a run a document comes. document --samples.find--> samples --stream.positions--> positions --> steps, ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain.data.inspection.batch import origin_of
+from pretrain.data.inspection.history import History, Stretch
+from pretrain.data.samples import Samples
+from pretrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A sample with tokens of the document, and when it comes. `made`: whether the run has made that step."""
+
+    step: int
+    rank: int
+    micro_step: int
+    position: int
+    epoch: int
+    sample: int
+    made: bool
+
+
+@dataclass(frozen=True)
+class Sightings:
+    """All sightings of a document up to step `until`. `samples`: those that have tokens of it, in the data as it is cut last."""
+
+    run: str
+    source: str
+    document: int
+    input: str | None
+    row: int | None
+    tokens: int
+    samples: list[int]
+    until: int
+    seen: list[Sighting]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def find_document(history: History, document: int, source: str | None = None, epochs: int | None = None) -> Sightings:
+    """At which steps a document of a source (which need not be named where there is one) is seen as an input.
+
+    Up to the run's last step, or, with `epochs`, until the source has come so often, were the run as long. Raises DataError for a
+    document or source that there is not.
+    """
+    last = history.stretches[-1]
+    number, samples = _source(last, source)
+    data = samples.data
+    if not 0 <= document < data.documents:
+        raise DataError(f"document {document}: {samples.name} has documents 0..{data.documents - 1}")
+    start, end = data.document_span(document)
+    seen: list[Sighting] = []
+    for stretch in history.stretches:
+        index = next((i for i, own in enumerate(stretch.stream.sources) if _is_same(own, samples)), None)
+        if index is not None:
+            seen += _seen_in(stretch, index, start, end, history.current, epochs if stretch is last else None)
+    until = history.last if epochs is None else max([history.last, *(sighting.step for sighting in seen)])
+    name, row = origin_of(data, document)
+    found = samples.find(start, end).tolist()
+    return Sightings(history.name, samples.name, document, name, row, end - start, found, until, seen)
+
+
+def _source(stretch: Stretch, name: str | None) -> tuple[int, Samples]:
+    sources = stretch.stream.sources
+    names = [source.name for source in sources]
+    if name is None and len(sources) > 1:
+        raise DataError(f"--source is missing: the run has {', '.join(names)}")
+    if name is not None and name not in names:
+        raise DataError(f"--source {name}: the run has no such source; it has {', '.join(names)}")
+    number = 0 if name is None else names.index(name)
+    return number, sources[number]
+
+
+def _is_same(one: Samples, other: Samples) -> bool:
+    return one.name == other.name and one.data.fingerprint == other.data.fingerprint
+
+
+def _seen_in(stretch: Stretch, source: int, start: int, end: int, current: int, epochs: int | None) -> Iterator[Sighting]:
+    stream = stretch.stream
+    samples = stream.sources[source].find(start, end)
+    size, first, after = len(stream.sources[source]), stretch.start.samples, stretch.consumed(stretch.last)
+    drawn, drawn_after = stream.mixture.counts(first)[source], stream.mixture.counts(after)[source]
+    upto = -(-drawn_after // size) if epochs is None else max(epochs, -(-drawn_after // size))
+    for epoch in range(drawn // size, upto):
+        positions = stream.positions(source, samples, epoch)
+        for position, sample in sorted(zip(positions.tolist(), samples.tolist())):
+            if position >= first and (position < after or epochs is not None):
+                yield _sighting(stretch, position, sample, epoch, current)
+
+
+def _sighting(stretch: Stretch, position: int, sample: int, epoch: int, current: int) -> Sighting:
+    step = stretch.step_of(position)
+    begin, end = stretch.consumed(step - 1), stretch.consumed(step)
+    rank, place = divmod(position - begin, (end - begin) // stretch.start.data_size)
+    return Sighting(step, rank, place // stretch.config.batch.micro_sequences, position, epoch, sample, step <= current)

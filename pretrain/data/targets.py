@@ -1,0 +1,3 @@
+"""How a target says that it carries no loss. By itself, so that looking at data needs no torch."""
+
+IGNORED = -100

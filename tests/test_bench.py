@@ -1,0 +1,114 @@
+"""The benchmarks run, at a size at which their numbers mean nothing, and say what they measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from running import tool
+
+from pretrain.bench import loading, preparation
+from pretrain.bench.data import PARTS, measure
+from pretrain.bench.generate import byte_tokenizer, write_many_shards, write_tokens
+from pretrain.bench.measure import ROOT, Options, Row, Turns, in_turns, table
+from pretrain.data.shards import PreparedData
+from pretrain.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> Options:
+    return Options(
+        tmp_path_factory.mktemp("bench"), 0.0, 0.0005, (str(ROOT / "pretrain" / "**" / "*.py"),), 1, lambda line: None
+    )
+
+
+def test_every_part_measures_at_a_tiny_size(options):
+    parts = [name for name in PARTS if name != "preparation"]
+    rows = measure(parts, options)
+    assert list(dict.fromkeys(row.part for row in rows)) == parts
+    assert len({(row.part, row.name) for row in rows}) == len(rows)
+    for row in rows:
+        assert math.isfinite(row.value) and row.value >= 0
+        assert row.value > 0 or row.unit in ("%", "MB")
+        assert row.clock == "cpu" or row.unit in ("s", "%", "MB", "KiB")
+
+
+def test_preparation_is_measured_beside_the_libraries(options):
+    rows = {row.name: row for row in measure(["preparation"], options)}
+    assert all(math.isfinite(row.value) and row.value > 0 for row in rows.values())
+    for kind in ("byte-level BPE", "SentencePiece BPE"):
+        assert rows[f"{kind}: encoding alone"].baseline > 0
+    assert rows["byte-level BPE: datasets.map with a fast tokenizer"].value > 0
+    assert rows["peak memory at 2 times the text"].value > 20
+
+
+def test_a_wrong_result_is_an_error(options, tmp_path, monkeypatch):
+    documents_of = loading.Loader.read
+
+    def other_tokens(self, consumed):
+        batch = documents_of(self, consumed)
+        batch.tokens_BT[0, 0] += 1
+        return batch
+
+    monkeypatch.setattr(loading.Loader, "read", other_tokens)
+    with pytest.raises(DataError, match="other tokens than in the files"):
+        measure(["loader"], dataclasses.replace(options, work=tmp_path))
+
+
+def test_other_ids_than_the_librarys_are_an_error(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path)
+    prepared = write_tokens(tmp_path / "data", tokenizer, 5000, 1000)
+    data = PreparedData.open(prepared)
+    texts = [tokenizer.decode(data.read(*span).tolist()) for span in [(0, 1)] * data.documents]
+    with pytest.raises(DataError, match="document 1 has other ids"):
+        preparation._check_ids(tmp_path / "byte_tokenizer", preparation.Corpus(texts, tmp_path / "x"), prepared)
+
+
+def test_generated_shards_are_prepared_data(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path)
+    data = PreparedData.open(write_tokens(tmp_path / "data", tokenizer, 300_000, 100_000))
+    data.verify()
+    assert 250_000 <= data.tokens <= 310_000 and len(data.manifest.shards) >= 3
+    many = PreparedData.open(write_many_shards(tmp_path / "many", tokenizer, 50, 1000))
+    assert (many.tokens, many.documents, len(many.manifest.shards)) == (50_000, 50, 50)
+    assert many.document_span(30) == (30_000, 31_000)
+    assert many.read(999, 2).tolist() == [tokenizer.eod_id, 0]
+
+
+def test_what_is_compared_takes_turns():
+    calls = []
+    turns = in_turns({name: lambda name=name: calls.append(name) for name in "ab"}, Options(None, seconds=0))
+    assert calls == list("ababab")
+    assert all(len(its.seconds) == 3 for its in turns.values())
+    assert Turns((2.0, 1.0, 4.0)).rate(8) == (8.0, 4.0)
+
+
+def test_a_target_is_met_from_its_own_side():
+    assert Row("p", "n", 3.0, "x", target=3.0).met
+    assert not Row("p", "n", 2.9, "x", target=3.0).met
+    assert Row("p", "n", 0.9, "s", target=1.0, better="lower").met
+    assert not Row("p", "n", 1.0, "s", target=1.0, better="lower").met
+    assert Row("p", "n", 1.0, "s").met is None
+    assert "| ≥ 3 | NO |" in table([Row("p", "n", 2.9, "x", target=3.0)])
+
+
+def test_the_tool_prints_a_table_and_writes_json(tmp_path, capsys):
+    bench = tool("bench")
+    arguments = ["data", "order", "packing", "--seconds", "0", "--scale", "0.001", "--work", str(tmp_path)]
+    assert bench.main([*arguments, "--json", str(tmp_path / "rows.json")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("python tools/bench.py data order packing --seconds 0") and "load average" in printed
+    content = json.loads((tmp_path / "rows.json").read_text())
+    assert printed.count("\n| order |") == sum(row["part"] == "order" for row in content["rows"]) == 5
+    assert content["machine"]["cpu"] and content["machine"]["cores"] >= 1 and content["machine"]["versions"]["numpy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json"]
+
+
+@pytest.mark.parametrize("arguments", [["data", "speed"], ["data", "order", "--scale", "0"], ["data", "--seconds", "-1"], []])
+def test_bad_usage_ends_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tool("bench").main(arguments)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""What a run reads, or has read: the batch of a step, the steps of a document, the coverage of its sources, damage of its files."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
+
+from pretrain.command_line import run_tool  # noqa: E402
+
+SHOWN, SHOWN_IN_HTML = 8, 64  # samples, unless --samples says more
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s (--run RUN_DIR | --config FILE) WHAT [options]")
+    of = parser.add_argument_group("of which run").add_mutually_exclusive_group()
+    of.add_argument("--run", type=Path, metavar="RUN_DIR", help="a run that has started, whether or not it has ended")
+    of.add_argument("--config", type=Path, metavar="FILE", help="a run that is planned; key=value after it")
+    what = parser.add_argument_group("what")
+    what.add_argument("--step", type=int, metavar="N", help="the batch of step N (from 1), past or to come")
+    what.add_argument("--document", type=int, metavar="D", help="the steps that see document D (from 0)")
+    what.add_argument("--coverage", action="store_true", help="what was read of each source, up to now or to --step")
+    what.add_argument("--corrupt-check", type=Path, metavar="DIR_OR_RUN", help="hash the files of prepared data, or of a run's")
+    how = parser.add_argument_group("how")
+    how.add_argument("--rank", type=int, metavar="R", help="only what data-parallel rank R reads of the batch (from 0)")
+    how.add_argument("--source", metavar="NAME", help="the source that --document is of; needed where there are several")
+    how.add_argument("--epochs", type=int, metavar="K", help="--document: look as far as epoch K, beyond the run's last step")
+    how.add_argument(
+        "--ranks", type=int, default=None, metavar="N", help="--config: data-parallel ranks (default: as it says, or 1)"
+    )
+    how.add_argument(
+        "--samples",
+        type=int,
+        metavar="K",
+        help=f"most samples shown, 0: all (default: {SHOWN}; HTML {SHOWN_IN_HTML}; JSON all)",
+    )
+    how.add_argument(
+        "--lines", type=int, default=12, metavar="L", help="most lines of a document, 0: all (default: %(default)s)"
+    )
+    how.add_argument("--ids", action="store_true", help="show token ids too")
+    how.add_argument("--width", type=int, default=100, metavar="W", help="columns of the text (default: %(default)s)")
+    how.add_argument("--json", action="store_true", help="everything, as one JSON object")
+    how.add_argument("--html", type=Path, metavar="FILE", help="write the batch as a page for a browser")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --config")
+    arguments = parser.parse_args(argv)
+    check_usage(parser, arguments)
+    sys.stdout.reconfigure(errors="backslashreplace")  # whatever characters a document has
+    return run_tool(lambda: inspect(arguments))
+
+
+def check_usage(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    asked = [name for name in ("document", "corrupt_check") if getattr(arguments, name) is not None]
+    asked += ["coverage"] if arguments.coverage else ["step"] if arguments.step is not None else []
+    if len(asked) != 1:
+        parser.error("give one of --step N, --document D, --coverage and --corrupt-check DIR_OR_RUN")
+    if (arguments.run is None and arguments.config is None) != (asked == ["corrupt_check"]):
+        parser.error("--corrupt-check takes the place of --run and --config, and everything else needs one of them")
+    if (arguments.overrides or arguments.ranks) and arguments.config is None:
+        parser.error("key=value and --ranks go with --config; a run that has started has its own")
+    for option, needs in (("rank", "step"), ("html", "step"), ("source", "document"), ("epochs", "document")):
+        if getattr(arguments, option) is not None and asked != [needs]:
+            parser.error(f"--{option} goes with --{needs}")
+    for name, least in (("samples", 0), ("lines", 0), ("width", 40), ("epochs", 1), ("ranks", 1)):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < least:
+            parser.error(f"--{name} must be at least {least}")
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    from pretrain.data.inspection import terminal
+
+    if arguments.corrupt_check is not None:
+        from pretrain.data.inspection.integrity import check_integrity, refuse_damage
+
+        integrity = check_integrity(arguments.corrupt_check)
+        show(arguments, integrity.to_json(), terminal.integrity_lines(integrity))
+        refuse_damage(integrity)
+        return
+    history = open_history(arguments)
+    if arguments.coverage:
+        from pretrain.data.inspection.coverage import measure_coverage
+
+        coverage = measure_coverage(history, arguments.step)
+        show(arguments, coverage.to_json(), terminal.coverage_lines(coverage, arguments.width))
+    elif arguments.document is not None:
+        from pretrain.data.inspection.sightings import find_document
+
+        found = find_document(history, arguments.document, arguments.source, arguments.epochs)
+        show(arguments, found.to_json(), terminal.sightings_lines(found, arguments.width))
+    else:
+        show_step(arguments, history)
+
+
+def open_history(arguments: argparse.Namespace) -> Any:
+    from pretrain.data.inspection.history import History
+
+    if arguments.run is not None:
+        return History.read(arguments.run)
+    from pretrain.config.load import load_config
+
+    config, _ = load_config(arguments.config, arguments.overrides)
+    return History.planned(config, arguments.ranks)
+
+
+def show_step(arguments: argparse.Namespace, history: Any) -> None:
+    from pretrain.data.inspection import terminal
+    from pretrain.data.inspection.batch import check_digest, inspect_step
+
+    default = None if arguments.json else SHOWN_IN_HTML if arguments.html else SHOWN
+    most = default if arguments.samples is None else arguments.samples or None
+    step = inspect_step(history, arguments.step, arguments.rank, most)
+    if arguments.html:
+        from pretrain.data.inspection.page import write_page
+
+        write_page(step, arguments.html)
+        print(arguments.html)
+    else:
+        show(arguments, step.to_json(), terminal.step_lines(step, arguments.width, arguments.lines, arguments.ids))
+    check_digest(step)
+
+
+def show(arguments: argparse.Namespace, content: dict[str, Any], lines: Iterable[str]) -> None:
+    try:
+        print(json.dumps(content) if arguments.json else "\n".join(lines), flush=True)
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

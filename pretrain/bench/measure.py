@@ -186,7 +186,7 @@ def table(rows: Sequence[Row]) -> str:
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def heading(start: dict[str, Any], end: dict[str, Any], typed: str) -> str:

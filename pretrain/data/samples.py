@@ -48,6 +48,9 @@ class Samples(Protocol):
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """Where the inputs come from: stretches (start, length) of the token stream, in order."""
 
+    def prefetch(self, samples: np.ndarray) -> None:
+        """Bring what these samples need nearer, in the background, where the data is remote."""
+
     def describe(self) -> str:
         """What there is to say of the packing."""
 
@@ -90,6 +93,9 @@ class Windows:
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         return [(index * self.sequence_length, self.sequence_length)]
+
+    def prefetch(self, samples: np.ndarray) -> None:
+        _prefetch(self, samples)
 
     def describe(self) -> str:
         return ""
@@ -145,6 +151,9 @@ class Packed:
         _, starts, ends = self.index.pieces(np.array([index]))
         return list(zip(starts.tolist(), (ends - starts).tolist()))
 
+    def prefetch(self, samples: np.ndarray) -> None:
+        _prefetch(self, samples)
+
     def describe(self) -> str:
         index = self.index
         return f", {index.mode}: {1 - index.fill:.2%} padding, {index.cut_documents:,} of {self.data.documents:,} documents cut"
@@ -162,3 +171,10 @@ class Packed:
         # All but the last piece of a longer document fill a sample, whose last target is the token after it.
         ends = self.index.samples - (self.index.pieces_count - documents) if self.boundary_loss else documents
         return Totals(tokens, tokens - ends, 0)
+
+
+def _prefetch(source: Samples, samples: np.ndarray) -> None:
+    if source.data.is_remote:
+        for sample in samples.tolist():
+            for start, length in source.pieces(sample):
+                source.data.prefetch(start, length + 1)

@@ -85,6 +85,11 @@ class PreparedData:
         return PreparedData, (self.path, self.manifest, self._remote)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether shards are fetched when they are read."""
+        return self._remote is not None
+
+    @property
     def tokenizer_path(self) -> Path:
         """The local directory with the copy of the tokenizer, for `load_tokenizer`."""
         return (self._remote.directory if self._remote else self.path) / "tokenizer"

@@ -88,6 +88,16 @@ class Stream:
             rows = np.flatnonzero(sources == source)
             self.sources[source].fill(samples[rows], rows, tokens_BT, targets_BT)
 
+    def prefetch(self, positions: np.ndarray) -> None:
+        """Bring the remote shards of the samples at these positions nearer, in the background; positions may lie beyond the end."""
+        if not any(source.data.is_remote for source in self.sources):
+            return
+        if self.mixture.length is not None:
+            positions = positions[positions < self.mixture.length]
+        sources, samples, _ = self.locate(positions)
+        for source in np.unique(sources):
+            self.sources[source].prefetch(samples[sources == source])
+
     def shares(self, until: int) -> dict[str, float]:
         """Share of each source in the samples before position `until`; empty where there is one source."""
         if len(self.sources) == 1:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.data.batch_schedule import BatchSchedule
-from pretrain.data.loader import Loader
+from pretrain.data.loader import PREFETCH_STEPS, Loader
 from pretrain.data.mixture import BLOCK, Mixture, Stage
 from pretrain.data.samples import Windows
 from pretrain.data.shards import PreparedData
@@ -278,6 +278,15 @@ def test_closing_the_batches_stops_their_threads_and_an_error_of_a_thread_is_rai
     with pytest.raises(DataError, match="shard-00001.bin"):
         next(batches)
     assert threading.active_count() == before
+
+
+def test_what_later_steps_read_is_asked_for_ahead_where_it_is_remote(real, monkeypatch):
+    asked = []
+    monkeypatch.setattr(PreparedData, "is_remote", True)
+    monkeypatch.setattr(PreparedData, "prefetch", lambda self, start, count: asked.append((start, count)))
+    take(loader(real, 16, 1, 2, 1), 0, 1)
+    _, samples, _ = real.locate(rank_positions(16 * (1 + PREFETCH_STEPS), 16, 1, 2))
+    assert asked[:8] == [(int(sample) * 32, 33) for sample in samples]
 
 
 # ---- digest -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Rates are megabytes (10^6) of text as UTF-8. With one process they are per CPU s
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 import os
@@ -22,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from pretrain.bench.measure import MILLION, ROOT, Options, Row, Turns, environment, in_turns, rate_row, require
-from pretrain.data.documents import find_inputs
 from pretrain.data.prepare import prepare
 from pretrain.data.shards import PreparedData
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -77,8 +77,9 @@ def _collect(options: Options) -> Corpus:
     folders = (sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
     patterns = options.source or tuple(str(Path(folder) / "**" / "*.py") for folder in folders)
     texts, size, most = [], 0, options.scaled(_BYTES, 200_000)
-    for file in find_inputs(patterns):
-        content = file.read_bytes()
+    files = {file for pattern in patterns for file in glob.glob(pattern, recursive=True) if os.path.isfile(file)}
+    for file in sorted(files):
+        content = Path(file).read_bytes()
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError:

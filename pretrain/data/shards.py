@@ -1,9 +1,11 @@
 """Prepared data on disk: a manifest, shards of little-endian tokens with a document index, and a copy of the tokenizer.
 
-    DIR/manifest.json        what is here: dtype, vocabulary, counts, and the sha256 of every file
+    DIR/manifest.json        what is here: dtype, vocabulary, counts, how it was made, and the sha256 of every file
+    DIR/inputs.json          the names of the files it was made from
     DIR/tokenizer/           the tokenizer that made the ids, self-contained
     DIR/shard-00000.bin      tokens, uint16 or uint32; one end-of-document token closes each document
     DIR/shard-00000.idx      uint64 per document: the position in this shard just after its end-of-document token
+    DIR/shard-00000.src      two uint32 per document: its number in inputs.json, and its line or row there, from 0
 
 Positions: a *shard position* counts tokens from the start of one file, a *stream position* from the start of shard 0. Documents
 never straddle shards. Reading needs numpy alone and can execute nothing: the files are raw integers and JSON.
@@ -15,11 +17,12 @@ import bisect
 import functools
 import hashlib
 import itertools
+import os
 from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.manifest import DTYPES, INDEX_DTYPE, Manifest, read_manifest
+from pretrain.data.manifest import DTYPES, INDEX_DTYPE, ORIGIN_DTYPE, Manifest, read_inputs, read_manifest
 from pretrain.errors import DataError
 from pretrain.storage import sha256_of
 
@@ -54,9 +57,17 @@ class PreparedData:
         """
         path = Path(path)
         manifest = read_manifest(path)
+        with os.scandir(path) as entries:  # one listing, because 10^4 shards are 3 * 10^4 files
+            sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        itemsize = DTYPES[manifest.dtype].itemsize
         for shard in manifest.shards:
-            _check_size(path / shard.file, shard.tokens * DTYPES[manifest.dtype].itemsize)
-            _check_size(path / shard.index_file, shard.documents * INDEX_DTYPE.itemsize)
+            for name, size in (
+                (shard.file, shard.tokens * itemsize),
+                (shard.index_file, shard.documents * INDEX_DTYPE.itemsize),
+                (shard.origin_file, shard.documents * ORIGIN_DTYPE.itemsize),
+            ):
+                if sizes.get(name) != size:
+                    _check_size(path / name, size)
         return cls(path, manifest)
 
     def __reduce__(self):
@@ -102,13 +113,32 @@ class PreparedData:
         base = self._token_starts[shard]
         return base + (int(ends[local - 1]) if local else 0), base + int(ends[local])
 
+    def origin(self, document: int) -> tuple[str, int]:
+        """The input file a document comes from, as it was named when it was prepared, and its line or row there, from 0.
+
+        Reads one record, and the list of inputs the first time. Raises IndexError outside the documents.
+        """
+        if not 0 <= document < self.documents:
+            raise IndexError(f"{self.path}: document {document} is outside 0..{self.documents}")
+        shard = bisect.bisect_right(self._document_starts, document) - 1
+        entry = self.manifest.shards[shard]
+        file = self.path / entry.origin_file
+        _check_size(file, entry.documents * ORIGIN_DTYPE.itemsize)
+        place = (document - self._document_starts[shard]) * ORIGIN_DTYPE.itemsize
+        number, row = np.fromfile(file, ORIGIN_DTYPE, 1, offset=place)[0].tolist()
+        return self._inputs[number], row
+
+    @functools.cached_property
+    def _inputs(self) -> list[str]:
+        return read_inputs(self.path, self.manifest.inputs_sha256)
+
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Hash the shards i with i % parts == part (so that ranks can share the work) against the manifest.
 
         Raises DataError naming the first file whose content is not what was written.
         """
         for shard in self.manifest.shards[part::parts]:
-            for name, expected in ((shard.file, shard.sha256), (shard.index_file, shard.index_sha256)):
+            for name, expected in shard.files:
                 try:
                     actual = sha256_of(self.path / name)
                 except OSError as error:

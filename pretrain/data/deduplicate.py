@@ -2,7 +2,7 @@
 
     records of all parts ──by the hash's last bits──▶ buckets on disk ──each sorted in memory──▶ one byte per document on disk
 
-Memory is one bucket and one block of records, whatever the number of documents. With 10^12 documents the chance that any
+Memory is one bucket and one block of records: constant up to 5 * 10^8 documents, and 1/512 of all hashes beyond. With 10^12 documents the chance that any
 two different ones share a hash (BLAKE2b) is below 2^-48.
 """
 
@@ -23,8 +23,10 @@ _MOST_BUCKETS = 512  # open files
 _ENTRY = np.dtype([("hash", "<u8", (2,)), ("number", "<u8")])
 
 
-def find_duplicates(parts: Parts, counts: Sequence[int], directory: Path, *, bucket_documents: int = _BUCKET) -> Path:
-    """A file with one byte per document, in document order: 1 for a repetition of an earlier document.
+def find_duplicates(
+    parts: Parts, counts: Sequence[int], directory: Path, *, bucket_documents: int = _BUCKET
+) -> tuple[Path, int]:
+    """(file, count): one byte per document, in document order, 1 for a repetition of an earlier one; and how many there are.
 
     `counts` are the documents of each unit in order, which `parts` holds; the new `directory` is worked in.
     """
@@ -34,17 +36,18 @@ def find_duplicates(parts: Parts, counts: Sequence[int], directory: Path, *, buc
         total = sum(counts)
         buckets = max(1, min(_MOST_BUCKETS, -(-total // bucket_documents)))
         _distribute(parts, counts, directory, buckets)
-        marks = directory / "duplicates"
+        marks, count = directory / "duplicates", 0
         with open(marks, "wb") as file:
             file.truncate(total)
             for bucket in range(buckets):
                 path = _bucket(directory, bucket)
                 numbers = _repetitions(np.fromfile(path, _ENTRY))
                 path.unlink()
+                count += len(numbers)
                 for number in numbers.tolist():  # ascending, so that writes are mostly in one page
                     file.seek(number)
                     file.write(b"\x01")
-    return marks
+    return marks, count
 
 
 def blocks(parts: Parts, unit: int, count: int, size: int = _BLOCK) -> Iterator[tuple[int, np.ndarray]]:

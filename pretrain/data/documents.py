@@ -125,7 +125,9 @@ class PieceReader:
                 return data.decode()
         except UnicodeDecodeError as error:
             reason = f"not valid UTF-8 ({error.reason})"
-        return self.leave_out(row, f"{reason}; convert it first, for instance with iconv, or leave such out with --skip-invalid")
+        return self.leave_out(
+            row, f"{reason}; convert it first, for instance with iconv, or leave such out with --skip-invalid"
+        )
 
     def leave_out(self, row: int, reason: str) -> None:
         """Count an invalid document where that is asked for; otherwise raise DataError with its place and the reason."""
@@ -256,4 +258,3 @@ def read_documents(files: Iterable[Path], text_field: str = "text", text_mode: s
             if not isinstance(text, str):
                 raise DataError(f"{path}: holds ids, not text")
             yield Document(text, str(path))
-

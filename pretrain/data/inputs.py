@@ -1,10 +1,10 @@
 """What a preparation reads: files by name, folder, pattern or data set, each with its kind and the state it was found in.
 
-    *.jsonl *.ndjson *.json (.gz .zst)   one JSON object per line
-    *.parquet *.pq                       rows
-    *.arrow                              rows: an Arrow IPC file or stream, as `datasets` writes them
-    *.npy, and *.bin with a --ids-dtype  token ids, an end-of-document id after each document
-    anything else (.gz .zst)             plain text: a document per file, or per line
+*.jsonl *.ndjson *.json (.gz .zst)   one JSON object per line
+*.parquet *.pq                       rows
+*.arrow                              rows: an Arrow IPC file or stream, as `datasets` writes them
+*.npy, and *.bin with a --ids-dtype  token ids, an end-of-document id after each document
+anything else (.gz .zst)             plain text: a document per file, or per line
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.errors import DataError
+from pretrain.storage import sha256_of
 
 FORMAT = "pretrain-shards"
 VERSION = 2
@@ -181,11 +182,15 @@ def write_inputs(directory: Path, names: Sequence[str]) -> str:
 
 def read_inputs(directory: Path, sha256: str) -> list[str]:
     """The names in `directory`/inputs.json. Raises DataError unless it is the file with this sha256."""
-    file = directory / INPUTS_NAME
+    check_content(directory / INPUTS_NAME, sha256)
+    return json.loads((directory / INPUTS_NAME).read_bytes())
+
+
+def check_content(file: Path, sha256: str) -> None:
+    """Raise DataError, naming `file`, unless it has the content that the manifest says."""
     try:
-        content = file.read_bytes()
+        actual = sha256_of(file)
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from error
-    if hashlib.sha256(content).hexdigest() != sha256:
+    if actual != sha256:
         raise DataError(f"{file}: content does not match its hash in manifest.json; restore or re-prepare it")
-    return json.loads(content)

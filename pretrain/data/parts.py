@@ -1,8 +1,8 @@
 """What one finished unit of work leaves behind: three files that appear together, on the disk for good, or not at all.
 
-    parts/00000042.tokens       the ids of its documents end to end, in the final type
-    parts/00000042.documents    one fixed record per document
-    parts/00000042.json         counts; written last, and what makes the part exist
+parts/00000042.tokens       the ids of its documents end to end, in the final type
+parts/00000042.documents    one fixed record per document
+parts/00000042.json         counts; written last, and what makes the part exist
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -143,10 +143,11 @@ class Parts:
         """The file of a part's tokens, unbuffered."""
         return open(self.directory / (part_name(unit) + ".tokens"), "rb", buffering=0)
 
-    def remove_leftovers(self) -> None:
-        """Remove what processes that were killed had begun."""
+    def remove_leftovers(self, units: Collection[int]) -> None:
+        """Remove what processes that were killed had begun of `units`."""
         for path in self.directory.glob(".*"):
-            path.unlink(missing_ok=True)
+            if int(path.name.split(".")[1]) in units:
+                path.unlink(missing_ok=True)
 
 
 def part_name(unit: int) -> str:

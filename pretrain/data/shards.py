@@ -22,9 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.manifest import DTYPES, INDEX_DTYPE, ORIGIN_DTYPE, Manifest, read_inputs, read_manifest
+from pretrain.data.manifest import DTYPES, INDEX_DTYPE, ORIGIN_DTYPE, Manifest, check_content, read_inputs, read_manifest
 from pretrain.errors import DataError
-from pretrain.storage import sha256_of
 
 _OPEN_SHARDS = 256  # every open map holds a file descriptor, and 1024 is a common limit for a process
 
@@ -138,15 +137,8 @@ class PreparedData:
         Raises DataError naming the first file whose content is not what was written.
         """
         for shard in self.manifest.shards[part::parts]:
-            for name, expected in shard.files:
-                try:
-                    actual = sha256_of(self.path / name)
-                except OSError as error:
-                    raise DataError(f"{self.path / name}: cannot be read: {error.strerror}") from error
-                if actual != expected:
-                    raise DataError(
-                        f"{self.path / name}: content does not match its hash in manifest.json; restore or re-prepare it"
-                    )
+            for name, sha256 in shard.files:
+                check_content(self.path / name, sha256)
 
     def _open_map(self, shard: int, index: bool) -> np.ndarray:
         entry = self.manifest.shards[shard]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +72,23 @@ def encode_arrays(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray
     return [np.array(ids, dtype=np.uint32) for ids in tokenizer.encode_batch(texts)]
 
 
+def choose_tokenizer(path: str, sample: Iterable[str], engine: str) -> Tokenizer:
+    """The tokenizer at `path` with the fastest engine that is proven, on `sample` among others, to give its ids.
+
+    AT THE MERGE: this is `tokenizer_engine.choose_engine`; call it directly and remove this function.
+    """
+    try:
+        from pretrain.data.tokenizer_engine import choose_engine
+    except ImportError:
+        return load_tokenizer(path)
+    return choose_engine(path, sample, engine)
+
+
 @functools.lru_cache(maxsize=1)
-def load_encoder(path: str, fingerprint: str, fim_rate: float, fim_spm_rate: float) -> Encoder:
+def load_encoder(path: str, fingerprint: str, engine: str, fim_rate: float, fim_spm_rate: float) -> Encoder:
     """The encoder of this process. Raises DataError when the tokenizer at `path` is no longer the one with `fingerprint`."""
-    tokenizer = load_tokenizer(path)
+    # AT THE MERGE: load_tokenizer(path, engine)
+    tokenizer = load_tokenizer(path) if engine == "library" else load_tokenizer(path, engine)
     if tokenizer.fingerprint != fingerprint:
         raise DataError(f"{path}: the tokenizer was changed during the preparation; start again with --restart")
     return Encoder(tokenizer, fim_rate, fim_spm_rate)

@@ -1,8 +1,8 @@
 """The files of a Hugging Face dataset: by name (downloaded here, and only here), or in a directory.
 
-    NAME                       downloaded into the cache of `datasets`, as Arrow files
-    a `save_to_disk` directory its Arrow files, as they are
-    any other directory        the files that `datasets` would take for the split: Parquet, Arrow, JSON lines, text
+NAME                       downloaded into the cache of `datasets`, as Arrow files
+a `save_to_disk` directory its Arrow files, as they are
+any other directory        the files that `datasets` would take for the split: Parquet, Arrow, JSON lines, text
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from pathlib import Path
 from pretrain.data.assemble import SPLITS, Description, Selection, UnitRows, assemble
 from pretrain.data.deduplicate import find_duplicates
 from pretrain.data.documents import Piece
-from pretrain.data.encode import copy_tokenizer
+from pretrain.data.encode import Encoder, choose_tokenizer, copy_tokenizer
 from pretrain.data.inputs import InputFile, find_inputs
 from pretrain.data.manifest import DTYPES, Manifest, dtype_for, read_manifest
 from pretrain.data.parts import Parts, PartSummary
@@ -34,7 +34,7 @@ from pretrain.data.process_pool import ProcessPool
 from pretrain.data.progress import MEGABYTE, CorpusProgress
 from pretrain.data.staging import refuse_existing
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.data.unit_work import UnitJob, Work, do_unit
+from pretrain.data.unit_work import UnitJob, Work, do_unit, sample_texts
 from pretrain.data.work_directory import WorkDirectory
 from pretrain.errors import ConfigError, DataError
 
@@ -113,6 +113,7 @@ def prepare(
     task: int | None = None,
     tasks: int = 1,
     restart: bool = False,
+    engine: str = "auto",
     unit_bytes: int | None = None,
     **options: object,
 ) -> Preparation | FinishedTask:
@@ -123,7 +124,8 @@ def prepare(
     calling script needs a main guard. With a `task` only the units with `number % tasks == task` are done, and left for `merge`.
 
     What is finished when the process is killed, or fails, is kept in the `work` directory (default: hidden, beside `output`)
-    and found again by the next call with the same arguments; `restart` throws it away first. `unit_bytes` is for tests.
+    and found again by the next call with the same arguments; `restart` throws it away first. `engine` (see `tokenizer_engine`)
+    and `workers` change no byte of the output. `unit_bytes` is for tests.
 
     Raises ConfigError for an argument out of range, DataError for anything wrong with the files, for an output that exists, and
     for work that was begun with other inputs or options. `output` appears complete or not at all.
@@ -141,12 +143,13 @@ def prepare(
         if restart:
             directory.restart()
         loaded = load_tokenizer(tokenizer)
+        Encoder(loaded, settings.fim_rate, settings.fim_spm_rate)  # refuses a tokenizer without what fill-in-the-middle needs
         planned = PlannedTokenizer(loaded.fingerprint, loaded.vocab_size, loaded.eod_id)
         plan = Plan.make(settings, planned, _found(inputs), unit_bytes)
         directory.agree(plan, lambda path: copy_tokenizer(loaded, path))
         parts = directory.parts(plan, DTYPES[dtype_for(planned.vocab_size)])
         with ProcessPool(workers) as pool:
-            units = _Units(plan, parts, str(tokenizer))
+            units = _Units(plan, parts, str(tokenizer), engine)
             try:
                 units.do(pool, range(task or 0, len(plan.units), tasks))
             except DataError:
@@ -274,9 +277,10 @@ def _rows_of(plan: Plan, summaries: Sequence[PartSummary]) -> list[UnitRows]:
 class _Units:
     """Doing the units that are left, and what that took."""
 
-    def __init__(self, plan: Plan, parts: Parts, tokenizer_path: str) -> None:
+    def __init__(self, plan: Plan, parts: Parts, tokenizer_path: str, engine: str) -> None:
         self.mine: Sequence[int] = ()
         self._plan, self._parts, self._tokenizer_path = plan, parts, tokenizer_path
+        self._engine = engine
         self._pieces = Counter(number for unit in plan.units for number, _, _ in unit)
         self._done: list[PartSummary] = []
 
@@ -286,6 +290,10 @@ class _Units:
         finished = self._parts.finished()
         self.mine = units
         jobs = [self._job(unit) for unit in units if unit not in finished]
+        if jobs and not self._plan.settings.ids_field:
+            sample = sample_texts(jobs, self._plan.tokenizer.eod_id)
+            chosen = choose_tokenizer(self._tokenizer_path, sample, self._engine)
+            jobs = [dataclasses.replace(job, engine=getattr(chosen, "engine", "library")) for job in jobs]
         if finished:
             _say(f"going on: {len(finished)} of {len(self._plan.units)} units of work are finished")
         total = sum(piece.size for job in jobs for piece in job.pieces)
@@ -318,6 +326,7 @@ class _Units:
             options=settings.documents,
             tokenizer_path=self._tokenizer_path,
             tokenizer_sha256=plan.tokenizer.fingerprint,
+            engine="library",
             fim_rate=settings.fim_rate,
             fim_spm_rate=settings.fim_spm_rate,
             validation_fraction=settings.validation_fraction,

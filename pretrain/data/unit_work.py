@@ -18,6 +18,8 @@ from pretrain.errors import DataError
 
 BATCH_CHARACTERS = 1 << 19
 BATCH_DOCUMENTS = 4096
+_SAMPLED_UNITS = 64
+_SAMPLED_CHARACTERS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class UnitJob:
     options: DocumentOptions
     tokenizer_path: str
     tokenizer_sha256: str
+    engine: str
     fim_rate: float
     fim_spm_rate: float
     validation_fraction: float
@@ -61,7 +64,7 @@ class _Batch:
 def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
     """Read, tokenize and write one unit. Raises DataError naming the place in the input; nothing is left behind then."""
     begin = time.perf_counter()
-    encoder = load_encoder(job.tokenizer_path, job.tokenizer_sha256, job.fim_rate, job.fim_spm_rate)
+    encoder = load_encoder(job.tokenizer_path, job.tokenizer_sha256, job.engine, job.fim_rate, job.fim_spm_rate)
     encode_begin = encoder.seconds
     with PartWriter(job.parts, job.unit, encoder.dtype, job.deduplicate) as part:
         unit = _Unit(job, encoder)
@@ -84,6 +87,17 @@ def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
             seconds=time.perf_counter() - begin,
             encode_seconds=encoder.seconds - encode_begin,
         )
+
+
+def sample_texts(jobs: Sequence[UnitJob], end_id: int) -> Iterator[str]:
+    """Some documents from the beginnings of up to 64 units, evenly spread: not what is done, but a look at it."""
+    for job in jobs[:: -(-len(jobs) // _SAMPLED_UNITS)]:
+        characters = 0
+        for content, _ in PieceReader(job.pieces[0], job.options, end_id, Tally()).documents():
+            if not isinstance(content, str) or characters > _SAMPLED_CHARACTERS:
+                break
+            characters += len(content)
+            yield content
 
 
 class _Unit:

@@ -104,27 +104,42 @@ def test_the_files_are_what_the_format_says(tmp_path):
     tokens, index = (path / "shard-00000.bin").read_bytes(), (path / "shard-00000.idx").read_bytes()
     assert tokens == bytes([7, 0, 44, 1, 2, 0, 2, 0])
     assert index == (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
+    origin = (path / "shard-00000.src").read_bytes()
+    assert origin == bytes([0, 0, 0, 0, 0, 0, 0, 0]) + bytes([0, 0, 0, 0, 1, 0, 0, 0])
     assert json.loads((path / "manifest.json").read_text()) == {
         "format": "pretrain-shards",
-        "version": 1,
+        "version": 2,
         "dtype": "uint16",
         "vocab_size": 1000,
         "eod_id": 2,
         "tokenizer_sha256": "ab" * 32,
         "documents": 2,
         "tokens": 4,
+        "inputs_sha256": hashlib.sha256((path / "inputs.json").read_bytes()).hexdigest(),
+        "preparation": {},
         "shards": [
             {
                 "file": "shard-00000.bin",
                 "index_file": "shard-00000.idx",
+                "origin_file": "shard-00000.src",
                 "documents": 2,
                 "tokens": 4,
+                "bytes": 0,
+                "longest": 3,
                 "sha256": hashlib.sha256(tokens).hexdigest(),
                 "index_sha256": hashlib.sha256(index).hexdigest(),
+                "origin_sha256": hashlib.sha256(origin).hexdigest(),
             }
         ],
     }
-    assert sorted(os.listdir(path)) == ["manifest.json", "shard-00000.bin", "shard-00000.idx", "tokenizer"]
+    assert sorted(os.listdir(path)) == [
+        "inputs.json",
+        "manifest.json",
+        "shard-00000.bin",
+        "shard-00000.idx",
+        "shard-00000.src",
+        "tokenizer",
+    ]
 
 
 def test_ids_above_16_bits_are_kept(tmp_path):
@@ -180,7 +195,7 @@ def test_pickling_carries_the_place_and_not_the_tokens(tmp_path):
 # Damage.
 
 
-@pytest.mark.parametrize("name", ["shard-00003.bin", "shard-00003.idx"])
+@pytest.mark.parametrize("name", ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "too long"])
 def test_a_shard_of_another_size_is_named_when_opening(prepared, name, damage):
     file = prepared / name
@@ -192,7 +207,7 @@ def test_a_shard_of_another_size_is_named_when_opening(prepared, name, damage):
         PreparedData.open(prepared)
 
 
-@pytest.mark.parametrize("name", ["shard-00003.bin", "shard-00003.idx"])
+@pytest.mark.parametrize("name", ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"])
 def test_one_flipped_bit_is_found_by_the_part_that_hashes_its_shard(prepared, name):
     PreparedData.open(prepared).verify()
     content = bytearray((prepared / name).read_bytes())
@@ -237,7 +252,7 @@ def test_a_manifest_that_is_none_is_refused(prepared, content):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 2}, "format version 2, this program reads 1"),
+        ({"version": 1}, "format version 1, this program reads 2"),
         ({"version": True}, "format version True"),
         ({"dtype": "float16"}, "dtype must be one of uint16, uint32, got 'float16'"),
         ({"dtype": ["uint16"]}, "dtype must be one of"),
@@ -251,6 +266,9 @@ def test_a_manifest_that_is_none_is_refused(prepared, content):
         ({"tokenizer_sha256": "xyz"}, "tokenizer_sha256 must be a sha256"),
         ({"shards": []}, "shards must be a non-empty list"),
         ({"shards": [3]}, r"shards\[0\] must be an object"),
+        ({"inputs_sha256": 3}, "inputs_sha256 must be a sha256"),
+        ({"preparation": []}, "preparation must be an object"),
+        ({"preparation": {"options": []}}, "preparation.options must be a single value"),
         ({"extra": 1}, "extra is not a known key"),
     ],
 )
@@ -266,6 +284,10 @@ def test_a_manifest_is_read_strictly(prepared, change, message):
         ({"tokens": -3}, r"shards\[1\].tokens must be an integer of at least 1, got -3"),
         ({"file": "../outside.bin"}, r"shards\[1\].file must be a plain file name"),
         ({"index_file": "/etc/passwd"}, r"shards\[1\].index_file must be a plain file name"),
+        ({"origin_file": "a/b"}, r"shards\[1\].origin_file must be a plain file name"),
+        ({"bytes": -1}, r"shards\[1\].bytes must be an integer of at least 0"),
+        ({"longest": 0}, r"shards\[1\].longest must be an integer of at least 1"),
+        ({"origin_sha256": "x"}, r"shards\[1\].origin_sha256 must be a sha256"),
         ({"sha256": None}, r"shards\[1\].sha256 must be a sha256"),
         ({"surprise": 1}, r"shards\[1\].surprise is not a known key"),
     ],

@@ -17,7 +17,7 @@ import numpy as np
 
 from pretrain.data.deduplicate import blocks
 from pretrain.data.manifest import ORIGIN_DTYPE, Manifest, Scalar, Shard, check_content, dtype_for, write_inputs, write_manifest
-from pretrain.data.parts import Parts, writing
+from pretrain.data.parts import Parts, PartSummary, writing
 from pretrain.data.process_pool import ProcessPool
 from pretrain.data.shard_writer import ShardFiles, cut_into_shards
 from pretrain.errors import DataError
@@ -33,11 +33,12 @@ SPLITS = ("train", "validation")
 class Segment:
     """Documents [first, last) of a unit, as far as they belong to the split at hand.
 
-    `token` is where `first` begins in the unit's tokens, `document` the number of `first` in the corpus, `row` what to add to
+    `token` is where `first` begins in the unit's `tokens`, `document` the number of `first` in the corpus, `row` what to add to
     the rows of its pieces.
     """
 
     unit: int
+    tokens: int
     first: int
     last: int
     token: int
@@ -71,21 +72,15 @@ class ShardJob:
     segments: tuple[Segment, ...]
 
 
-@dataclass(frozen=True)
-class UnitRows:
-    """What assembly needs to know of a unit: its documents, and the rows of its input file ahead of it."""
-
-    documents: int
-    row: int
-
-
-def plan_shards(selection: Selection, units: Sequence[UnitRows], shard_tokens: int) -> Iterator[tuple[Segment, ...]]:
-    """The segments of each shard, in order. Memory is a block of records, and the segments of one shard."""
+def plan_shards(
+    selection: Selection, units: Sequence[PartSummary], rows: Sequence[int], shard_tokens: int
+) -> Iterator[tuple[Segment, ...]]:
+    """The segments of each shard, in order; `rows` are those ahead of each unit in its file. Memory is a block of records."""
     segments: list[Segment] = []
     filled = base = 0
     for number, unit in enumerate(units):
         token = 0
-        for begin, records in blocks(selection.parts, number, unit.documents, _BLOCK):
+        for begin, records in blocks(selection.parts, number, unit, _BLOCK):
             starts = np.concatenate(([0], np.cumsum(records["length"], dtype=np.int64)))
             kept = np.flatnonzero(selection.mask(records, base + begin))
             lengths = records["length"][kept].astype(np.int64)
@@ -94,9 +89,8 @@ def plan_shards(selection: Selection, units: Sequence[UnitRows], shard_tokens: i
                     yield tuple(segments)
                     segments, filled = [], 0
                 one, other = int(kept[first]), int(kept[last - 1]) + 1
-                segments.append(
-                    Segment(number, begin + one, begin + other, token + int(starts[one]), base + begin + one, unit.row)
-                )
+                place = (token + int(starts[one]), base + begin + one, rows[number])
+                segments.append(Segment(number, unit.tokens, begin + one, begin + other, *place))
                 filled += int(lengths[first:last].sum())
             token += int(starts[-1])
         base += unit.documents
@@ -123,7 +117,7 @@ def _content(selection: Selection, segment: Segment) -> Iterator[tuple[np.ndarra
     parts, token = selection.parts, segment.token
     with parts.open_tokens(segment.unit) as file:
         for first in range(segment.first, segment.last, _BLOCK):
-            records = parts.documents(segment.unit, first, min(_BLOCK, segment.last - first))
+            records = parts.documents(segment.unit, segment.tokens, first, min(_BLOCK, segment.last - first))
             kept = selection.mask(records, segment.document + first - segment.first)
             starts = np.concatenate(([0], np.cumsum(records["length"], dtype=np.int64)))
             begin = 0
@@ -174,7 +168,8 @@ class Description:
 def assemble(
     directory: Path,
     selection: Selection,
-    units: Sequence[UnitRows],
+    units: Sequence[PartSummary],
+    rows: Sequence[int],
     shard_tokens: int,
     description: Description,
     pool: ProcessPool,
@@ -186,7 +181,7 @@ def assemble(
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        segments = list(plan_shards(selection, units, shard_tokens))
+        segments = list(plan_shards(selection, units, rows, shard_tokens))
     if not segments:
         return None
     jobs = [ShardJob(directory, number, selection, own) for number, own in enumerate(segments)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.parts import Parts, writing
+from pretrain.data.parts import Parts, PartSummary, writing
 
 _BLOCK = 1 << 18  # documents read at a time
 _BUCKET = 1 << 20  # documents in a bucket, on average
@@ -24,18 +24,18 @@ _ENTRY = np.dtype([("hash", "<u8", (2,)), ("number", "<u8")])
 
 
 def find_duplicates(
-    parts: Parts, counts: Sequence[int], directory: Path, *, bucket_documents: int = _BUCKET
+    parts: Parts, units: Sequence[PartSummary], directory: Path, *, bucket_documents: int = _BUCKET
 ) -> tuple[Path, int]:
     """(file, count): one byte per document, in document order, 1 for a repetition of an earlier one; and how many there are.
 
-    `counts` are the documents of each unit in order, which `parts` holds; the new `directory` is worked in.
+    `units` are those that `parts` holds, in order; the new `directory` is worked in.
     """
     shutil.rmtree(directory, ignore_errors=True)
     with writing(directory):
         directory.mkdir(parents=True)
-        total = sum(counts)
+        total = sum(unit.documents for unit in units)
         buckets = max(1, min(_MOST_BUCKETS, -(-total // bucket_documents)))
-        _distribute(parts, counts, directory, buckets)
+        _distribute(parts, units, directory, buckets)
         marks, count = directory / "duplicates", 0
         with open(marks, "wb") as file:
             file.truncate(total)
@@ -50,27 +50,27 @@ def find_duplicates(
     return marks, count
 
 
-def blocks(parts: Parts, unit: int, count: int, size: int = _BLOCK) -> Iterator[tuple[int, np.ndarray]]:
+def blocks(parts: Parts, number: int, unit: PartSummary, size: int = _BLOCK) -> Iterator[tuple[int, np.ndarray]]:
     """(first, records) of the documents of a unit, a bounded number at a time."""
-    for first in range(0, count, size):
-        yield first, parts.documents(unit, first, min(size, count - first))
+    for first in range(0, unit.documents, size):
+        yield first, parts.documents(number, unit.tokens, first, min(size, unit.documents - first))
 
 
-def _distribute(parts: Parts, counts: Sequence[int], directory: Path, buckets: int) -> None:
+def _distribute(parts: Parts, units: Sequence[PartSummary], directory: Path, buckets: int) -> None:
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(_bucket(directory, number), "wb")) for number in range(buckets)]
         base = 0
-        for unit, count in enumerate(counts):
-            for first, records in blocks(parts, unit, count):
+        for number, unit in enumerate(units):
+            for first, records in blocks(parts, number, unit):
                 entries = np.empty(len(records), _ENTRY)
                 entries["hash"] = records["hash"]
                 entries["number"] = np.arange(base + first, base + first + len(records), dtype=np.uint64)
                 which = (entries["hash"][:, 1] % np.uint64(buckets)).astype(np.int64)
                 order = np.argsort(which, kind="stable")
                 bounds = np.searchsorted(which[order], np.arange(buckets + 1))
-                for number in np.flatnonzero(np.diff(bounds)).tolist():
-                    files[number].write(entries[order[bounds[number] : bounds[number + 1]]].tobytes())
-            base += count
+                for bucket in np.flatnonzero(np.diff(bounds)).tolist():
+                    files[bucket].write(entries[order[bounds[bucket] : bounds[bucket + 1]]].tobytes())
+            base += unit.documents
 
 
 def _repetitions(entries: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ adds to validation.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.assemble import SPLITS, Description, Selection, UnitRows, assemble
+from pretrain.data.assemble import SPLITS, Description, Selection, assemble
 from pretrain.data.deduplicate import find_duplicates
 from pretrain.data.documents import Piece
 from pretrain.data.encode import Encoder, choose_tokenizer, copy_tokenizer
@@ -228,11 +229,11 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
     settings = plan.settings
     found = parts.finished()
     summaries = [found[unit] for unit in range(len(plan.units))]
-    documents = [summary.documents for summary in summaries]
-    if not sum(documents):
+    documents = sum(summary.documents for summary in summaries)
+    if not documents:
         directory.restart()
         raise DataError("the corpus is empty: the input files hold no document with any text")
-    duplicates, count = find_duplicates(parts, documents, directory.path / "deduplicate") if settings.deduplicate else (None, 0)
+    duplicates, count = find_duplicates(parts, summaries, directory.path / "deduplicate") if settings.deduplicate else (None, 0)
     counts = (sum(summary.empty for summary in summaries), count, sum(summary.invalid for summary in summaries))
     description = Description(
         plan.tokenizer.vocab_size,
@@ -242,20 +243,20 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
         [file.name for file in plan.inputs],
         {**dataclasses.asdict(settings), **dict(zip(_COUNTS, counts))},
     )
-    units = _rows_of(plan, summaries)
+    rows = _rows_before(plan, summaries)
     root = directory.begin_assembly()
     names = SPLITS if settings.validation_fraction else (".",)
     manifests = {}
     with CorpusProgress("assembling", total=2 * sum(summary.tokens for summary in summaries)) as progress:
         for number, name in enumerate(names):
             selection = Selection(parts, bool(number) if len(names) > 1 else None, duplicates)
-            manifest = assemble(
-                root / name, selection, units, settings.shard_tokens, description, pool, lambda n: progress.add(0, 0, 0, n)
-            )
+            place, shard_tokens = root / name, settings.shard_tokens
+            on_tokens = functools.partial(progress.add, 0, 0, 0)
+            manifest = assemble(place, selection, summaries, rows, shard_tokens, description, pool, on_tokens)
             if manifest is None:
                 directory.restart()
                 raise DataError(
-                    f"the {name} split is empty: none of the {sum(documents)} documents falls into it with"
+                    f"the {name} split is empty: none of the {documents} documents falls into it with"
                     f" --validation-fraction {settings.validation_fraction}; change the fraction or add data"
                 )
             manifests[directory.output / name] = manifest
@@ -263,13 +264,12 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
     return _outcome(manifests)
 
 
-def _rows_of(plan: Plan, summaries: Sequence[PartSummary]) -> list[UnitRows]:
-    """A unit that goes on in the middle of a file counts its rows from there; this finds the rows ahead of it."""
+def _rows_before(plan: Plan, summaries: Sequence[PartSummary]) -> list[int]:
+    """Of each unit the rows that its file has ahead of it: a unit that goes on in a file counts its rows from there."""
     rows, before, last_input = [], 0, -1
     for spans, summary in zip(plan.units, summaries):
-        number = spans[0][0]
-        before = before if number == last_input else 0
-        rows.append(UnitRows(summary.documents, before))
+        before = before if spans[0][0] == last_input else 0
+        rows.append(before)
         before, last_input = before + summary.rows, spans[-1][0]
     return rows
 

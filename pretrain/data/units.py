@@ -5,7 +5,7 @@
     one large file  ──┘   (cut at lines, row groups, record batches or ids; a compressed file is never cut)
 
 The cuts depend on the names, sizes and inner structure of the files alone: never on processes or machines, so that these may
-change from one run to the next. Units are about 1/256 of the input between 1 and 32 MB, so that few files still occupy all
+change from one run to the next. Units are about 1/256 of the input between 2 and 32 MB, so that few files still occupy all
 processes, and larger again when there would be more than 65,536 of them.
 """
 
@@ -21,7 +21,7 @@ from pretrain.data.token_files import open_ids
 Span = tuple[int, int, int]
 """(number of the input file, start, stop) of a piece."""
 
-_LEAST_BYTES, _USUAL_BYTES = 1 << 20, 1 << 25
+_LEAST_BYTES, _USUAL_BYTES = 1 << 21, 1 << 25
 _USUAL_UNITS, _MOST_UNITS = 1 << 8, 1 << 16
 UNIT_FILES = 4096
 

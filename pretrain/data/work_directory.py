@@ -30,6 +30,8 @@ from pretrain.data.staging import flush_tree, refuse_existing, rename_into_place
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import flush, replace_text, sha256_of
 
+_OURS = ("lock", "plan.json", "tokenizer", "parts", "deduplicate", "assembled", "published")
+_BEGIN = "begin."
 _TASK = re.compile(r"task-(\d+)-of-(\d+)")
 
 
@@ -80,10 +82,16 @@ class WorkDirectory:
     def restart(self) -> None:
         """Throw the work away. Call it with the whole directory locked."""
         self._plan.unlink(missing_ok=True)
+        self._remove_all_but("lock")
+
+    def _remove_all_but(self, *kept: str) -> None:
         for path in self.path.iterdir():
+            # Only what is ours: --work may name any directory.
+            if path.name in kept or not (path.name in _OURS or path.name.startswith(_BEGIN) or _TASK.fullmatch(path.name)):
+                continue
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name != "lock":
+            else:
                 path.unlink()
 
     def agree(self, plan: Plan, save_tokenizer: Callable[[Path], None]) -> None:
@@ -102,7 +110,7 @@ class WorkDirectory:
 
     def _write_once(self, plan: Plan, save_tokenizer: Callable[[Path], None]) -> None:
         # Several tasks may come here at once. Whatever each writes is the same, or `agree` tells.
-        aside = Path(tempfile.mkdtemp(prefix="begin.", dir=self.path))
+        aside = Path(tempfile.mkdtemp(prefix=_BEGIN, dir=self.path))
         try:
             save_tokenizer(aside / "tokenizer")
             flush_tree(aside / "tokenizer")
@@ -155,11 +163,7 @@ class WorkDirectory:
 
     def remove(self) -> None:
         """Remove the work, and last of all what says that it was published."""
-        for path in self.path.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path != self._published:
-                path.unlink()
+        self._remove_all_but("published")
         self._published.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another process has just come, and will see the output
             self.path.rmdir()

@@ -136,7 +136,7 @@ class Parts:
         with open(file, "rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(size - _LENGTH_BYTES, 0))
-            length = int.from_bytes(stream.read(), "little")
+            length = min(int.from_bytes(stream.read(), "little"), size)
             stream.seek(max(size - _LENGTH_BYTES - length, 0))
             try:
                 summary = PartSummary(**json.loads(stream.read(length)))

@@ -2,8 +2,8 @@
 
     records of all parts ──by the hash's last bits──▶ buckets on disk ──each sorted in memory──▶ one byte per document on disk
 
-Memory is one bucket and one block of records: constant up to 5 * 10^8 documents, and 1/512 of all hashes beyond. With 10^12 documents the chance that any
-two different ones share a hash (BLAKE2b) is below 2^-48.
+Memory is one bucket and one block of records: constant up to 10^8 documents, and 1/512 of all hashes beyond. With 10^12
+documents the chance that any two different ones share a hash (BLAKE2b) is below 2^-48.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 from pretrain.data.parts import Parts, PartSummary, writing
 
-_BLOCK = 1 << 18  # documents read at a time
-_BUCKET = 1 << 20  # documents in a bucket, on average
+_BLOCK = 1 << 16  # documents read at a time
+_BUCKET = 1 << 18  # documents in a bucket, on average
 _MOST_BUCKETS = 512  # open files
 _ENTRY = np.dtype([("hash", "<u8", (2,)), ("number", "<u8")])
 

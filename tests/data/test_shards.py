@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from pretrain.data.shard_writer import ShardWriter
 from pretrain.data.shards import PreparedData
 from pretrain.data.staging import staged_directory
 from pretrain.errors import DataError
+
+SHARD_FILES = ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"]
 
 
 @dataclass
@@ -192,10 +195,35 @@ def test_pickling_carries_the_place_and_not_the_tokens(tmp_path):
     assert pickle.loads(content).read(99_999, 2).tolist() == [5, 2]
 
 
+def test_every_document_knows_where_it_comes_from(prepared):
+    data = PreparedData.open(prepared)
+    assert [data.origin(number) for number in range(40)] == [("(no file)", number) for number in range(40)]
+    for outside in (-1, 40):
+        with pytest.raises(IndexError):
+            data.origin(outside)
+    (prepared / "inputs.json").write_text('["another"]')
+    with pytest.raises(DataError, match=r"inputs\.json: content does not match its hash in manifest\.json"):
+        PreparedData.open(prepared).origin(0)
+
+
+@pytest.mark.slow
+def test_ten_thousand_shards_are_opened_in_a_third_of_a_second(tmp_path):
+    """python -m pytest tests/data/test_shards.py -m slow -k ten_thousand -s"""
+    path = write(tmp_path / "data", [np.array([5, 2])] * 10_000, shard_tokens=2, batch=10_000)
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        data = PreparedData.open(path)
+        assert data.read(10_001, 3).tolist() == [2, 5, 2]
+        seconds.append(time.perf_counter() - begin)
+    print(f"opened {len(data.manifest.shards)} shards and read in {min(seconds):.3f} s")
+    assert min(seconds) < 0.3
+
+
 # Damage.
 
 
-@pytest.mark.parametrize("name", ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"])
+@pytest.mark.parametrize("name", SHARD_FILES)
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "too long"])
 def test_a_shard_of_another_size_is_named_when_opening(prepared, name, damage):
     file = prepared / name
@@ -207,7 +235,7 @@ def test_a_shard_of_another_size_is_named_when_opening(prepared, name, damage):
         PreparedData.open(prepared)
 
 
-@pytest.mark.parametrize("name", ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"])
+@pytest.mark.parametrize("name", SHARD_FILES)
 def test_one_flipped_bit_is_found_by_the_part_that_hashes_its_shard(prepared, name):
     PreparedData.open(prepared).verify()
     content = bytearray((prepared / name).read_bytes())

@@ -57,10 +57,10 @@ def id_documents(file: InputFile, ids_dtype: str, end_id: int, start: int, stop:
 
 def documents_before(file: InputFile, ids_dtype: str, end_id: int, start: int) -> int:
     """Documents of a file that begin before the first one in a range at `start`: for messages."""
-    ids = open_ids(file, ids_dtype)
-    return (
-        sum(int((ids[first : min(first + _CHUNK, start)] == end_id).sum()) for first in range(0, start, _CHUNK)) if start else 0
-    )
+    if not start:
+        return 0
+    ids = open_ids(file, ids_dtype)[: start - 1]
+    return 1 + sum(int((ids[first : first + _CHUNK] == end_id).sum()) for first in range(0, len(ids), _CHUNK))
 
 
 def _after_end(ids: np.ndarray, end_id: int, position: int, stop: int) -> int:

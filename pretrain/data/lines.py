@@ -133,8 +133,10 @@ class _Zstandard(io.RawIOBase):
     """zstd frames one after the other. The package's own stream reader takes a frame that stops short for a whole one."""
 
     def __init__(self, raw: BinaryIO):
-        import zstandard
-
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError("reading .zst files needs a package that is not installed: pip install zstandard") from error
         self._new = lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
         self._error = zstandard.ZstdError
         self._raw = raw

@@ -260,7 +260,7 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
                     f" --validation-fraction {settings.validation_fraction}; change the fraction or add data"
                 )
             manifests[directory.output / name] = manifest
-    directory.publish()
+    directory.publish(root)
     return _outcome(manifests)
 
 

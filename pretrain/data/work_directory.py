@@ -7,6 +7,9 @@
 .NAME.preparing/parts/                what is finished
 .NAME.preparing/assembled/            the output while it is put together
 .NAME.preparing/published             hashes of the output's manifests, written just before it is renamed into place
+
+The two names that vary are for worker processes that outlive a killed parent until the end of what they were doing: what they
+still write reaches neither work on another plan nor another attempt at the output.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from pretrain.data.staging import flush_tree, refuse_existing, rename_into_place
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import flush, replace_text, sha256_of
 
-_OURS = ("lock", "plan.json", "tokenizer", "parts", "deduplicate", "assembled", "published")
-_BEGIN = "begin."
+_OURS = ("lock", "plan.json", "tokenizer", "deduplicate", "published")
+_BEGIN, _PARTS, _ASSEMBLED = "begin.", "parts-", "assembled."
 _TASK = re.compile(r"task-(\d+)-of-(\d+)")
 
 
@@ -40,7 +43,7 @@ class WorkDirectory:
 
     def __init__(self, output: Path, path: Path) -> None:
         self.output, self.path = output, path
-        self.tokenizer, self.assembled = path / "tokenizer", path / "assembled"
+        self.tokenizer = path / "tokenizer"
         self._plan, self._published = path / "plan.json", path / "published"
 
     @classmethod
@@ -85,14 +88,21 @@ class WorkDirectory:
         self._remove_all_but("lock")
 
     def _remove_all_but(self, *kept: str) -> None:
-        for path in self.path.iterdir():
+        for path in list(self.path.iterdir()):
             # Only what is ours: --work may name any directory.
-            if path.name in kept or not (path.name in _OURS or path.name.startswith(_BEGIN) or _TASK.fullmatch(path.name)):
+            ours = path.name in _OURS or path.name.startswith((_BEGIN, _PARTS, _ASSEMBLED)) or _TASK.fullmatch(path.name)
+            if path.name in kept or not ours:
                 continue
             if path.is_dir():
-                shutil.rmtree(path)
+                self._remove_tree(path)
             else:
                 path.unlink()
+
+    def _remove_tree(self, path: Path) -> None:
+        # Under another name first, where an orphan of a killed parent cannot put a file between listing and removing.
+        aside = Path(tempfile.mkdtemp(prefix=_BEGIN, dir=self.path))
+        os.rename(path, aside / "removed")
+        shutil.rmtree(aside)
 
     def agree(self, plan: Plan, save_tokenizer: Callable[[Path], None]) -> None:
         """Write the plan, or find it written. Raises DataError naming a difference when the work was begun with another one."""
@@ -132,7 +142,7 @@ class WorkDirectory:
 
     @property
     def parts_directory(self) -> Path:
-        return self.path / "parts"
+        return self.path / f"{_PARTS}{sha256_of(self._plan)[:16]}"
 
     def parts(self, plan: Plan, token_dtype: Any) -> Parts:
         return Parts(self.parts_directory, token_dtype, plan.settings.deduplicate)
@@ -143,18 +153,20 @@ class WorkDirectory:
         return counts.pop() if len(counts) == 1 else None
 
     def begin_assembly(self) -> Path:
-        """An empty place for the output, which a killed process may have left half full."""
+        """A new place for the output; what a killed process has left half full is removed."""
         with writing(self.path):
-            shutil.rmtree(self.assembled, ignore_errors=True)
-        return self.assembled
+            for path in self.path.glob(_ASSEMBLED + "*"):
+                self._remove_tree(path)
+            # Inside, because the directory itself is private to its owner.
+            return Path(tempfile.mkdtemp(prefix=_ASSEMBLED, dir=self.path)) / "output"
 
-    def publish(self) -> None:
+    def publish(self, assembled: Path) -> None:
         """Rename `assembled` to the output, in one step and for good, and remove the work."""
         with writing(self.path):
-            flush_tree(self.assembled)
-            replace_text(self._published, json.dumps(_manifest_hashes(self.assembled)))
+            flush_tree(assembled)
+            replace_text(self._published, json.dumps(_manifest_hashes(assembled)))
             refuse_existing(self.output)
-            rename_into_place(self.assembled, Path(os.path.abspath(self.output)))
+            rename_into_place(assembled, Path(os.path.abspath(self.output)))
         self.remove()
 
     def was_published(self) -> bool:

@@ -303,9 +303,10 @@ def test_ids_outside_the_vocabulary_are_named_with_their_row(tmp_path, byte_toke
     with pytest.raises(DataError, match=rf"a\.jsonl, line 2: id {wrong} is outside the tokenizer's vocabulary of 257"):
         prepare([str(tmp_path / "a.jsonl")], byte_tokenizer, tmp_path / "out", ids_field="ids")
     if 0 <= wrong < 2**32:
-        np.save(tmp_path / "b.npy", np.array([1, END, 2, END, wrong], dtype=np.uint32))
-        with pytest.raises(DataError, match=rf"b\.npy, document 3: id {wrong} is outside"):
-            prepare([str(tmp_path / "b.npy")], byte_tokenizer, tmp_path / "out", unit_bytes=4, restart=True)
+        np.save(tmp_path / "b.npy", np.array([1, END, 2, 2, 2, END, wrong], dtype=np.uint32))
+        for unit_bytes in (4, 20, 24, 100):
+            with pytest.raises(DataError, match=rf"b\.npy, document 3: id {wrong} is outside"):
+                prepare([str(tmp_path / "b.npy")], byte_tokenizer, tmp_path / "out", unit_bytes=unit_bytes, restart=True)
 
 
 @pytest.mark.parametrize(

@@ -176,10 +176,10 @@ def kill_until_done(arguments: dict, kills: int, seed: int, longest: float) -> i
 def test_killed_preparations_go_on_and_end_in_the_same_bytes(inputs, trained, straight, tmp_path, whole_group):
     """Killed by SIGKILL at three stages, with the workers or alone: the orphans of one start must not disturb the next."""
     arguments = {"inputs": inputs, "tokenizer": str(trained["bpe"]), "output": str(tmp_path / "out"), **OPTIONS, "workers": 2}
-    finished = tmp_path / ".out.preparing" / "parts"
+    work = tmp_path / ".out.preparing"
     for enough in (1, 12, 25):
         process = start(arguments)
-        while len(list(finished.glob("*.part"))) < enough:
+        while len(list(work.glob("parts-*/*.part"))) < enough:
             assert process.poll() is None, process.stderr.read()
         (os.killpg if whole_group else os.kill)(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
@@ -293,7 +293,7 @@ def interrupted(inputs, trained, output, monkeypatch, **options) -> None:
 
 def test_a_damaged_part_is_done_again(inputs, trained, straight, tmp_path, monkeypatch):
     interrupted(inputs, trained, tmp_path / "out", monkeypatch)
-    first, second = sorted((tmp_path / ".out.preparing" / "parts").glob("*.part"))
+    first, second = sorted((tmp_path / ".out.preparing").glob("parts-*/*.part"))
     first.write_bytes(first.read_bytes()[:-100])
     second.write_bytes(b"")
     prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
@@ -476,7 +476,7 @@ def test_a_full_disk_is_one_line_and_what_is_finished_is_kept(inputs, trained, s
         with pytest.raises(DataError, match=r"no space left; what is finished is kept: make room and start the same") as caught:
             prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
-    kept = len(list((tmp_path / ".out.preparing" / "parts").glob("*.part")))
+    kept = len(list((tmp_path / ".out.preparing").glob("parts-*/*.part")))
     assert kept == 7 if module.endswith("parts") else kept > 7
     prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
     assert files_of(tmp_path / "out") == straight
@@ -493,7 +493,7 @@ def test_a_disk_that_is_really_full(inputs, trained, straight, tmp_path):
     try:
         with pytest.raises(DataError, match="no space left"):
             prepare(inputs, trained["bpe"], place / "out", **OPTIONS)
-        assert list((place / ".out.preparing" / "parts").glob("*.part"))
+        assert list((place / ".out.preparing").glob("parts-*/*.part"))
         subprocess.run(["mount", "-o", "remount,size=8m", str(place)], check=True)
         prepare(inputs, trained["bpe"], place / "out", **OPTIONS)
         assert files_of(place / "out") == straight

@@ -192,16 +192,22 @@ def test_killed_preparations_go_on_and_end_in_the_same_bytes(inputs, trained, st
 
 @pytest.mark.slow
 def test_a_campaign_of_kills_changes_no_byte(inputs, trained, straight, tmp_path):
-    """python -m pytest tests/data/test_prepare_resume.py -m slow -k campaign"""
-    hits = 0
-    for run in range(12):
-        output = tmp_path / f"out-{run}"
-        arguments = {"inputs": inputs, "tokenizer": str(trained["bpe"]), "output": str(output), **OPTIONS, "workers": 2}
-        hits += kill_until_done(arguments, kills=5, seed=run, longest=0.7 + 0.1 * (run % 4))
-        assert files_of(output) == straight, run
-    assert hits >= 20
-    print(f"{hits} kills of live preparations")
-    assert sorted(os.listdir(tmp_path)) == sorted(f"out-{run}" for run in range(12))
+    """python -m pytest tests/data/test_prepare_resume.py -m slow -k campaign -s"""
+    arguments = {"inputs": inputs, "tokenizer": str(trained["bpe"]), **OPTIONS, "workers": 2}
+    begin = time.monotonic()
+    process = start({**arguments, "output": str(tmp_path / "timed")})
+    assert process.wait() == 0, process.stderr.read()
+    process.stderr.close()
+    longest = time.monotonic() - begin  # of a run in one go on this machine: kills fall anywhere in it
+    hits = runs = 0
+    while hits < 30:
+        output = tmp_path / f"out-{runs}"
+        hits += kill_until_done({**arguments, "output": str(output)}, kills=5, seed=runs, longest=longest * 0.7)
+        assert files_of(output) == straight, runs
+        runs += 1
+        assert runs < 60
+    print(f"{hits} kills of live preparations in {runs} runs, each with the same bytes")
+    assert sorted(os.listdir(tmp_path)) == sorted(["timed", *(f"out-{run}" for run in range(runs))])
 
 
 class Stopped(BaseException):

@@ -1,176 +1,260 @@
-"""Corpus files -> documents, in one fixed order, a bounded piece at a time.
+"""The documents of a piece of input, in one fixed order, a bounded amount at a time.
 
-    *.jsonl *.ndjson *.json (.gz)   one JSON object per line, the text in one of its fields
-    *.parquet *.pq                  one row per document, the text in one column
-    anything else (.gz)             plain text: a document per file, or per line
-
-JSON lines and Parquet are streamed through `datasets`. JSON lines go through its *text* reader and are parsed here: its
-JSON reader guesses column types (a corpus of dates arrives as datetimes), wants one schema for all the fields we do not
-even read, and cannot say on which line an error is.
+JSON lines are read by ranges of bytes and parsed here: a reader of tables guesses types (a corpus of dates arrives as dates),
+wants one schema for the fields that nobody reads, and cannot say on which line an error is.
 """
 
-import glob
-import gzip
+from __future__ import annotations
+
 import json
-import os
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pretrain.data.columns import WHOLE, column_batches, rows_before
+from pretrain.data.inputs import InputFile
+from pretrain.data.lines import Tally, lines_before, lines_of, open_bytes, reading
+from pretrain.data.token_files import cut_at, documents_before, id_documents, ids_of
 from pretrain.errors import DataError
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-PARQUET_SUFFIXES = (".parquet", ".pq")
 TEXT_MODES = ("file", "line")
-_ROWS = 1000  # rows taken from a stream at a time
+FIELD_SEPARATOR = "\n\n"
+"""What several text fields are joined by: a blank line."""
+
+Content = str | np.ndarray
+"""A document: its text, or its ids without the end-of-document id."""
+
+
+@dataclass(frozen=True)
+class DocumentOptions:
+    """Which part of the input is a document; the command line describes each."""
+
+    text_field: str = "text"
+    text_mode: str = "file"
+    ids_field: str = ""
+    ids_dtype: str = ""
+    skip_invalid: bool = False
+
+    @property
+    def text_fields(self) -> list[str]:
+        return [name.strip() for name in self.text_field.split(",")]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one input file. `start` and `stop` count what the kind of file is cut by (`columns`, bytes, ids).
+
+    `size` is about how many bytes of the file it is, for progress.
+    """
+
+    file: InputFile
+    start: int = 0
+    stop: int = WHOLE
+    size: int = 0
+
+
+class PieceReader:
+    """Reads one piece. `end_id` is where ids are cut into documents; `tally` counts."""
+
+    def __init__(self, piece: Piece, options: DocumentOptions, end_id: int, tally: Tally) -> None:
+        self._file, self._start, self._stop = piece.file, piece.start, piece.stop
+        self._options, self._end_id, self._tally = options, end_id, tally
+        self._kind = piece.file.kind(options.ids_dtype)
+
+    def documents(self) -> Iterator[tuple[Content, int]]:
+        """(document, row) in order, empty documents included; rows count from 0 at the start of the piece.
+
+        Afterwards `tally.rows` is the number of rows in the piece. Raises DataError naming the file, and the line or row, for
+        anything that cannot be read.
+        """
+        self._tally.rows = 0
+        if self._kind == "json":
+            return self._ids_in_lines() if self._options.ids_field else self._texts_in_lines()
+        if self._kind in ("parquet", "arrow"):
+            return self._ids_in_columns() if self._options.ids_field else self._texts_in_columns()
+        if self._kind == "ids":
+            return self._id_file()
+        if self._options.ids_field:
+            raise DataError(f"{self._file.name}: plain text has no field {self._options.ids_field!r}; leave out --ids-field")
+        return self._lines() if self._options.text_mode == "line" else self._whole()
+
+    def origin(self, row: int) -> str:
+        """Where a row is, for people: they count lines and rows from 1 and from the start of the file."""
+        name, options = self._file.name, self._options
+        if self._kind == "ids":
+            return f"{name}, document {1 + row + documents_before(self._file, options.ids_dtype, self._end_id, self._start)}"
+        if self._kind in ("parquet", "arrow"):
+            return f"{name}, row {1 + row + rows_before(self._file, self._kind, self._start)}"
+        if self._kind == "text" and options.text_mode == "file":
+            return name
+        return f"{name}, line {1 + row + lines_before(self._file, self._start)}"
+
+    # Plain text.
+
+    def _whole(self) -> Iterator[tuple[str, int]]:
+        with open_bytes(self._file, self._tally) as stream, reading(self._file):
+            data = stream.read()
+        self._tally.rows = 1
+        text = self._decoded(data, 0)
+        if text is not None:
+            yield text, 0
+
+    def _lines(self) -> Iterator[tuple[str, int]]:
+        for row, line in self._numbered_lines():
+            # Only a line feed ends a line, and a carriage return just before it belongs to the end.
+            end = -2 if line.endswith(b"\r\n") else -1 if line.endswith(b"\n") else None
+            text = self._decoded(line[:end], row)
+            if text is not None:
+                yield text, row
+
+    def _numbered_lines(self) -> Iterator[tuple[int, bytes]]:
+        tally = self._tally
+        for row, line in enumerate(lines_of(self._file, self._start, self._stop, tally)):
+            tally.rows = row + 1
+            yield row, line
+
+    def _decoded(self, data: bytes, row: int) -> str | None:
+        """Text, or None for what is not text and to be left out."""
+        try:
+            if self._kind == "text" and b"\0" in data:
+                reason = "a binary file"
+            else:
+                return data.decode()
+        except UnicodeDecodeError as error:
+            reason = f"not valid UTF-8 ({error.reason})"
+        return self.leave_out(
+            row, f"{reason}; convert it first, for instance with iconv, or leave such out with --skip-invalid"
+        )
+
+    def leave_out(self, row: int, reason: str) -> None:
+        """Count an invalid document where that is asked for; otherwise raise DataError with its place and the reason."""
+        if not self._options.skip_invalid:
+            raise DataError(f"{self.origin(row)}: {reason}")
+        self._tally.leave_out(self.origin(row))
+
+    # JSON lines.
+
+    def _objects(self) -> Iterator[tuple[dict[str, Any], int]]:
+        for row, line in self._numbered_lines():
+            if not line.strip():
+                continue
+            text = self._decoded(line, row)
+            if text is None:
+                continue
+            try:
+                value = json.loads(text.removeprefix("\ufeff") if row == self._start == 0 else text)
+            except (ValueError, RecursionError) as error:
+                message = f"{self.origin(row)}: not valid JSON ({error}); expected one JSON object per line"
+                raise DataError(message) from error
+            if not isinstance(value, dict):
+                raise DataError(f"{self.origin(row)}: expected one JSON object per line, found {type(value).__name__}")
+            yield value, row
+
+    def _texts_in_lines(self) -> Iterator[tuple[str, int]]:
+        fields = self._options.text_fields
+        for value, row in self._objects():
+            texts = [self._field(value, name, row, "--text-field") for name in fields]
+            yield self._joined(texts, fields, row), row
+
+    def _ids_in_lines(self) -> Iterator[tuple[np.ndarray, int]]:
+        name = self._options.ids_field
+        for value, row in self._objects():
+            found = self._field(value, name, row, "--ids-field")
+            try:
+                ids = ids_of(found, name, "")
+            except DataError as error:
+                raise DataError(f"{self.origin(row)}{error}") from error
+            for document in cut_at(ids, self._end_id):
+                yield document, row
+
+    def _field(self, value: dict[str, Any], name: str, row: int, option: str) -> Any:
+        if name not in value:
+            fields = ", ".join(sorted(value)) or "none"
+            raise DataError(f"{self.origin(row)}: no field {name!r}; it has: {fields}. Name one with {option}")
+        return value[name]
+
+    def _joined(self, texts: list[Any], fields: list[str], row: int) -> str:
+        for name, text in zip(fields, texts):
+            if type(text) is not str:
+                raise DataError(f"{self.origin(row)}: field {name!r} is {type(text).__name__}, not text")
+        return texts[0] if len(texts) == 1 else FIELD_SEPARATOR.join(texts)
+
+    # Parquet and Arrow.
+
+    def _column_batches(self, fields: list[str]) -> Iterator[tuple[int, list[Any]]]:
+        """Batches with the row that each begins at."""
+        for arrays in column_batches(self._file, self._kind, self._start, self._stop, fields, self._tally):
+            first = self._tally.rows
+            self._tally.rows += len(arrays[0])
+            yield first, arrays
+
+    def _texts_in_columns(self) -> Iterator[tuple[str, int]]:
+        fields = self._options.text_fields
+        for first, arrays in self._column_batches(fields):
+            with reading(self._file):
+                columns = [array.to_pylist() for array in arrays]
+            for row, texts in enumerate(zip(*columns), first):
+                yield self._joined(list(texts), fields, row), row
+
+    def _ids_in_columns(self) -> Iterator[tuple[np.ndarray, int]]:
+        name = self._options.ids_field
+        for first, (array,) in self._column_batches([name]):
+            for row, ids in enumerate(_id_lists(array, self._file, name), first):
+                if ids is None:
+                    raise DataError(f"{self.origin(row)}: field {name!r} has no list of ids")
+                for document in cut_at(ids, self._end_id):
+                    yield document, row
+
+    # Ids in a file of their own.
+
+    def _id_file(self) -> Iterator[tuple[np.ndarray, int]]:
+        options = self._options
+        documents = id_documents(self._file, options.ids_dtype, self._end_id, self._start, self._stop, self._tally)
+        for row, ids in enumerate(documents):
+            self._tally.rows = row + 1
+            yield ids, row
+
+
+def _id_lists(array: Any, file: InputFile, name: str) -> Iterator[np.ndarray | None]:
+    """The lists of an Arrow array, each as integers; None for a missing one."""
+    import pyarrow.types as types
+
+    kind = array.type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not is_list or not types.is_integer(kind.value_type):
+        raise DataError(f"{file.name}: column {name!r} is {kind}, not lists of integers; see --ids-field")
+    flat = array.flatten()  # of the lists that are there
+    if flat.null_count:
+        raise DataError(f"{file.name}: column {name!r} has missing ids")
+    values, begin = flat.to_numpy(zero_copy_only=False), 0
+    for length in array.value_lengths().to_pylist():
+        if length is None:
+            yield None
+            continue
+        yield values[begin : begin + length]
+        begin += length
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text and where it comes from: the file and, where it holds several, the line or row (from 1)."""
+    """One text and the name of the file it comes from."""
 
     text: str
     file: str
-    place: str = ""
-
-    @property
-    def origin(self) -> str:
-        return f"{self.file}, {self.place}" if self.place else self.file
-
-
-def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """The files that any of the glob `patterns` matches (`**` descends), each once, sorted.
-
-    Raises DataError for a pattern that matches no file.
-    """
-    found: set[str] = set()
-    for pattern in patterns:
-        # A name that exists is taken literally, so that a file called "a[1].txt" can be given at all.
-        matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-        files = [os.path.normpath(match) for match in matches if os.path.isfile(match)]
-        if not files:
-            hint = " (a directory: write DIR/**/*)" if os.path.isdir(pattern) else ""
-            raise DataError(f"{pattern}: no such input file{hint}")
-        found.update(files)
-    return [Path(name) for name in sorted(found)]
 
 
 def read_documents(files: Iterable[Path], text_field: str = "text", text_mode: str = "file") -> Iterator[Document]:
-    """Every document of `files` in order, empty ones included.
+    """Every text of `files` in order, empty ones included, in one process: what tokenizers are trained on.
 
-    `text_field` names the JSON field or Parquet column; `text_mode` ("file" or "line") says what a document is in plain
-    text. Raises DataError naming the file, and the line or row, for anything that cannot be read.
+    See `DocumentOptions`. Raises DataError naming the file, and the line or row, for anything that cannot be read.
     """
-    for file in files:
-        kind = _kind(file)
-        if kind == "json":
-            yield from _read_json_lines(file, text_field)
-        elif kind == "parquet":
-            yield from _read_parquet(file, text_field)
-        else:
-            yield from _read_text(file, text_mode)
-
-
-def _kind(file: Path) -> str:
-    suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
-    if suffix.lower() in JSON_SUFFIXES:
-        return "json"
-    return "parquet" if file.suffix.lower() in PARQUET_SUFFIXES else "text"
-
-
-def _read_json_lines(file: Path, field: str) -> Iterator[Document]:
-    batches = (batch["text"] for batch in _stream("text", file, sample_by="line"))
-    for number, line in enumerate(_rows(batches, file), start=1):
-        if not line.strip():
-            continue
-        place = f"line {number}"
-        try:
-            row = json.loads(line.removeprefix("\ufeff") if number == 1 else line)
-        except ValueError as error:
-            raise DataError(f"{file}, {place}: not valid JSON ({error}); expected one JSON object per line") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{file}, {place}: expected one JSON object per line, found {type(row).__name__}")
-        yield Document(_text_of(row, field, f"{file}, {place}"), str(file), place)
-
-
-def _read_parquet(file: Path, field: str) -> Iterator[Document]:
-    columns = _guarded(lambda: _dataset("parquet", file).column_names, file)
-    if field not in columns:
-        raise DataError(f"{file}: no column {field!r}; name one of {', '.join(columns)} with --text-field")
-    batches = (batch[field] for batch in _stream("parquet", file, columns=[field]))
-    for number, text in enumerate(_rows(batches, file), start=1):
-        place = f"row {number}"
-        yield Document(_text_of({field: text}, field, f"{file}, {place}"), str(file), place)
-
-
-def _text_of(row: dict[str, Any], field: str, origin: str) -> str:
-    if field not in row:
-        fields = ", ".join(sorted(row)) or "none"
-        raise DataError(f"{origin}: no field {field!r}; it has: {fields}. Name the text with --text-field")
-    if not isinstance(row[field], str):
-        raise DataError(f"{origin}: field {field!r} is {type(row[field]).__name__}, not text")
-    return row[field]
-
-
-def _read_text(file: Path, mode: str) -> Iterator[Document]:
-    if mode == "file":
-        yield Document(_guarded(lambda: _read_whole(file), file), str(file))
-        return
-    lines = _text_lines(file)
-    batches = iter(lambda: list(islice(lines, _ROWS)), [])
-    for number, line in enumerate(_rows(batches, file), start=1):
-        yield Document(line, str(file), f"line {number}")
-
-
-def _open_text(file: Path) -> Any:
-    # newline="\n": carriage returns are part of the text, and only a line feed ends a line.
-    opener = gzip.open if file.suffix == ".gz" else open
-    return opener(file, "rt", encoding="utf-8", newline="\n")
-
-
-def _read_whole(file: Path) -> str:
-    with _open_text(file) as stream:
-        return stream.read()
-
-
-def _text_lines(file: Path) -> Iterator[str]:
-    with _open_text(file) as stream:
-        for line in stream:
-            yield line.removesuffix("\n").removesuffix("\r")
-
-
-def _dataset(builder: str, file: Path, **options: Any) -> Any:
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are ours to report, in one line
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise every load_dataset, even of local files, calls a server
-    if "::" in str(file) or "://" in str(file):
-        raise DataError(f"{file}: `datasets` reads '::' and '://' in a file name as an address; rename the file")
-    # Escaped, because a name such as "part[1].jsonl" is a pattern to it that silently matches nothing.
-    name = glob.escape(os.path.abspath(file))
-    return datasets.load_dataset(builder, data_files=[name], split="train", streaming=True, **options)
-
-
-def _stream(builder: str, file: Path, **options: Any) -> Iterator[dict[str, list[Any]]]:
-    yield from _dataset(builder, file, **options).iter(batch_size=_ROWS)
-
-
-def _rows(batches: Iterable[list[Any]], file: Path) -> Iterator[Any]:
-    """The rows of `batches`, with failures of the source turned into errors that name `file`."""
-    source = iter(batches)
-    end: list[Any] = []
-    while (batch := _guarded(lambda: next(source, end), file)) is not end:
-        yield from batch
-
-
-def _guarded(read: Any, file: Path) -> Any:
-    try:
-        return read()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not valid UTF-8 ({error.reason}); convert it first, for instance with iconv") from error
-    except (OSError, EOFError, zlib.error, ValueError) as error:  # pyarrow's errors are ValueErrors
-        raise DataError(f"{file}: cannot be read ({error})") from error
+    options = DocumentOptions(text_field, text_mode)
+    for path in files:
+        piece = Piece(InputFile.found_at(str(path)))
+        for text, _ in PieceReader(piece, options, -1, Tally()).documents():
+            if not isinstance(text, str):
+                raise DataError(f"{path}: holds ids, not text")
+            yield Document(text, str(path))

@@ -1,42 +1,62 @@
-"""The manifest of a prepared directory: what is in it, and the sha256 of every file. Plain JSON, every key checked."""
+"""The manifest of a prepared directory: what is in it, how it was made, and the sha256 of every file. Plain JSON, every key checked."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pretrain.errors import DataError
+from pretrain.storage import sha256_of
 
 FORMAT = "pretrain-shards"
-VERSION = 1
+VERSION = 2
+INPUTS_NAME = "inputs.json"
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 INDEX_DTYPE = np.dtype("<u8")
+ORIGIN_DTYPE = np.dtype([("input", "<u4"), ("row", "<u4")])
+"""Where a document comes from: the number of its input file, and the line or row there, from 0."""
+
+Scalar = str | int | float | bool | None
+_HASH = re.compile("[0-9a-f]{64}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One pair of files, as the manifest describes it."""
+    """Three files, as the manifest describes them.
+
+    `bytes` is the size of the documents' text as UTF-8, 0 for what came as ids; `longest` the tokens of the longest document.
+    """
 
     file: str
     index_file: str
+    origin_file: str
     documents: int
     tokens: int
+    bytes: int
+    longest: int
     sha256: str
     index_sha256: str
+    origin_sha256: str
 
     @property
     def files(self) -> tuple[tuple[str, str], ...]:
         """(name, sha256) of each."""
-        return (self.file, self.sha256), (self.index_file, self.index_sha256)
+        return (self.file, self.sha256), (self.index_file, self.index_sha256), (self.origin_file, self.origin_sha256)
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The whole of `manifest.json` but for its format and version."""
+    """The whole of `manifest.json` but for its format and version.
+
+    `preparation` says how the data were made (options and counts), for people: nothing is decided by it.
+    """
 
     dtype: str
     vocab_size: int
@@ -44,7 +64,12 @@ class Manifest:
     tokenizer_sha256: str
     documents: int
     tokens: int
+    inputs_sha256: str
+    preparation: dict[str, Scalar]
     shards: tuple[Shard, ...]
+
+
+_SHARD_KEYS = {field.name for field in dataclasses.fields(Shard)}
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -84,7 +109,9 @@ def _parse_manifest(file: Path, content: dict) -> Manifest:
         raise DataError(f"{file}: shards must be a non-empty list")
     for key, least in (("vocab_size", 1), ("eod_id", 0), ("documents", 1), ("tokens", 1)):
         _check_integer(file, key, content[key], least)
-    _check_hash(file, "tokenizer_sha256", content["tokenizer_sha256"])
+    for key in ("tokenizer_sha256", "inputs_sha256"):
+        _check_hash(file, key, content[key])
+    _check_preparation(file, content["preparation"])
     shards = tuple(_parse_shard(file, number, entry) for number, entry in enumerate(content["shards"]))
     for key in ("documents", "tokens"):
         total = sum(getattr(shard, key) for shard in shards)
@@ -103,19 +130,29 @@ def _parse_shard(file: Path, number: int, entry: object) -> Shard:
     place = f"shards[{number}]"
     if not isinstance(entry, dict):
         raise DataError(f"{file}: {place} must be an object, got {entry!r}")
-    _check_keys(file, f"{place}.", entry, {field.name for field in dataclasses.fields(Shard)})
-    for key in ("file", "index_file"):
+    _check_keys(file, f"{place}.", entry, _SHARD_KEYS)
+    for key in ("file", "index_file", "origin_file"):
         name = entry[key]
-        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
             raise DataError(f"{file}: {place}.{key} must be a plain file name, got {name!r}")
-    for key in ("documents", "tokens"):
-        _check_integer(file, f"{place}.{key}", entry[key], 1)
-    for key in ("sha256", "index_sha256"):
+    for key, least in (("documents", 1), ("tokens", 1), ("bytes", 0), ("longest", 1)):
+        _check_integer(file, f"{place}.{key}", entry[key], least)
+    for key in ("sha256", "index_sha256", "origin_sha256"):
         _check_hash(file, f"{place}.{key}", entry[key])
     return Shard(**entry)
 
 
+def _check_preparation(file: Path, content: object) -> None:
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: preparation must be an object, got {content!r}")
+    for key, value in content.items():
+        if not isinstance(value, (str, int, float, type(None))):
+            raise DataError(f"{file}: preparation.{key} must be a single value, got {value!r}")
+
+
 def _check_keys(file: Path, place: str, content: dict, expected: set[str]) -> None:
+    if content.keys() == expected:
+        return
     for key in sorted(expected ^ content.keys()):
         raise DataError(f"{file}: {place}{key} is {'missing' if key in expected else 'not a known key'}")
 
@@ -126,5 +163,34 @@ def _check_integer(file: Path, key: str, value: object, least: int) -> None:
 
 
 def _check_hash(file: Path, key: str, value: object) -> None:
-    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
+    if not isinstance(value, str) or not _HASH.fullmatch(value):
         raise DataError(f"{file}: {key} must be a sha256 in hexadecimal, got {value!r}")
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `directory`/manifest.json."""
+    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
+    (directory / "manifest.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_inputs(directory: Path, names: Sequence[str]) -> str:
+    """Write the names of the input files to `directory`/inputs.json; the sha256 of that file."""
+    content = (json.dumps(list(names), indent=0) + "\n").encode()
+    (directory / INPUTS_NAME).write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_inputs(directory: Path, sha256: str) -> list[str]:
+    """The names in `directory`/inputs.json. Raises DataError unless it is the file with this sha256."""
+    check_content(directory / INPUTS_NAME, sha256)
+    return json.loads((directory / INPUTS_NAME).read_bytes())
+
+
+def check_content(file: Path, sha256: str) -> None:
+    """Raise DataError, naming `file`, unless it has the content that the manifest says."""
+    try:
+        actual = sha256_of(file)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+    if actual != sha256:
+        raise DataError(f"{file}: content does not match its hash in manifest.json; restore or re-prepare it")

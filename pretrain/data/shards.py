@@ -1,9 +1,11 @@
 """Prepared data on disk: a manifest, shards of little-endian tokens with a document index, and a copy of the tokenizer.
 
-    DIR/manifest.json        what is here: dtype, vocabulary, counts, and the sha256 of every file
+    DIR/manifest.json        what is here: dtype, vocabulary, counts, how it was made, and the sha256 of every file
+    DIR/inputs.json          the names of the files it was made from
     DIR/tokenizer/           the tokenizer that made the ids, self-contained
     DIR/shard-00000.bin      tokens, uint16 or uint32; one end-of-document token closes each document
     DIR/shard-00000.idx      uint64 per document: the position in this shard just after its end-of-document token
+    DIR/shard-00000.src      two uint32 per document: its number in inputs.json, and its line or row there, from 0
 
 Positions: a *shard position* counts tokens from the start of one file, a *stream position* from the start of shard 0. Documents
 never straddle shards. Reading needs numpy alone and can execute nothing: the files are raw integers and JSON.
@@ -15,16 +17,16 @@ import bisect
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretrain.data.manifest import DTYPES, INDEX_DTYPE, Manifest, read_manifest
+from pretrain.data.manifest import DTYPES, INDEX_DTYPE, ORIGIN_DTYPE, Manifest, check_content, read_inputs, read_manifest
 from pretrain.data.transfer import is_url, shown
 from pretrain.errors import DataError
-from pretrain.storage import sha256_of
 
 if TYPE_CHECKING:
     from pretrain.data.remote import RemoteFile, RemoteFiles
@@ -75,9 +77,17 @@ class PreparedData:
             return cls(shown(str(path)), manifest, remote)
         path = Path(path)
         manifest = read_manifest(path)
+        with os.scandir(path) as entries:  # one listing, because 10^4 shards are 3 * 10^4 files
+            sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        itemsize = DTYPES[manifest.dtype].itemsize
         for shard in manifest.shards:
-            _check_size(path / shard.file, shard.tokens * DTYPES[manifest.dtype].itemsize)
-            _check_size(path / shard.index_file, shard.documents * INDEX_DTYPE.itemsize)
+            for name, size in (
+                (shard.file, shard.tokens * itemsize),
+                (shard.index_file, shard.documents * INDEX_DTYPE.itemsize),
+                (shard.origin_file, shard.documents * ORIGIN_DTYPE.itemsize),
+            ):
+                if sizes.get(name) != size:
+                    _check_size(path / name, size)
         return cls(path, manifest)
 
     def __reduce__(self):
@@ -179,7 +189,32 @@ class PreparedData:
         start, end = max(start, 0), min(start + count, self.tokens)
         if start < end:
             first, last = (bisect.bisect_right(self._token_starts, position) - 1 for position in (start, end - 1))
-            self._remote.prefetch(file for shard in range(first, last + 1) for file in self._remote_files(shard))
+            self._remote.prefetch(file for shard in range(first, last + 1) for file in self._remote_files(shard)[:2])
+
+    def origin(self, document: int) -> tuple[str, int]:
+        """The input file a document comes from, as it was named when it was prepared, and its line or row there, from 0.
+
+        Reads one record, and the list of inputs the first time. Raises IndexError outside the documents.
+        """
+        if not 0 <= document < self.documents:
+            raise IndexError(f"{self.path}: document {document} is outside 0..{self.documents}")
+        shard = bisect.bisect_right(self._document_starts, document) - 1
+        entry = self.manifest.shards[shard]
+        place = (document - self._document_starts[shard]) * ORIGIN_DTYPE.itemsize
+        if self._remote is not None:
+            with self._remote.open(self._remote_files(shard)[2]) as file:
+                record = np.fromfile(file, ORIGIN_DTYPE, 1, offset=place)
+        else:
+            _check_size(self.path / entry.origin_file, entry.documents * ORIGIN_DTYPE.itemsize)
+            record = np.fromfile(self.path / entry.origin_file, ORIGIN_DTYPE, 1, offset=place)
+        number, row = record[0].tolist()
+        return self._inputs[number], row
+
+    @functools.cached_property
+    def _inputs(self) -> list[str]:
+        sha256 = self.manifest.inputs_sha256
+        folder = self._remote.directory_with("inputs.json", sha256) if self._remote is not None else self.path
+        return read_inputs(folder, sha256)
 
     def verify(self, part: int = 0, parts: int = 1, fetch: bool = False) -> None:
         """Hash the shards i with i % parts == part (so that ranks can share the work) against the manifest.
@@ -194,15 +229,8 @@ class PreparedData:
             self._remote.verify((file for shard in shards for file in self._remote_files(shard)), fetch)
             return
         for shard in self.manifest.shards[part::parts]:
-            for name, expected in shard.files:
-                try:
-                    actual = sha256_of(self.path / name)
-                except OSError as error:
-                    raise DataError(f"{self.path / name}: cannot be read: {error.strerror}") from error
-                if actual != expected:
-                    raise DataError(
-                        f"{self.path / name}: content does not match its hash in manifest.json; restore or re-prepare it"
-                    )
+            for name, sha256 in shard.files:
+                check_content(self.path / name, sha256)
 
     def _open_map(self, shard: int, index: bool) -> np.ndarray:
         entry = self.manifest.shards[shard]
@@ -217,14 +245,18 @@ class PreparedData:
         return np.memmap(self.path / name, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
 
     def _remote_file(self, shard: int, index: bool) -> RemoteFile:
-        return list(self._remote_files(shard))[index]
+        return self._remote_files(shard)[index]
 
-    def _remote_files(self, shard: int) -> Iterator[RemoteFile]:
+    def _remote_files(self, shard: int) -> list[RemoteFile]:
+        """Tokens, document index, origins."""
         from pretrain.data.remote import RemoteFile
 
         entry = self.manifest.shards[shard]
-        yield RemoteFile(entry.file, entry.tokens * self.dtype.itemsize, entry.sha256)
-        yield RemoteFile(entry.index_file, entry.documents * INDEX_DTYPE.itemsize, entry.index_sha256)
+        return [
+            RemoteFile(entry.file, entry.tokens * self.dtype.itemsize, entry.sha256),
+            RemoteFile(entry.index_file, entry.documents * INDEX_DTYPE.itemsize, entry.index_sha256),
+            RemoteFile(entry.origin_file, entry.documents * ORIGIN_DTYPE.itemsize, entry.origin_sha256),
+        ]
 
 
 def _check_size(file: Path, expected: int) -> None:

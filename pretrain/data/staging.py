@@ -33,8 +33,8 @@ def staged_directory(output: Path) -> Iterator[Path]:
         # mkdtemp makes the directory private; a data set is as readable as its owner's umask says.
         stage.chmod(0o777 & ~_umask())
         yield stage
-        _flush_tree(stage)
-        _rename(stage, output)
+        flush_tree(stage)
+        rename_into_place(stage, output)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
@@ -48,7 +48,8 @@ def refuse_existing(output: Path) -> None:
         raise DataError(f"{output}: already exists; choose another output or remove it first")
 
 
-def _rename(stage: Path, output: Path) -> None:
+def rename_into_place(stage: Path, output: Path) -> None:
+    """Rename the directory `stage` to `output`, durably. Raises DataError when something has come to be there."""
     try:
         os.rename(stage, output)  # atomic; replaces an empty directory, never a filled one
     except OSError as error:
@@ -58,7 +59,8 @@ def _rename(stage: Path, output: Path) -> None:
     flush(output.parent)
 
 
-def _flush_tree(root: Path) -> None:
+def flush_tree(root: Path) -> None:
+    """Make every file and name below `root` durable."""
     for directory, _, files in os.walk(root, topdown=False):
         for name in files:
             flush(Path(directory, name))

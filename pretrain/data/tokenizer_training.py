@@ -19,7 +19,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pretrain.data.documents import Document, find_inputs, read_documents
+from pretrain.data.documents import Document, read_documents
+from pretrain.data.inputs import find_inputs
 from pretrain.data.progress import MEGABYTE, CorpusProgress
 from pretrain.data.staging import staged_directory
 from pretrain.data.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME, byte_characters

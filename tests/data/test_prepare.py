@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.documents import find_inputs, read_documents
+from pretrain.data.documents import read_documents
+from pretrain.data.inputs import find_inputs
 from pretrain.data.prepare import prepare
 from pretrain.data.shards import PreparedData
 from pretrain.data.tokenizer import load_tokenizer
@@ -127,7 +128,7 @@ def test_inputs_are_sorted_and_read_once(tmp_path):
 
 
 def test_the_number_of_workers_changes_no_byte(corpus, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.data.prepare.BATCH_DOCUMENTS", 16)
+    monkeypatch.setattr("pretrain.data.unit_work.BATCH_DOCUMENTS", 16)
     for workers in (1, 3):
         output = tmp_path / f"workers-{workers}"
         prepare([str(corpus)], trained["bpe"], output, workers=workers, shard_tokens=3000, validation_fraction=0.2)
@@ -138,7 +139,7 @@ def test_the_number_of_workers_changes_no_byte(corpus, trained, tmp_path, monkey
 
 def test_the_size_of_batches_changes_no_byte(corpus, trained, tmp_path, monkeypatch):
     for size in (1, 50, 10_000):
-        monkeypatch.setattr("pretrain.data.prepare.BATCH_DOCUMENTS", size)
+        monkeypatch.setattr("pretrain.data.unit_work.BATCH_DOCUMENTS", size)
         prepare([str(corpus)], trained["unigram"], tmp_path / str(size), shard_tokens=3000)
     assert content_of(tmp_path / "1") == content_of(tmp_path / "50") == content_of(tmp_path / "10000")
 
@@ -206,13 +207,13 @@ def test_every_reading_error_names_the_file_and_the_place(tmp_path):
         (write_jsonl(tmp_path / "c.jsonl", [{"text": 3}]), "c.jsonl, line 1: field 'text' is int"),
         (write_jsonl(tmp_path / "d.jsonl", [["x"]]), "d.jsonl, line 1: expected one JSON object per line, found list"),
         (_invalid(tmp_path / "e.jsonl", b'{"text": "x"}\n{"text": '), "e.jsonl, line 2: not valid JSON"),
-        (_invalid(tmp_path / "f.jsonl", b'{"text": "\xff"}\n'), "f.jsonl: not valid UTF-8"),
+        (_invalid(tmp_path / "f.jsonl", b'{"text": "\xff"}\n'), "f.jsonl, line 1: not valid UTF-8"),
         (_invalid(tmp_path / "g.txt", b"caf\xe9"), "g.txt: not valid UTF-8"),
         (_invalid(tmp_path / "h.txt.gz", b"not gzip"), "h.txt.gz: cannot be read"),
         (_invalid(tmp_path / "i.txt.gz", gzip.compress(b"text" * 1000)[:-20]), "i.txt.gz: cannot be read"),
         (_invalid(tmp_path / "j.jsonl.gz", b"not gzip"), "j.jsonl.gz: cannot be read"),
         (_invalid(tmp_path / "k.parquet", b"not parquet"), "k.parquet: cannot be read"),
-        (write_parquet(tmp_path / "l.parquet", {"body": ["x"]}), "l.parquet: no column 'text'; name one of body"),
+        (write_parquet(tmp_path / "l.parquet", {"body": ["x"]}), "l.parquet: no column 'text'; it has: body"),
         (write_parquet(tmp_path / "m.parquet", {"text": ["x"] * 4 + [None]}), "m.parquet, row 5: field 'text' is NoneType"),
         (write_parquet(tmp_path / "n.parquet", {"text": [1]}), "n.parquet, row 1: field 'text' is int"),
     ]
@@ -232,8 +233,9 @@ def test_a_pattern_without_files_is_an_error_even_beside_one_that_has(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match=r"\*\.md: no such input file"):
         find_inputs([str(tmp_path / "*.txt"), str(tmp_path / "*.md")])
-    with pytest.raises(DataError, match=r"\(a directory: write DIR/\*\*/\*\)"):
-        find_inputs([str(tmp_path)])
+    (tmp_path / "folder" / ".hidden").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"folder: no such input file \(a folder without files\)"):
+        find_inputs([str(tmp_path / "folder")])
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,8 @@ def test_the_closing_line_says_where_and_how_much(trained, tmp_path, capsys):
     assert prepare_tool.main(arguments) == 0
     line = capsys.readouterr().out
     expected = (
-        rf"prepared {tmp_path}/out \(2 documents, 7 tokens, 1 shard\); 2 empty documents skipped; [\d.]+ s, [\d.]+ MB/s\n"
+        rf"prepared {tmp_path}/out \(2 documents, 7 tokens, 1 shard\); 2 empty documents skipped; [\d.]+ s,"
+        r" [\d.]+ MB/s, [\d.]+ MB/s per core, \d+% of it in the tokenizer\n"
     )
     assert re.fullmatch(expected, line)
     assert prepare_tool.main(arguments) == 1

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from pretrain.data.shard_writer import ShardWriter
 from pretrain.data.shards import PreparedData
 from pretrain.data.staging import staged_directory
 from pretrain.errors import DataError
+
+SHARD_FILES = ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"]
 
 
 @dataclass
@@ -104,27 +107,42 @@ def test_the_files_are_what_the_format_says(tmp_path):
     tokens, index = (path / "shard-00000.bin").read_bytes(), (path / "shard-00000.idx").read_bytes()
     assert tokens == bytes([7, 0, 44, 1, 2, 0, 2, 0])
     assert index == (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
+    origin = (path / "shard-00000.src").read_bytes()
+    assert origin == bytes([0, 0, 0, 0, 0, 0, 0, 0]) + bytes([0, 0, 0, 0, 1, 0, 0, 0])
     assert json.loads((path / "manifest.json").read_text()) == {
         "format": "pretrain-shards",
-        "version": 1,
+        "version": 2,
         "dtype": "uint16",
         "vocab_size": 1000,
         "eod_id": 2,
         "tokenizer_sha256": "ab" * 32,
         "documents": 2,
         "tokens": 4,
+        "inputs_sha256": hashlib.sha256((path / "inputs.json").read_bytes()).hexdigest(),
+        "preparation": {},
         "shards": [
             {
                 "file": "shard-00000.bin",
                 "index_file": "shard-00000.idx",
+                "origin_file": "shard-00000.src",
                 "documents": 2,
                 "tokens": 4,
+                "bytes": 0,
+                "longest": 3,
                 "sha256": hashlib.sha256(tokens).hexdigest(),
                 "index_sha256": hashlib.sha256(index).hexdigest(),
+                "origin_sha256": hashlib.sha256(origin).hexdigest(),
             }
         ],
     }
-    assert sorted(os.listdir(path)) == ["manifest.json", "shard-00000.bin", "shard-00000.idx", "tokenizer"]
+    assert sorted(os.listdir(path)) == [
+        "inputs.json",
+        "manifest.json",
+        "shard-00000.bin",
+        "shard-00000.idx",
+        "shard-00000.src",
+        "tokenizer",
+    ]
 
 
 def test_ids_above_16_bits_are_kept(tmp_path):
@@ -177,10 +195,35 @@ def test_pickling_carries_the_place_and_not_the_tokens(tmp_path):
     assert pickle.loads(content).read(99_999, 2).tolist() == [5, 2]
 
 
+def test_every_document_knows_where_it_comes_from(prepared):
+    data = PreparedData.open(prepared)
+    assert [data.origin(number) for number in range(40)] == [("(no file)", number) for number in range(40)]
+    for outside in (-1, 40):
+        with pytest.raises(IndexError):
+            data.origin(outside)
+    (prepared / "inputs.json").write_text('["another"]')
+    with pytest.raises(DataError, match=r"inputs\.json: content does not match its hash in manifest\.json"):
+        PreparedData.open(prepared).origin(0)
+
+
+@pytest.mark.slow
+def test_ten_thousand_shards_are_opened_in_a_third_of_a_second(tmp_path):
+    """python -m pytest tests/data/test_shards.py -m slow -k ten_thousand -s"""
+    path = write(tmp_path / "data", [np.array([5, 2])] * 10_000, shard_tokens=2, batch=10_000)
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        data = PreparedData.open(path)
+        assert data.read(10_001, 3).tolist() == [2, 5, 2]
+        seconds.append(time.perf_counter() - begin)
+    print(f"opened {len(data.manifest.shards)} shards and read in {min(seconds):.3f} s")
+    assert min(seconds) < 0.3
+
+
 # Damage.
 
 
-@pytest.mark.parametrize("name", ["shard-00003.bin", "shard-00003.idx"])
+@pytest.mark.parametrize("name", SHARD_FILES)
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "too long"])
 def test_a_shard_of_another_size_is_named_when_opening(prepared, name, damage):
     file = prepared / name
@@ -192,7 +235,7 @@ def test_a_shard_of_another_size_is_named_when_opening(prepared, name, damage):
         PreparedData.open(prepared)
 
 
-@pytest.mark.parametrize("name", ["shard-00003.bin", "shard-00003.idx"])
+@pytest.mark.parametrize("name", SHARD_FILES)
 def test_one_flipped_bit_is_found_by_the_part_that_hashes_its_shard(prepared, name):
     PreparedData.open(prepared).verify()
     content = bytearray((prepared / name).read_bytes())
@@ -237,7 +280,7 @@ def test_a_manifest_that_is_none_is_refused(prepared, content):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 2}, "format version 2, this program reads 1"),
+        ({"version": 1}, "format version 1, this program reads 2"),
         ({"version": True}, "format version True"),
         ({"dtype": "float16"}, "dtype must be one of uint16, uint32, got 'float16'"),
         ({"dtype": ["uint16"]}, "dtype must be one of"),
@@ -251,6 +294,9 @@ def test_a_manifest_that_is_none_is_refused(prepared, content):
         ({"tokenizer_sha256": "xyz"}, "tokenizer_sha256 must be a sha256"),
         ({"shards": []}, "shards must be a non-empty list"),
         ({"shards": [3]}, r"shards\[0\] must be an object"),
+        ({"inputs_sha256": 3}, "inputs_sha256 must be a sha256"),
+        ({"preparation": []}, "preparation must be an object"),
+        ({"preparation": {"options": []}}, "preparation.options must be a single value"),
         ({"extra": 1}, "extra is not a known key"),
     ],
 )
@@ -266,6 +312,10 @@ def test_a_manifest_is_read_strictly(prepared, change, message):
         ({"tokens": -3}, r"shards\[1\].tokens must be an integer of at least 1, got -3"),
         ({"file": "../outside.bin"}, r"shards\[1\].file must be a plain file name"),
         ({"index_file": "/etc/passwd"}, r"shards\[1\].index_file must be a plain file name"),
+        ({"origin_file": "a/b"}, r"shards\[1\].origin_file must be a plain file name"),
+        ({"bytes": -1}, r"shards\[1\].bytes must be an integer of at least 0"),
+        ({"longest": 0}, r"shards\[1\].longest must be an integer of at least 1"),
+        ({"origin_sha256": "x"}, r"shards\[1\].origin_sha256 must be a sha256"),
         ({"sha256": None}, r"shards\[1\].sha256 must be a sha256"),
         ({"surprise": 1}, r"shards\[1\].surprise is not a known key"),
     ],

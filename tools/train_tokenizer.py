@@ -1,4 +1,4 @@
-"""Train a tokenizer: SentencePiece BPE or unigram with byte fallback, or one id per byte or character."""
+"""Train a tokenizer: SentencePiece BPE or unigram with byte fallback, byte-level BPE, or one id per byte or character."""
 
 import argparse
 import sys
@@ -15,8 +15,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input", nargs="+", default=[], metavar="GLOB", help="corpus files; not needed for byte")
     parser.add_argument("--model-type", choices=MODEL_TYPES, required=True)
-    parser.add_argument("--vocab-size", type=int, help="number of ids; exact for bpe and unigram, at most this for char")
+    parser.add_argument("--vocab-size", type=int, help="number of ids; exact but for char, at most this there")
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
+    parser.add_argument(
+        "--special-tokens", nargs="+", default=[], metavar="TOKEN", help="ids that no text gives, e.g. '<|fim_prefix|>'"
+    )
     parser.add_argument("--text-field", default="text", help="JSON field or Parquet column (default: %(default)s)")
     parser.add_argument("--documents", choices=TEXT_MODES, default="file", help="what a document is in plain text files")
     parser.add_argument(
@@ -33,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
                 text_field=arguments.text_field,
                 text_mode=arguments.documents,
                 sample_pieces=arguments.sample_pieces,
+                special_tokens=arguments.special_tokens,
             )
         )
     )

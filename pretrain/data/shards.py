@@ -15,13 +15,20 @@ import bisect
 import functools
 import hashlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pretrain.data.manifest import DTYPES, INDEX_DTYPE, Manifest, read_manifest
+from pretrain.data.transfer import is_url, shown
 from pretrain.errors import DataError
 from pretrain.storage import sha256_of
+
+if TYPE_CHECKING:
+    from pretrain.data.remote import RemoteFile, RemoteFiles
+    from pretrain.data.shard_cache import ShardCache
 
 _OPEN_SHARDS = 256  # every open map holds a file descriptor, and 1024 is a common limit for a process
 
@@ -32,8 +39,9 @@ class PreparedData:
     Construct it with `PreparedData.open`.
     """
 
-    def __init__(self, path: Path, manifest: Manifest):
+    def __init__(self, path: Path | str, manifest: Manifest, remote: RemoteFiles | None = None):
         self.path = path
+        self._remote = remote
         self.manifest = manifest
         self.dtype = DTYPES[manifest.dtype]
         self.vocab_size = manifest.vocab_size
@@ -43,15 +51,27 @@ class PreparedData:
         self.documents = manifest.documents
         self._token_starts = [0, *itertools.accumulate(shard.tokens for shard in manifest.shards)]
         self._document_starts = [0, *itertools.accumulate(shard.documents for shard in manifest.shards)]
-        self._map = functools.lru_cache(maxsize=_OPEN_SHARDS)(self._open_map)
+        if remote is None:
+            self._map = functools.lru_cache(maxsize=_OPEN_SHARDS)(self._open_map)
+        else:
+            self._map = remote.maps(self._open_map, self._remote_file, _OPEN_SHARDS)
 
     @classmethod
-    def open(cls, path: str | Path) -> PreparedData:
+    def open(cls, path: str | Path, cache: ShardCache | None = None) -> PreparedData:
         """Read the manifest of the directory `path` and check that every file is there with the right size; map nothing yet.
+
+        `path` may be a URL that fsspec reads (s3://, gs://, hf://, https://, ...): the manifest and the tokenizer are fetched now,
+        each shard when it is first read or prefetched, and kept in `cache` (by default ShardCache(), 100 GB). Whether the shards
+        are there is then seen when they are read.
 
         Raises DataError, naming the file, for anything missing, empty, truncated, of another version or inconsistent. Contents
         are not hashed here: that is `verify`.
         """
+        if is_url(path):
+            from pretrain.data.remote import open_remote
+
+            remote, manifest = open_remote(str(path), cache)
+            return cls(shown(str(path)), manifest, remote)
         path = Path(path)
         manifest = read_manifest(path)
         for shard in manifest.shards:
@@ -61,12 +81,12 @@ class PreparedData:
 
     def __reduce__(self):
         # A pickled memmap would carry the shard's whole content to every data worker; path and manifest are enough.
-        return PreparedData, (self.path, self.manifest)
+        return PreparedData, (self.path, self.manifest, self._remote)
 
     @property
     def tokenizer_path(self) -> Path:
-        """The directory with the copy of the tokenizer, for `load_tokenizer`."""
-        return self.path / "tokenizer"
+        """The local directory with the copy of the tokenizer, for `load_tokenizer`."""
+        return (self._remote.directory if self._remote else self.path) / "tokenizer"
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -130,11 +150,30 @@ class PreparedData:
         base = self._token_starts[shard]
         return base + (int(ends[local - 1]) if local else 0), base + int(ends[local])
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
+    def prefetch(self, start: int, count: int) -> None:
+        """Bring the shards that hold tokens [start, start + count) into the cache, in the background. Local data: nothing to do.
+
+        Positions outside the stream are left out, so that a reader may look ahead of its end. Returns at once.
+        """
+        if self._remote is None:
+            return
+        start, end = max(start, 0), min(start + count, self.tokens)
+        if start < end:
+            first, last = (bisect.bisect_right(self._token_starts, position) - 1 for position in (start, end - 1))
+            self._remote.prefetch(file for shard in range(first, last + 1) for file in self._remote_files(shard))
+
+    def verify(self, part: int = 0, parts: int = 1, fetch: bool = False) -> None:
         """Hash the shards i with i % parts == part (so that ranks can share the work) against the manifest.
+
+        Behind a URL, every file is checked when it is fetched, so only the copies in the cache are hashed here, and damaged ones
+        dropped; `fetch` brings the rest too, which checks what lies there now.
 
         Raises DataError naming the first file whose content is not what was written.
         """
+        if self._remote is not None:
+            shards = range(part, len(self.manifest.shards), parts)
+            self._remote.verify((file for shard in shards for file in self._remote_files(shard)), fetch)
+            return
         for shard in self.manifest.shards[part::parts]:
             for name, expected in shard.files:
                 try:
@@ -151,9 +190,22 @@ class PreparedData:
         name, dtype, length = (
             (entry.index_file, INDEX_DTYPE, entry.documents) if index else (entry.file, self.dtype, entry.tokens)
         )
+        if self._remote is not None:
+            with self._remote.open(self._remote_file(shard, index)) as file:
+                return np.memmap(file, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
         _check_size(self.path / name, length * dtype.itemsize)
         # As a plain array: a memmap's own slicing costs a microsecond, which is as much as reading 500 tokens.
         return np.memmap(self.path / name, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
+
+    def _remote_file(self, shard: int, index: bool) -> RemoteFile:
+        return list(self._remote_files(shard))[index]
+
+    def _remote_files(self, shard: int) -> Iterator[RemoteFile]:
+        from pretrain.data.remote import RemoteFile
+
+        entry = self.manifest.shards[shard]
+        yield RemoteFile(entry.file, entry.tokens * self.dtype.itemsize, entry.sha256)
+        yield RemoteFile(entry.index_file, entry.documents * INDEX_DTYPE.itemsize, entry.index_sha256)
 
 
 def _check_size(file: Path, expected: int) -> None:

@@ -13,7 +13,9 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from pretrain.errors import DataError
 
@@ -21,6 +23,8 @@ MODEL_NAME = "tokenizer.model"
 JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 """File names that transformers shares."""
+Engine = Literal["library", "tiktoken"]
+"""What encodes: the library that the file is made for, or tiktoken (`tokenizer_engine` says when that may be)."""
 
 
 class Tokenizer(Protocol):
@@ -32,6 +36,8 @@ class Tokenizer(Protocol):
     """The id that closes a document."""
     fingerprint: str
     """sha256, in hexadecimal, of the file that decides the ids. Equal fingerprints mean equal ids."""
+    engine: Engine
+    file: Path
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, nothing added. Raises DataError for text that the vocabulary cannot express."""
@@ -39,23 +45,35 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, faster."""
 
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text as uint32, which may be read-only: the fastest way, and the one that data preparation takes."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are not valid UTF-8 become U+FFFD."""
+
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token, one that no text can produce; None for ordinary and unknown tokens."""
 
     def save(self, directory: Path) -> None:
         """Copy the tokenizer's own files into `directory`, which `load_tokenizer` then reads by itself."""
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
     """The tokenizer at `path`: a file, or a directory that has a `tokenizer.json` or one `*.model`.
 
-    A directory with both gives `tokenizer.json`, as in transformers. Raises DataError when there is none, when it cannot be
-    read, or when it has no end-of-document token.
+    A directory with both gives `tokenizer.json`, as in transformers. `engine` "tiktoken" is for those who had it proven by
+    `tokenizer_engine.choose_engine`, and load the same file again in another process. Raises DataError when there is none, when it
+    cannot be read, when it has no end-of-document token, or when tiktoken cannot express it.
     """
     file = _file_of(Path(path))
-    if file.suffix == ".json":
-        return HuggingFaceTokenizer(file)
-    return SentencePieceTokenizer(file)
+    tokenizer = HuggingFaceTokenizer(file) if file.suffix == ".json" else SentencePieceTokenizer(file)
+    if engine == "library":
+        return tokenizer
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise DataError(f"{file}: tiktoken cannot encode it: it is a SentencePiece model, not byte-level BPE")
+    from pretrain.data.tokenizer_tiktoken import TiktokenTokenizer
+
+    return TiktokenTokenizer(tokenizer)
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
@@ -84,7 +102,9 @@ def _tokenizer_file(directory: Path) -> Path:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; the end of a document is its `eos` piece."""
+    """A SentencePiece model; the end of a document is its `eos` piece, special tokens are its control pieces."""
+
+    engine: Engine = "library"
 
     # SentencePiece writes a space as U+2581 inside pieces, so that character in a text would come back as a space. Its three
     # bytes, as byte pieces, come back as they were.
@@ -113,17 +133,24 @@ class SentencePieceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [ids.tolist() for ids in self.encode_arrays(texts)]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         texts = list(texts)
         for text in texts:
-            _refuse_surrogates(text)
+            refuse_surrogates(text)
         encoded = self._encode(texts)
         for number, text in enumerate(texts):
             if self._SPACE_MARK in text and self._space_mark:
                 encoded[number] = self._encode_with_marks(text)
-        return encoded
+        return [np.array(ids, dtype=np.uint32) for ids in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([int(token) for token in ids])
+
+    def special_id(self, token: str) -> int | None:
+        piece = self._processor.piece_to_id(token)
+        return piece if self._processor.is_control(piece) and self._processor.id_to_piece(piece) == token else None
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -140,6 +167,8 @@ class SentencePieceTokenizer:
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`; the end of a document is the `eos_token` that `tokenizer_config.json` beside it names."""
+
+    engine: Engine = "library"
 
     def __init__(self, file: Path):
         import tokenizers
@@ -164,17 +193,30 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._encode(texts)]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in self._encode(texts)]
+
+    def _encode(self, texts: Sequence[str]) -> list[Any]:
         for text in texts:
-            _refuse_surrogates(text)
+            refuse_surrogates(text)
         try:
             # "fast" leaves out the character offsets, which nobody reads here.
-            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self._describe_failure(texts)}; use a tokenizer trained on this text") from error
-        return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def special_id(self, token: str) -> int | None:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return next((id for id, entry in added.items() if entry.content == token and entry.special), None)
+
+    def specification(self) -> dict:
+        """What a tokenizer.json holds, as the library understood this one."""
+        return json.loads(self._tokenizer.to_str())
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -215,8 +257,18 @@ def _eos_token(config: Path) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _refuse_surrogates(text: str) -> None:
+def byte_characters() -> list[str]:
+    """How byte-level BPE writes each byte as a visible character, by byte value (GPT-2's table)."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    stand_in = {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    return [stand_in.get(byte, chr(byte)) for byte in range(256)]
+
+
+def refuse_surrogates(text: str) -> None:
     """Half a surrogate pair (JSON can spell one: "\\ud800") has no UTF-8 form, and the libraries fail on it in many ways."""
+    if text.isascii():  # known without looking at the characters
+        return
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

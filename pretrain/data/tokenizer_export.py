@@ -85,10 +85,13 @@ def _export_sentencepiece(tokenizer: SentencePieceTokenizer, output: Path) -> No
         raise DataError(f"{tokenizer.file}: only SentencePiece models of type bpe and unigram can be exported")
 
 
-def _special_tokens(proto: Any) -> dict[str, str]:
+def _special_tokens(proto: Any) -> dict[str, Any]:
+    """The special tokens of a model by transformers' names; `extra_special_tokens` is a list."""
     spec = proto.trainer_spec
     ids = {"unk_token": spec.unk_id, "bos_token": spec.bos_id, "eos_token": spec.eos_id}
-    return {name: proto.pieces[id].piece for name, id in ids.items() if id >= 0}
+    named = {name: proto.pieces[id].piece for name, id in ids.items() if id >= 0}
+    extra = [piece.piece for piece in proto.pieces if piece.type == _CONTROL and piece.piece not in named.values()]
+    return {**named, "extra_special_tokens": extra} if extra else named
 
 
 def _save_unigram(proto: Any, output: Path) -> None:
@@ -169,7 +172,7 @@ def _prove(tokenizer: Tokenizer, output: Path, samples: Sequence[str]) -> None:
         raise DataError(f"{output}: transformers cannot load the exported tokenizer ({reason}); {remedy}") from error
     if exported.eos_token_id != tokenizer.eod_id:
         raise DataError(f"{output}: transformers reads end of text as {exported.eos_token_id}, not {tokenizer.eod_id}")
-    left_out = [*exported.all_special_tokens, _SPACE_SYMBOL]
+    left_out = [*exported.all_special_tokens, *exported.extra_special_tokens, _SPACE_SYMBOL]
     for text in (*EDGE_CASES, *samples):
         for token in left_out:
             text = text.replace(token, "")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from pretrain.config.schema import Config
+from pretrain.config.schema import Config, Text
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, StepBatch
 from pretrain.data.samples import Samples
@@ -50,14 +50,13 @@ class BatchLoader(Protocol):
 def open_data(config: Config) -> tuple[list[Samples] | TextTraining, list[Samples]]:
     """What is trained on, opened, and the validation sources. Raises ConfigError or DataError."""
     data = config.data
-    text = data.text
-    if (text.input or text.dataset) and data.sources:
+    if data.text != Text() and data.sources:
         raise ConfigError("data.sources and data.text both say what is trained on; keep one")
     validation = [open_samples(source, data) for source in data.validation]
-    if text.input or text.dataset:
+    if data.text != Text():
         _check_text(config)
-        opened = TextTraining.open(text, data.sequence_length, cache_folder(data))
-        check_tokenizers(validation, opened.tokenizer_sha256, text.tokenizer)
+        opened = TextTraining.open(data.text, data.sequence_length, cache_folder(data))
+        check_tokenizers(validation, opened.tokenizer_sha256, data.text.tokenizer)
         return opened, validation
     sources = open_sources(config)
     check_tokenizers(sources + validation)

@@ -174,6 +174,12 @@ class Trainer:
         tokens, digests, problems, stops, saves = said.tolist()
         if problems:
             self.ranks.agree(problem, DataError)
+        if not tokens:
+            samples = batch.positions.tolist() if batch else []
+            raise TrainingError(
+                f"step {self.progress.step + 1}: none of its targets carries a loss (samples {samples[:8]}); set data.boundary_loss=true, "
+                "or prepare longer documents"
+            )
         return Verdict(tokens, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(saves))
 
     def _after_step(self, record: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def corpus(tmp_path_factory) -> Path:
 def trained(tmp_path_factory, corpus) -> dict[str, Path]:
     """model type -> directory of a tokenizer trained on the corpus."""
     root = tmp_path_factory.mktemp("tokenizers")
-    sizes = {"bpe": 500, "unigram": 400, "byte": None, "char": None}
+    sizes = {"bpe": 500, "unigram": 400, "byte_bpe": 500, "byte": None, "char": None}
     for model_type, size in sizes.items():
         train_tokenizer([str(corpus)], root / model_type, model_type, size)
     return {model_type: root / model_type for model_type in sizes}

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from pretrain.data.corpus import FileCorpus, HubCorpus
 from pretrain.data.documents import Document
 from pretrain.data.prepare import prepare
+from pretrain.data.samples import Windows
 from pretrain.data.shards import PreparedData
-from pretrain.data.stream import Samples
 from pretrain.data.streaming import START, Cursor, TextStream, continue_cursors
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError
@@ -158,10 +158,13 @@ def test_ids_are_those_of_the_tokenizer(trained, corpus, texts):
 
 def test_windows_are_the_unshuffled_samples_of_prepared_data(trained, corpus, tmp_path):
     prepare([str(corpus)], trained["bpe"], tmp_path / "prepared")
-    samples = Samples("prepared", PreparedData.open(tmp_path / "prepared"), 48)
+    samples = Windows("prepared", PreparedData.open(tmp_path / "prepared"), 48)
     stream = TextStream(FileCorpus.find([str(corpus)]), load_tokenizer(trained["bpe"]), 48)
     windows = [batch[0] for batch, _ in take(stream, 1, len(samples), ahead=3)]
-    assert np.array_equal(windows, [samples.read(index) for index in range(len(samples))])
+    tokens, targets = np.empty((2, len(samples), 48), dtype=np.int64)
+    for index in range(len(samples)):
+        samples.fill(index, tokens[index], targets[index])
+    assert np.array_equal(np.stack(windows)[:, :-1], tokens) and np.array_equal(np.stack(windows)[:, 1:], targets)
 
 
 def test_reading_ahead_changes_nothing(trained, corpus):

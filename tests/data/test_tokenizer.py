@@ -5,17 +5,19 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizer_export import export_tokenizer
 from pretrain.data.tokenizer_training import pieces, sample_of, train_tokenizer
 from pretrain.errors import ConfigError, DataError
 from tools import train_tokenizer as train_tool
 
-TYPES = ("bpe", "unigram", "byte", "char")
-LOSSLESS = ("bpe", "unigram", "byte")
+TYPES = ("bpe", "unigram", "byte_bpe", "byte", "char")
+LOSSLESS = ("bpe", "unigram", "byte_bpe", "byte")
 AWKWARD = [
     "",
     " ",
@@ -61,6 +63,10 @@ def test_batches_give_the_ids_of_single_texts(loaded, texts, model_type):
     tokenizer = loaded[model_type]
     assert tokenizer.encode_batch(texts[:20]) == [tokenizer.encode(text) for text in texts[:20]]
     assert tokenizer.encode_batch([]) == []
+    arrays = tokenizer.encode_arrays([*texts[:20], "\u2581"] if model_type != "char" else texts[:20])
+    assert {array.dtype for array in arrays} == {np.dtype(np.uint32)}
+    assert [array.tolist() for array in arrays[:20]] == tokenizer.encode_batch(texts[:20])
+    assert tokenizer.encode_arrays([]) == []
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -75,7 +81,7 @@ def test_a_saved_tokenizer_is_self_contained(loaded, texts, tmp_path, model_type
 def test_fingerprint_is_the_hash_of_the_file_that_decides_the_ids(trained, loaded):
     assert loaded["bpe"].fingerprint == hashlib.sha256((trained["bpe"] / "tokenizer.model").read_bytes()).hexdigest()
     assert loaded["byte"].fingerprint == hashlib.sha256((trained["byte"] / "tokenizer.json").read_bytes()).hexdigest()
-    assert len({tokenizer.fingerprint for tokenizer in loaded.values()}) == 4
+    assert len({tokenizer.fingerprint for tokenizer in loaded.values()}) == len(TYPES)
 
 
 def test_byte_ids_are_the_byte_values(loaded):
@@ -155,11 +161,84 @@ def test_without_an_end_of_document_token_the_error_names_the_remedy(trained, tm
         load_tokenizer(tmp_path)
 
 
+# Special tokens.
+
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+
+
+@pytest.fixture(scope="module")
+def with_special(corpus, tmp_path_factory):
+    root = tmp_path_factory.mktemp("special")
+    sizes = {"bpe": 503, "unigram": 403, "byte_bpe": 503, "byte": None, "char": None}
+    for model_type, size in sizes.items():
+        train_tokenizer([str(corpus)], root / model_type, model_type, size, special_tokens=FIM)
+    return root
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_special_tokens_have_ids_that_no_text_gives(with_special, loaded, model_type):
+    tokenizer = load_tokenizer(with_special / model_type)
+    ids = [tokenizer.special_id(token) for token in FIM]
+    assert tokenizer.vocab_size == loaded[model_type].vocab_size + 3
+    assert len({*ids, tokenizer.eod_id}) == 4 and all(0 <= id < tokenizer.vocab_size for id in ids)
+    if model_type != "char":
+        text = "".join(FIM) + " a" + FIM[1]
+        assert not set(ids) & set(tokenizer.encode(text))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.special_id("<|none|>") is None
+    assert tokenizer.special_id("a") is None
+    assert loaded[model_type].special_id(FIM[0]) is None
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_special_tokens_are_special_to_transformers_after_export(with_special, texts, tmp_path, model_type):
+    from transformers import AutoTokenizer
+
+    export_tokenizer(with_special / model_type, tmp_path / "out", texts[:20])
+    ours = load_tokenizer(with_special / model_type)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path / "out"), local_files_only=True, trust_remote_code=False)
+    ids = [ours.special_id(token) for token in FIM]
+    assert theirs.convert_tokens_to_ids(list(FIM)) == ids
+    assert theirs.encode("".join(FIM), add_special_tokens=False) == ids
+    assert theirs.decode([*ids, *ours.encode("def")], skip_special_tokens=True) == "def"
+    again = load_tokenizer(tmp_path / "out")
+    assert [again.special_id(token) for token in FIM] == ids
+    assert again.encode(texts[0]) == ours.encode(texts[0])
+
+
+@pytest.mark.parametrize(
+    "model_type, tokens, message",
+    [
+        ("bpe", ["<x>", "<x>"], "--special-tokens <x>: named twice"),
+        ("bpe", ["</s>"], "one that every bpe tokenizer has"),
+        ("byte", ["<|endoftext|>"], "one that every byte tokenizer has"),
+        ("byte_bpe", [""], "expected 3 or more visible"),
+        ("byte_bpe", ["<a b>"], "expected 3 or more visible"),
+        ("unigram", ["<0x41>"], "expected 3 or more visible"),
+        ("char", ["<é>"], "expected 3 or more visible"),
+    ],
+)
+def test_special_tokens_that_cannot_be_are_refused(corpus, tmp_path, model_type, tokens, message):
+    with pytest.raises(ConfigError, match=message):
+        train_tokenizer([str(corpus)], tmp_path / "out", model_type, 500, special_tokens=tokens)
+
+
+def test_a_comma_in_a_special_token_is_part_of_it(corpus, tmp_path):
+    train_tokenizer([str(corpus)], tmp_path / "out", "bpe", 500, special_tokens=["<a,b>", '<q"q>'])
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert None not in (tokenizer.special_id("<a,b>"), tokenizer.special_id('<q"q>'))
+    assert tokenizer.special_id("<a") is None
+
+
 # Training.
 
 
 def test_trained_vocabularies_have_the_size_asked_for(loaded):
-    assert {name: loaded[name].vocab_size for name in ("bpe", "unigram")} == {"bpe": 500, "unigram": 400}
+    assert {name: loaded[name].vocab_size for name in ("bpe", "unigram", "byte_bpe")} == {
+        "bpe": 500,
+        "unigram": 400,
+        "byte_bpe": 500,
+    }
 
 
 def test_line_feeds_take_part_in_learned_pieces(loaded):
@@ -179,11 +258,12 @@ def test_pieces_lose_nothing_and_keep_to_the_limit():
 
 def test_training_on_a_sample_gives_the_same_file_in_every_process(corpus, tmp_path):
     program = "import sys; from pretrain.data.tokenizer_training import train_tokenizer as t;"
-    program += "[t([sys.argv[1]], f'{sys.argv[2]}/{m}', m, 400, sample_pieces=120) for m in ('bpe', 'unigram')]"
+    program += "[t([sys.argv[1]], f'{sys.argv[2]}/{m}', m, 400, sample_pieces=120) for m in ('bpe', 'unigram', 'byte_bpe')]"
     subprocess.run([sys.executable, "-c", program, corpus, tmp_path / "other"], check=True)
-    for model_type in ("bpe", "unigram"):
+    files = {"bpe": "tokenizer.model", "unigram": "tokenizer.model", "byte_bpe": "tokenizer.json"}
+    for model_type, file in files.items():
         train_tokenizer([str(corpus)], tmp_path / "here" / model_type, model_type, 400, sample_pieces=120)
-        here, other = (tmp_path / place / model_type / "tokenizer.model" for place in ("here", "other"))
+        here, other = (tmp_path / place / model_type / file for place in ("here", "other"))
         assert here.read_bytes() == other.read_bytes()
 
 
@@ -194,7 +274,7 @@ def test_samples_are_uniform_and_no_larger_than_asked():
     assert 4700 < sum(sample) / 1000 < 5300
 
 
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+@pytest.mark.parametrize("model_type", ["bpe", "unigram", "byte_bpe"])
 def test_a_vocabulary_too_large_for_the_corpus_says_how_large_it_may_be(corpus, tmp_path, model_type):
     with pytest.raises(DataError, match="too large for this corpus") as caught:
         train_tokenizer([str(corpus)], tmp_path / "out", model_type, 100_000)
@@ -213,9 +293,10 @@ def test_a_vocabulary_too_small_for_bytes_and_characters_says_how_large_it_must_
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("wordpiece", 500), "--model-type wordpiece: expected one of bpe, unigram, byte, char"),
+        (("wordpiece", 500), "--model-type wordpiece: expected one of bpe, unigram, byte_bpe, byte, char"),
         (("bpe", None), "--vocab-size is required for --model-type bpe"),
         (("byte", 300), "a byte tokenizer has exactly 257"),
+        (("byte_bpe", 256), "--vocab-size 256: bytes, end of text and special tokens alone need 257"),
         (("unigram", 0), "--vocab-size 0: expected at least 1"),
     ],
 )

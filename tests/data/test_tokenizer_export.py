@@ -16,7 +16,7 @@ def automatic(path):
     return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 
 
-@pytest.mark.parametrize("model_type", ["bpe", "unigram", "byte", "char"])
+@pytest.mark.parametrize("model_type", ["bpe", "unigram", "byte_bpe", "byte", "char"])
 def test_auto_tokenizer_gives_the_same_ids_and_text(trained, texts, tmp_path, model_type):
     export_tokenizer(trained[model_type], tmp_path / "out", texts[:50])
     ours, theirs = load_tokenizer(trained[model_type]), automatic(tmp_path / "out")
@@ -56,7 +56,7 @@ def test_transformers_reads_the_text_of_special_tokens_as_tokens_and_we_do_not(t
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mixtral", "gpt2"])
 def test_a_model_config_beside_it_does_not_change_the_ids(trained, texts, tmp_path, model_type):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    for tokenizer in ("bpe", "byte"):
+    for tokenizer in ("bpe", "byte_bpe", "byte"):
         export_tokenizer(trained[tokenizer], tmp_path, texts[:10])
         assert automatic(tmp_path).encode(texts[60], add_special_tokens=False) == load_tokenizer(trained[tokenizer]).encode(
             texts[60]

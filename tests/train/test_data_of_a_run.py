@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train, write_prepared
 
+from pretrain.data.shard_writer import ShardWriter
 from pretrain.data.shards import PreparedData
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.observe.metrics import read_metrics
 
 
@@ -273,3 +276,13 @@ def test_text_that_changed_is_refused_at_the_resume(pool, text_config):
     file.write_text(file.read_text() + "\nmore")
     code, printed = run_main(str(text_config), "run.steps=5")
     assert code == 1 and "data.text.corpus" in printed
+
+
+def test_a_step_without_any_target_is_refused(pool, config_file, prepared):
+    empty = config_file.parent / "empty"
+    tokenizer = load_tokenizer(prepared / "tokenizer")
+    with ShardWriter.create(empty, tokenizer, 1000) as writer:
+        writer.add(np.full(100, tokenizer.eod_id), np.ones(100, dtype=np.int64))
+    set_data(config_file, sources=[{"path": str(empty)}], packing="padded")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file))
+    assert code == 1 and "step 1: none of its targets carries a loss" in printed

@@ -205,7 +205,7 @@ def test_paths_are_those_of_the_folder_in_which_the_run_was_started(record, mixe
     history = History.read(runs(mixed))
     monkeypatch.chdir(mixed.parent)
     sources = history.stretches[0].stream.sources
-    assert [(source.name, source.data.path) for source in sources] == [(prepared.parent.name, prepared), ("b", other)]
+    assert [(source.name, source.data.path) for source in sources] == [("train", prepared), ("b", other)]
     assert history.current == 2
 
 
@@ -244,7 +244,7 @@ def test_a_run_on_text_is_refused_in_a_line(config_file, tmp_path, byte_tokenize
     text = {"input": [str(tmp_path / "text.txt")], "documents": "line", "tokenizer": str(byte_tokenizer)}
     config["data"] |= {"sources": [], "text": text, "exact_resume": False, "cache": {"dir": str(tmp_path / "cache")}}
     config_file.write_text(yaml.safe_dump(config))
-    assert run_main(str(config_file), "run.steps=1")[0] == 0
+    assert run_main(str(config_file), "run.steps=1", "schedule.warmup_steps=0")[0] == 0
     for what in (["--step", "1"], ["--document", "0"], ["--coverage"]):
         assert tool("inspect_data").main(["--run", str(runs(config_file)), *what]) == 2
         assert capsys.readouterr().err.startswith("error: the run reads text that is not prepared (data.text)")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.schema import Config
+from pretrain.config.schema import Config, Text
 from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.manifest import read_manifest
 from pretrain.data.packing import index_path
@@ -124,7 +124,7 @@ def _of_prepared(path: Path) -> _Found:
 
 def _of_run(folder: Path) -> Iterator[_Found]:
     for config in {repr(s.config.data): s.config for s in History.read(folder).stretches}.values():
-        if config.data.text.input or config.data.text.dataset:
+        if config.data.text != Text():
             raise DataError(f"{folder}: the run reads text that is not prepared (data.text), of which there are no hashes")
         for source in [*config.data.sources, *config.data.validation]:
             yield _of_prepared(Path(source.path))

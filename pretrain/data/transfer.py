@@ -1,0 +1,315 @@
+"""Bytes from any fsspec URL, with patience for what passes and none for what does not.
+
+A connection that breaks, a server that answers 5xx, a body that ends early or a transfer that stands still is tried again, after a
+wait that doubles each time and is drawn at random in its upper half, until `Patience.give_up_seconds` have passed since the
+first failure. What will not get better by waiting (not found, not allowed, no credentials) fails at once. Each retry is logged;
+the libraries' own silent retries are switched off where they can be.
+
+Credentials and endpoints come from the environment, as each library defines them: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_PROFILE, AWS_ENDPOINT_URL and FSSPEC_S3_ANON (s3fs), GOOGLE_APPLICATION_CREDENTIALS (gcsfs), HF_TOKEN and HF_ENDPOINT
+(huggingface_hub), HTTPS_PROXY, NO_PROXY and ~/.netrc (https).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import queue
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pretrain.errors import DataError
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 8 << 20
+_CONNECT_SECONDS = 10
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
+_DEFECTS = (TypeError, AttributeError, NameError, AssertionError, MemoryError)
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ValueError)
+_OFFLINE = {"OfflineModeIsEnabled"}
+_NO_CREDENTIALS = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "DefaultCredentialsError",
+    "ProfileNotFound",
+    "LocalTokenNotFoundError",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """How long to go on. Seconds, but for `contents`.
+
+    `stall`: longest wait for the next 8 MiB (so 140 kB/s is the slowest that counts as moving); `first_delay`, `longest_delay`: between attempts;
+    `give_up`: from the first failure on; `contents`: how often a file is fetched that turns out to be another one.
+    """
+
+    stall: float = 60.0
+    first_delay: float = 0.5
+    longest_delay: float = 30.0
+    give_up: float = 300.0
+    contents: int = 3
+
+
+class Cancelled(Exception):
+    """A download that nobody waits for any more."""
+
+
+class _Passing(Exception):
+    """A failure that may pass."""
+
+
+class _WrongContent(Exception):
+    """All bytes arrived, and they are not those of the manifest."""
+
+
+def is_url(path: object) -> bool:
+    """Whether this is a URL for fsspec rather than a local path."""
+    return bool(_URL.match(str(path)))
+
+
+def join(url: str, name: str) -> str:
+    """The URL of the file `name` in the directory `url`, before any query, and inside the first link of a chain (`zip://d::s3://b/f.zip`)."""
+    links = url.split("::")
+    place = next((i for i, link in enumerate(links) if "://" in link), 0)
+    base, mark, query = links[place].partition("?") if links[place].startswith("http") else (links[place], "", "")
+    links[place] = base.rstrip("/") + "/" + name + mark + query
+    return "::".join(links)
+
+
+def shown(url: str) -> str:
+    """The URL without what it may hold of secrets: user, password and query."""
+    return re.sub(r"\?[^:]*", "", re.sub(r"//[^/@]*@", "//", url))
+
+
+class Remote:
+    """Reads files of fsspec URLs. Safe between threads and after a fork; pickles."""
+
+    def __init__(self, patience: Patience | None = None):
+        self.patience = patience or Patience()
+        self._systems: dict[tuple[int, str], Any] = {}  # by process: connections do not survive a fork
+
+    def __reduce__(self):
+        return Remote, (self.patience,)
+
+    def download(
+        self, url: str, size: int, sha256: str, descriptor: int, cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Write the file into `descriptor` and check its hash on the way. Raises DataError naming the URL and what to do."""
+
+        def attempt() -> None:
+            digest, received = hashlib.sha256(), 0
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            for chunk in self._chunks(url, cancelled):
+                received += len(chunk)
+                if received > size:
+                    raise _WrongContent(f"more than the {size} bytes that manifest.json says")
+                digest.update(chunk)
+                _write(descriptor, chunk)
+            if received < size:
+                raise _WrongContent(f"{received} bytes where manifest.json says {size}")
+            if digest.hexdigest() != sha256:
+                raise _WrongContent(f"sha256 {digest.hexdigest()} where manifest.json says {sha256}")
+
+        self._persist(url, attempt, cancelled)
+
+    def read(self, url: str) -> bytes:
+        """A small file whole. Raises FileNotFoundError where there is none, else DataError."""
+        return self._persist(url, lambda: b"".join(self._chunks(url, lambda: False)), lambda: False)
+
+    def _persist(self, url: str, attempt: Callable[[], Any], cancelled: Callable[[], bool]) -> Any:
+        """`attempt` until it works, by the rules above."""
+        patience, first_failure, delay, contents = self.patience, None, self.patience.first_delay, 0
+        while True:
+            try:
+                return attempt()
+            except _WrongContent as error:
+                contents += 1
+                if contents >= patience.contents:
+                    raise DataError(
+                        f"{shown(url)}: fetched {contents} times, each time {error}; restore the file there, or prepare the data again"
+                    ) from error
+                reason = str(error)
+            except _Passing as error:
+                reason = str(error)
+            now = time.monotonic()
+            first_failure = now if first_failure is None else first_failure
+            if now - first_failure > patience.give_up:
+                raise DataError(
+                    f"{shown(url)}: still failing after {now - first_failure:.0f} s of retries: {reason}; check the server and the network"
+                )
+            for system in list(self._systems.values()):
+                system.invalidate_cache()  # a listing may hold the size of a file that was replaced since
+            wait = delay * random.uniform(0.5, 1.0)
+            log.warning("%s: %s; trying again in %.1f s", shown(url), reason, wait)
+            _sleep(wait, cancelled)
+            delay = min(2 * delay, patience.longest_delay)
+
+    def _chunks(self, url: str, cancelled: Callable[[], bool]) -> Iterator[bytes]:
+        """The content, piece by piece, read by a thread of its own: a backend that hangs can be left to itself."""
+        pieces: queue.Queue[bytes | BaseException] = queue.Queue(maxsize=2)
+        left = threading.Event()
+        threading.Thread(target=self._produce, args=(url, pieces, left), daemon=True, name="transfer").start()
+        try:
+            while True:
+                piece = self._next(pieces, cancelled)
+                if isinstance(piece, BaseException):
+                    raise _judged(url, piece) from piece
+                if not piece:
+                    return
+                yield piece
+        finally:
+            left.set()
+
+    def _next(self, pieces: queue.Queue, cancelled: Callable[[], bool]) -> bytes | BaseException:
+        deadline = time.monotonic() + self.patience.stall
+        while True:
+            if cancelled():
+                raise Cancelled
+            try:
+                return pieces.get(timeout=max(0.0, min(0.2, deadline - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() >= deadline:
+                    raise _Passing(f"nothing came for {self.patience.stall:g} s") from None
+
+    def _produce(self, url: str, pieces: queue.Queue, left: threading.Event) -> None:
+        try:
+            with self._open(url) as file:
+                while not left.is_set():
+                    piece = _fill(file, left)
+                    if not _put(pieces, piece, left) or not piece:
+                        return
+        except BaseException as error:  # raised in the thread that asked
+            _put(pieces, error, left)
+
+    def _open(self, url: str) -> Any:
+        import fsspec
+
+        protocol = _protocol(url)
+        options, opening = _options(protocol, self.patience.stall)
+        if "::" in url:  # what the links of a chain need is for fsspec to say
+            system, path = fsspec.core.url_to_fs(url)
+            return system.open(path, "rb")
+        place = os.getpid(), url.rsplit("/", 1)[0]
+        system = self._systems.get(place)
+        if system is None:
+            system, _ = fsspec.core.url_to_fs(url, **options)
+            if protocol in ("s3", "s3a"):
+                system.retries = 1  # ours are logged
+            self._systems[place] = system
+        return system.open(system._strip_protocol(url), "rb", **opening)
+
+
+def _options(protocol: str, stall: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the file system, and of opening a file, for backends whose defaults do not fit reading once from start to end."""
+    if protocol in ("s3", "s3a"):
+        config = {
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": stall,
+            "retries": {"total_max_attempts": 1},
+            "response_checksum_validation": "when_required",  # the manifest's sha256 is stronger, and its error says more
+        }
+        return {"config_kwargs": config, "use_listings_cache": False}, {"block_size": _CHUNK, "cache_type": "none"}
+    if protocol in ("http", "https"):
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_SECONDS, sock_read=stall
+        )  # the default ends a body after 300 s
+        # block_size=0: one request, streamed. With a size given, the size is not asked for.
+        return {"client_kwargs": {"timeout": timeout, "trust_env": True}}, {"block_size": 0, "size": 1}
+    if protocol in ("gs", "gcs", "hf"):
+        return {}, {"block_size": _CHUNK, "cache_type": "none"}
+    return {}, {}
+
+
+def _protocol(url: str) -> str:
+    return re.split("::|://", url, maxsplit=1)[0].lower()
+
+
+def _fill(file: Any, left: threading.Event) -> bytes:
+    """The next chunk, whole unless the file ends. A trickle must not look like a transfer that moves."""
+    parts, missing = [], _CHUNK
+    while missing and not left.is_set():
+        part = file.read(missing)
+        if not part:
+            break
+        parts.append(part)
+        missing -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _put(pieces: queue.Queue, piece: bytes | BaseException, left: threading.Event) -> bool:
+    while not left.is_set():
+        try:
+            pieces.put(piece, timeout=0.2)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def _write(descriptor: int, chunk: bytes) -> None:
+    view = memoryview(chunk)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _sleep(seconds: float, cancelled: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while (remaining := end - time.monotonic()) > 0:
+        if cancelled():
+            raise Cancelled
+        time.sleep(min(remaining, 0.2))
+
+
+def _judged(url: str, error: BaseException) -> BaseException:
+    """What to raise for a backend's error: DataError for what waiting cannot mend, `_Passing` for what it may."""
+    status = _status(error)
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    what = what.replace(url, shown(url))
+    if isinstance(error, ImportError):
+        package = _PACKAGES.get(_protocol(url))
+        if package is None:  # fsspec names it
+            return DataError(f"{shown(url)}: reading {_protocol(url)}:// needs a package that is not installed: {error}")
+        return DataError(
+            f"{shown(url)}: reading {_protocol(url)}:// needs the package {package}, which is not installed; "
+            'pip install "pretrain[remote]"'
+        )
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)) or status in (404, 410):
+        return FileNotFoundError(f"{shown(url)}: not found there; check the URL, and that the upload was complete")
+    if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ in _NO_CREDENTIALS:
+        return DataError(
+            f"{shown(url)}: access refused ({what}); set the credentials in the environment "
+            "(AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ...), see docs/data.md"
+        )
+    if isinstance(error, _DEFECTS) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, _FINAL) or type(error).__name__ in _OFFLINE or (400 <= status < 500 and status not in (408, 425, 429)):
+        return DataError(f"{shown(url)}: cannot be read ({what}); check the URL")
+    return _Passing(what)
+
+
+def _status(error: BaseException) -> int:
+    """The HTTP status behind an error of aiohttp, gcsfs, httpx or requests; 0 where there is none."""
+    response = getattr(error, "response", None)
+    for status in (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None)):
+        if isinstance(status, int) and 100 <= status < 600:
+            return status
+    return 0

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--step", type=int, metavar="N", help="the batch of step N (from 1), past or to come")
     what.add_argument("--document", type=int, metavar="D", help="the steps that see document D (from 0)")
     what.add_argument("--coverage", action="store_true", help="what was read of each source, up to now or to --step")
-    what.add_argument("--corrupt-check", type=Path, metavar="DIR_OR_RUN", help="hash the files of prepared data, or of a run's")
+    what.add_argument("--corrupt-check", metavar="DIR_OR_RUN", help="hash the files of prepared data, or of a run's")
     how = parser.add_argument_group("how")
     how.add_argument("--rank", type=int, metavar="R", help="only what data-parallel rank R reads of the batch (from 0)")
     how.add_argument("--source", metavar="NAME", help="the source that --document is of; needed where there are several")

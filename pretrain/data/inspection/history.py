@@ -25,6 +25,7 @@ from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, open_sources, open_stream, source_name
 from pretrain.data.stream import Stream
+from pretrain.data.transfer import is_url
 from pretrain.errors import ConfigError, DataError
 from pretrain.observe.metrics import METRICS_FILE
 from pretrain.parallel.layout import check_micro_steps
@@ -198,7 +199,7 @@ def _absolute(config: Config, folder: Path) -> Config:
 
 
 def _placed(path: str, folder: Path) -> str:
-    return path if "://" in path else str(folder / path)
+    return path if is_url(path) else str(folder / path)
 
 
 def _current_step(folder: Path, started: int) -> int:

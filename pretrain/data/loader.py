@@ -17,6 +17,9 @@ from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.stream import Stream, digest, documents_of, rank_positions
 from pretrain.data.targets import IGNORED
 
+PREFETCH_STEPS = 32
+"""How far ahead remote shards are fetched, beyond the batches that are being read."""
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -81,6 +84,10 @@ class Loader:
         eod_id = self.stream.sources[0].data.eod_id if self.mask_documents else None
         return make_batch(positions, sequences, tokens_BT, targets_BT, eod_id)
 
+    def _prefetch(self, consumed: int) -> None:
+        later = self.schedule.after(consumed, PREFETCH_STEPS)
+        self.stream.prefetch(rank_positions(later, self.schedule.at(later), self.data_rank, self.data_size))
+
     def batches(self, consumed: int) -> Iterator[StepBatch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
         if self.workers == 0:
@@ -94,6 +101,7 @@ class Loader:
                 while len(ahead) < self.workers + 1:
                     ahead.append(pool.submit(self.read, consumed))
                     consumed += self.schedule.at(consumed)
+                    self._prefetch(consumed)
                 yield ahead.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -42,11 +42,14 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fill(self, index: int, tokens_T: np.ndarray, targets_T: np.ndarray) -> None:
-        """Write the inputs and the targets of a sample into int64 arrays; targets without loss are IGNORED."""
+    def fill(self, samples: np.ndarray, rows: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> None:
+        """Write inputs and targets of `samples[i]` into row `rows[i]` of int64 arrays; targets without loss are IGNORED."""
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """Where the inputs come from: stretches (start, length) of the token stream, in order."""
+
+    def prefetch(self, samples: np.ndarray) -> None:
+        """Bring what these samples need nearer, in the background, where the data is remote."""
 
     def describe(self) -> str:
         """What there is to say of the packing."""
@@ -80,15 +83,19 @@ class Windows:
     def __len__(self) -> int:
         return (self.data.tokens - 1) // self.sequence_length
 
-    def fill(self, index: int, tokens_T: np.ndarray, targets_T: np.ndarray) -> None:
-        start = index * self.sequence_length
-        self.data.read_into(start, tokens_T)
-        self.data.read_into(start + 1, targets_T)
+    def fill(self, samples: np.ndarray, rows: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> None:
+        starts, rows = samples * self.sequence_length, rows.tolist()
+        self.data.read_each(starts, [tokens_BT[row] for row in rows])
+        self.data.read_each(starts + 1, [targets_BT[row] for row in rows])
         if not self.boundary_loss:
-            targets_T[tokens_T == self.data.eod_id] = IGNORED
+            for row in rows:
+                targets_BT[row, tokens_BT[row] == self.data.eod_id] = IGNORED
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         return [(index * self.sequence_length, self.sequence_length)]
+
+    def prefetch(self, samples: np.ndarray) -> None:
+        _prefetch(self, samples)
 
     def describe(self) -> str:
         return ""
@@ -119,22 +126,33 @@ class Packed:
     def __len__(self) -> int:
         return self.index.samples
 
-    def fill(self, index: int, tokens_T: np.ndarray, targets_T: np.ndarray) -> None:
-        used = 0
-        for start, length in self.pieces(index):
-            self.data.read_into(start, tokens_T[used : used + length])
-            used += length
-        eod = self.data.eod_id
-        targets_T[: used - 1] = tokens_T[1:used]
-        targets_T[used - 1 :] = IGNORED
-        tokens_T[used:] = eod
-        if tokens_T[used - 1] != eod:  # a part of a longer document, which has the sample to itself
-            self.data.read_into(start + length, targets_T[used - 1 : used])
-        if not self.boundary_loss:
-            targets_T[:used][tokens_T[:used] == eod] = IGNORED
+    def fill(self, samples: np.ndarray, rows: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> None:
+        counts, starts, ends = self.index.pieces(samples)
+        stops = np.cumsum(ends - starts)  # as if the samples' tokens stood in one line, without padding
+        used = np.diff(stops[np.cumsum(counts) - 1], prepend=0)
+        before = np.repeat(np.cumsum(used) - used, counts)
+        places = zip(np.repeat(rows, counts).tolist(), (stops - (ends - starts) - before).tolist(), (stops - before).tolist())
+        self.data.read_each(starts, [tokens_BT[row, first:last] for row, first, last in places])
+        for row, size in zip(rows.tolist(), used.tolist()):
+            tokens_T, targets_T = tokens_BT[row], targets_BT[row]
+            targets_T[:-1] = tokens_T[1:]
+            if size < self.sequence_length:
+                tokens_T[size:] = self.data.eod_id
+                targets_T[size:] = IGNORED
+            if not self.boundary_loss:
+                targets_T[:size][tokens_T[:size] == self.data.eod_id] = IGNORED
+        targets_BT[rows, used - 1] = IGNORED
+        # What does not end with a document is a part of a longer one, and has its sample to itself.
+        cut = np.flatnonzero(tokens_BT[rows, used - 1] != self.data.eod_id)
+        lasts = [targets_BT[row, size - 1 : size] for row, size in zip(rows[cut].tolist(), used[cut].tolist())]
+        self.data.read_each(ends[np.cumsum(counts) - 1][cut], lasts)
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
-        return self.index.pieces(index)
+        _, starts, ends = self.index.pieces(np.array([index]))
+        return list(zip(starts.tolist(), (ends - starts).tolist()))
+
+    def prefetch(self, samples: np.ndarray) -> None:
+        _prefetch(self, samples)
 
     def describe(self) -> str:
         index = self.index
@@ -153,3 +171,10 @@ class Packed:
         # All but the last piece of a longer document fill a sample, whose last target is the token after it.
         ends = self.index.samples - (self.index.pieces_count - documents) if self.boundary_loss else documents
         return Totals(tokens, tokens - ends, 0)
+
+
+def _prefetch(source: Samples, samples: np.ndarray) -> None:
+    if source.data.is_remote:
+        for sample in samples.tolist():
+            for start, length in source.pieces(sample):
+                source.data.prefetch(start, length + 1)

@@ -5,7 +5,6 @@ Without torch, so that tools which look at data answer at once.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,17 +13,17 @@ from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.samples import Packed, Samples, Windows
+from pretrain.data.shard_cache import ShardCache, default_directory
 from pretrain.data.shards import PreparedData
 from pretrain.data.stream import Shuffle, Stream
 from pretrain.data.tokenizer import tokenizer_fingerprint
+from pretrain.data.transfer import is_url
 from pretrain.errors import ConfigError, DataError
 
 
 def cache_folder(data: Data) -> Path:
-    """`data.cache.dir`, or `pretrain` in the user's cache folder (XDG Base Directory Specification)."""
-    if data.cache.dir is not None:
-        return Path(data.cache.dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pretrain"
+    """`data.cache.dir`, or the default."""
+    return default_directory() if data.cache.dir is None else Path(data.cache.dir)
 
 
 def open_sources(config: Config) -> list[Samples]:
@@ -54,8 +53,9 @@ def open_samples(source: Source | ValidationSource, data: Data) -> Samples:
 
 
 def open_prepared(path: str, data: Data) -> PreparedData:
-    """A prepared directory, or one behind a URL. Raises DataError for one that cannot be read."""
-    return PreparedData.open(path)
+    """A prepared directory, or one behind a URL, kept in the cache. Raises DataError for one that cannot be read."""
+    cache = ShardCache(cache_folder(data), int(data.cache.limit_gb * 1e9)) if is_url(path) else None
+    return PreparedData.open(path, cache)
 
 
 def source_name(source: Source | ValidationSource) -> str:
@@ -115,6 +115,10 @@ def open_stream(config: Config, sources: list[Samples], schedule: BatchSchedule)
             )
     mixture = Mixture(stages, [len(source) for source in sources], [source.max_epochs for source in data.sources], data.seed)
     _check_length(config, mixture, schedule)
+    if data.shuffle == "full" and data.shuffle_shards != Data().shuffle_shards:
+        raise ConfigError(
+            f"data.shuffle_shards={data.shuffle_shards} has no effect with data.shuffle=full; set shards, or remove it"
+        )
     window = data.shuffle_shards if data.shuffle == "shards" else None
     return Stream(sources, mixture, Shuffle(data.seed, window))
 

@@ -50,13 +50,14 @@ class BatchLoader(Protocol):
 def open_data(config: Config) -> tuple[list[Samples] | TextTraining, list[Samples]]:
     """What is trained on, opened, and the validation sources. Raises ConfigError or DataError."""
     data = config.data
-    if data.text != Text() and data.sources:
+    text = data.text
+    if text != Text() and data.sources:
         raise ConfigError("data.sources and data.text both say what is trained on; keep one")
     validation = [open_samples(source, data) for source in data.validation]
-    if data.text != Text():
+    if text != Text():
         _check_text(config)
-        opened = TextTraining.open(data.text, data.sequence_length, cache_folder(data))
-        check_tokenizers(validation, opened.tokenizer_sha256, data.text.tokenizer)
+        opened = TextTraining.open(text, data.sequence_length, cache_folder(data))
+        check_tokenizers(validation, opened.tokenizer_sha256, text.tokenizer)
         return opened, validation
     sources = open_sources(config)
     check_tokenizers(sources + validation)

@@ -33,8 +33,8 @@ def validate(
         here = range(min(start, count), min(start + micro_sequences, count))
         # A short pass is filled up with a repeated sample that carries no loss.
         inputs, targets = np.empty((2, micro_sequences, source.sequence_length), dtype=np.int64)
-        for row in range(micro_sequences):
-            source.fill(here[row] if row < len(here) else 0, inputs[row], targets[row])
+        samples = np.pad(np.array(here, dtype=np.int64), (0, micro_sequences - len(here)))
+        source.fill(samples, np.arange(micro_sequences), inputs, targets)
         targets[len(here) :] = IGNORED
         documents = documents_of(inputs, source.data.eod_id) if loader.mask_documents else None
         tensors = (None if t is None else torch.from_numpy(t).to(ranks.device) for t in (inputs, targets, documents))

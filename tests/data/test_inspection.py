@@ -28,6 +28,7 @@ from pretrain.data.inspection.page import page, token_texts
 from pretrain.data.inspection.sightings import find_document
 from pretrain.data.inspection.terminal import columns, coverage_lines, escaped, sightings_lines, step_lines
 from pretrain.data.shard_writer import ShardWriter
+from pretrain.data.shards import PreparedData
 from pretrain.data.targets import IGNORED
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
@@ -152,8 +153,7 @@ def test_totals_of_an_epoch_are_those_of_its_samples(planned, packing, boundary_
     history = history_of(planned, f"data.packing={packing}", f"data.boundary_loss={boundary_loss}")
     for source in history.stretches[0].stream.sources:
         tokens, targets = np.empty((2, len(source), 48), dtype=np.int64)
-        for i in range(len(source)):
-            source.fill(i, tokens[i], targets[i])
+        source.fill(np.arange(len(source)), np.arange(len(source)), tokens, targets)
         totals = source.totals()
         assert totals.targets == np.count_nonzero(targets != IGNORED)
         assert totals.tokens == sum(length for i in range(len(source)) for _, length in source.pieces(i))
@@ -293,6 +293,21 @@ def test_the_texts_of_coverage_and_sightings_say_what_is_missing(planned, capsys
     assert "no step up to 30 of" in "\n".join(sightings_lines(found, 100))
 
 
+def test_the_file_and_row_of_a_document_are_shown_where_the_data_know_them(planned, monkeypatch, capsys):
+    monkeypatch.setattr(
+        PreparedData, "origin", lambda self, document: (f"{self.path.name}<\x1b>.jsonl", 10 * document), raising=False
+    )
+    step = inspect_step(history_of(planned), 2)
+    piece = step.shown[0].pieces[0]
+    assert (piece.input, piece.row) == (f"{step.shown[0].source}<\x1b>.jsonl", 10 * piece.document)
+    label = f"document {piece.document} from {step.shown[0].source}<\\x1b>.jsonl row {piece.row:,}, "
+    assert label in "\n".join(step_lines(step, 200, 0, False))
+    assert escape(label) in "".join(page(step))
+    found = find_document(history_of(planned), 7, "a")
+    assert (found.input, found.row) == ("a<\x1b>.jsonl", 70)
+    assert ", from a<\\x1b>.jsonl row 70: " in "\n".join(sightings_lines(found, 200))
+
+
 def test_the_page_is_written_where_it_is_asked_for(planned, tmp_path, capsys):
     arguments = ["--config", str(planned), "--step", "2", "--ranks", "2", "--rank", "1", "--html", str(tmp_path / "page.html")]
     assert tool("inspect_data").main(arguments) == 0
@@ -310,8 +325,8 @@ def test_the_page_is_written_where_it_is_asked_for(planned, tmp_path, capsys):
         (["--step", "0"], 1, "step 0: the steps of a run are counted from 1"),
         (["--step", "-3"], 1, "step -3: the steps of a run are counted from 1"),
         (["--step", "61"], 1, "step 61 is beyond the last step of"),
-        (["--step", "3", "--rank", "2", "--ranks", "2"], 1, "--rank 2: step 3 is read by 2 ranks, 0..1"),
-        (["--step", "3", "--rank", "-1"], 1, "--rank -1: step 3 is read by 1 rank: 0..0"),
+        (["--step", "3", "--rank", "2", "--ranks", "2"], 1, "--rank 2: step 3 is read by ranks 0..1"),
+        (["--step", "3", "--rank", "-1"], 1, "--rank -1: step 3 is read by rank 0 alone"),
         (["--step", "3", "--ranks", "3"], 2, "batch.sequences=16 is not divisible by batch.micro_sequences=2 times 3"),
         (["--document", "0"], 1, "--source is missing: the run has a, b"),
         (["--document", "0", "--source", "c"], 1, "--source c: the run has no such source; it has a, b"),

@@ -43,9 +43,9 @@ def samples_of(data: PreparedData, packing: str, length: int, cache: Path, bound
 
 
 def read(samples: Windows | Packed, index: int) -> tuple[np.ndarray, np.ndarray]:
-    tokens, targets = np.full((2, samples.sequence_length), -7)
-    samples.fill(index, tokens, targets)
-    return tokens, targets
+    tokens, targets = np.full((2, 1, samples.sequence_length), -7)
+    samples.fill(np.array([index]), np.array([0]), tokens, targets)
+    return tokens[0], targets[0]
 
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
@@ -195,3 +195,27 @@ def test_an_index_that_cannot_be_written_is_an_error_that_names_the_key(tmp_path
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(DataError, match=r"cannot be written: Not a directory; set data.cache.dir"):
         samples_of(data, "best_fit", 16, tmp_path / "file")
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit", "padded"])
+def test_many_samples_are_filled_as_each_of_them_alone(tmp_path, byte_tokenizer, packing):
+    data = write(tmp_path / "data", byte_tokenizer, [3, 40, 1, 17, 90, 5, 5, 23, 2, 64], 100)
+    samples = samples_of(data, packing, 16, tmp_path / "cache", boundary_loss=False)
+    order = np.random.default_rng(0).permutation(len(samples))
+    tokens, targets = np.full((2, len(order), 16), -7)
+    samples.fill(order, np.arange(len(order)), tokens, targets)
+    for row, sample in enumerate(order):
+        assert [tokens[row].tolist(), targets[row].tolist()] == [part.tolist() for part in read(samples, sample)]
+
+
+def test_documents_of_a_row_count_from_nought_whatever_stands_in_the_others():
+    tokens = np.array([[EOD, 1, EOD, EOD, 2], [1, 2, 3, 4, EOD], [5, EOD, 6, 7, 8]])
+    assert documents_of(tokens, EOD).tolist() == [[0, 1, 1, 2, 3], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]
+    assert documents_of(tokens[:0], EOD).shape == (0, 5)
+
+
+@pytest.mark.parametrize("starts", [[-1, 3], [3, 200]])
+def test_stretches_outside_the_stream_are_refused(tmp_path, byte_tokenizer, starts):
+    data = write(tmp_path / "data", byte_tokenizer, [50, 50, 100], 100)
+    with pytest.raises(IndexError):
+        data.read_each(np.array(starts), [np.empty(2, dtype=np.int64)] * 2)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.data.batch_schedule import BatchSchedule
-from pretrain.data.loader import Loader
+from pretrain.data.loader import PREFETCH_STEPS, Loader
 from pretrain.data.mixture import BLOCK, Mixture, Stage
 from pretrain.data.samples import Windows
 from pretrain.data.shards import PreparedData
@@ -35,6 +35,10 @@ class Tokens:
     def read_into(self, start: int, out: np.ndarray) -> None:
         assert 0 <= start and start + len(out) <= self.tokens
         out[:] = np.arange(start, start + len(out), dtype=np.int64)
+
+    def read_each(self, starts: np.ndarray, outs: list[np.ndarray]) -> None:
+        for start, out in zip(starts.tolist(), outs):
+            self.read_into(start, out)
 
 
 def source(tokens: int, name: str = "a", length: int = 8) -> Windows:
@@ -67,8 +71,7 @@ def real(prepared) -> Stream:
 def test_samples_are_windows_that_overlap_by_one_token_so_that_every_token_but_the_first_is_a_target_once():
     samples = source(8 * 5 + 1)
     tokens, targets = np.empty((2, len(samples), 8), dtype=np.int64)
-    for i in range(len(samples)):
-        samples.fill(i, tokens[i], targets[i])
+    samples.fill(np.arange(5), np.arange(5), tokens, targets)
     assert len(samples) == 5
     assert tokens.ravel().tolist() == list(range(40))
     assert targets.ravel().tolist() == list(range(1, 41))
@@ -78,9 +81,9 @@ def test_samples_are_windows_that_overlap_by_one_token_so_that_every_token_but_t
 def test_a_tail_that_fills_no_sample_is_left_out(tokens, count):
     samples = source(tokens)
     assert len(samples) == count
-    read, targets = np.empty((2, 8), dtype=np.int64)
-    samples.fill(count - 1, read, targets)
-    assert targets[-1] == count * 8
+    read, targets = np.empty((2, 1, 8), dtype=np.int64)
+    samples.fill(np.array([count - 1]), np.array([0]), read, targets)
+    assert targets[0, -1] == count * 8
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8])
@@ -93,10 +96,12 @@ def test_samples_of_prepared_data_are_slices_of_its_token_stream(prepared):
     data = PreparedData.open(prepared)
     samples = Windows("train", data, 100)
     assert len(samples) == (60_000 - 1) // 100
-    tokens, targets = np.empty((2, 100), dtype=np.int64)
-    samples.fill(249, tokens, targets)  # across two shards
-    assert np.array_equal(tokens, data.read(24_900, 100))
-    assert np.array_equal(targets, data.read(24_901, 100))
+    tokens, targets = np.full((2, 4, 100), -1)
+    samples.fill(np.array([249, 7]), np.array([3, 1]), tokens, targets)  # 249 lies across two shards
+    for row, sample in ((3, 249), (1, 7)):
+        assert np.array_equal(tokens[row], data.read(sample * 100, 100))
+        assert np.array_equal(targets[row], data.read(sample * 100 + 1, 100))
+    assert (tokens[[0, 2]] == -1).all() and (targets[[0, 2]] == -1).all()
 
 
 # ---- stream -----------------------------------------------------------------------------------------------------------
@@ -273,6 +278,15 @@ def test_closing_the_batches_stops_their_threads_and_an_error_of_a_thread_is_rai
     with pytest.raises(DataError, match="shard-00001.bin"):
         next(batches)
     assert threading.active_count() == before
+
+
+def test_what_later_steps_read_is_asked_for_ahead_where_it_is_remote(real, monkeypatch):
+    asked = []
+    monkeypatch.setattr(PreparedData, "is_remote", True)
+    monkeypatch.setattr(PreparedData, "prefetch", lambda self, start, count: asked.append((start, count)))
+    take(loader(real, 16, 1, 2, 1), 0, 1)
+    _, samples, _ = real.locate(rank_positions(16 * (1 + PREFETCH_STEPS), 16, 1, 2))
+    assert asked[:8] == [(int(sample) * 32, 33) for sample in samples]
 
 
 # ---- digest -----------------------------------------------------------------------------------------------------------

@@ -162,8 +162,7 @@ def test_windows_are_the_unshuffled_samples_of_prepared_data(trained, corpus, tm
     stream = TextStream(FileCorpus.find([str(corpus)]), load_tokenizer(trained["bpe"]), 48)
     windows = [batch[0] for batch, _ in take(stream, 1, len(samples), ahead=3)]
     tokens, targets = np.empty((2, len(samples), 48), dtype=np.int64)
-    for index in range(len(samples)):
-        samples.fill(index, tokens[index], targets[index])
+    samples.fill(np.arange(len(samples)), np.arange(len(samples)), tokens, targets)
     assert np.array_equal(np.stack(windows)[:, :-1], tokens) and np.array_equal(np.stack(windows)[:, 1:], targets)
 
 

@@ -1,0 +1,220 @@
+"""Speed of the loader, and of the start."""
+
+from __future__ import annotations
+
+import cProfile
+import itertools
+import json
+import pstats
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+import pretrain
+from pretrain.bench.generate import byte_tokenizer, write_many_shards, write_tokens
+from pretrain.bench.measure import LEAST_TURNS, MILLION, Options, Row, environment, in_turns, rate_row, require, resident_bytes
+from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.loader import Loader, StepBatch
+from pretrain.data.mixture import Mixture, Stage
+from pretrain.data.packing import open_index
+from pretrain.data.samples import Packed, Samples, Windows
+from pretrain.data.shards import PreparedData
+from pretrain.data.stream import Shuffle, Stream
+
+BATCH_TOKENS = 1 << 19
+
+
+def _stream_of(samples: Samples, window: int | None = None) -> Stream:
+    return Stream([samples], Mixture([Stage(None, (1.0,))], [len(samples)], [None], 0), Shuffle(0, window))
+
+
+def _loader(data: PreparedData, packing: str, length: int, mask: bool, work: Path) -> Loader:
+    samples: Samples = Windows("data", data, length)
+    if packing == "best_fit":
+        samples = Packed("data", data, length, open_index(data, "best_fit", length, work))
+    return Loader(_stream_of(samples), BatchSchedule(max(1, BATCH_TOKENS // length)), 0, 1, 0, mask)
+
+
+def loader(options: Options) -> list[Row]:
+    """Tokens per second of one process from the page cache, for each packing, with and without document masks."""
+    size = options.scaled(128 << 20, 1 << 20)
+    options.say(f"loader: writing {2 * size / MILLION:.0f} MB of tokens")
+    path = write_tokens(options.work / "loader", byte_tokenizer(options.work), size, max(1 << 16, size // 16))
+    data = PreparedData.open(path)
+    data.verify()  # which also brings it into the page cache
+    raw = data.read(0, BATCH_TOKENS + 1).astype(np.uint16)
+    rows = []
+    for length in (1024, 2048, 8192):
+        options.say(f"loader: sequences of {length}")
+        kinds = list(itertools.product(("concatenate", "best_fit"), (False, True)))
+        loaders = {_kind(*kind): _loader(data, kind[0], length, kind[1], options.work) for kind in kinds}
+        _check_batches(loaders)
+        batches = {name: one.batches(0) for name, one in loaders.items()}
+        functions: dict[str, Callable[[], object]] = {name: partial(next, batch) for name, batch in batches.items()}
+        functions["numpy"] = lambda: (raw[:-1].astype(np.int64), raw[1:].astype(np.int64))
+        turns = in_turns(functions, options.seconds)
+        baseline = turns.pop("numpy").rate(BATCH_TOKENS / MILLION)[0]
+        for name, its in turns.items():
+            rows.append(
+                rate_row(
+                    "loader",
+                    f"sequences of {length}, {name}",
+                    its,
+                    BATCH_TOKENS / MILLION,
+                    "M tokens/s/process",
+                    "cpu",
+                    target=100.0,
+                    baseline=baseline,
+                    note=f"{_profile(loaders[name])}; baseline: numpy converts as many tokens twice",
+                )
+            )
+    return rows
+
+
+def _kind(packing: str, mask: bool) -> str:
+    return f"{packing}{', document mask' if mask else ''}"
+
+
+def _check_batches(loaders: dict[str, Loader]) -> None:
+    """A mask changes no token, and the tokens are those of the files."""
+    for packing in ("concatenate", "best_fit"):
+        plain, masked = (loaders[_kind(packing, mask)].read(0) for mask in (False, True))
+        require(plain.digest == masked.digest, f"{packing}: other tokens under a document mask")
+        require(_is_as_stored(plain, loaders[_kind(packing, False)].stream), f"{packing}: other tokens than in the files")
+
+
+def _is_as_stored(batch: StepBatch, stream: Stream) -> bool:
+    samples, data = stream.locate(batch.positions[:4])[1], stream.sources[0].data
+    for row, sample in enumerate(samples.tolist()):
+        stored = np.concatenate([data.read(start, size) for start, size in stream.sources[0].pieces(sample)])
+        if not np.array_equal(batch.tokens_BT[row, : len(stored)].numpy(), stored):
+            return False
+    return True
+
+
+def _profile(one: Loader, batches: int = 8) -> str:
+    """Where the time of a loader goes, in shares, as a profiler sees it."""
+    iterator, profiler = one.batches(0), cProfile.Profile()
+    next(iterator)
+    profiler.enable()
+    for _ in range(batches):
+        next(iterator)
+    profiler.disable()
+    package = str(Path(pretrain.__file__).parent)
+    spent = {name: values[3] for (file, _, name), values in pstats.Stats(profiler).stats.items() if file.startswith(package)}
+    shares = {
+        "reading and converting": spent["read_each"],
+        "laying out": spent["fill"] - spent["read_each"],
+        "order": spent["locate"],
+        "digest": spent["digest"],
+        "documents": spent.get("documents_of", 0.0),
+    }
+    shares["rest"] = spent["batches"] - sum(shares.values())
+    return ", ".join(f"{name} {seconds / spent['batches']:.0%}" for name, seconds in shares.items())
+
+
+# ---- the start --------------------------------------------------------------------------------------------------------
+
+
+def start(options: Options) -> list[Row]:
+    """From a directory of 10^4 shards to the first batch, in a process of its own, and what that takes of memory."""
+    shards = options.scaled(10_000, 10)
+    options.say(f"start: making {shards:,} shards")
+    path = options.work / "start"
+    write_many_shards(path, byte_tokenizer(options.work), shards, 1 << 20)
+    begin, runs = time.monotonic(), []
+    while len(runs) < LEAST_TURNS or time.monotonic() - begin < options.seconds:
+        typed = [sys.executable, "-c", f"from pretrain.bench.loading import measure_start; measure_start({str(path)!r})"]
+        done = subprocess.run(typed, capture_output=True, text=True, check=True, env=environment())
+        runs.append(json.loads(done.stdout))
+    rows = []
+    for name, key, target, baseline, what in (
+        (
+            "open",
+            "open",
+            2.0,
+            "listing",
+            "its JSON parsed and the sizes of the files asked for, by nothing but the standard library",
+        ),
+        (
+            "opened to first batch of 512 x 1,024 tokens",
+            "first",
+            0.3,
+            "numpy",
+            "numpy reads as many windows from as many files",
+        ),
+    ):
+        values = sorted(run[key] for run in runs)
+        rows.append(
+            Row(
+                "start",
+                f"{shards:,} shards: {name}",
+                values[0],
+                "s",
+                "wall",
+                values[len(values) // 2],
+                target,
+                "lower",
+                min(run[baseline] for run in runs),
+                f"baseline: {what}",
+            )
+        )
+    rows.append(
+        Row(
+            "start",
+            f"{shards:,} shards: memory that opening takes",
+            max(run["memory"] for run in runs) / MILLION,
+            "MB",
+            note=f"of {max(run['before'] for run in runs) / MILLION:.0f} MB with what is imported",
+        )
+    )
+    return rows
+
+
+def measure_start(path: str) -> None:
+    """Print as JSON what the start took in this process: seconds, and bytes of memory."""
+    before, begin = resident_bytes(), time.perf_counter()
+    data = PreparedData.open(path)
+    opened = time.perf_counter()
+    after = resident_bytes()
+    samples = Windows("data", data, 1024)
+    batches = Loader(_stream_of(samples), BatchSchedule(BATCH_TOKENS // 1024), 0, 1, 0).batches(0)
+    next(batches)
+    first = time.perf_counter()
+    listing = _timed(lambda: _list_files(Path(path)))
+    numpy_reads = _timed(lambda: _read_files(data))
+    print(
+        json.dumps(
+            {
+                "open": opened - begin,
+                "first": first - opened,
+                "listing": listing,
+                "numpy": numpy_reads,
+                "before": before,
+                "memory": after - before,
+            }
+        )
+    )
+
+
+def _timed(function: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def _list_files(path: Path) -> None:
+    for shard in json.loads((path / "manifest.json").read_bytes())["shards"]:
+        for key, name in shard.items():
+            if key.endswith("file"):
+                (path / name).stat()
+
+
+def _read_files(data: PreparedData) -> None:
+    for shard in data.manifest.shards[: BATCH_TOKENS // 1024]:
+        np.memmap(data.path / shard.file, dtype=data.dtype, mode="r")[:1025].astype(np.int64)

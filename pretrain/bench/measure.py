@@ -1,0 +1,203 @@
+"""How the benchmarks measure, and how they say what they found.
+
+What is compared is run in turns, so that a disturbance of the machine meets all of it; of the turns the shortest and the median are
+reported. Work on one thread is timed in CPU seconds ("cpu"), which a busy machine disturbs less, everything else in seconds of
+the clock ("wall"). Processes that share a physical core still slow each other down in CPU seconds: look at the load average.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from pretrain.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST_TURNS = 3
+MILLION = 1e6
+_VERSIONS = ("numpy", "torch", "tokenizers", "tiktoken", "sentencepiece", "datasets", "transformers")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number. `value`: the best turn, `median`: the middle one; `target`: at least that for "higher", less than that for
+    "lower"; `baseline`: the same of what it is compared with, in the same turns, named in `note`.
+    """
+
+    part: str
+    name: str
+    value: float
+    unit: str
+    clock: Literal["cpu", "wall", "-"] = "-"
+    median: float | None = None
+    target: float | None = None
+    better: Literal["higher", "lower"] = "higher"
+    baseline: float | None = None
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the best turn reaches the target; None where there is no target."""
+        if self.target is None:
+            return None
+        return self.value >= self.target if self.better == "higher" else self.value < self.target
+
+
+@dataclass(frozen=True)
+class Options:
+    """`seconds`: for each group of things compared; `scale`: size of what is generated, 1 for results, less for trying out;
+    `work`: a folder for what is generated; `source`: globs of text for the preparation, () for this interpreter's libraries.
+    """
+
+    work: Path
+    seconds: float = 5.0
+    scale: float = 1.0
+    source: tuple[str, ...] = ()
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+
+    def scaled(self, count: int, least: int = 1) -> int:
+        """`count` at this scale."""
+        return max(least, round(count * self.scale))
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Seconds of every turn."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def rate(self, count: float) -> tuple[float, float]:
+        """Units per second in the best and in the median turn, of turns with `count` units each."""
+        return count / self.best, count / self.median
+
+
+def in_turns(
+    functions: dict[str, Callable[[], Any]], seconds: float, clock: Callable[[], float] = time.process_time
+) -> dict[str, Turns]:
+    """Call the functions one after the other, for about so many seconds, each at least LEAST_TURNS times."""
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    begin = time.monotonic()
+    while time.monotonic() - begin < seconds or len(next(iter(taken.values()))) < LEAST_TURNS:
+        for name, function in functions.items():
+            start = clock()
+            function()
+            taken[name].append(max(clock() - start, 1e-9))
+    return {name: Turns(tuple(values)) for name, values in taken.items()}
+
+
+def rate_row(part: str, name: str, turns: Turns, count: float, unit: str, clock: Literal["cpu", "wall"], **more: Any) -> Row:
+    """A row of `count` units per turn."""
+    best, median = turns.rate(count)
+    return Row(part, name, best, unit, clock, median, **more)
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raise DataError when a result is wrong: a benchmark of something else is worth nothing."""
+    if not holds:
+        raise DataError(f"the benchmark stops: {otherwise}")
+
+
+def environment(threads: int = 1) -> dict[str, str]:
+    """For processes that are measured: this checkout, offline, so many threads for tensors, none of the tokenizer's own."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **offline, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    versions = {name: importlib.metadata.version(name) for name in _VERSIONS if _is_installed(name)}
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": [round(load, 1) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def command(arguments: Sequence[str]) -> str:
+    """What to type to measure this again."""
+    return shlex.join(["python", *arguments])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| part | what | best | median | unit | clock | target | met | baseline | note |",
+        "|---|---|---:|---:|---|---|---:|---|---:|---|",
+    ]
+    for row in rows:
+        target = "" if row.target is None else f"{'≥' if row.better == 'higher' else '<'} {_number(row.target)}"
+        met = {None: "", True: "yes", False: "NO"}[row.met]
+        numbers = [_number(value) for value in (row.value, row.median, row.baseline)]
+        cells = [row.part, row.name, numbers[0], numbers[1], row.unit, row.clock, target, met, numbers[2], row.note]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def heading(start: dict[str, Any], end: dict[str, Any], typed: str) -> str:
+    """Lines above the table: command, machine, load before and after."""
+    versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
+    loads = [", ".join(map(str, when["load_average"])) for when in (start, end)]
+    return (
+        f"{typed}\n{start['date']}; {start['cpu']}, {start['cores']} cores; load average {loads[0]} before, {loads[1]} after\n"
+        f"Python {start['python']}, {versions}"
+    )
+
+
+def as_json(rows: Sequence[Row], start: dict[str, Any], end: dict[str, Any], typed: str) -> str:
+    """Everything, for programs."""
+    content = {
+        "command": typed,
+        "machine": start,
+        "load_average_after": end["load_average"],
+        "rows": [{**dataclasses.asdict(row), "met": row.met} for row in rows],
+    }
+    return json.dumps(content, indent=2) + "\n"

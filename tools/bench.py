@@ -1,0 +1,56 @@
+"""Measure the speed of the data path on this machine, each number beside what it is compared with."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
+
+from pretrain.bench.data import PARTS, measure  # noqa: E402
+from pretrain.bench.measure import Options, as_json, command, heading, machine, table  # noqa: E402
+from pretrain.command_line import run_tool  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__)
+    subjects = parser.add_subparsers(dest="subject", required=True)
+    data = subjects.add_parser("data", help="the order, the loader, the start, packing, preparation, data wait, inspection")
+    data.add_argument("parts", nargs="*", metavar="PART", help=f"some of: {', '.join(PARTS)} (default: all)")
+    data.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
+    data.add_argument(
+        "--seconds",
+        type=float,
+        default=Options.seconds,
+        metavar="S",
+        help="for each group of things compared (default: %(default)s)",
+    )
+    data.add_argument("--scale", type=float, default=1.0, help="size of what is generated; below 1 to try it out")
+    data.add_argument(
+        "--source", nargs="+", default=[], metavar="GLOB", help="text to prepare (default: this Python's libraries)"
+    )
+    data.add_argument("--work", type=Path, metavar="DIR", help="where a folder for the generated data is made (about 1 GB)")
+    arguments = parser.parse_args(argv)
+    if unknown := [part for part in arguments.parts if part not in PARTS]:
+        data.error(f"unknown part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if arguments.seconds < 0 or arguments.scale <= 0:
+        data.error("--seconds must not be negative, --scale must be positive")
+    return run_tool(lambda: run(arguments, command(["tools/bench.py", *argv])))
+
+
+def run(arguments: argparse.Namespace, typed: str) -> None:
+    start = machine()
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.work) as work:
+        options = Options(Path(work), arguments.seconds, arguments.scale, tuple(arguments.source))
+        rows = measure(arguments.parts or list(PARTS), options)
+    end = machine()
+    print(heading(start, end, typed))
+    print()
+    print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(as_json(rows, start, end, typed), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 from pretrain.command_line import run_tool  # noqa: E402
 
 SHOWN, SHOWN_IN_HTML = 8, 64  # samples, unless --samples says more
+SIGHTINGS = 100  # of a document, in the text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,7 +89,9 @@ def inspect(arguments: argparse.Namespace) -> None:
     elif arguments.document is not None:
         from pretrain.data.inspection.sightings import find_document
 
-        found = find_document(history, arguments.document, arguments.source, arguments.epochs)
+        found = find_document(
+            history, arguments.document, arguments.source, arguments.epochs, None if arguments.json else SIGHTINGS
+        )
         show(arguments, found.to_json(), terminal.sightings_lines(found, arguments.width))
     else:
         show_step(arguments, history)

@@ -104,6 +104,8 @@ def test_the_inverse_looks_beyond_the_end_of_the_run_as_if_it_were_longer(planne
     short, long = history_of(planned, "run.steps=20"), history_of(planned, "run.steps=400")
     beyond = find_document(short, 3, "b", epochs=12).seen
     assert {one.epoch for one in beyond} == set(range(12))
+    assert find_document(short, 3, "b", epochs=12, most=5).seen == beyond[:5]
+    assert "and more times" in "\n".join(sightings_lines(find_document(short, 3, "b", epochs=12, most=5), 100))
     assert beyond == [one for one in find_document(long, 3, "b").seen if one.epoch < 12]
 
 

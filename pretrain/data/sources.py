@@ -44,13 +44,18 @@ def open_sources(config: Config) -> list[Samples]:
 
 def open_samples(source: Source | ValidationSource, data: Data) -> Samples:
     """A source as samples. Raises DataError for one that cannot be read."""
-    cache = ShardCache(cache_folder(data), int(data.cache.limit_gb * 1e9)) if is_url(source.path) else None
-    prepared = PreparedData.open(source.path, cache)
+    prepared = open_prepared(source.path, data)
     name = source_name(source)
     if data.packing == "concatenate":
         return Windows(name, prepared, data.sequence_length, data.boundary_loss)
     index = open_index(prepared, data.packing, data.sequence_length, cache_folder(data))
     return Packed(name, prepared, data.sequence_length, index, data.boundary_loss)
+
+
+def open_prepared(path: str, data: Data) -> PreparedData:
+    """A prepared directory, or one behind a URL, kept in the cache. Raises DataError for one that cannot be read."""
+    cache = ShardCache(cache_folder(data), int(data.cache.limit_gb * 1e9)) if is_url(path) else None
+    return PreparedData.open(path, cache)
 
 
 def source_name(source: Source | ValidationSource) -> str:

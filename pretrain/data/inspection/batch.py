@@ -107,7 +107,7 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
     stretch = history.stretch_of(step)
     config, ranks, stream = stretch.config, stretch.start.data_size, stretch.stream
     if rank is not None and not 0 <= rank < ranks:
-        raise DataError(f"--rank {rank}: step {step} is read by {ranks} rank{'s, 0' if ranks > 1 else ': 0'}..{ranks - 1}")
+        raise DataError(f"--rank {rank}: step {step} is read by " + (f"ranks 0..{ranks - 1}" if ranks > 1 else "rank 0 alone"))
     first, after = stretch.consumed(step - 1), stretch.consumed(step)
     share = (after - first) // ranks
     wanted = np.arange(first, after) if rank is None else first + rank * share + np.arange(share)

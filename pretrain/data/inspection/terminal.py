@@ -11,8 +11,6 @@ from pretrain.data.inspection.coverage import Coverage, SourceCoverage
 from pretrain.data.inspection.integrity import Integrity
 from pretrain.data.inspection.sightings import Sighting, Sightings
 
-_MOST_SIGHTINGS = 100
-
 
 def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
     """The batch as a whole, as (subject, text); the first lines of every view."""
@@ -113,10 +111,10 @@ def sightings_lines(found: Sightings, width: int) -> Iterator[str]:
         yield f"no step up to {found.until:,} of {found.run} reads it; --epochs K looks beyond"
     else:
         yield ""
-        rows = [_sighting(one) for one in found.seen[:_MOST_SIGHTINGS]]
+        rows = [_sighting(one) for one in found.seen]
         yield from _grid(["step", "rank", "micro-step", "position", "epoch", "sample", ""], rows)
-    if len(found.seen) > _MOST_SIGHTINGS:
-        yield f"{_count(len(found.seen) - _MOST_SIGHTINGS, 'more time')} (--json has all)"
+    if not found.complete:
+        yield "and more times (--json has all)"
 
 
 def _sighting(one: Sighting) -> list[str]:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pretrain.data.documents import Document, find_inputs, read_documents
+from pretrain.data.documents import Document, read_documents
+from pretrain.data.inputs import find_inputs
 from pretrain.errors import ConfigError, DataError
 
 Place = tuple[int, int]

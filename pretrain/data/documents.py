@@ -240,21 +240,28 @@ def _id_lists(array: Any, file: InputFile, name: str) -> Iterator[np.ndarray | N
 
 @dataclass(frozen=True)
 class Document:
-    """One text and the name of the file it comes from."""
+    """One text, the name of the file it comes from and, where that holds several, its line or row (from 1)."""
 
     text: str
     file: str
+    place: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Where it is, for people."""
+        return f"{self.file}, {self.place}" if self.place else self.file
 
 
 def read_documents(files: Iterable[Path], text_field: str = "text", text_mode: str = "file") -> Iterator[Document]:
-    """Every text of `files` in order, empty ones included, in one process: what tokenizers are trained on.
+    """Every text of `files` in order, empty ones included, in one process: for training tokenizers, and training on text.
 
     See `DocumentOptions`. Raises DataError naming the file, and the line or row, for anything that cannot be read.
     """
     options = DocumentOptions(text_field, text_mode)
     for path in files:
         piece = Piece(InputFile.found_at(str(path)))
-        for text, _ in PieceReader(piece, options, -1, Tally()).documents():
+        reader = PieceReader(piece, options, -1, Tally())
+        for text, row in reader.documents():
             if not isinstance(text, str):
                 raise DataError(f"{path}: holds ids, not text")
-            yield Document(text, str(path))
+            yield Document(text, str(path), reader.origin(row).removeprefix(f"{piece.file.name}").removeprefix(", "))

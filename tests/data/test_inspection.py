@@ -242,7 +242,7 @@ def test_the_text_view_shows_all_of_every_document_when_asked_to(history):
     assert shown.count("── position") == step.sequences == len(step.shown)
     for sample in step.shown:
         for piece in sample.pieces:
-            assert f"document {piece.document}, " in shown
+            assert f"document {piece.document} from (no file) row {piece.row}, " in shown
             assert all(f"{piece.text[i : i + 98]}\n" in shown for i in range(0, len(piece.text), 98))
     short = "\n".join(step_lines(dataclasses.replace(step, shown=step.shown[:1]), 40, 1, False))
     assert f"{step.sequences - 1} more samples not shown (--samples 0 shows all)" in short
@@ -295,10 +295,8 @@ def test_the_texts_of_coverage_and_sightings_say_what_is_missing(planned, capsys
     assert "no step up to 30 of" in "\n".join(sightings_lines(found, 100))
 
 
-def test_the_file_and_row_of_a_document_are_shown_where_the_data_know_them(planned, monkeypatch, capsys):
-    monkeypatch.setattr(
-        PreparedData, "origin", lambda self, document: (f"{self.path.name}<\x1b>.jsonl", 10 * document), raising=False
-    )
+def test_the_file_and_row_of_a_document_are_shown(planned, monkeypatch, capsys):
+    monkeypatch.setattr(PreparedData, "origin", lambda self, document: (f"{self.path.name}<\x1b>.jsonl", 10 * document))
     step = inspect_step(history_of(planned), 2)
     piece = step.shown[0].pieces[0]
     assert (piece.input, piece.row) == (f"{step.shown[0].source}<\x1b>.jsonl", 10 * piece.document)

@@ -33,8 +33,8 @@ class Piece:
     """
 
     document: int
-    input: str | None
-    row: int | None
+    input: str
+    row: int
     offset: int
     length: int
     document_tokens: int
@@ -193,7 +193,7 @@ class _Reader:
                 first, upto = max(begin, start), min(end, start + length)
                 ids = tokens_T[place : place + upto - first].tolist()
                 ends = upto == end
-                name, row = origin_of(data, document)
+                name, row = data.origin(document)
                 text = self.tokenizer.decode(ids[:-1] if ends else ids)
                 yield Piece(document, name, row, first - begin, upto - first, end - begin, place, ends, text)
                 place += upto - first
@@ -205,9 +205,3 @@ def documents_between(data: PreparedData, start: int, end: int) -> Sequence[tupl
     ends = data.document_ends(first, last + 1).tolist()
     starts = [data.document_span(first)[0], *ends[:-1]]
     return list(zip(range(first, last + 1), starts, ends))
-
-
-def origin_of(data: PreparedData, document: int) -> tuple[str | None, int | None]:
-    """The input file and row of a document; None where the data do not say."""
-    origin = getattr(data, "origin", None)
-    return (None, None) if origin is None else origin(document)

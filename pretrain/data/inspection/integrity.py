@@ -145,8 +145,7 @@ def _of_prepared(path: str, data: Data) -> _Found:
     except DataError as error:
         return [], Damage(path, str(error).removeprefix(f"{path}: "))
     files = [_Listed(Path(path) / name, sha256) for shard in manifest.shards for name, sha256 in shard.files]
-    if inputs := getattr(manifest, "inputs_sha256", None):
-        files.append(_Listed(Path(path) / "inputs.json", inputs))
+    files.append(_Listed(Path(path) / "inputs.json", manifest.inputs_sha256))
     return [*files, _Listed(Path(path) / "tokenizer", manifest.tokenizer_sha256, tokenizer=True)], None
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.data.inspection.batch import origin_of
 from pretrain.data.inspection.history import History, Stretch
 from pretrain.data.samples import Samples
 from pretrain.errors import DataError
@@ -34,8 +33,8 @@ class Sightings:
     run: str
     source: str
     document: int
-    input: str | None
-    row: int | None
+    input: str
+    row: int
     tokens: int
     samples: list[int]
     until: int
@@ -63,7 +62,7 @@ def find_document(
     seen = list(itertools.islice(everywhere, most))
     complete = next(everywhere, None) is None
     until = history.last if epochs is None else max([history.last, *(sighting.step for sighting in seen)])
-    name, row = origin_of(data, document)
+    name, row = data.origin(document)
     found = samples.find(start, end).tolist()
     return Sightings(history.name, samples.name, document, name, row, end - start, found, until, complete, seen)
 

@@ -53,7 +53,7 @@ def heading_of(sample: InspectedSample) -> str:
 
 def label_of(piece: Piece) -> str:
     """Which part of which document a piece is."""
-    where = "" if piece.input is None else f" from {escaped(piece.input)} row {piece.row:,}"
+    where = f" from {escaped(piece.input)} row {piece.row:,}"
     last = piece.offset + piece.length
     part = "whole" if piece.length == piece.document_tokens else f"tokens {piece.offset:,}..{last - 1:,}"
     return f"document {piece.document:,}{where}, {part} of {_count(piece.document_tokens, 'token')}"
@@ -97,7 +97,7 @@ def step_lines(step: InspectedStep, width: int, most_lines: int, ids: bool) -> I
 
 def sightings_lines(found: Sightings, width: int) -> Iterator[str]:
     """Where a document comes in a run."""
-    origin = "" if found.input is None else f", from {escaped(found.input)} row {found.row:,}"
+    origin = f", from {escaped(found.input)} row {found.row:,}"
     yield from _table(
         [
             ("document", f"{found.document:,} of {escaped(found.source)}{origin}: {_count(found.tokens, 'token')}"),

@@ -12,12 +12,12 @@ from pretrain.config.schema import Config, Data, MixtureStage, Source, Validatio
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
+from pretrain.data.remote.cache import ShardCache, default_directory
+from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Packed, Samples, Windows
-from pretrain.data.shard_cache import ShardCache, default_directory
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import Shuffle, Stream
-from pretrain.data.tokenizer import tokenizer_fingerprint
-from pretrain.data.transfer import is_url
+from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from pretrain.errors import ConfigError, DataError
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.fill_in_middle import MINIMUM_CHARACTERS, SENTINELS, FillInMiddle
-from pretrain.data.tokenizer import load_tokenizer
-from pretrain.data.tokenizer_training import train_tokenizer
+from pretrain.data.tokenizers.fill_in_middle import MINIMUM_CHARACTERS, SENTINELS, FillInMiddle
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.training import train_tokenizer
 from pretrain.errors import ConfigError, DataError
 
 TYPES = ("bpe", "unigram", "byte_bpe", "byte")

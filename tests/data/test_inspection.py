@@ -27,10 +27,10 @@ from pretrain.data.inspection.history import History
 from pretrain.data.inspection.page import page, token_texts
 from pretrain.data.inspection.sightings import find_document
 from pretrain.data.inspection.terminal import columns, coverage_lines, escaped, sightings_lines, step_lines
-from pretrain.data.shard_writer import ShardWriter
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.targets import IGNORED
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.documents import read_documents
-from pretrain.data.inputs import find_inputs
-from pretrain.data.prepare import prepare
-from pretrain.data.shards import PreparedData
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.preparation.documents import read_documents
+from pretrain.data.preparation.inputs import find_inputs
+from pretrain.data.preparation.prepare import prepare
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError, DataError
 from tools import collect_source as collect_tool
 from tools import prepare_data as prepare_tool
@@ -128,7 +128,7 @@ def test_inputs_are_sorted_and_read_once(tmp_path):
 
 
 def test_the_number_of_workers_changes_no_byte(corpus, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.data.unit_work.BATCH_DOCUMENTS", 16)
+    monkeypatch.setattr("pretrain.data.preparation.unit_work.BATCH_DOCUMENTS", 16)
     for workers in (1, 3):
         output = tmp_path / f"workers-{workers}"
         prepare([str(corpus)], trained["bpe"], output, workers=workers, shard_tokens=3000, validation_fraction=0.2)
@@ -139,7 +139,7 @@ def test_the_number_of_workers_changes_no_byte(corpus, trained, tmp_path, monkey
 
 def test_the_size_of_batches_changes_no_byte(corpus, trained, tmp_path, monkeypatch):
     for size in (1, 50, 10_000):
-        monkeypatch.setattr("pretrain.data.unit_work.BATCH_DOCUMENTS", size)
+        monkeypatch.setattr("pretrain.data.preparation.unit_work.BATCH_DOCUMENTS", size)
         prepare([str(corpus)], trained["unigram"], tmp_path / str(size), shard_tokens=3000)
     assert content_of(tmp_path / "1") == content_of(tmp_path / "50") == content_of(tmp_path / "10000")
 

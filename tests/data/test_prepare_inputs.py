@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import tool
 
-from pretrain.data.documents import DocumentOptions, Piece, PieceReader, read_documents
-from pretrain.data.inputs import InputFile, find_inputs
-from pretrain.data.lines import Tally
-from pretrain.data.prepare import prepare
-from pretrain.data.shards import PreparedData
-from pretrain.data.token_files import cut_at
-from pretrain.data.tokenizer import HuggingFaceTokenizer
-from pretrain.data.units import plan_units, unit_size
+from pretrain.data.preparation.documents import DocumentOptions, Piece, PieceReader, read_documents
+from pretrain.data.preparation.inputs import InputFile, find_inputs
+from pretrain.data.preparation.lines import Tally
+from pretrain.data.preparation.prepare import prepare
+from pretrain.data.preparation.token_files import cut_at
+from pretrain.data.preparation.units import plan_units, unit_size
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from pretrain.errors import ConfigError, DataError
 
 END = 256  # of the byte tokenizer

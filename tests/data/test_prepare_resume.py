@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 from running import tool
 
-from pretrain.data import parts
-from pretrain.data.prepare import FinishedTask, merge, prepare
-from pretrain.data.shard_writer import ShardWriter
-from pretrain.data.shards import PreparedData
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.preparation import parts
+from pretrain.data.preparation.prepare import FinishedTask, merge, prepare
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.writer import ShardWriter
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {"validation_fraction": 0.2, "deduplicate": True, "shard_tokens": 3000, "unit_bytes": 1500}
 DRIVER = """
 import sys, json
-from pretrain.data.prepare import prepare
+from pretrain.data.preparation.prepare import prepare
 if __name__ == "__main__":
     arguments = json.loads(sys.argv[1])
     prepare(arguments.pop("inputs"), arguments.pop("tokenizer"), arguments.pop("output"), **arguments)
@@ -229,11 +229,11 @@ STEPS = [
 @pytest.mark.parametrize("step", STEPS)
 def test_a_stop_at_any_step_is_made_good_by_the_next_start(inputs, trained, straight, tmp_path, monkeypatch, step):
     place = {
-        "PartWriter.finish": "pretrain.data.parts.PartWriter.finish", "find_duplicates": "pretrain.data.prepare.find_duplicates",
-        "write_shard": "pretrain.data.assemble.write_shard", "write_manifest": "pretrain.data.assemble.write_manifest",
-        "verify_shard": "pretrain.data.assemble.verify_shard", "flush_tree": "pretrain.data.work_directory.flush_tree",
-        "rename_into_place": "pretrain.data.work_directory.rename_into_place",
-        "remove": "pretrain.data.work_directory.WorkDirectory.remove",
+        "PartWriter.finish": "pretrain.data.preparation.parts.PartWriter.finish", "find_duplicates": "pretrain.data.preparation.prepare.find_duplicates",
+        "write_shard": "pretrain.data.preparation.assemble.write_shard", "write_manifest": "pretrain.data.preparation.assemble.write_manifest",
+        "verify_shard": "pretrain.data.preparation.assemble.verify_shard", "flush_tree": "pretrain.data.preparation.work_directory.flush_tree",
+        "rename_into_place": "pretrain.data.preparation.work_directory.rename_into_place",
+        "remove": "pretrain.data.preparation.work_directory.WorkDirectory.remove",
     }[step]  # fmt: skip
     calls = []
 
@@ -351,7 +351,7 @@ def test_other_inputs_than_the_work_was_begun_with_are_refused(trained, tmp_path
 
 def test_a_file_that_changes_while_it_is_read_is_named(trained, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text")
-    from pretrain.data import unit_work
+    from pretrain.data.preparation import unit_work
 
     original = unit_work.PieceReader.documents
 
@@ -361,13 +361,13 @@ def test_a_file_that_changes_while_it_is_read_is_named(trained, tmp_path, monkey
             file.write("!")
 
     monkeypatch.setattr(unit_work.PieceReader, "documents", documents)
-    monkeypatch.setattr("pretrain.data.prepare.sample_texts", lambda *_: iter(()))
+    monkeypatch.setattr("pretrain.data.preparation.prepare.sample_texts", lambda *_: iter(()))
     with pytest.raises(DataError, match=r"a\.txt: was changed during the preparation"):
         prepare([str(tmp_path / "a.txt")], trained["bpe"], tmp_path / "out")
 
 
 def test_a_tokenizer_that_is_replaced_meanwhile_is_noticed(inputs, trained, tmp_path):
-    from pretrain.data.encode import load_encoder
+    from pretrain.data.preparation.encode import load_encoder
 
     with pytest.raises(DataError, match="the tokenizer was changed during the preparation"):
         load_encoder(str(trained["bpe"]), "0" * 64, "library", 0.0, 0.5)
@@ -456,7 +456,7 @@ def test_a_work_directory_on_another_filesystem_is_refused(inputs, trained, tmp_
 # A full disk.
 
 
-@pytest.mark.parametrize("module, number", [("pretrain.data.parts", 8), ("pretrain.data.shard_writer", 2)])
+@pytest.mark.parametrize("module, number", [("pretrain.data.preparation.parts", 8), ("pretrain.data.shards.writer", 2)])
 def test_a_full_disk_is_one_line_and_what_is_finished_is_kept(inputs, trained, straight, tmp_path, monkeypatch, module, number):
     opened = []
 

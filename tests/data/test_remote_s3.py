@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running import run_main
 
-from pretrain.data.remote import open_remote
-from pretrain.data.shard_cache import ShardCache
-from pretrain.data.shards import PreparedData
-from pretrain.data.transfer import Patience, Remote
+from pretrain.data.remote.cache import ShardCache
+from pretrain.data.remote.files import open_remote
+from pretrain.data.remote.transfer import Patience, Remote
+from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
 from pretrain.observe.metrics import read_metrics
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.manifest import dtype_for
-from pretrain.data.shard_writer import ShardWriter
-from pretrain.data.shards import PreparedData
-from pretrain.data.staging import staged_directory
+from pretrain.data.shards.manifest import dtype_for
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.staging import staged_directory
+from pretrain.data.shards.writer import ShardWriter
 from pretrain.errors import DataError
 
 SHARD_FILES = ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"]

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.corpus import FileCorpus, HubCorpus
-from pretrain.data.documents import Document
-from pretrain.data.prepare import prepare
+from pretrain.data.preparation.documents import Document
+from pretrain.data.preparation.prepare import prepare
 from pretrain.data.samples import Windows
-from pretrain.data.shards import PreparedData
-from pretrain.data.streaming import START, Cursor, TextStream, continue_cursors
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.text.corpus import FileCorpus, HubCorpus
+from pretrain.data.text.stream import START, Cursor, TextStream, continue_cursors
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError
 
 EOD = 0
@@ -422,8 +422,8 @@ def test_the_thread_reads_no_further_ahead_than_asked():
 
 def test_a_process_that_forgets_to_close_still_ends():
     code = f"""
-from pretrain.data.corpus import FileCorpus
-from pretrain.data.streaming import TextStream
+from pretrain.data.text.corpus import FileCorpus
+from pretrain.data.text.stream import TextStream
 
 class Characters:
     eod_id = 0

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data import tokenizer_engine, tokenizer_tiktoken
-from pretrain.data.tokenizer import byte_characters, load_tokenizer
-from pretrain.data.tokenizer_engine import TORTURE_TEXTS, choose_engine, prove
-from pretrain.data.tokenizer_tiktoken import GPT2_PATTERN, TiktokenTokenizer, ranks_of, split_pattern
-from pretrain.data.tokenizer_training import SPLIT_PATTERN
+from pretrain.data.tokenizers import engine as tokenizer_engine
+from pretrain.data.tokenizers import tiktoken_engine as tokenizer_tiktoken
+from pretrain.data.tokenizers.engine import TORTURE_TEXTS, choose_engine, prove
+from pretrain.data.tokenizers.tiktoken_engine import GPT2_PATTERN, TiktokenTokenizer, ranks_of, split_pattern
+from pretrain.data.tokenizers.tokenizer import byte_characters, load_tokenizer
+from pretrain.data.tokenizers.training import SPLIT_PATTERN
 from pretrain.errors import ConfigError, DataError
 
 O200K_PATTERN = "|".join(  # GPT-4o's, from openai_public.py of tiktoken

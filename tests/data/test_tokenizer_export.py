@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from pretrain.data.tokenizer import load_tokenizer
-from pretrain.data.tokenizer_export import export_tokenizer
+from pretrain.data.tokenizers.export import export_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
 
 
@@ -64,7 +64,7 @@ def test_a_model_config_beside_it_does_not_change_the_ids(trained, texts, tmp_pa
 
 
 def test_a_text_with_other_ids_is_named(trained, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.data.tokenizer_export.bpe_merges", lambda proto: [])
+    monkeypatch.setattr("pretrain.data.tokenizers.export.bpe_merges", lambda proto: [])
     with pytest.raises(DataError, match="transformers encodes '.*' differently from token 0 on") as caught:
         export_tokenizer(trained["bpe"], tmp_path / "out", texts[:3])
     assert "\n" not in str(caught.value)

@@ -21,7 +21,7 @@ from pretrain.data.inspection.batch import InspectedStep, check_digest, inspect_
 from pretrain.data.inspection.coverage import measure_coverage
 from pretrain.data.inspection.history import History
 from pretrain.data.inspection.sightings import find_document
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
 from pretrain.data.targets import IGNORED
 from pretrain.errors import DataError
 

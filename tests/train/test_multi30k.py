@@ -9,8 +9,8 @@ import yaml
 from conftest import SHARED_DATA
 from running import train
 
-from pretrain.data.prepare import prepare
-from pretrain.data.tokenizer_training import train_tokenizer
+from pretrain.data.preparation.prepare import prepare
+from pretrain.data.tokenizers.training import train_tokenizer
 from pretrain.observe.metrics import read_metrics
 
 TRAIN, VALIDATION = (SHARED_DATA / f"multi30k.{part}.en.gz" for part in ("train", "val"))

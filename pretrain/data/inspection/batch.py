@@ -14,10 +14,10 @@ import numpy as np
 
 from pretrain.data.inspection.history import History, Stretch
 from pretrain.data.samples import Samples
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import DIGEST_MODULUS, Stream, digest
 from pretrain.data.targets import IGNORED
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import DataError
 
 _ROWS = 64  # samples in memory at a time: batches may be of 10^7 tokens

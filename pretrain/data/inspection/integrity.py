@@ -15,12 +15,12 @@ from typing import Any
 
 from pretrain.config.schema import Config, Data, Text
 from pretrain.data.inspection.history import STARTS_FILE, History
-from pretrain.data.manifest import INDEX_DTYPE, read_manifest
 from pretrain.data.packing import index_path
-from pretrain.data.shards import PreparedData
+from pretrain.data.remote.transfer import is_url
+from pretrain.data.shards.manifest import INDEX_DTYPE, read_manifest
+from pretrain.data.shards.reader import PreparedData
 from pretrain.data.sources import cache_folder, open_prepared
-from pretrain.data.tokenizer import tokenizer_fingerprint
-from pretrain.data.transfer import is_url
+from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from pretrain.errors import DataError
 from pretrain.storage import sha256_of
 

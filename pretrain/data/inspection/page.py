@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretrain.data.inspection.batch import InspectedSample, InspectedStep, Piece
 from pretrain.data.inspection.terminal import escaped, heading_of, label_of, notes_of, summary_of, unshown_of
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
 
 _LONGEST_CHARACTER = 4  # bytes in UTF-8, so no more tokens than that

@@ -24,7 +24,7 @@ from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError, DataError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {"validation_fraction": 0.2, "deduplicate": True, "shard_tokens": 3000, "unit_bytes": 1500}
 DRIVER = """
 import sys, json

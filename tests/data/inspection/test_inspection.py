@@ -33,7 +33,7 @@ from pretrain.data.targets import IGNORED
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = [
     "<script>alert(1)</script>",
     "</pre></section><img src=x onerror=alert(1)>",

@@ -21,7 +21,7 @@ from pretrain.errors import ConfigError, DataError
 from tools import collect_source as collect_tool
 from tools import prepare_data as prepare_tool
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def documents_of(path: Path) -> list[str]:

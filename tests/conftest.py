@@ -36,9 +36,18 @@ def shakespeare() -> Path:
 
 
 @pytest.fixture(scope="session")
+def multi30k() -> dict[str, Path]:
+    """English sentences, one per line, for training and validation, where they are at hand."""
+    files = {name: SHARED_DATA / f"multi30k.{part}.en.gz" for name, part in (("train", "train"), ("validation", "val"))}
+    if not all(file.is_file() for file in files.values()):
+        pytest.skip("multi30k.*.en.gz are not beside this checkout (shared/data)")
+    return files
+
+
+@pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory) -> Path:
     """The byte-level tokenizer: 256 bytes and the end of document."""
-    from pretrain.data.tokenizer_training import train_tokenizer
+    from pretrain.data.tokenizers.training import train_tokenizer
 
     folder = tmp_path_factory.mktemp("byte")
     (folder / "text.txt").write_text("bytes need no corpus")

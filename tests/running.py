@@ -59,8 +59,8 @@ def largest_gradient_difference(one: dict[str, torch.Tensor], other: dict[str, t
 
 def write_prepared(path: Path, tokenizer: Path, seed: int, documents: int) -> Path:
     """A prepared directory of `documents` documents of 200 tokens, each closed by the end-of-document token."""
-    from pretrain.data.shard_writer import ShardWriter
-    from pretrain.data.tokenizer import load_tokenizer
+    from pretrain.data.shards.writer import ShardWriter
+    from pretrain.data.tokenizers.tokenizer import load_tokenizer
 
     random = np.random.default_rng(seed)
     loaded = load_tokenizer(tokenizer)

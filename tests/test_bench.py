@@ -13,7 +13,7 @@ from pretrain.bench import loading, preparation
 from pretrain.bench.data import PARTS, measure
 from pretrain.bench.generate import byte_tokenizer, write_many_shards, write_tokens
 from pretrain.bench.measure import ROOT, Options, Row, Turns, in_turns, table
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
 
 

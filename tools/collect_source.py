@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
 from pretrain.command_line import run_tool  # noqa: E402
-from pretrain.data.python_source import collect_python_source  # noqa: E402
+from pretrain.data.preparation.python_source import collect_python_source  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

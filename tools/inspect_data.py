@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 from pretrain.command_line import run_tool  # noqa: E402
 
 SHOWN, SHOWN_IN_HTML = 8, 64  # samples, unless --samples says more
+SIGHTINGS = 100  # of a document, in the text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--step", type=int, metavar="N", help="the batch of step N (from 1), past or to come")
     what.add_argument("--document", type=int, metavar="D", help="the steps that see document D (from 0)")
     what.add_argument("--coverage", action="store_true", help="what was read of each source, up to now or to --step")
-    what.add_argument("--corrupt-check", type=Path, metavar="DIR_OR_RUN", help="hash the files of prepared data, or of a run's")
+    what.add_argument("--corrupt-check", metavar="DIR_OR_RUN", help="hash the files of prepared data, or of a run's")
     how = parser.add_argument_group("how")
     how.add_argument("--rank", type=int, metavar="R", help="only what data-parallel rank R reads of the batch (from 0)")
     how.add_argument("--source", metavar="NAME", help="the source that --document is of; needed where there are several")
@@ -88,7 +89,9 @@ def inspect(arguments: argparse.Namespace) -> None:
     elif arguments.document is not None:
         from pretrain.data.inspection.sightings import find_document
 
-        found = find_document(history, arguments.document, arguments.source, arguments.epochs)
+        found = find_document(
+            history, arguments.document, arguments.source, arguments.epochs, None if arguments.json else SIGHTINGS
+        )
         show(arguments, found.to_json(), terminal.sightings_lines(found, arguments.width))
     else:
         show_step(arguments, history)

@@ -1,4 +1,11 @@
-"""Tokenize text, JSON lines (.gz too) or Parquet into shards that training reads."""
+"""Tokenize a corpus into shards that training reads.
+
+The corpus: text, source code, JSON lines (these also .gz or .zst), Parquet, Arrow, folders of such files, a Hugging Face
+dataset, or token ids (.npy, .bin, or a field of ids). Interrupted work is kept: the same command goes on from there.
+
+On several machines with a shared disk: the same command everywhere with --task I --tasks N, then
+    prepare_data.py merge --output DIR
+"""
 
 import argparse
 import os
@@ -8,38 +15,78 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
 from pretrain.command_line import run_tool  # noqa: E402
-from pretrain.data.documents import TEXT_MODES  # noqa: E402
-from pretrain.data.prepare import prepare  # noqa: E402
-from pretrain.data.shard_writer import SHARD_TOKENS  # noqa: E402
+from pretrain.data.preparation.documents import TEXT_MODES  # noqa: E402
+from pretrain.data.preparation.plan import Settings  # noqa: E402
+from pretrain.data.preparation.prepare import merge, prepare  # noqa: E402
+from pretrain.data.preparation.token_files import IDS_DTYPES  # noqa: E402
+from pretrain.data.shards.writer import SHARD_TOKENS  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help="corpus files; ** descends")
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["merge"]:
+        return _merge(argv[1:])
+    arguments = vars(_parser().parse_args(argv))
+    inputs, dataset = arguments.pop("input"), arguments.pop("dataset")
+    config, split = arguments.pop("dataset_config"), arguments.pop("dataset_split")
+
+    def run() -> None:
+        files = inputs
+        if dataset:
+            from pretrain.data.preparation.hub import dataset_files
+
+            files = dataset_files(dataset, config, split)
+        print(prepare(files, **arguments))
+
+    return run_tool(run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    corpus = parser.add_mutually_exclusive_group(required=True)
+    corpus.add_argument("--input", nargs="+", metavar="PATH", help="files, folders, and patterns, in which ** descends")
+    corpus.add_argument("--dataset", metavar="NAME_OR_DIR", help="a Hugging Face dataset, downloaded or on disk")
+    parser.add_argument("--dataset-config", metavar="NAME", help="which configuration of the dataset")
+    parser.add_argument("--dataset-split", default="train", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--tokenizer", required=True, metavar="DIR_OR_FILE")
-    parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
-    parser.add_argument("--text-field", default="text", help="JSON field or Parquet column (default: %(default)s)")
-    parser.add_argument("--documents", choices=TEXT_MODES, default="file", help="what a document is in plain text files")
+    _add_shared(parser)
+    parser.add_argument(
+        "--text-field", default="text", metavar="F[,F]", help="field of the text; several are joined by a blank line"
+    )
+    parser.add_argument(
+        "--documents", dest="text_mode", choices=TEXT_MODES, default="file", help="what a document is in plain text files"
+    )
+    parser.add_argument("--ids-field", default="", metavar="F", help="field of token ids, taken instead of text")
+    parser.add_argument("--ids-dtype", default="", choices=("", *IDS_DTYPES), help="type of the ids in .bin files")
+    parser.add_argument("--skip-invalid", action="store_true", help="leave out what is not valid UTF-8 instead of stopping")
+    parser.add_argument("--deduplicate", action="store_true", help="keep only the first of equal documents")
     parser.add_argument(
         "--validation-fraction", type=float, default=0.0, metavar="F", help="share of documents for DIR/validation"
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
-    parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens per shard (default: %(default)s)")
-    arguments = parser.parse_args(argv)
-    return run_tool(
-        lambda: print(
-            prepare(
-                arguments.input,
-                arguments.tokenizer,
-                arguments.output,
-                text_field=arguments.text_field,
-                text_mode=arguments.documents,
-                validation_fraction=arguments.validation_fraction,
-                workers=arguments.workers,
-                shard_tokens=arguments.shard_tokens,
-            )
-        )
+    parser.add_argument(
+        "--fim-rate", type=float, default=0.0, metavar="F", help="share of documents in fill-in-the-middle form"
     )
+    parser.add_argument(
+        "--fim-spm-rate", type=float, default=Settings.fim_spm_rate, metavar="F", help="share of those with the suffix first"
+    )
+    parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens per shard (default: %(default)s)")
+    parser.add_argument("--task", type=int, metavar="I", help="do only this part of the work, 0 to N-1")
+    parser.add_argument("--tasks", type=int, default=1, metavar="N", help="how many parts the work is divided into")
+    parser.add_argument("--restart", action="store_true", help="throw away what an interrupted start has left")
+    return parser
+
+
+def _merge(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="prepare_data.py merge", description="Put together what tasks have prepared.")
+    _add_shared(parser)
+    arguments = vars(parser.parse_args(argv))
+    return run_tool(lambda: print(merge(**arguments)))
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
+    parser.add_argument("--work", metavar="DIR", help="where unfinished work is kept (default: hidden, beside the output)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
 
 
 if __name__ == "__main__":

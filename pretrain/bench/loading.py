@@ -23,7 +23,7 @@ from pretrain.data.loader import Loader, StepBatch
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.samples import Packed, Samples, Windows
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import Shuffle, Stream
 
 BATCH_TOKENS = 1 << 19

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from pretrain.bench.measure import MILLION, ROOT, Options, Row, Turns, environment, in_turns, rate_row, require
-from pretrain.data.prepare import prepare
-from pretrain.data.shards import PreparedData
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizer_engine import choose_engine
-from pretrain.data.tokenizer_tiktoken import ranks_of, split_pattern
-from pretrain.data.tokenizer_training import train_tokenizer
+from pretrain.data.preparation.prepare import prepare
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.tokenizers.engine import choose_engine
+from pretrain.data.tokenizers.tiktoken_engine import ranks_of, split_pattern
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.training import train_tokenizer
 
 _BYTES = 40 * 10**6
 _PART = 5  # slow programs get every so manieth document

@@ -17,9 +17,9 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.load import first_damage, load_state, saved_tensors
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.schema import Model, Rope
-from pretrain.data.staging import refuse_existing, staged_directory
-from pretrain.data.tokenizer import load_tokenizer
-from pretrain.data.tokenizer_export import export_tokenizer
+from pretrain.data.shards.staging import refuse_existing, staged_directory
+from pretrain.data.tokenizers.export import export_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.models.decoder import Decoder

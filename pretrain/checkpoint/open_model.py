@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pretrain.checkpoint.huggingface import build, read_checkpoint, read_hf
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.models.decoder import Decoder
 
 

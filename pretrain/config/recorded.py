@@ -27,4 +27,4 @@ def _build(kind: Any, values: Any) -> Any:
         return kind(**{name: _build(hints[name], value) for name, value in values.items()})
     if typing.get_origin(kind) is list and dataclasses.is_dataclass(typing.get_args(kind)[0]):
         return [_build(typing.get_args(kind)[0], value) for value in values]
-    return values
+    return tuple(values) if typing.get_origin(kind) is tuple else values

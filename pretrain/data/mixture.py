@@ -185,7 +185,11 @@ class Mixture:
         wanted = number - one.base[source]
         if one.shares[source] == UNIT:
             return one.start + wanted
-        low, high = 0, wanted * UNIT // (one.shares[source] * BLOCK) + 2
+        near = wanted * UNIT // (one.shares[source] * BLOCK)
+        low, high = (
+            max(0, near - 1),
+            near + 2,
+        )  # a block has at least one sample of it, and rounding moves them by less than one
         while low + 1 < high:  # the last block that starts with no more than `wanted` samples
             middle = (low + high) // 2
             low, high = (middle, high) if one.before(middle)[source] <= wanted else (low, middle)

@@ -27,8 +27,8 @@ from typing import Literal
 
 import numpy as np
 
-from pretrain.data.shards import PreparedData
-from pretrain.data.staging import staged_directory
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.staging import staged_directory
 from pretrain.errors import DataError
 from pretrain.storage import sha256_of
 

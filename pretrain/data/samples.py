@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from pretrain.data.packing import PackIndex
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
 from pretrain.data.targets import IGNORED
 from pretrain.errors import DataError
 

@@ -12,12 +12,12 @@ from pretrain.config.schema import Config, Data, MixtureStage, Source, Validatio
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
+from pretrain.data.remote.cache import ShardCache, default_directory
+from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Packed, Samples, Windows
-from pretrain.data.shard_cache import ShardCache, default_directory
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import Shuffle, Stream
-from pretrain.data.tokenizer import tokenizer_fingerprint
-from pretrain.data.transfer import is_url
+from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from pretrain.errors import ConfigError, DataError
 
 
@@ -44,13 +44,18 @@ def open_sources(config: Config) -> list[Samples]:
 
 def open_samples(source: Source | ValidationSource, data: Data) -> Samples:
     """A source as samples. Raises DataError for one that cannot be read."""
-    cache = ShardCache(cache_folder(data), int(data.cache.limit_gb * 1e9)) if is_url(source.path) else None
-    prepared = PreparedData.open(source.path, cache)
+    prepared = open_prepared(source.path, data)
     name = source_name(source)
     if data.packing == "concatenate":
         return Windows(name, prepared, data.sequence_length, data.boundary_loss)
     index = open_index(prepared, data.packing, data.sequence_length, cache_folder(data))
     return Packed(name, prepared, data.sequence_length, index, data.boundary_loss)
+
+
+def open_prepared(path: str, data: Data) -> PreparedData:
+    """A prepared directory, or one behind a URL, kept in the cache. Raises DataError for one that cannot be read."""
+    cache = ShardCache(cache_folder(data), int(data.cache.limit_gb * 1e9)) if is_url(path) else None
+    return PreparedData.open(path, cache)
 
 
 def source_name(source: Source | ValidationSource) -> str:

@@ -11,7 +11,7 @@ from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, StepBatch
 from pretrain.data.samples import Samples
 from pretrain.data.sources import cache_folder, check_tokenizers, open_samples, open_sources
-from pretrain.data.text_training import TextLoader, TextTraining
+from pretrain.data.text.training import TextLoader, TextTraining
 from pretrain.errors import ConfigError
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from pretrain.checkpoint.load import choose_checkpoint, load_state, load_tensors, saved_names
 from pretrain.checkpoint.payload import model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
-from pretrain.data.streaming import Cursor, continue_cursors
-from pretrain.data.tokenizer import tokenizer_fingerprint
+from pretrain.data.text.stream import Cursor, continue_cursors
+from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.observe.metrics import duration

@@ -12,7 +12,7 @@ from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, open_stream
-from pretrain.data.text_training import TextTraining
+from pretrain.data.text.training import TextTraining
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
 from pretrain.models.decoder import Decoder, count_parameters

@@ -18,8 +18,8 @@ from pretrain.checkpoint.huggingface import ALONE, build, export, import_model, 
 from pretrain.checkpoint.open_model import open_model
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.schema import Model
-from pretrain.data.tokenizer import load_tokenizer
-from pretrain.data.tokenizer_training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.training import train_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError, UserError
 from pretrain.models.decoder import Decoder
 from pretrain.models.shape import complete

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import pretrain.data.packing as packing
 from pretrain.data.packing import open_index, pack
 from pretrain.data.samples import Packed, Windows
-from pretrain.data.shard_writer import ShardWriter
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.stream import documents_of
 from pretrain.data.targets import IGNORED
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
 
 EOD = 256

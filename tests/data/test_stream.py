@@ -18,7 +18,7 @@ from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import PREFETCH_STEPS, Loader
 from pretrain.data.mixture import BLOCK, Mixture, Stage
 from pretrain.data.samples import Windows
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import DIGEST_MODULUS, Shuffle, Stream, digest, rank_positions
 from pretrain.errors import DataError
 

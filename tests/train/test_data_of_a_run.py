@@ -10,9 +10,9 @@ import pytest
 import yaml
 from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train, write_prepared
 
-from pretrain.data.shard_writer import ShardWriter
-from pretrain.data.shards import PreparedData
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.writer import ShardWriter
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.observe.metrics import read_metrics
 
 

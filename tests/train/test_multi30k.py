@@ -6,23 +6,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import SHARED_DATA
 from running import train
 
-from pretrain.data.prepare import prepare
-from pretrain.data.tokenizer_training import train_tokenizer
+from pretrain.data.preparation.prepare import prepare
+from pretrain.data.tokenizers.training import train_tokenizer
 from pretrain.observe.metrics import read_metrics
-
-TRAIN, VALIDATION = (SHARED_DATA / f"multi30k.{part}.en.gz" for part in ("train", "val"))
 
 
 @pytest.fixture(scope="module")
-def sentences(tmp_path_factory) -> Path:
-    if not TRAIN.is_file():
-        pytest.skip("multi30k.train.en.gz is not beside this checkout (shared/data)")
+def sentences(multi30k, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("multi30k")
-    train_tokenizer([str(TRAIN)], folder / "tokenizer", "bpe", vocab_size=1000)
-    for name, file in (("train", TRAIN), ("validation", VALIDATION)):
+    train_tokenizer([str(multi30k["train"])], folder / "tokenizer", "bpe", vocab_size=1000)
+    for name, file in multi30k.items():
         prepare([str(file)], folder / "tokenizer", folder / name, text_mode="line")
     return folder
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from pretrain.data.inspection.history import History, Stretch
 from pretrain.data.samples import Samples
-from pretrain.data.shards import PreparedData
+from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import DIGEST_MODULUS, Stream, digest
 from pretrain.data.targets import IGNORED
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import DataError
 
 _ROWS = 64  # samples in memory at a time: batches may be of 10^7 tokens
@@ -33,8 +33,8 @@ class Piece:
     """
 
     document: int
-    input: str | None
-    row: int | None
+    input: str
+    row: int
     offset: int
     length: int
     document_tokens: int
@@ -107,7 +107,7 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
     stretch = history.stretch_of(step)
     config, ranks, stream = stretch.config, stretch.start.data_size, stretch.stream
     if rank is not None and not 0 <= rank < ranks:
-        raise DataError(f"--rank {rank}: step {step} is read by {ranks} rank{'s, 0' if ranks > 1 else ': 0'}..{ranks - 1}")
+        raise DataError(f"--rank {rank}: step {step} is read by " + (f"ranks 0..{ranks - 1}" if ranks > 1 else "rank 0 alone"))
     first, after = stretch.consumed(step - 1), stretch.consumed(step)
     share = (after - first) // ranks
     wanted = np.arange(first, after) if rank is None else first + rank * share + np.arange(share)
@@ -193,7 +193,7 @@ class _Reader:
                 first, upto = max(begin, start), min(end, start + length)
                 ids = tokens_T[place : place + upto - first].tolist()
                 ends = upto == end
-                name, row = origin_of(data, document)
+                name, row = data.origin(document)
                 text = self.tokenizer.decode(ids[:-1] if ends else ids)
                 yield Piece(document, name, row, first - begin, upto - first, end - begin, place, ends, text)
                 place += upto - first
@@ -205,9 +205,3 @@ def documents_between(data: PreparedData, start: int, end: int) -> Sequence[tupl
     ends = data.document_ends(first, last + 1).tolist()
     starts = [data.document_span(first)[0], *ends[:-1]]
     return list(zip(range(first, last + 1), starts, ends))
-
-
-def origin_of(data: PreparedData, document: int) -> tuple[str | None, int | None]:
-    """The input file and row of a document; None where the data do not say."""
-    origin = getattr(data, "origin", None)
-    return (None, None) if origin is None else origin(document)

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.recorded import from_recorded
-from pretrain.config.schema import Config
+from pretrain.config.schema import Config, Text
 from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, open_sources, open_stream, source_name
 from pretrain.data.stream import Stream
@@ -61,7 +62,7 @@ class Stretch:
     def stream(self) -> Stream:
         """Opened when first needed. Raises ConfigError for a run on text, and DataError for data that is not there."""
         data = self.config.data
-        if data.text.input or data.text.dataset:
+        if data.text != Text():
             raise ConfigError(
                 "the run reads text that is not prepared (data.text), of which no order is known beforehand; "
                 "prepare it with tools/prepare_data.py to see what a step reads"
@@ -198,7 +199,7 @@ def _absolute(config: Config, folder: Path) -> Config:
 
 
 def _placed(path: str, folder: Path) -> str:
-    return path if "://" in path else str(folder / path)
+    return path if is_url(path) else str(folder / path)
 
 
 def _current_step(folder: Path, started: int) -> int:

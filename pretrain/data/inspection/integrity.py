@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.schema import Config
+from pretrain.config.schema import Config, Data, Text
 from pretrain.data.inspection.history import STARTS_FILE, History
-from pretrain.data.manifest import read_manifest
 from pretrain.data.packing import index_path
-from pretrain.data.shards import PreparedData
-from pretrain.data.sources import cache_folder
-from pretrain.data.tokenizer import tokenizer_fingerprint
+from pretrain.data.remote.transfer import is_url
+from pretrain.data.shards.manifest import INDEX_DTYPE, read_manifest
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.sources import cache_folder, open_prepared
+from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from pretrain.errors import DataError
 from pretrain.storage import sha256_of
 
@@ -71,22 +72,42 @@ class _Listed:
         return self.path.stat().st_size if self.path.is_file() else 0
 
 
-def check_integrity(path: Path) -> Integrity:
+@dataclass(frozen=True)
+class _Remote:
+    """The files of one shard behind a URL; they are fetched, which checks them, unless they are in the cache."""
+
+    path: str
+    data: PreparedData
+    number: int
+
+    def problem(self) -> str | None:
+        try:
+            self.data.verify(self.number, len(self.data.manifest.shards), fetch=True)
+        except DataError as error:
+            return str(error).removeprefix(f"{self.path}: ")
+        return None
+
+    @property
+    def size(self) -> int:
+        shard = self.data.manifest.shards[self.number]
+        return shard.tokens * self.data.dtype.itemsize + shard.documents * INDEX_DTYPE.itemsize
+
+
+def check_integrity(path: str) -> Integrity:
     """Hash every file of a prepared directory (or of both its splits), or of all that a run reads; progress on standard error.
 
     Raises DataError when `path` is neither.
     """
     damaged: list[Damage] = []
-    listed: list[_Listed] = []
-    for files, problem in _of_run(path) if (path / STARTS_FILE).exists() else _of_directory(path):
-        listed += files
+    listed: dict[str, _Listed | _Remote] = {}  # splits share a tokenizer, and a run may read a directory twice
+    for files, problem in _of_run(Path(path)) if (Path(path) / STARTS_FILE).exists() else _of_directory(path):
+        listed |= {str(file.path): file for file in files}
         damaged += [problem] if problem else []
-    listed = list(dict.fromkeys(listed))  # splits share a tokenizer, and a run may read a directory twice
-    with _Progress(sum(file.size for file in listed)) as progress, ThreadPoolExecutor(_THREADS) as pool:
-        for file, problem in zip(listed, pool.map(_Listed.problem, listed)):
+    with _Progress(sum(file.size for file in listed.values())) as progress, ThreadPoolExecutor(_THREADS) as pool:
+        for file, problem in zip(listed.values(), pool.map(lambda file: file.problem(), listed.values())):
             damaged += [Damage(str(file.path), problem)] if problem else []
             progress.add(file.size)
-    return Integrity(len(listed), progress.total, damaged)
+    return Integrity(len(listed), progress.total, list(dict.fromkeys(damaged)))
 
 
 def refuse_damage(integrity: Integrity) -> None:
@@ -99,47 +120,53 @@ def refuse_damage(integrity: Integrity) -> None:
         )
 
 
-_Found = tuple[list[_Listed], Damage | None]
+_Found = tuple[list[_Listed | _Remote], Damage | None]
 
 
-def _of_directory(path: Path) -> Iterator[_Found]:
-    splits = [path / name for name in ("train", "validation") if (path / name / "manifest.json").is_file()]
-    if (path / "manifest.json").exists() or not splits:
-        splits = [path]
-        read_manifest(path)  # says what is wrong with a path that is no prepared directory
+def _of_directory(path: str) -> Iterator[_Found]:
+    if is_url(path):
+        yield _of_prepared(path, Config().data)
+        return
+    folder = Path(path)
+    splits = [folder / name for name in ("train", "validation") if (folder / name / "manifest.json").is_file()]
+    if (folder / "manifest.json").exists() or not splits:
+        splits = [folder]
+        read_manifest(folder)  # says what is wrong with a path that is no prepared directory
     for split in splits:
-        yield _of_prepared(split)
+        yield _of_prepared(str(split), Config().data)
 
 
-def _of_prepared(path: Path) -> _Found:
+def _of_prepared(path: str, data: Data) -> _Found:
     try:
+        if is_url(path):
+            opened = open_prepared(path, data)
+            return [_Remote(f"{opened.path}/{s.file}", opened, i) for i, s in enumerate(opened.manifest.shards)], None
         manifest = read_manifest(path)
     except DataError as error:
-        return [], Damage(str(path), str(error).removeprefix(f"{path}: "))
-    files = [_Listed(path / name, sha256) for shard in manifest.shards for name, sha256 in shard.files]
-    if inputs := getattr(manifest, "inputs_sha256", None):
-        files.append(_Listed(path / "inputs.json", inputs))
-    return [*files, _Listed(path / "tokenizer", manifest.tokenizer_sha256, tokenizer=True)], None
+        return [], Damage(path, str(error).removeprefix(f"{path}: "))
+    files = [_Listed(Path(path) / name, sha256) for shard in manifest.shards for name, sha256 in shard.files]
+    files.append(_Listed(Path(path) / "inputs.json", manifest.inputs_sha256))
+    return [*files, _Listed(Path(path) / "tokenizer", manifest.tokenizer_sha256, tokenizer=True)], None
 
 
 def _of_run(folder: Path) -> Iterator[_Found]:
-    for config in {repr(s.config.data): s.config for s in History.read(folder).stretches}.values():
-        if config.data.text.input or config.data.text.dataset:
+    for data in {repr(s.config.data): s.config.data for s in History.read(folder).stretches}.values():
+        if data.text != Text():
             raise DataError(f"{folder}: the run reads text that is not prepared (data.text), of which there are no hashes")
-        for source in [*config.data.sources, *config.data.validation]:
-            yield _of_prepared(Path(source.path))
-            yield _of_index(Path(source.path), config)
+        for source in [*data.sources, *data.validation]:
+            yield _of_prepared(source.path, data)
+            yield _of_index(source.path, data)
 
 
-def _of_index(path: Path, config: Config) -> _Found:
+def _of_index(path: str, data: Data) -> _Found:
     """The files of a packing index; one that is not there is no damage, because it is made again."""
-    if config.data.packing == "concatenate":
+    if data.packing == "concatenate":
         return [], None
     try:
-        data = PreparedData(path, read_manifest(path))
+        prepared = open_prepared(path, data) if is_url(path) else PreparedData(Path(path), read_manifest(path))
     except DataError:
         return [], None  # reported as the directory's
-    index = index_path(data, config.data.packing, config.data.sequence_length, cache_folder(config.data))
+    index = index_path(prepared, data.packing, data.sequence_length, cache_folder(data))
     if not index.exists():
         return [], None
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretrain.data.inspection.batch import InspectedSample, InspectedStep, Piece
 from pretrain.data.inspection.terminal import escaped, heading_of, label_of, notes_of, summary_of, unshown_of
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
 
 _LONGEST_CHARACTER = 4  # bytes in UTF-8, so no more tokens than that
@@ -21,7 +21,7 @@ _GOLDEN_ANGLE = 137.508  # degrees: neighbouring documents get hues far apart
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1b1f24; --soft: #667080; --line: #d9dee5;
-  --a: #e4edfb; --b: #f4f7fc; --none: #8a93a0; --good: #11713a; --bad: #b3261e; --bar: 62%; }
+  --a: #e4edfb; --b: #f1f5fb; --none: #8a93a0; --good: #11713a; --bad: #b3261e; --bar: 62%; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --card: #1c2026; --ink: #dde3ea; --soft: #94a0ae; --line: #323941;
   --a: #2a3a52; --b: #212831; --none: #77818d; --good: #63c98b; --bad: #ff8a80; --bar: 55%; } }
 * { box-sizing: border-box; }
@@ -31,7 +31,7 @@ h1 { font-size: 1.35rem; margin: 0 0 .75rem; overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.25rem; margin: 0 0 1rem; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
-.key { color: var(--soft); font-size: .85rem; margin: 0 0 1.5rem; } .key span { margin-right: 1.25rem; white-space: nowrap; }
+.key { color: var(--soft); font-size: .85rem; margin: 0 0 1.5rem; } .key > span { margin-right: 1.25rem; white-space: nowrap; }
 details { background: var(--card); border: 1px solid var(--line); border-radius: 8px; margin: 0 0 1rem; }
 summary { padding: .6rem 1rem; cursor: pointer; font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 summary small { font-weight: 400; color: var(--soft); margin-left: .75rem; }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.data.inspection.batch import origin_of
 from pretrain.data.inspection.history import History, Stretch
 from pretrain.data.samples import Samples
 from pretrain.errors import DataError
@@ -28,54 +28,62 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Sightings:
-    """All sightings of a document up to step `until`. `samples`: those that have tokens of it, in the data as it is cut last."""
+    """Sightings of a document up to step `until`, all where `complete`. `samples`: those with tokens of it, as the data are cut last."""
 
     run: str
     source: str
     document: int
-    input: str | None
-    row: int | None
+    input: str
+    row: int
     tokens: int
     samples: list[int]
     until: int
+    complete: bool
     seen: list[Sighting]
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-def find_document(history: History, document: int, source: str | None = None, epochs: int | None = None) -> Sightings:
+def find_document(
+    history: History, document: int, source: str | None = None, epochs: int | None = None, most: int | None = None
+) -> Sightings:
     """At which steps a document of a source (which need not be named where there is one) is seen as an input.
 
-    Up to the run's last step, or, with `epochs`, until the source has come so often, were the run as long. Raises DataError for a
-    document or source that there is not.
+    Up to the run's last step, or, with `epochs`, until the source has come so often, were the run as long. `most`: stop after so many.
+    Raises DataError for a document or source that there is not.
     """
-    last = history.stretches[-1]
-    number, samples = _source(last, source)
+    samples = _source(history.stretches[-1], source)
     data = samples.data
     if not 0 <= document < data.documents:
         raise DataError(f"document {document}: {samples.name} has documents 0..{data.documents - 1}")
     start, end = data.document_span(document)
-    seen: list[Sighting] = []
+    everywhere = _seen(history, samples, document, epochs)
+    seen = list(itertools.islice(everywhere, most))
+    complete = next(everywhere, None) is None
+    until = history.last if epochs is None else max([history.last, *(sighting.step for sighting in seen)])
+    name, row = data.origin(document)
+    found = samples.find(start, end).tolist()
+    return Sightings(history.name, samples.name, document, name, row, end - start, found, until, complete, seen)
+
+
+def _seen(history: History, samples: Samples, document: int, epochs: int | None) -> Iterator[Sighting]:
+    start, end = samples.data.document_span(document)
     for stretch in history.stretches:
         index = next((i for i, own in enumerate(stretch.stream.sources) if _is_same(own, samples)), None)
         if index is not None:
-            seen += _seen_in(stretch, index, start, end, history.current, epochs if stretch is last else None)
-    until = history.last if epochs is None else max([history.last, *(sighting.step for sighting in seen)])
-    name, row = origin_of(data, document)
-    found = samples.find(start, end).tolist()
-    return Sightings(history.name, samples.name, document, name, row, end - start, found, until, seen)
+            last = stretch is history.stretches[-1]
+            yield from _seen_in(stretch, index, start, end, history.current, epochs if last else None)
 
 
-def _source(stretch: Stretch, name: str | None) -> tuple[int, Samples]:
+def _source(stretch: Stretch, name: str | None) -> Samples:
     sources = stretch.stream.sources
     names = [source.name for source in sources]
     if name is None and len(sources) > 1:
         raise DataError(f"--source is missing: the run has {', '.join(names)}")
     if name is not None and name not in names:
         raise DataError(f"--source {name}: the run has no such source; it has {', '.join(names)}")
-    number = 0 if name is None else names.index(name)
-    return number, sources[number]
+    return sources[0 if name is None else names.index(name)]
 
 
 def _is_same(one: Samples, other: Samples) -> bool:

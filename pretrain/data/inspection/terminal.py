@@ -11,8 +11,6 @@ from pretrain.data.inspection.coverage import Coverage, SourceCoverage
 from pretrain.data.inspection.integrity import Integrity
 from pretrain.data.inspection.sightings import Sighting, Sightings
 
-_MOST_SIGHTINGS = 100
-
 
 def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
     """The batch as a whole, as (subject, text); the first lines of every view."""
@@ -55,7 +53,7 @@ def heading_of(sample: InspectedSample) -> str:
 
 def label_of(piece: Piece) -> str:
     """Which part of which document a piece is."""
-    where = "" if piece.input is None else f" from {escaped(piece.input)} row {piece.row:,}"
+    where = f" from {escaped(piece.input)} row {piece.row:,}"
     last = piece.offset + piece.length
     part = "whole" if piece.length == piece.document_tokens else f"tokens {piece.offset:,}..{last - 1:,}"
     return f"document {piece.document:,}{where}, {part} of {_count(piece.document_tokens, 'token')}"
@@ -99,7 +97,7 @@ def step_lines(step: InspectedStep, width: int, most_lines: int, ids: bool) -> I
 
 def sightings_lines(found: Sightings, width: int) -> Iterator[str]:
     """Where a document comes in a run."""
-    origin = "" if found.input is None else f", from {escaped(found.input)} row {found.row:,}"
+    origin = f", from {escaped(found.input)} row {found.row:,}"
     yield from _table(
         [
             ("document", f"{found.document:,} of {escaped(found.source)}{origin}: {_count(found.tokens, 'token')}"),
@@ -113,10 +111,10 @@ def sightings_lines(found: Sightings, width: int) -> Iterator[str]:
         yield f"no step up to {found.until:,} of {found.run} reads it; --epochs K looks beyond"
     else:
         yield ""
-        rows = [_sighting(one) for one in found.seen[:_MOST_SIGHTINGS]]
+        rows = [_sighting(one) for one in found.seen]
         yield from _grid(["step", "rank", "micro-step", "position", "epoch", "sample", ""], rows)
-    if len(found.seen) > _MOST_SIGHTINGS:
-        yield f"{_count(len(found.seen) - _MOST_SIGHTINGS, 'more time')} (--json has all)"
+    if not found.complete:
+        yield "and more times (--json has all)"
 
 
 def _sighting(one: Sighting) -> list[str]:

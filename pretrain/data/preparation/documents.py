@@ -1,0 +1,267 @@
+"""The documents of a piece of input, in one fixed order, a bounded amount at a time.
+
+JSON lines are read by ranges of bytes and parsed here: a reader of tables guesses types (a corpus of dates arrives as dates),
+wants one schema for the fields that nobody reads, and cannot say on which line an error is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrain.data.preparation.columns import WHOLE, column_batches, rows_before
+from pretrain.data.preparation.inputs import InputFile
+from pretrain.data.preparation.lines import Tally, lines_before, lines_of, open_bytes, reading
+from pretrain.data.preparation.token_files import cut_at, documents_before, id_documents, ids_of
+from pretrain.errors import DataError
+
+TEXT_MODES = ("file", "line")
+FIELD_SEPARATOR = "\n\n"
+"""What several text fields are joined by: a blank line."""
+
+Content = str | np.ndarray
+"""A document: its text, or its ids without the end-of-document id."""
+
+
+@dataclass(frozen=True)
+class DocumentOptions:
+    """Which part of the input is a document; the command line describes each."""
+
+    text_field: str = "text"
+    text_mode: str = "file"
+    ids_field: str = ""
+    ids_dtype: str = ""
+    skip_invalid: bool = False
+
+    @property
+    def text_fields(self) -> list[str]:
+        return [name.strip() for name in self.text_field.split(",")]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one input file. `start` and `stop` count what the kind of file is cut by (`columns`, bytes, ids).
+
+    `size` is about how many bytes of the file it is, for progress.
+    """
+
+    file: InputFile
+    start: int = 0
+    stop: int = WHOLE
+    size: int = 0
+
+
+class PieceReader:
+    """Reads one piece. `end_id` is where ids are cut into documents; `tally` counts."""
+
+    def __init__(self, piece: Piece, options: DocumentOptions, end_id: int, tally: Tally) -> None:
+        self._file, self._start, self._stop = piece.file, piece.start, piece.stop
+        self._options, self._end_id, self._tally = options, end_id, tally
+        self._kind = piece.file.kind(options.ids_dtype)
+
+    def documents(self) -> Iterator[tuple[Content, int]]:
+        """(document, row) in order, empty documents included; rows count from 0 at the start of the piece.
+
+        Afterwards `tally.rows` is the number of rows in the piece. Raises DataError naming the file, and the line or row, for
+        anything that cannot be read.
+        """
+        self._tally.rows = 0
+        if self._kind == "json":
+            return self._ids_in_lines() if self._options.ids_field else self._texts_in_lines()
+        if self._kind in ("parquet", "arrow"):
+            return self._ids_in_columns() if self._options.ids_field else self._texts_in_columns()
+        if self._kind == "ids":
+            return self._id_file()
+        if self._options.ids_field:
+            raise DataError(f"{self._file.name}: plain text has no field {self._options.ids_field!r}; leave out --ids-field")
+        return self._lines() if self._options.text_mode == "line" else self._whole()
+
+    def origin(self, row: int) -> str:
+        """Where a row is, for people: they count lines and rows from 1 and from the start of the file."""
+        name, options = self._file.name, self._options
+        if self._kind == "ids":
+            return f"{name}, document {1 + row + documents_before(self._file, options.ids_dtype, self._end_id, self._start)}"
+        if self._kind in ("parquet", "arrow"):
+            return f"{name}, row {1 + row + rows_before(self._file, self._kind, self._start)}"
+        if self._kind == "text" and options.text_mode == "file":
+            return name
+        return f"{name}, line {1 + row + lines_before(self._file, self._start)}"
+
+    # Plain text.
+
+    def _whole(self) -> Iterator[tuple[str, int]]:
+        with open_bytes(self._file, self._tally) as stream, reading(self._file):
+            data = stream.read()
+        self._tally.rows = 1
+        text = self._decoded(data, 0)
+        if text is not None:
+            yield text, 0
+
+    def _lines(self) -> Iterator[tuple[str, int]]:
+        for row, line in self._numbered_lines():
+            # Only a line feed ends a line, and a carriage return just before it belongs to the end.
+            end = -2 if line.endswith(b"\r\n") else -1 if line.endswith(b"\n") else None
+            text = self._decoded(line[:end], row)
+            if text is not None:
+                yield text, row
+
+    def _numbered_lines(self) -> Iterator[tuple[int, bytes]]:
+        tally = self._tally
+        for row, line in enumerate(lines_of(self._file, self._start, self._stop, tally)):
+            tally.rows = row + 1
+            yield row, line
+
+    def _decoded(self, data: bytes, row: int) -> str | None:
+        """Text, or None for what is not text and to be left out."""
+        try:
+            if self._kind == "text" and b"\0" in data:
+                reason = "a binary file"
+            else:
+                return data.decode()
+        except UnicodeDecodeError as error:
+            reason = f"not valid UTF-8 ({error.reason})"
+        return self.leave_out(
+            row, f"{reason}; convert it first, for instance with iconv, or leave such out with --skip-invalid"
+        )
+
+    def leave_out(self, row: int, reason: str) -> None:
+        """Count an invalid document where that is asked for; otherwise raise DataError with its place and the reason."""
+        if not self._options.skip_invalid:
+            raise DataError(f"{self.origin(row)}: {reason}")
+        self._tally.leave_out(self.origin(row))
+
+    # JSON lines.
+
+    def _objects(self) -> Iterator[tuple[dict[str, Any], int]]:
+        for row, line in self._numbered_lines():
+            if not line.strip():
+                continue
+            text = self._decoded(line, row)
+            if text is None:
+                continue
+            try:
+                value = json.loads(text.removeprefix("\ufeff") if row == self._start == 0 else text)
+            except (ValueError, RecursionError) as error:
+                message = f"{self.origin(row)}: not valid JSON ({error}); expected one JSON object per line"
+                raise DataError(message) from error
+            if not isinstance(value, dict):
+                raise DataError(f"{self.origin(row)}: expected one JSON object per line, found {type(value).__name__}")
+            yield value, row
+
+    def _texts_in_lines(self) -> Iterator[tuple[str, int]]:
+        fields = self._options.text_fields
+        for value, row in self._objects():
+            texts = [self._field(value, name, row, "--text-field") for name in fields]
+            yield self._joined(texts, fields, row), row
+
+    def _ids_in_lines(self) -> Iterator[tuple[np.ndarray, int]]:
+        name = self._options.ids_field
+        for value, row in self._objects():
+            found = self._field(value, name, row, "--ids-field")
+            try:
+                ids = ids_of(found, name, "")
+            except DataError as error:
+                raise DataError(f"{self.origin(row)}{error}") from error
+            for document in cut_at(ids, self._end_id):
+                yield document, row
+
+    def _field(self, value: dict[str, Any], name: str, row: int, option: str) -> Any:
+        if name not in value:
+            fields = ", ".join(sorted(value)) or "none"
+            raise DataError(f"{self.origin(row)}: no field {name!r}; it has: {fields}. Name one with {option}")
+        return value[name]
+
+    def _joined(self, texts: list[Any], fields: list[str], row: int) -> str:
+        for name, text in zip(fields, texts):
+            if type(text) is not str:
+                raise DataError(f"{self.origin(row)}: field {name!r} is {type(text).__name__}, not text")
+        return texts[0] if len(texts) == 1 else FIELD_SEPARATOR.join(texts)
+
+    # Parquet and Arrow.
+
+    def _column_batches(self, fields: list[str]) -> Iterator[tuple[int, list[Any]]]:
+        """Batches with the row that each begins at."""
+        for arrays in column_batches(self._file, self._kind, self._start, self._stop, fields, self._tally):
+            first = self._tally.rows
+            self._tally.rows += len(arrays[0])
+            yield first, arrays
+
+    def _texts_in_columns(self) -> Iterator[tuple[str, int]]:
+        fields = self._options.text_fields
+        for first, arrays in self._column_batches(fields):
+            with reading(self._file):
+                columns = [array.to_pylist() for array in arrays]
+            for row, texts in enumerate(zip(*columns), first):
+                yield self._joined(list(texts), fields, row), row
+
+    def _ids_in_columns(self) -> Iterator[tuple[np.ndarray, int]]:
+        name = self._options.ids_field
+        for first, (array,) in self._column_batches([name]):
+            for row, ids in enumerate(_id_lists(array, self._file, name), first):
+                if ids is None:
+                    raise DataError(f"{self.origin(row)}: field {name!r} has no list of ids")
+                for document in cut_at(ids, self._end_id):
+                    yield document, row
+
+    # Ids in a file of their own.
+
+    def _id_file(self) -> Iterator[tuple[np.ndarray, int]]:
+        options = self._options
+        documents = id_documents(self._file, options.ids_dtype, self._end_id, self._start, self._stop, self._tally)
+        for row, ids in enumerate(documents):
+            self._tally.rows = row + 1
+            yield ids, row
+
+
+def _id_lists(array: Any, file: InputFile, name: str) -> Iterator[np.ndarray | None]:
+    """The lists of an Arrow array, each as integers; None for a missing one."""
+    import pyarrow.types as types
+
+    kind = array.type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not is_list or not types.is_integer(kind.value_type):
+        raise DataError(f"{file.name}: column {name!r} is {kind}, not lists of integers; see --ids-field")
+    flat = array.flatten()  # of the lists that are there
+    if flat.null_count:
+        raise DataError(f"{file.name}: column {name!r} has missing ids")
+    values, begin = flat.to_numpy(zero_copy_only=False), 0
+    for length in array.value_lengths().to_pylist():
+        if length is None:
+            yield None
+            continue
+        yield values[begin : begin + length]
+        begin += length
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, the name of the file it comes from and, where that holds several, its line or row (from 1)."""
+
+    text: str
+    file: str
+    place: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Where it is, for people."""
+        return f"{self.file}, {self.place}" if self.place else self.file
+
+
+def read_documents(files: Iterable[Path], text_field: str = "text", text_mode: str = "file") -> Iterator[Document]:
+    """Every text of `files` in order, empty ones included, in one process: for training tokenizers, and training on text.
+
+    See `DocumentOptions`. Raises DataError naming the file, and the line or row, for anything that cannot be read.
+    """
+    options = DocumentOptions(text_field, text_mode)
+    for path in files:
+        piece = Piece(InputFile.found_at(str(path)))
+        reader = PieceReader(piece, options, -1, Tally())
+        for text, row in reader.documents():
+            if not isinstance(text, str):
+                raise DataError(f"{path}: holds ids, not text")
+            yield Document(text, str(path), reader.origin(row).removeprefix(f"{piece.file.name}").removeprefix(", "))

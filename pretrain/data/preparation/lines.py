@@ -1,0 +1,168 @@
+"""Files as bytes and as lines: plain or compressed, whole or the lines that begin in a range of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from pretrain.data.preparation.inputs import InputFile
+from pretrain.errors import DataError
+
+_BUFFER = 1 << 18
+_ZSTD_CHUNK = 1 << 15
+_ZSTD_WINDOW = 1 << 31  # what `zstd --long=31` needs
+
+
+@dataclass
+class Tally:
+    """What a reader counts as it goes: rows of the piece at hand, bytes of input used, and documents left out."""
+
+    rows: int = 0
+    consumed: int = 0
+    empty: int = 0
+    invalid: int = 0
+    invalid_names: list[str] = field(default_factory=list)
+    """Where the first few of the invalid ones are."""
+
+    def leave_out(self, origin: str) -> None:
+        self.invalid += 1
+        if len(self.invalid_names) < 20:
+            self.invalid_names.append(origin)
+
+
+@contextlib.contextmanager
+def reading(file: InputFile) -> Iterator[None]:
+    """Turns whatever a library says of an unreadable or damaged file into one line that names it."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # pyarrow's errors are ValueErrors or OSErrors
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+        raise DataError(f"{file.name}: cannot be read ({reason})") from error
+
+
+@contextlib.contextmanager
+def open_bytes(file: InputFile, tally: Tally) -> Iterator[BinaryIO]:
+    """The content of `file`, decompressed. `tally` learns how many bytes of the file itself have been used."""
+    with reading(file):
+        raw: Any = open(file.path, "rb", buffering=0)
+    with raw:
+        if file.compression == ".gz":
+            counted = io.BufferedReader(_Counted(raw, tally), _BUFFER)
+            stream: Any = io.BufferedReader(gzip.GzipFile(fileobj=counted), _BUFFER)
+        elif file.compression == ".zst":
+            stream = io.BufferedReader(_Zstandard(_Counted(raw, tally)), _BUFFER)
+        else:
+            stream = io.BufferedReader(_Counted(raw, tally), _BUFFER)
+        yield stream
+
+
+def lines_of(file: InputFile, start: int, stop: int, tally: Tally) -> Iterator[bytes]:
+    """The lines, with their ends, whose first byte lies in [start, stop); to the end of the file for a negative `stop`.
+
+    Ranges that meet share no line and lose none. Memory is one line.
+    """
+    with open_bytes(file, tally) as stream, reading(file):
+        position = start
+        if start:
+            stream.seek(start - 1)
+            position = _after_line_feed(stream, start - 1, stop)
+        if stop < 0:
+            for line in stream:
+                yield line
+            return
+        while position < stop:
+            line = stream.readline()
+            if not line:
+                return
+            position += len(line)
+            yield line
+
+
+def lines_before(file: InputFile, start: int) -> int:
+    """The number of lines of an uncompressed file that begin before the first one in a range at `start`: for messages."""
+    if not start:
+        return 0
+    count, left = 0, start - 1
+    with open(file.path, "rb") as stream:
+        while left and (chunk := stream.read(min(left, _BUFFER))):
+            count += chunk.count(b"\n")
+            left -= len(chunk)
+    return count + 1
+
+
+def _after_line_feed(stream: BinaryIO, position: int, stop: int) -> int:
+    """Read past the next line feed, or to `stop` at the least; where that is."""
+    while position < stop:
+        part = stream.readline(_BUFFER)
+        position += len(part)
+        if not part or part.endswith(b"\n"):
+            break
+    return position
+
+
+class _Counted(io.RawIOBase):
+    """A file that tells a tally what is read of it."""
+
+    def __init__(self, raw: BinaryIO, tally: Tally):
+        self._raw, self._tally = raw, tally
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._raw.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        size = self._raw.readinto(buffer)
+        self._tally.consumed += size
+        return size
+
+
+class _Zstandard(io.RawIOBase):
+    """zstd frames one after the other. The package's own stream reader takes a frame that stops short for a whole one."""
+
+    def __init__(self, raw: BinaryIO):
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError("reading .zst files needs a package that is not installed: pip install zstandard") from error
+        self._new = lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
+        self._error = zstandard.ZstdError
+        self._raw = raw
+        self._frame: Any = None
+        self._rest = b""  # compressed, of the next frame
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            compressed = self._rest or self._raw.read(_ZSTD_CHUNK)
+            self._rest = b""
+            if not compressed:
+                if self._frame is not None:
+                    raise EOFError("Compressed file ended before the end-of-frame marker")
+                return 0
+            self._frame = self._frame or self._new()
+            try:
+                self._ready = memoryview(self._frame.decompress(compressed))
+            except self._error as error:
+                raise ValueError(str(error)) from error
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size

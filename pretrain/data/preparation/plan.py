@@ -1,0 +1,131 @@
+"""What a preparation is to do: its inputs as they are now, the options that decide the content, and the units of work."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pretrain.data.preparation.documents import TEXT_MODES, DocumentOptions
+from pretrain.data.preparation.encode import check_fim_rates
+from pretrain.data.preparation.inputs import InputFile
+from pretrain.data.preparation.token_files import check_ids_options
+from pretrain.data.preparation.units import Span, plan_units, unit_size
+from pretrain.data.shards.writer import SHARD_TOKENS
+from pretrain.errors import ConfigError, DataError
+
+_FORMAT, _VERSION = "pretrain-preparation", 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that decide the content of the output, as the command line names them (`text_mode` is --documents)."""
+
+    text_field: str = "text"
+    text_mode: str = "file"
+    ids_field: str = ""
+    ids_dtype: str = ""
+    skip_invalid: bool = False
+    deduplicate: bool = False
+    validation_fraction: float = 0.0
+    fim_rate: float = 0.0
+    fim_spm_rate: float = 0.5
+    shard_tokens: int = SHARD_TOKENS
+
+    def check(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        if self.text_mode not in TEXT_MODES:
+            raise ConfigError(f"--documents {self.text_mode}: expected one of {', '.join(TEXT_MODES)}")
+        if not 0 <= self.validation_fraction < 1:
+            raise ConfigError(f"--validation-fraction {self.validation_fraction}: expected a number in [0, 1)")
+        if self.shard_tokens < 1:
+            raise ConfigError(f"--shard-tokens {self.shard_tokens}: expected at least 1")
+        if not all(self.documents.text_fields):
+            raise ConfigError(f"--text-field {self.text_field!r}: expected names of fields, separated by commas")
+        check_ids_options(self.ids_field, self.ids_dtype)
+        check_fim_rates(self.fim_rate, self.fim_spm_rate)
+
+    @property
+    def documents(self) -> DocumentOptions:
+        return DocumentOptions(self.text_field, self.text_mode, self.ids_field, self.ids_dtype, self.skip_invalid)
+
+
+@dataclass(frozen=True)
+class PlannedTokenizer:
+    """What of the tokenizer decides the content."""
+
+    fingerprint: str
+    vocab_size: int
+    eod_id: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Equal plans give equal output, byte for byte, however often the work is interrupted and whoever does it."""
+
+    settings: Settings
+    tokenizer: PlannedTokenizer
+    unit_bytes: int
+    inputs: tuple[InputFile, ...]
+    units: tuple[tuple[Span, ...], ...]
+
+    @classmethod
+    def make(
+        cls, settings: Settings, tokenizer: PlannedTokenizer, inputs: Sequence[InputFile], unit_bytes: int | None = None
+    ) -> Plan:
+        """`unit_bytes` (default: by the size of the input) is for tests. Raises DataError for a file that cannot be read."""
+        unit_bytes = unit_bytes or unit_size(inputs)
+        units = plan_units(inputs, settings.documents, unit_bytes)
+        return cls(settings, tokenizer, unit_bytes, tuple(inputs), tuple(map(tuple, units)))
+
+    def to_json(self) -> str:
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "settings": dataclasses.asdict(self.settings),
+            "tokenizer": dataclasses.asdict(self.tokenizer),
+            "unit_bytes": self.unit_bytes,
+            "inputs": [dataclasses.astuple(file) for file in self.inputs],
+            "units": self.units,
+        }
+        return json.dumps(content, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_json(cls, text: bytes, name: str) -> Plan:
+        """Raises DataError, naming the file, for anything but what this version of `to_json` wrote."""
+        try:
+            content = json.loads(text)
+            if (content["format"], content["version"]) != (_FORMAT, _VERSION):
+                raise ValueError("another format or version")
+            return cls(
+                Settings(**content["settings"]),
+                PlannedTokenizer(**content["tokenizer"]),
+                content["unit_bytes"],
+                tuple(InputFile(*values) for values in content["inputs"]),
+                tuple(tuple((number, start, stop) for number, start, stop in unit) for unit in content["units"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{name}: not a plan of this program ({reason}); start again with --restart") from error
+
+    def differences(self, now: Plan) -> Iterator[str]:
+        """What is not as it was in this plan, one phrase each."""
+        for field in dataclasses.fields(Settings):
+            before, after = getattr(self.settings, field.name), getattr(now.settings, field.name)
+            if before != after:
+                option = "documents" if field.name == "text_mode" else field.name.replace("_", "-")
+                yield f"--{option} was {before!r} and is {after!r}"
+        if self.tokenizer != now.tokenizer:
+            yield "the tokenizer is another one"
+        before_files = {file.name: file for file in self.inputs}
+        after_files = {file.name: file for file in now.inputs}
+        for name in sorted(before_files.keys() | after_files.keys()):
+            if name not in after_files or name not in before_files:
+                yield f"{name} is {'new' if name in after_files else 'gone'}"
+            elif before_files[name].size != after_files[name].size:
+                yield f"{name} had {before_files[name].size} bytes and has {after_files[name].size}"
+            elif before_files[name].modified != after_files[name].modified:
+                yield f"{name} was modified"
+        if self.unit_bytes != now.unit_bytes or (self.units != now.units and self.inputs == now.inputs):
+            yield "the cut into units is another one"

@@ -1,0 +1,343 @@
+"""Text -> tokens -> shards: from any corpus to a prepared directory, in pieces that may be interrupted and shared out.
+
+    inputs ──plan──▶ units of work ──N processes, M machines: read, tokenize──▶ parts ──assemble──▶ verified shards
+
+Each unit is read, tokenized and written by one process into files of its own (`unit_work`, `parts`), which a later start finds
+and keeps (`work_directory`); the shards are then put together from them (`assemble`). The order of documents is that of the
+sorted files and of the rows in them, and every cut depends on that order only: the output is the same byte for byte for any
+number of processes, machines and interruptions. Memory is a batch per process, plus the largest document.
+
+A document goes to the validation split when the hash of its text, read as a number in [0, 1), is below the fraction.
+Nothing else decides: adding data never moves a document, duplicates land on the same side, and a larger fraction only
+adds to validation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.data.preparation.assemble import SPLITS, Description, Selection, assemble
+from pretrain.data.preparation.deduplicate import find_duplicates
+from pretrain.data.preparation.documents import Piece
+from pretrain.data.preparation.encode import Encoder, copy_tokenizer
+from pretrain.data.preparation.inputs import InputFile, find_inputs
+from pretrain.data.preparation.parts import Parts, PartSummary
+from pretrain.data.preparation.plan import Plan, PlannedTokenizer, Settings
+from pretrain.data.preparation.process_pool import ProcessPool
+from pretrain.data.preparation.progress import MEGABYTE, CorpusProgress
+from pretrain.data.preparation.unit_work import UnitJob, Work, do_unit, sample_texts
+from pretrain.data.preparation.work_directory import WorkDirectory
+from pretrain.data.shards.manifest import DTYPES, Manifest, dtype_for, read_manifest
+from pretrain.data.shards.staging import refuse_existing
+from pretrain.data.tokenizers.engine import choose_engine
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.errors import ConfigError, DataError
+
+_COUNTS = ("empty_documents", "duplicate_documents", "invalid_documents")
+
+
+@dataclass(frozen=True)
+class PreparedSplit:
+    """What one prepared directory holds."""
+
+    path: Path
+    documents: int
+    tokens: int
+    shards: int
+
+    def __str__(self) -> str:
+        shards = f"{self.shards:,} shard" + "s" * (self.shards != 1)
+        return f"{self.path} ({self.documents:,} documents, {self.tokens:,} tokens, {shards})"
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The outcome of `prepare` or `merge`; `str()` of it is the closing line of the tool.
+
+    The counts are of the whole preparation. `seconds`, the rates (MB of text) and `tokenizer_share`, the part of the time of
+    all processes that was spent inside the tokenizer, are of this start of it, and 0 when it tokenized nothing.
+    """
+
+    splits: tuple[PreparedSplit, ...]
+    empty_documents: int
+    duplicate_documents: int
+    invalid_documents: int
+    seconds: float
+    megabytes_per_second: float = 0.0
+    megabytes_per_second_per_core: float = 0.0
+    tokenizer_share: float = 0.0
+
+    def __str__(self) -> str:
+        where = " and ".join(str(split) for split in self.splits)
+        left_out = f"{self.empty_documents} empty documents skipped"
+        if self.duplicate_documents:
+            left_out += f", {self.duplicate_documents} duplicates removed"
+        if self.invalid_documents:
+            left_out += f", {self.invalid_documents} invalid documents skipped"
+        text = f"prepared {where}; {left_out}; {self.seconds:.1f} s"
+        if not self.megabytes_per_second:
+            return text
+        rates = f"{self.megabytes_per_second:.1f} MB/s, {self.megabytes_per_second_per_core:.1f} MB/s per core"
+        return f"{text}, {rates}, {self.tokenizer_share:.0%} of it in the tokenizer"
+
+
+@dataclass(frozen=True)
+class FinishedTask:
+    """The outcome of `prepare` for one task of several."""
+
+    task: int
+    tasks: int
+    units: int
+    work: Path
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"finished task {self.task} of {self.tasks} ({self.units} units of work in {self.work}) in {self.seconds:.1f} s;"
+            " when all have, run: prepare_data.py merge --output DIR"
+        )
+
+
+def prepare(
+    inputs: Sequence[str] | Sequence[InputFile],
+    tokenizer: str | Path,
+    output: str | Path,
+    *,
+    workers: int = 1,
+    work: str | Path | None = None,
+    task: int | None = None,
+    tasks: int = 1,
+    restart: bool = False,
+    engine: str = "auto",
+    unit_bytes: int | None = None,
+    **options: object,
+) -> Preparation | FinishedTask:
+    """Tokenize `inputs` (files, globs, folders; or files found by `dataset_files`) into the prepared directory `output`.
+
+    The `options` are those of `Settings`. With a `validation_fraction` above 0, `output` holds two prepared directories, `train`
+    and `validation`, which appear together. With `workers` above 1 the work is done in that many spawned processes, so the
+    calling script needs a main guard. With a `task` only the units with `number % tasks == task` are done, and left for `merge`.
+
+    What is finished when the process is killed, or fails, is kept in the `work` directory (default: hidden, beside `output`)
+    and found again by the next call with the same arguments; `restart` throws it away first. `engine` (see `tokenizer_engine`)
+    and `workers` change no byte of the output. `unit_bytes` is for tests.
+
+    Raises ConfigError for an argument out of range, DataError for anything wrong with the files, for an output that exists, and
+    for work that was begun with other inputs or options. `output` appears complete or not at all.
+    """
+    settings = Settings(**options)
+    settings.check()
+    _check_division(workers, task, tasks, restart)
+    begin = time.monotonic()
+    output = Path(output)
+    own = None if task is None else (task, tasks)
+    with WorkDirectory.locked(output, work, own) as directory:
+        if (done := _already_published(directory)) is not None:
+            return done
+        refuse_existing(output)
+        if restart:
+            directory.restart()
+        loaded = load_tokenizer(tokenizer)
+        Encoder(loaded, settings.fim_rate, settings.fim_spm_rate)  # refuses a tokenizer without what fill-in-the-middle needs
+        planned = PlannedTokenizer(loaded.fingerprint, loaded.vocab_size, loaded.eod_id)
+        plan = Plan.make(settings, planned, _found(inputs), unit_bytes)
+        directory.agree(plan, lambda path: copy_tokenizer(loaded, path))
+        parts = directory.parts(plan, DTYPES[dtype_for(planned.vocab_size)])
+        with ProcessPool(workers) as pool:
+            units = _Units(plan, parts, str(tokenizer), engine)
+            try:
+                units.do(pool, range(task or 0, len(plan.units), tasks))
+            except DataError:
+                if task is None and not parts.finished():
+                    directory.restart()  # nothing is lost, and nothing in the way of another attempt
+                raise
+            if task is not None:
+                return FinishedTask(task, tasks, len(units.mine), directory.path, time.monotonic() - begin)
+            result = _assembled(directory, plan, parts, pool)
+    seconds = time.monotonic() - begin
+    return units.rated(dataclasses.replace(result, seconds=seconds), workers)
+
+
+def merge(output: str | Path, *, work: str | Path | None = None, workers: int = 1) -> Preparation:
+    """Put the output together that tasks have prepared.
+
+    Raises DataError naming the tasks that have not finished, and for everything that `prepare` does.
+    """
+    _check_division(workers, None, 1, False)
+    begin = time.monotonic()
+    output = Path(output)
+    with WorkDirectory.locked(output, work) as directory:
+        if (done := _already_published(directory)) is not None:
+            return done
+        refuse_existing(output)
+        plan = directory.read_plan()
+        parts = directory.parts(plan, DTYPES[dtype_for(plan.tokenizer.vocab_size)])
+        missing = sorted(set(range(len(plan.units))) - parts.finished().keys())
+        if missing:
+            tasks = directory.tasks()
+            named = sorted({unit % tasks for unit in missing}) if tasks else []
+            which = f"; run again, or wait for, task {', '.join(map(str, named))} of {tasks}" if named else ""
+            raise DataError(f"{directory.path}: {len(missing)} of {len(plan.units)} units of work are not finished{which}")
+        with ProcessPool(workers) as pool:
+            result = _assembled(directory, plan, parts, pool)
+    return dataclasses.replace(result, seconds=time.monotonic() - begin)
+
+
+def _check_division(workers: int, task: int | None, tasks: int, restart: bool) -> None:
+    if workers < 1:
+        raise ConfigError(f"--workers {workers}: expected at least 1")
+    if tasks < 1:
+        raise ConfigError(f"--tasks {tasks}: expected at least 1")
+    if task is not None and not 0 <= task < tasks:
+        raise ConfigError(f"--task {task}: expected 0 to {tasks - 1}, below --tasks {tasks}")
+    if task is None and tasks != 1:
+        raise ConfigError(f"--tasks {tasks}: say which one this is with --task")
+    if task is not None and restart:
+        raise ConfigError("--restart: not together with --task, which others may be working beside; remove the work directory")
+
+
+def _found(inputs: Sequence[str] | Sequence[InputFile]) -> list[InputFile]:
+    named = [item for item in inputs if isinstance(item, str)]
+    if not named:
+        return list(inputs)
+    return [InputFile.found_at(str(path)) for path in find_inputs(named)]
+
+
+def _already_published(directory: WorkDirectory) -> Preparation | None:
+    """The result of a start that was killed between its last two steps, after tidying up behind it."""
+    if not directory.was_published():
+        return None
+    directory.remove()
+    paths = [directory.output / name for name in (".", *SPLITS)]
+    return _outcome({path: read_manifest(path) for path in paths if (path / "manifest.json").is_file()})
+
+
+def _outcome(manifests: dict[Path, Manifest]) -> Preparation:
+    splits = [PreparedSplit(path, own.documents, own.tokens, len(own.shards)) for path, own in manifests.items()]
+    counts = next(iter(manifests.values())).preparation
+    return Preparation(tuple(splits), **{name: int(counts[name] or 0) for name in _COUNTS}, seconds=0.0)
+
+
+def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: ProcessPool) -> Preparation:
+    """Put the output together from the finished parts, and publish it."""
+    settings = plan.settings
+    found = parts.finished()
+    summaries = [found[unit] for unit in range(len(plan.units))]
+    documents = sum(summary.documents for summary in summaries)
+    if not documents:
+        directory.restart()
+        raise DataError("the corpus is empty: the input files hold no document with any text")
+    duplicates, count = find_duplicates(parts, summaries, directory.path / "deduplicate") if settings.deduplicate else (None, 0)
+    counts = (sum(summary.empty for summary in summaries), count, sum(summary.invalid for summary in summaries))
+    description = Description(
+        plan.tokenizer.vocab_size,
+        plan.tokenizer.eod_id,
+        plan.tokenizer.fingerprint,
+        directory.tokenizer,
+        [file.name for file in plan.inputs],
+        {**dataclasses.asdict(settings), **dict(zip(_COUNTS, counts))},
+    )
+    rows = _rows_before(plan, summaries)
+    root = directory.begin_assembly()
+    names = SPLITS if settings.validation_fraction else (".",)
+    manifests = {}
+    with CorpusProgress("assembling", total=2 * sum(summary.tokens for summary in summaries)) as progress:
+        for number, name in enumerate(names):
+            selection = Selection(parts, bool(number) if len(names) > 1 else None, duplicates)
+            place, shard_tokens = root / name, settings.shard_tokens
+            on_tokens = functools.partial(progress.add, 0, 0, 0)
+            manifest = assemble(place, selection, summaries, rows, shard_tokens, description, pool, on_tokens)
+            if manifest is None:
+                directory.restart()
+                raise DataError(
+                    f"the {name} split is empty: none of the {documents} documents falls into it with"
+                    f" --validation-fraction {settings.validation_fraction}; change the fraction or add data"
+                )
+            manifests[directory.output / name] = manifest
+    directory.publish(root)
+    return _outcome(manifests)
+
+
+def _rows_before(plan: Plan, summaries: Sequence[PartSummary]) -> list[int]:
+    """Of each unit the rows that its file has ahead of it: a unit that goes on in a file counts its rows from there."""
+    rows, before, last_input = [], 0, -1
+    for spans, summary in zip(plan.units, summaries):
+        before = before if spans[0][0] == last_input else 0
+        rows.append(before)
+        before, last_input = before + summary.rows, spans[-1][0]
+    return rows
+
+
+class _Units:
+    """Doing the units that are left, and what that took."""
+
+    def __init__(self, plan: Plan, parts: Parts, tokenizer_path: str, engine: str) -> None:
+        self.mine: Sequence[int] = ()
+        self._plan, self._parts, self._tokenizer_path = plan, parts, tokenizer_path
+        self._engine = engine
+        self._pieces = Counter(number for unit in plan.units for number, _, _ in unit)
+        self._done: list[PartSummary] = []
+
+    def do(self, pool: ProcessPool, units: Sequence[int]) -> None:
+        """Do those of `units` that are not finished."""
+        self._parts.remove_leftovers(units)
+        finished = self._parts.finished()
+        self.mine = units
+        jobs = [self._job(unit) for unit in units if unit not in finished]
+        if jobs and not self._plan.settings.ids_field:
+            sample = sample_texts(jobs, self._plan.tokenizer.eod_id)
+            chosen = choose_engine(self._tokenizer_path, sample, self._engine)
+            jobs = [dataclasses.replace(job, engine=chosen.engine) for job in jobs]
+        if finished:
+            _say(f"going on: {len(finished)} of {len(self._plan.units)} units of work are finished")
+        total = sum(piece.size for job in jobs for piece in job.pieces)
+        with CorpusProgress("preparing", total=total) as progress:
+
+            def on_report(work: Work) -> None:
+                progress.add(work.documents, work.tokens, work.bytes, work.consumed)
+
+            for _, summary in pool.run(do_unit, jobs, on_report):
+                self._done.append(summary)
+                for name in summary.invalid_names:
+                    _say(f"skipped {name}: not valid text")
+
+    def rated(self, result: Preparation, workers: int) -> Preparation:
+        """`result` with the rates of this start."""
+        megabytes = sum(summary.bytes for summary in self._done) / MEGABYTE
+        rate = megabytes / max(result.seconds, 1e-9)
+        share = sum(summary.encode_seconds for summary in self._done) / max(result.seconds * workers, 1e-9)
+        return dataclasses.replace(
+            result, megabytes_per_second=rate, megabytes_per_second_per_core=rate / workers, tokenizer_share=share
+        )
+
+    def _job(self, unit: int) -> UnitJob:
+        plan, settings = self._plan, self._plan.settings
+        spans = plan.units[unit]
+        return UnitJob(
+            unit=unit,
+            pieces=tuple(Piece(plan.inputs[n], start, stop, self._piece_size(n)) for n, start, stop in spans),
+            inputs=tuple(number for number, _, _ in spans),
+            options=settings.documents,
+            tokenizer_path=self._tokenizer_path,
+            tokenizer_sha256=plan.tokenizer.fingerprint,
+            engine="library",
+            fim_rate=settings.fim_rate,
+            fim_spm_rate=settings.fim_spm_rate,
+            validation_fraction=settings.validation_fraction,
+            deduplicate=settings.deduplicate,
+            parts=self._parts.directory,
+        )
+
+    def _piece_size(self, number: int) -> int:
+        return self._plan.inputs[number].size // self._pieces[number]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,141 @@
+"""Independent jobs over processes that notice each other's death.
+
+    parent ──job──▶ child        one pipe per child
+    parent ◀─reports, result── child
+
+A child whose parent was killed reads the end of its pipe and leaves; a child that was killed ends the work with an error. (The
+pools of the standard library leave children behind for ever in the first case.) Jobs and results are small: what the jobs work
+on is in files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from pretrain.errors import DataError
+
+_THREADS_VARIABLE = "TOKENIZERS_PARALLELISM"
+
+
+class ProcessPool:
+    """Up to `count` spawned processes, started when first needed; with a `count` of 1, this process itself.
+
+    The calling script needs a main guard. Use it in a `with` block.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._children: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> ProcessPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, connection in self._children:
+            connection.close()
+            process.terminate()
+        for process, _ in self._children:
+            process.join()
+
+    def run(
+        self, function: Callable[[Any, Callable[[Any], None]], Any], jobs: Sequence[Any], on_report: Callable[[Any], None]
+    ) -> Iterator[tuple[int, Any]]:
+        """(number of the job, `function(job, report)`) in the order in which they finish.
+
+        What a job passes to `report` reaches `on_report` here. Jobs start in order. The first error ends the work and is raised
+        here; DataError when a process dies.
+        """
+        if self._count == 1 or len(jobs) <= 1:
+            with _one_thread_per_process():
+                for number, job in enumerate(jobs):
+                    yield number, function(job, on_report)
+            return
+        self._start(min(self._count, len(jobs)))
+        waiting = iter(enumerate(jobs))
+        under_way: dict[Connection, int] = {}
+        for _, connection in self._children:
+            self._give(connection, function, waiting, under_way)
+        while under_way:
+            for connection in wait(list(under_way)):
+                kind, value = self._receive(connection)
+                if kind == "report":
+                    on_report(value)
+                elif kind == "error":
+                    error, text = value
+                    raise error from RuntimeError(text)
+                else:
+                    number = under_way.pop(connection)
+                    self._give(connection, function, waiting, under_way)
+                    yield number, value
+
+    def _start(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")  # pyarrow's threads do not survive a fork
+        while len(self._children) < count:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            with _one_thread_per_process():
+                process.start()
+            theirs.close()
+            self._children.append((process, ours))
+
+    def _give(self, connection: Connection, function: Any, waiting: Iterator, under_way: dict[Connection, int]) -> None:
+        number, job = next(waiting, (None, None))
+        if number is not None:
+            with contextlib.suppress(BrokenPipeError):  # it died: reading from it says so
+                connection.send((function, job))
+            under_way[connection] = number
+
+    def _receive(self, connection: Connection) -> tuple[str, Any]:
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            process = next(process for process, own in self._children if own is connection)
+            process.join(10)
+            raise DataError(
+                f"a worker process died (exit code {process.exitcode}), most likely for want of memory: use fewer --workers;"
+                " what is finished is kept, the same command goes on from there"
+            ) from error
+
+
+@contextlib.contextmanager
+def _one_thread_per_process() -> Iterator[None]:
+    """The processes are the parallelism: `tokenizers` would start threads of its own in each."""
+    before = os.environ.get(_THREADS_VARIABLE)
+    os.environ[_THREADS_VARIABLE] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_THREADS_VARIABLE]
+        else:
+            os.environ[_THREADS_VARIABLE] = before
+
+
+def _serve(connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+        while True:
+            function, job = connection.recv()
+            connection.send(_outcome(function, job, lambda value: connection.send(("report", value))))
+
+
+def _outcome(function: Callable, job: Any, report: Callable[[Any], None]) -> tuple[str, Any]:
+    try:
+        return "result", function(job, report)
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:  # whatever it is, the parent raises it
+        text = traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # an error that cannot travel goes as its text
+            error = RuntimeError(text)
+        return "error", (error, text)

@@ -1,0 +1,197 @@
+"""Does one unit of work: reads its documents, tokenizes them batch by batch, and leaves a part. Memory is a batch."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.data.preparation.documents import Content, DocumentOptions, Piece, PieceReader
+from pretrain.data.preparation.encode import Encoder, load_encoder
+from pretrain.data.preparation.lines import Tally
+from pretrain.data.preparation.parts import PartSummary, PartWriter
+from pretrain.errors import DataError
+
+BATCH_CHARACTERS = 1 << 19
+BATCH_DOCUMENTS = 4096
+_SAMPLED_UNITS = 64
+_SAMPLED_CHARACTERS = 1 << 17
+
+
+@dataclass(frozen=True)
+class UnitJob:
+    """All that a process needs to know to do one unit. `inputs` are the numbers of the pieces' files."""
+
+    unit: int
+    pieces: tuple[Piece, ...]
+    inputs: tuple[int, ...]
+    options: DocumentOptions
+    tokenizer_path: str
+    tokenizer_sha256: str
+    engine: str
+    fim_rate: float
+    fim_spm_rate: float
+    validation_fraction: float
+    deduplicate: bool
+    parts: Path
+
+
+@dataclass(frozen=True)
+class Work:
+    """What has been done since the last report; `consumed` counts bytes of input."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    consumed: int = 0
+
+
+@dataclass
+class _Batch:
+    contents: list[Content] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    readers: list[PieceReader] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+
+
+def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
+    """Read, tokenize and write one unit. Raises DataError naming the place in the input; nothing is left behind then."""
+    begin = time.perf_counter()
+    encoder = load_encoder(job.tokenizer_path, job.tokenizer_sha256, job.engine, job.fim_rate, job.fim_spm_rate)
+    encode_begin = encoder.seconds
+    with PartWriter(job.parts, job.unit, encoder.dtype, job.deduplicate) as part:
+        unit = _Unit(job, encoder)
+        consumed = 0
+        for batch in unit.batches():
+            tokens, lengths = unit.encoded(batch)
+            columns = {"bytes": batch.sizes, "input": batch.inputs, "row": batch.rows, "validation": unit.split(batch)}
+            if job.deduplicate:
+                columns["hash"] = np.frombuffer(b"".join(batch.hashes), "<u8").reshape(-1, 2)
+            part.add(tokens, lengths, **columns)
+            report(Work(len(lengths), len(tokens), sum(batch.sizes), unit.consumed - consumed))
+            consumed = unit.consumed
+        report(Work(consumed=unit.consumed - consumed))
+        tally = unit.tally
+        return part.finish(
+            rows=tally.rows,
+            empty=tally.empty,
+            invalid=tally.invalid,
+            invalid_names=tally.invalid_names,
+            seconds=time.perf_counter() - begin,
+            encode_seconds=encoder.seconds - encode_begin,
+        )
+
+
+def sample_texts(jobs: Sequence[UnitJob], end_id: int) -> Iterator[str]:
+    """Some documents from the beginnings of up to 64 units, evenly spread: not what is done, but a look at it."""
+    for job in jobs[:: -(-len(jobs) // _SAMPLED_UNITS)]:
+        characters = 0
+        for content, _ in PieceReader(job.pieces[0], job.options, end_id, Tally()).documents():
+            if not isinstance(content, str) or characters > _SAMPLED_CHARACTERS:
+                break
+            characters += len(content)
+            yield content
+
+
+class _Unit:
+    def __init__(self, job: UnitJob, encoder: Encoder) -> None:
+        self.tally = Tally()
+        self.consumed = 0
+        self._job, self._encoder = job, encoder
+        self._threshold = int(job.validation_fraction * 2**64)
+        self._hashed = bool(self._threshold) or job.deduplicate
+
+    def batches(self) -> Iterator[_Batch]:
+        """The documents with text, grouped; white space alone is no document, and is counted."""
+        batch, size, before = _Batch(), 0, 0
+        for number, piece in zip(self._job.inputs, self._job.pieces):
+            piece.file.refuse_changes()
+            self.tally.consumed = 0
+            reader = PieceReader(piece, self._job.options, self._encoder.tokenizer.eod_id, self.tally)
+            for content, row in reader.documents():
+                added = self._add(batch, content, number, row, reader)
+                size += added
+                if size >= BATCH_CHARACTERS or len(batch.contents) >= BATCH_DOCUMENTS:
+                    self.consumed = before + min(self.tally.consumed, piece.size)
+                    yield batch
+                    batch, size = _Batch(), 0
+            piece.file.refuse_changes()
+            before += piece.size
+        self.consumed = before
+        if batch.contents:
+            yield batch
+
+    def _add(self, batch: _Batch, content: Content, number: int, row: int, reader: PieceReader) -> int:
+        """The number of characters or ids added."""
+        if isinstance(content, str):
+            if not content or content.isspace():
+                self.tally.empty += 1
+                return 0
+            data: bytes | None = None
+            if self._hashed or not content.isascii():
+                data = self._utf8(content, row, reader)
+                if data is None:
+                    return 0
+            batch.sizes.append(len(content) if data is None else len(data))
+        else:
+            if not len(content):
+                self.tally.empty += 1
+                return 0
+            data = np.ascontiguousarray(content, "<u4").tobytes() if self._hashed else b""
+            batch.sizes.append(0)
+        if self._threshold:
+            batch.positions.append(document_position(data))
+        if self._job.deduplicate:
+            batch.hashes.append(hashlib.blake2b(data, digest_size=16).digest())
+        batch.contents.append(content)
+        batch.inputs.append(number)
+        batch.rows.append(row)
+        batch.readers.append(reader)
+        return len(content)
+
+    def _utf8(self, text: str, row: int, reader: PieceReader) -> bytes | None:
+        try:
+            return text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is no character
+            code = ord(text[error.start])
+        reader.leave_out(row, f"U+{code:04X} is half of a surrogate pair, not valid text")
+        return None
+
+    def encoded(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
+        encode = self._encode
+        try:
+            return encode(batch.contents)
+        except DataError as error:
+            batch_error = error
+        for content, row, reader in zip(batch.contents, batch.rows, batch.readers):  # one by one, to name the document
+            try:
+                encode([content])
+            except DataError as error:
+                raise DataError(f"{reader.origin(row)}: {error}") from error
+        raise batch_error
+
+    def _encode(self, contents: Sequence[Content]) -> tuple[np.ndarray, np.ndarray]:
+        """Runs of texts and of ids (a folder may hold both) in their order."""
+        kinds = [isinstance(content, str) for content in contents]
+        if all(kinds):
+            return self._encoder.encode(contents)
+        if not any(kinds):
+            return self._encoder.check(contents)
+        results = [(self._encoder.encode if text else self._encoder.check)([item]) for item, text in zip(contents, kinds)]
+        return np.concatenate([tokens for tokens, _ in results]), np.concatenate([lengths for _, lengths in results])
+
+    def split(self, batch: _Batch) -> list[bool] | bool:
+        """Which documents belong to the validation split."""
+        return [position < self._threshold for position in batch.positions] if self._threshold else False
+
+
+def document_position(data: bytes) -> int:
+    """Where a document lies between 0 and 2**64: a hash of its text as UTF-8, or of its ids as little-endian uint32."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

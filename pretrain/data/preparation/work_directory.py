@@ -1,0 +1,215 @@
+"""The unfinished work of a preparation: on disk, locked, and found again by the next start.
+
+.NAME.preparing/lock                  held by a preparation for itself alone, or shared by the tasks of one
+.NAME.preparing/task-00001-of-00004   held by that task; stays behind, to tell which tasks there are
+.NAME.preparing/plan.json             what is to be done; everybody compares
+.NAME.preparing/tokenizer/            a copy, for the output
+.NAME.preparing/parts/                what is finished
+.NAME.preparing/assembled/            the output while it is put together
+.NAME.preparing/published             hashes of the output's manifests, written just before it is renamed into place
+
+The two names that vary are for worker processes that outlive a killed parent until the end of what they were doing: what they
+still write reaches neither work on another plan nor another attempt at the output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pretrain.data.preparation.parts import Parts, writing
+from pretrain.data.preparation.plan import Plan
+from pretrain.data.shards.staging import flush_tree, refuse_existing, rename_into_place
+from pretrain.errors import ConfigError, DataError
+from pretrain.storage import flush, replace_text, sha256_of
+
+_OURS = ("lock", "plan.json", "tokenizer", "deduplicate", "published")
+_BEGIN, _PARTS, _ASSEMBLED = "begin.", "parts-", "assembled."
+_TASK = re.compile(r"task-(\d+)-of-(\d+)")
+
+
+class WorkDirectory:
+    """The work directory of `output`, locked. `WorkDirectory.locked` gives one."""
+
+    def __init__(self, output: Path, path: Path) -> None:
+        self.output, self.path = output, path
+        self.tokenizer = path / "tokenizer"
+        self._plan, self._published = path / "plan.json", path / "published"
+
+    @classmethod
+    @contextlib.contextmanager
+    def locked(
+        cls, output: str | Path, work: str | Path | None = None, task: tuple[int, int] | None = None
+    ) -> Iterator[WorkDirectory]:
+        """Create the directory if need be and hold it: alone, or as `task` (number, of how many) beside other tasks.
+
+        `work` (default: a hidden folder beside `output`) must be on the same filesystem as `output`. Raises DataError at once
+        when another process holds it. It is removed again when it comes to hold no plan.
+        """
+        output, whole = Path(output), Path(os.path.abspath(output))
+        path = Path(os.path.abspath(work)) if work else whole.parent / f".{whole.name}.preparing"
+        with contextlib.ExitStack() as stack:
+            while True:
+                with writing(output):
+                    whole.parent.mkdir(parents=True, exist_ok=True)
+                    path.mkdir(parents=True, exist_ok=True)
+                    if path.stat().st_dev != whole.parent.stat().st_dev:
+                        raise ConfigError(f"--work {path}: must be on the same filesystem as the output {output}")
+                    if stack.enter_context(_lock(path / "lock", output, shared=task is not None)):
+                        break
+                # Its last owner has just removed it, lock and all.
+            if task is not None:
+                stack.enter_context(_lock(path / f"task-{task[0]:05d}-of-{task[1]:05d}", output, shared=False))
+            directory = cls(output, path)
+            try:
+                yield directory
+            finally:
+                if task is None and not directory.begun and path.exists():
+                    directory.remove()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a plan."""
+        return self._plan.exists()
+
+    def restart(self) -> None:
+        """Throw the work away. Call it with the whole directory locked."""
+        self._plan.unlink(missing_ok=True)
+        self._remove_all_but("lock")
+
+    def _remove_all_but(self, *kept: str) -> None:
+        for path in list(self.path.iterdir()):
+            # Only what is ours: --work may name any directory.
+            ours = path.name in _OURS or path.name.startswith((_BEGIN, _PARTS, _ASSEMBLED)) or _TASK.fullmatch(path.name)
+            if path.name in kept or not ours:
+                continue
+            if path.is_dir():
+                self._remove_tree(path)
+            else:
+                path.unlink()
+
+    def _remove_tree(self, path: Path) -> None:
+        # Under another name first, where an orphan of a killed parent cannot put a file between listing and removing.
+        aside = Path(tempfile.mkdtemp(prefix=_BEGIN, dir=self.path))
+        os.rename(path, aside / "removed")
+        shutil.rmtree(aside)
+
+    def agree(self, plan: Plan, save_tokenizer: Callable[[Path], None]) -> None:
+        """Write the plan, or find it written. Raises DataError naming a difference when the work was begun with another one."""
+        with writing(self.path):
+            if not self.begun:
+                self._write_once(plan, save_tokenizer)
+            self.parts_directory.mkdir(exist_ok=True)
+        differences = list(self.read_plan().differences(plan))
+        if differences:
+            more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
+            raise DataError(
+                f"{self.path}: the work was begun with other inputs or options: {differences[0]}{more};"
+                " go back to those, or throw the work away with --restart"
+            )
+
+    def _write_once(self, plan: Plan, save_tokenizer: Callable[[Path], None]) -> None:
+        # Several tasks may come here at once. Whatever each writes is the same, or `agree` tells.
+        aside = Path(tempfile.mkdtemp(prefix=_BEGIN, dir=self.path))
+        try:
+            save_tokenizer(aside / "tokenizer")
+            flush_tree(aside / "tokenizer")
+            with contextlib.suppress(OSError):  # another task was first
+                os.rename(aside / "tokenizer", self.tokenizer)
+            (aside / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+            flush(aside / "plan.json")
+            with contextlib.suppress(FileExistsError):
+                os.link(aside / "plan.json", self._plan)
+            flush(self.path)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def read_plan(self) -> Plan:
+        """The plan of the work. Raises DataError when there is none."""
+        if not self.begun:
+            raise DataError(f"{self.path}: no preparation was begun there; run the tasks first, or name theirs with --work")
+        return Plan.from_json(self._plan.read_bytes(), str(self._plan))
+
+    @property
+    def parts_directory(self) -> Path:
+        return self.path / f"{_PARTS}{sha256_of(self._plan)[:16]}"
+
+    def parts(self, plan: Plan, token_dtype: Any) -> Parts:
+        return Parts(self.parts_directory, token_dtype, plan.settings.deduplicate)
+
+    def tasks(self) -> int | None:
+        """How many tasks the work was divided into, if it was, and always in the same way."""
+        counts = {int(found[2]) for path in self.path.iterdir() if (found := _TASK.fullmatch(path.name))}
+        return counts.pop() if len(counts) == 1 else None
+
+    def begin_assembly(self) -> Path:
+        """A new place for the output; what a killed process has left half full is removed."""
+        with writing(self.path):
+            for path in self.path.glob(_ASSEMBLED + "*"):
+                self._remove_tree(path)
+            # Inside, because the directory itself is private to its owner.
+            return Path(tempfile.mkdtemp(prefix=_ASSEMBLED, dir=self.path)) / "output"
+
+    def publish(self, assembled: Path) -> None:
+        """Rename `assembled` to the output, in one step and for good, and remove the work."""
+        with writing(self.path):
+            flush_tree(assembled)
+            replace_text(self._published, json.dumps(_manifest_hashes(assembled)))
+            refuse_existing(self.output)
+            rename_into_place(assembled, Path(os.path.abspath(self.output)))
+        self.remove()
+
+    def was_published(self) -> bool:
+        """Whether the output was renamed into place and the process then killed before it could remove the work."""
+        return self._published.exists() and json.loads(self._published.read_bytes()) == _manifest_hashes(self.output)
+
+    def remove(self) -> None:
+        """Remove the work, and last of all what says that it was published."""
+        self._remove_all_but("published")
+        self._published.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process has just come, and will see the output
+            self.path.rmdir()
+
+
+def _manifest_hashes(directory: Path) -> dict[str, str]:
+    return {str(path.relative_to(directory)): sha256_of(path) for path in sorted(directory.glob("**/manifest.json"))}
+
+
+@contextlib.contextmanager
+def _lock(file: Path, output: Path, shared: bool) -> Iterator[bool]:
+    """Hold `file`; False when it was removed in the meantime. Raises DataError when another process holds it."""
+    try:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            owner = os.pread(handle, 200, 0).decode(errors="replace").strip() or "unknown process"
+            what = f"{file.name} of {output}" if file.name != "lock" else str(output)
+            raise DataError(f"{what}: is being prepared by another process ({owner}); wait for it, or end it first") from error
+        try:
+            current = os.stat(file).st_ino == os.fstat(handle).st_ino
+        except FileNotFoundError:
+            current = False
+        if current:
+            # Among tasks that share it the last one to come is named.
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield current
+    finally:
+        os.close(handle)

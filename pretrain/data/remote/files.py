@@ -1,0 +1,214 @@
+"""Prepared data behind a URL: the manifest and the tokenizer are fetched when it is opened, shards when they are read.
+
+Shards go through a `ShardCache`, and are checked against the manifest's hashes before anybody sees them. The small files carry no
+hash that is known beforehand: they are fetched at every opening, and kept in `CACHE/sets/`, in a folder named by their
+content, because the tokenizer is copied into checkpoints for as long as a run lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from pretrain.data.remote.cache import ShardCache
+from pretrain.data.remote.mapped_files import MappedFiles
+from pretrain.data.remote.prefetch import Prefetcher
+from pretrain.data.remote.transfer import Remote, join, shown
+from pretrain.data.shards.manifest import Manifest, read_manifest
+from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME, tokenizer_fingerprint
+from pretrain.errors import DataError
+from pretrain.storage import sha256_of
+
+log = logging.getLogger(__name__)
+
+_STAGE = ".partial-"
+
+
+class RemoteFile(NamedTuple):
+    """A file that the manifest describes: its size in bytes and its content."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class RemoteFiles:
+    """The files of one prepared directory at `url`. Safe between threads and after a fork; pickles.
+
+    `directory`: local, with manifest.json and tokenizer/. Construct it with `open_remote`.
+    """
+
+    def __init__(self, url: str, directory: Path, cache: ShardCache, remote: Remote):
+        self.url = url
+        self.directory = directory
+        self.cache = cache
+        self.remote = remote
+
+    def __reduce__(self):
+        return RemoteFiles, (self.url, self.directory, self.cache, self.remote)
+
+    def place(self, name: str) -> str:
+        """The URL of a file, for messages."""
+        return shown(join(self.url, name))
+
+    def open(self, file: RemoteFile, cancelled: Callable[[], bool] = lambda: False) -> BinaryIO:
+        """The local copy of a file, open for reading; fetched where there is none. It stays readable whatever the cache drops.
+
+        Raises DataError naming the URL, and what to do.
+        """
+
+        def download(descriptor: int) -> None:
+            try:
+                self.remote.download(join(self.url, file.name), file.size, file.sha256, descriptor, cancelled)
+            except FileNotFoundError as error:
+                raise DataError(f"{self.place(file.name)}: missing, though manifest.json lists it; upload it again") from error
+
+        return self.cache.open(file.sha256, file.size, self.place(file.name), download)
+
+    def maps(self, open_map: Callable[..., np.ndarray], file_of: Callable[..., RemoteFile], maxsize: int) -> MappedFiles:
+        """`open_map` remembered; `file_of` says which file a call of it maps."""
+        return MappedFiles(open_map, lambda *key: file_of(*key).sha256, self.cache, maxsize)
+
+    def prefetch(self, files: Iterable[RemoteFile]) -> None:
+        """Bring files in the background, first come first served, as many as take half of the cache. Returns at once."""
+        chosen, total = [], 0
+        for file in files:
+            total += file.size
+            if total > self.cache.limit_bytes // 2:
+                break  # more would drop what was brought, or what is being read
+            if not self.cache.touch(file.sha256):
+                chosen.append(file)
+        if chosen:
+            self._prefetcher.add(chosen)
+
+    def wait_prefetched(self) -> None:
+        """Until all that `prefetch` was asked for is here, or has failed."""
+        self._prefetcher.wait()
+
+    def close(self) -> None:
+        """End the threads that prefetch."""
+        self._prefetcher.close()
+
+    def verify(self, files: Iterable[RemoteFile], fetch: bool) -> None:
+        """Hash the copies that are here, and with `fetch` bring the others, which checks them too.
+
+        A damaged copy is dropped, with a warning, and fetched anew now or when it is read. Raises DataError when that fails.
+        """
+        for file in files:
+            copy = self.cache.path(file.sha256)
+            with contextlib.suppress(FileNotFoundError):  # not fetched yet, or dropped meanwhile
+                if sha256_of(copy) != file.sha256:
+                    log.warning("%s: its copy %s is damaged; it is fetched again", self.place(file.name), copy)
+                    self.cache.drop(file.sha256)
+            if fetch:
+                self.open(file).close()
+
+    def directory_with(self, name: str, sha256: str) -> Path:
+        """A local directory that holds the small file `name` of this content, fetched where it is not there yet.
+
+        Raises DataError when it is missing or of another content.
+        """
+        directory = self.cache.sets / sha256
+        if not (directory / name).is_file():
+            content = _required(self.remote, join(self.url, name))
+            if hashlib.sha256(content).hexdigest() != sha256:
+                raise DataError(
+                    f"{self.place(name)}: content does not match its hash in manifest.json; restore or re-prepare it"
+                )
+            _keep(directory, {name: content})
+        return directory
+
+    @functools.cached_property
+    def _prefetcher(self) -> Prefetcher[RemoteFile]:
+        # Not a method of self: the threads would keep alive what their end waits for.
+        return Prefetcher(functools.partial(_prefetch, RemoteFiles(self.url, self.directory, self.cache, self.remote)))
+
+
+def open_remote(url: str, cache: ShardCache | None = None, remote: Remote | None = None) -> tuple[RemoteFiles, Manifest]:
+    """Fetch the manifest and the tokenizer of the prepared directory at `url`; no shard yet.
+
+    Raises DataError, naming the URL, for anything missing, damaged or of another version, and with the name of the package to
+    install for a protocol whose backend is not there.
+    """
+    cache, remote = cache or ShardCache(), remote or Remote()
+    manifest = _required(
+        remote, join(url, "manifest.json"), "is this a directory written by tools/prepare_data.py, or its parent (try /train)?"
+    )
+    files = {"manifest.json": manifest, **_tokenizer_files(remote, url)}
+    identity = "".join(f"{name}\0{hashlib.sha256(content).hexdigest()}\n" for name, content in sorted(files.items()))
+    directory = cache.sets / hashlib.sha256(identity.encode()).hexdigest()
+    _keep(directory, files)
+    try:
+        parsed = read_manifest(directory)
+        if tokenizer_fingerprint(directory / "tokenizer") != parsed.tokenizer_sha256:
+            raise DataError(
+                f"{shown(join(url, 'tokenizer'))} is not the tokenizer that {shown(url)} was prepared with; restore it or prepare again"
+            )
+    except DataError as error:
+        raise DataError(str(error).replace(str(directory), shown(url).rstrip("/"))) from error
+    return RemoteFiles(url, directory, cache, remote), parsed
+
+
+def _prefetch(files: RemoteFiles, file: RemoteFile, cancelled: Callable[[], bool]) -> None:
+    files.open(file, cancelled).close()
+
+
+def _required(remote: Remote, url: str, hint: str = "upload it again") -> bytes:
+    try:
+        return remote.read(url)
+    except FileNotFoundError as error:
+        raise DataError(f"{shown(url)}: missing; {hint}") from error
+
+
+def _tokenizer_files(remote: Remote, url: str) -> Mapping[str, bytes]:
+    """The files that a tokenizer can consist of, by name: https has no listing that could be asked."""
+    found = {}
+    for name in (JSON_NAME, CONFIG_NAME):
+        with contextlib.suppress(FileNotFoundError):
+            found[f"tokenizer/{name}"] = remote.read(join(url, f"tokenizer/{name}"))
+    if f"tokenizer/{JSON_NAME}" not in found:
+        found = {f"tokenizer/{MODEL_NAME}": _required(remote, join(url, f"tokenizer/{MODEL_NAME}"))}
+    return found
+
+
+def _keep(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write the files of a folder that is named by their content: complete or not there, whoever else writes it."""
+    with contextlib.suppress(FileNotFoundError):
+        if all((directory / name).read_bytes() == content for name, content in files.items()):
+            return
+    shutil.rmtree(directory, ignore_errors=True)  # damaged, or not there
+    _remove_old_stages(directory.parent)
+    try:
+        stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=directory.parent))
+        try:
+            for name, content in files.items():
+                (stage / name).parent.mkdir(exist_ok=True)
+                (stage / name).write_bytes(content)
+            os.rename(stage, directory)
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # somebody else was first
+            raise DataError(
+                f"data.cache.dir: {directory} cannot be written: {error.strerror}; choose another folder"
+            ) from error
+
+
+def _remove_old_stages(folder: Path) -> None:
+    """What processes left that were killed while writing: a stage lives for milliseconds."""
+    for stage in folder.glob(f"{_STAGE}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - stage.stat().st_mtime > 3600:
+                shutil.rmtree(stage, ignore_errors=True)

@@ -1,0 +1,196 @@
+"""The manifest of a prepared directory: what is in it, how it was made, and the sha256 of every file. Plain JSON, every key checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.errors import DataError
+from pretrain.storage import sha256_of
+
+FORMAT = "pretrain-shards"
+VERSION = 2
+INPUTS_NAME = "inputs.json"
+
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+INDEX_DTYPE = np.dtype("<u8")
+ORIGIN_DTYPE = np.dtype([("input", "<u4"), ("row", "<u4")])
+"""Where a document comes from: the number of its input file, and the line or row there, from 0."""
+
+Scalar = str | int | float | bool | None
+_HASH = re.compile("[0-9a-f]{64}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Three files, as the manifest describes them.
+
+    `bytes` is the size of the documents' text as UTF-8, 0 for what came as ids; `longest` the tokens of the longest document.
+    """
+
+    file: str
+    index_file: str
+    origin_file: str
+    documents: int
+    tokens: int
+    bytes: int
+    longest: int
+    sha256: str
+    index_sha256: str
+    origin_sha256: str
+
+    @property
+    def files(self) -> tuple[tuple[str, str], ...]:
+        """(name, sha256) of each."""
+        return (self.file, self.sha256), (self.index_file, self.index_sha256), (self.origin_file, self.origin_sha256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The whole of `manifest.json` but for its format and version.
+
+    `preparation` says how the data were made (options and counts), for people: nothing is decided by it.
+    """
+
+    dtype: str
+    vocab_size: int
+    eod_id: int
+    tokenizer_sha256: str
+    documents: int
+    tokens: int
+    inputs_sha256: str
+    preparation: dict[str, Scalar]
+    shards: tuple[Shard, ...]
+
+
+_SHARD_KEYS = {field.name for field in dataclasses.fields(Shard)}
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The narrowest token type that holds every id below `vocab_size`: `uint16` or `uint32`."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The checked manifest of a prepared directory. Raises DataError, naming the file and the key, for anything unexpected."""
+    path = Path(path)
+    file = path / "manifest.json"
+    if not path.exists():
+        raise DataError(f"{path}: no such directory; prepare it with tools/prepare_data.py")
+    if not file.is_file():
+        splits = [name for name in ("train", "validation") if (path / name / "manifest.json").is_file()]
+        hint = f"did you mean {path / splits[0]}?" if splits else "is this a directory written by tools/prepare_data.py?"
+        raise DataError(f"{file}: missing; {hint}")
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: not valid JSON ({str(error).splitlines()[0]})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f"{file}: not a {FORMAT} manifest")
+    if content.get("version") != VERSION or isinstance(content["version"], bool):
+        raise DataError(
+            f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; prepare the data again"
+        )
+    return _parse_manifest(file, content)
+
+
+def _parse_manifest(file: Path, content: dict) -> Manifest:
+    """Exact keys, exact types, and counts that add up."""
+    _check_keys(file, "", content, {"format", "version", *(field.name for field in dataclasses.fields(Manifest))})
+    if content["dtype"] not in tuple(DTYPES):  # a tuple, so that an unhashable value is just not in it
+        raise DataError(f"{file}: dtype must be one of {', '.join(DTYPES)}, got {content['dtype']!r}")
+    if not isinstance(content["shards"], list) or not content["shards"]:
+        raise DataError(f"{file}: shards must be a non-empty list")
+    for key, least in (("vocab_size", 1), ("eod_id", 0), ("documents", 1), ("tokens", 1)):
+        _check_integer(file, key, content[key], least)
+    for key in ("tokenizer_sha256", "inputs_sha256"):
+        _check_hash(file, key, content[key])
+    _check_preparation(file, content["preparation"])
+    shards = tuple(_parse_shard(file, number, entry) for number, entry in enumerate(content["shards"]))
+    for key in ("documents", "tokens"):
+        total = sum(getattr(shard, key) for shard in shards)
+        if total != content[key]:
+            raise DataError(f"{file}: {key} is {content[key]} but the shards have {total}")
+    if content["eod_id"] >= content["vocab_size"]:
+        raise DataError(f"{file}: eod_id {content['eod_id']} is outside the vocabulary of {content['vocab_size']}")
+    if content["vocab_size"] > np.iinfo(DTYPES[content["dtype"]]).max + 1:
+        raise DataError(f"{file}: {content['dtype']} cannot hold a vocabulary of {content['vocab_size']}")
+    return Manifest(
+        **{key: value for key, value in content.items() if key not in ("format", "version", "shards")}, shards=shards
+    )
+
+
+def _parse_shard(file: Path, number: int, entry: object) -> Shard:
+    place = f"shards[{number}]"
+    if not isinstance(entry, dict):
+        raise DataError(f"{file}: {place} must be an object, got {entry!r}")
+    _check_keys(file, f"{place}.", entry, _SHARD_KEYS)
+    for key in ("file", "index_file", "origin_file"):
+        name = entry[key]
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise DataError(f"{file}: {place}.{key} must be a plain file name, got {name!r}")
+    for key, least in (("documents", 1), ("tokens", 1), ("bytes", 0), ("longest", 1)):
+        _check_integer(file, f"{place}.{key}", entry[key], least)
+    for key in ("sha256", "index_sha256", "origin_sha256"):
+        _check_hash(file, f"{place}.{key}", entry[key])
+    return Shard(**entry)
+
+
+def _check_preparation(file: Path, content: object) -> None:
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: preparation must be an object, got {content!r}")
+    for key, value in content.items():
+        if not isinstance(value, (str, int, float, type(None))):
+            raise DataError(f"{file}: preparation.{key} must be a single value, got {value!r}")
+
+
+def _check_keys(file: Path, place: str, content: dict, expected: set[str]) -> None:
+    if content.keys() == expected:
+        return
+    for key in sorted(expected ^ content.keys()):
+        raise DataError(f"{file}: {place}{key} is {'missing' if key in expected else 'not a known key'}")
+
+
+def _check_integer(file: Path, key: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise DataError(f"{file}: {key} must be an integer of at least {least}, got {value!r}")
+
+
+def _check_hash(file: Path, key: str, value: object) -> None:
+    if not isinstance(value, str) or not _HASH.fullmatch(value):
+        raise DataError(f"{file}: {key} must be a sha256 in hexadecimal, got {value!r}")
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `directory`/manifest.json."""
+    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
+    (directory / "manifest.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_inputs(directory: Path, names: Sequence[str]) -> str:
+    """Write the names of the input files to `directory`/inputs.json; the sha256 of that file."""
+    content = (json.dumps(list(names), indent=0) + "\n").encode()
+    (directory / INPUTS_NAME).write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_inputs(directory: Path, sha256: str) -> list[str]:
+    """The names in `directory`/inputs.json. Raises DataError unless it is the file with this sha256."""
+    check_content(directory / INPUTS_NAME, sha256)
+    return json.loads((directory / INPUTS_NAME).read_bytes())
+
+
+def check_content(file: Path, sha256: str) -> None:
+    """Raise DataError, naming `file`, unless it has the content that the manifest says."""
+    try:
+        actual = sha256_of(file)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+    if actual != sha256:
+        raise DataError(f"{file}: content does not match its hash in manifest.json; restore or re-prepare it")

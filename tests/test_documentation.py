@@ -30,7 +30,7 @@ def commands() -> list[tuple[str, list[str]]]:
     for page in PAGES:
         for block in blocks(page, "bash", ""):
             for line in block.replace("\\\n", " ").splitlines():
-                if re.search(r"(pretrain/run|tools/\w+)\.py +(-|to-|from-)", line) and not line.lstrip().startswith("#"):
+                if re.search(r"(pretrain/run|tools/\w+)\.py +(-|to-|from-|data |merge )", line) and not line.lstrip().startswith("#"):
                     found.append((page.name, shlex.split(line, comments=True)))
     return found
 
@@ -49,7 +49,7 @@ def test_every_command_names_files_and_options_that_exist(page, words):
     if words[script] == "pretrain/run.py":
         check_run_arguments(arguments)
     else:
-        direction = [word for word in arguments[:1] if word in ("to-hf", "from-hf")]
+        direction = [word for word in arguments[:1] if word in ("to-hf", "from-hf", "data", "merge")]
         asked = [sys.executable, words[script], *direction, "--help"]
         text = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for option in (word for word in arguments if word.startswith("--")):

@@ -30,7 +30,9 @@ def commands() -> list[tuple[str, list[str]]]:
     for page in PAGES:
         for block in blocks(page, "bash", ""):
             for line in block.replace("\\\n", " ").splitlines():
-                if re.search(r"(pretrain/run|tools/\w+)\.py +(-|to-|from-|data |merge )", line) and not line.lstrip().startswith("#"):
+                if re.search(
+                    r"(pretrain/run|tools/\w+)\.py +(-|to-|from-|data |merge )", line
+                ) and not line.lstrip().startswith("#"):
                     found.append((page.name, shlex.split(line, comments=True)))
     return found
 

@@ -33,7 +33,7 @@ class Run:
 
     name: str | None = key(None, "Name of the run directory; the stem of the config file by default.")
     dir: str = key("runs", "Folder that holds run directories.")
-    seed: int = key(0, "Seed of the initial weights, and of the data order unless `data.seed` is set.", ge=0)
+    seed: int = key(0, "Seed of the initial weights, and of the data order unless `data.seed` is set.", ge=0, le=2**63 - 1)
     steps: int = key(1000, "Optimizer steps of the whole run.", ge=1)
     resume: str = key(
         "auto",
@@ -115,14 +115,19 @@ class Source:
         None,
         "Share of the samples, relative to the weights of the other sources; 1 by default, 0 to be named in a stage only.",
         ge=0,
+        le=1e15,
     )
     tokens: int | None = key(
         None,
         "Instead of a weight, for every source: tokens of it in a run that reads the tokens of all sources together.",
         ge=1,
+        le=2**62,
     )
     max_epochs: int | None = key(
-        None, "Most repetitions: a source that has come so often leaves the mixture, and its share goes to the others.", ge=1
+        None,
+        "Most repetitions: a source that has come so often leaves the mixture, and its share goes to the others.",
+        ge=1,
+        le=2**31,
     )
 
 
@@ -139,7 +144,10 @@ class MixtureStage:
     """A part of the stream with weights of its own."""
 
     until_tokens: int | None = key(
-        None, "Where the stage ends, in tokens since the start of the run (samples × sequence_length); null: never.", ge=1
+        None,
+        "Where the stage ends, in tokens since the start of the run (samples × sequence_length); null: never.",
+        ge=1,
+        le=2**62,
     )
     weights: dict[str, float] = key(
         {}, "Weight of each source by name; 0 where none is given. Empty: the sources' own weights.", ge=0
@@ -195,7 +203,7 @@ class Data:
         "full", "Order of an epoch: any sample anywhere, or a few shards at a time, mixed among themselves, for remote storage."
     )
     shuffle_shards: int = key(8, "Shards that are mixed at a time with `shuffle: shards`.", ge=1)
-    seed: int | None = key(None, "Seed of the data order; `run.seed` by default.", ge=0)
+    seed: int | None = key(None, "Seed of the data order; `run.seed` by default.", ge=0, le=2**63 - 1)
     workers: int = key(
         1,
         "Prefetching threads per rank; changes nothing but speed. 0 reads in the training thread.",
@@ -217,7 +225,7 @@ class BatchStage:
     """A stage of a batch-size ramp."""
 
     until_tokens: int = key(
-        "???", "Steps that begin before so many tokens (samples × sequence_length) take `sequences` samples.", ge=1
+        "???", "Steps that begin before so many tokens (samples × sequence_length) take `sequences` samples.", ge=1, le=2**62
     )
     sequences: int = key("???", "Samples per optimizer step in this stage, over all ranks.", ge=1)
 

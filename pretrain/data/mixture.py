@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -72,7 +74,11 @@ class Mixture:
         for number, stage in enumerate(stages):
             if start is not None and not any(stage.weights):
                 raise ConfigError(f"data.stages.{number}.weights: no source has a weight above 0")
-            start = self._add_stage(stage, start)
+            try:
+                start = self._add_stage(stage, start)
+            except ConfigError as error:
+                place = "data.sources" if len(stages) == 1 else f"data.stages.{number}.weights"
+                raise ConfigError(f"{place}: {error}") from error
         self.length = start
         """Samples that the mixture has; None: without end."""
 
@@ -162,13 +168,17 @@ class Mixture:
 
     def _end_of_last(self, until: int | None) -> int | None:
         """Where the last segment ends: with its stage, or where a source would be repeated too often."""
-        last = len(self.segments) - 1
-        used_up = [
-            self._position_in(last, source, limit)
-            for source, limit in enumerate(self._limits)
-            if limit is not None and self.segments[last].shares[source]
-        ]
-        return min(used_up if until is None else [until, *used_up], default=None)
+        last, segment = len(self.segments) - 1, self.segments[-1]
+        around: dict[int, tuple[int, int]] = {}  # between which positions a source is used up
+        for source, limit in enumerate(self._limits):
+            if limit is not None and segment.shares[source]:
+                wanted, share = limit - segment.base[source], segment.shares[source]
+                # After any number of blocks a source is within one sample of its share, and a block may have them anywhere.
+                low, high = ((wanted + d) * UNIT // share + segment.start for d in (-1, 2))
+                around[source] = low - BLOCK, high + BLOCK
+        first = min((high for _, high in around.values()), default=0)
+        ends = [self._position_in(last, s, self._limits[s]) for s, (low, _) in around.items() if low <= first]
+        return min(ends if until is None else [until, *ends], default=None)
 
     def _position(self, source: int, number: int) -> int:
         for s, segment in enumerate(self.segments):
@@ -185,11 +195,9 @@ class Mixture:
         wanted = number - one.base[source]
         if one.shares[source] == UNIT:
             return one.start + wanted
+        # Rounding moves samples by less than one, and a block has about one of the source at least.
         near = wanted * UNIT // (one.shares[source] * BLOCK)
-        low, high = (
-            max(0, near - 1),
-            near + 2,
-        )  # a block has at least one sample of it, and rounding moves them by less than one
+        low, high = max(0, near - 1), near + 2
         while low + 1 < high:  # the last block that starts with no more than `wanted` samples
             middle = (low + high) // 2
             low, high = (middle, high) if one.before(middle)[source] <= wanted else (low, middle)
@@ -198,17 +206,21 @@ class Mixture:
 
 
 def _shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights in units of 1 / UNIT, adding up to it exactly."""
-    total = sum(weights)
-    exact = [weight / total * UNIT for weight in weights]
-    shares = [int(share) for share in exact]
+    """Weights in units of 1 / UNIT, adding up to it exactly.
+
+    In fractions of the numbers as they are written: sums of floats differ between Python versions, and the order would with them.
+    """
+    written = [Fraction(repr(float(weight))) for weight in weights]
+    total = sum(written)
+    exact = [weight / total * UNIT for weight in written]
+    shares = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda source: (shares[source] - exact[source], source))
-    for i in range(UNIT - sum(shares)):
-        shares[by_remainder[i % len(by_remainder)]] += 1
+    for source in by_remainder[: UNIT - sum(shares)]:
+        shares[source] += 1
     for source, (weight, share) in enumerate(zip(weights, shares)):
         if weight > 0 and share * BLOCK < UNIT:
             raise ConfigError(
-                f"data.sources.{source}: its weight {weight:g} is below 1/{BLOCK} of the sum {total:g} and is too small to be drawn"
-                " evenly; raise it, or remove the source"
+                f"source {source}: its weight {weight:g} is below 1/{BLOCK} of the sum {float(total):g} and is too small to be drawn "
+                "evenly; raise it, or prepare small sources together as one"
             )
     return tuple(shares)

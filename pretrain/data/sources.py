@@ -33,11 +33,18 @@ def open_sources(config: Config) -> list[Samples]:
         raise ConfigError("data.sources is empty; name a directory of tools/prepare_data.py: data.sources=[{path: DIR}]")
     sources = [open_samples(source, data) for source in data.sources]
     check_tokenizers(sources)
-    available = sum(len(source) for source in sources)
-    if available < config.batch.sequences:
+    check_names("data.sources", sources)
+    fingerprints = [source.data.fingerprint for source in sources]
+    for i, fingerprint in enumerate(fingerprints):
+        if fingerprint in fingerprints[:i]:
+            raise ConfigError(
+                f"data.sources.{fingerprints.index(fingerprint)} and data.sources.{i} are the same data; list it once, with both weights"
+            )
+    available, largest = sum(len(source) for source in sources), max(batch_schedule(config).sizes)
+    if available < largest:
         raise DataError(
             f"data.sources hold {available} samples of data.sequence_length={data.sequence_length}, less than one step of "
-            f"batch.sequences={config.batch.sequences}; prepare more data, or lower one of the two"
+            f"batch.sequences={largest}; prepare more data, or lower one of the two"
         )
     return sources
 
@@ -104,17 +111,15 @@ def batch_schedule(config: Config) -> BatchSchedule:
 def open_stream(config: Config, sources: list[Samples], schedule: BatchSchedule) -> Stream:
     """The stream of a run. Raises ConfigError where its mixture contradicts itself or ends before the run does."""
     data = config.data
-    _check_names(data, sources)
     weights = _own_weights(data)
     stages = [_stage(data, i, stage, sources, weights) for i, stage in enumerate(data.stages)] or [Stage(None, tuple(weights))]
     for i, (before, stage) in enumerate(zip(stages, stages[1:]), start=1):
         if before.until is None or (stage.until is not None and stage.until <= before.until):
             raise ConfigError(
-                f"data.stages.{i}.until_tokens={data.stages[i].until_tokens} is not beyond the stage before it, "
-                f"{data.stages[i - 1].until_tokens}; stages follow each other, and only the last may have no end"
+                f"data.stages.{i}.until_tokens={_shown(data.stages[i].until_tokens)} is not beyond the stage before it, "
+                f"{_shown(data.stages[i - 1].until_tokens)}; stages follow each other, and only the last may have no end"
             )
     mixture = Mixture(stages, [len(source) for source in sources], [source.max_epochs for source in data.sources], data.seed)
-    _check_length(config, mixture, schedule)
     if data.shuffle == "full" and data.shuffle_shards != Data().shuffle_shards:
         raise ConfigError(
             f"data.shuffle_shards={data.shuffle_shards} has no effect with data.shuffle=full; set shards, or remove it"
@@ -123,13 +128,17 @@ def open_stream(config: Config, sources: list[Samples], schedule: BatchSchedule)
     return Stream(sources, mixture, Shuffle(data.seed, window))
 
 
-def _check_names(data: Data, sources: list[Samples]) -> None:
+def _shown(tokens: int | None) -> str:
+    return "null" if tokens is None else str(tokens)
+
+
+def check_names(key: str, sources: list[Samples]) -> None:
+    """Raise ConfigError for two sources of one name: logs and stages could not tell them apart."""
     names = [source.name for source in sources]
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
         raise ConfigError(
-            f"data.sources.{len(names) - 1 - names[::-1].index(double)}: two sources are called {double!r}; "
-            "give each a data.sources[].name"
+            f"{key}.{len(names) - 1 - names[::-1].index(double)}: two sources are called {double!r}; give each a {key}[].name"
         )
 
 
@@ -167,17 +176,17 @@ def _stage(data: Data, number: int, stage: MixtureStage, sources: list[Samples],
     return Stage(until, tuple(own))
 
 
-def _check_length(config: Config, mixture: Mixture, schedule: BatchSchedule) -> None:
-    """The run must not outlast its data."""
-    length, needed = config.data.sequence_length, schedule.consumed(config.run.steps)
+def check_length(config: Config, mixture: Mixture, schedule: BatchSchedule, step: int = 0, samples: int = 0) -> None:
+    """Raise ConfigError when a run that goes on after `step` steps, which took `samples`, would outlast its data."""
+    length, needed = config.data.sequence_length, schedule.after(samples, config.run.steps - step)
     budget = sum(source.tokens or 0 for source in config.data.sources)
-    last = schedule.step_of(mixture.length) - 1 if mixture.length is not None else config.run.steps
+    last = schedule.step_of(mixture.length, samples, step) - 1 if mixture.length is not None else config.run.steps
     if mixture.length is not None and mixture.length < needed:
         stage = config.data.stages[-1].until_tokens if config.data.stages else None
         cause = (
             f"data.stages end at until_tokens={stage}"
             if stage is not None and mixture.length == -(-stage // length)
-            else "every source has come data.sources[].max_epochs times"
+            else "every source that is drawn has come data.sources[].max_epochs times"
         )
         raise ConfigError(
             f"run.steps={config.run.steps} reads {needed} samples, and {cause}, after {mixture.length} samples: run.steps at most "
@@ -186,5 +195,5 @@ def _check_length(config: Config, mixture: Mixture, schedule: BatchSchedule) -> 
     if budget and needed * length > budget:
         raise ConfigError(
             f"run.steps={config.run.steps} reads {needed * length} tokens, more than the {budget} of all data.sources[].tokens; "
-            f"run.steps at most {schedule.step_of(budget // length) - 1}, or raise the budgets"
+            f"run.steps at most {schedule.step_of(budget // length, samples, step) - 1}, or raise the budgets"
         )

@@ -18,6 +18,7 @@ import numpy as np
 from pretrain.data.mixture import UNIT, Mixture
 from pretrain.data.order import ChunkedOrder, FullOrder, Order, scramble
 from pretrain.data.samples import Samples
+from pretrain.errors import DataError
 
 DIGEST_MODULUS = 1 << 52  # so that the sum over 2,000 ranks fits in an int64
 _DIGEST_KEY = np.uint64(0x9E3779B97F4A7C15)
@@ -57,6 +58,10 @@ class Stream:
         return self.sources[0].data.tokenizer_sha256
 
     @property
+    def fingerprints(self) -> list[str]:
+        return [source.data.fingerprint for source in self.sources]
+
+    @property
     def vocab_size(self) -> int:
         return self.sources[0].data.vocab_size
 
@@ -83,7 +88,10 @@ class Stream:
 
     def read(self, positions: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> None:
         """Write the inputs and targets of the samples at these positions into int64 arrays [len(positions), sequence_length]."""
-        sources, samples, _ = self.locate(positions)
+        try:
+            sources, samples, _ = self.locate(positions)
+        except IndexError as error:
+            raise DataError(f"the data are used up: {error}; lower run.steps, or give the data more") from error
         for source in np.unique(sources):
             rows = np.flatnonzero(sources == source)
             self.sources[source].fill(samples[rows], rows, tokens_BT, targets_BT)

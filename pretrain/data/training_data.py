@@ -10,7 +10,7 @@ from pretrain.config.schema import Config, Text
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, StepBatch
 from pretrain.data.samples import Samples
-from pretrain.data.sources import cache_folder, check_tokenizers, open_samples, open_sources
+from pretrain.data.sources import cache_folder, check_names, check_tokenizers, open_samples, open_sources
 from pretrain.data.text.training import TextLoader, TextTraining
 from pretrain.errors import ConfigError
 
@@ -22,6 +22,8 @@ class TrainingData(Protocol):
     """A directory with the files of the tokenizer, which checkpoints keep a copy of."""
     tokenizer_sha256: str
     vocab_size: int
+    fingerprints: list[str]
+    """What the content of each source is, in order; empty for text."""
 
     def identity(self, until: int) -> dict[str, Any]:
         """Everything that decided the samples before position `until`, for a checkpoint to be compared with."""
@@ -54,6 +56,7 @@ def open_data(config: Config) -> tuple[list[Samples] | TextTraining, list[Sample
     if text != Text() and data.sources:
         raise ConfigError("data.sources and data.text both say what is trained on; keep one")
     validation = [open_samples(source, data) for source in data.validation]
+    check_names("data.validation", validation)
     if text != Text():
         _check_text(config)
         opened = TextTraining.open(text, data.sequence_length, cache_folder(data))
@@ -71,7 +74,14 @@ def _check_text(config: Config) -> None:
             "data.text cannot resume exactly on another number of ranks (no document is lost, some are repeated) and has no shuffle; "
             "accept it with data.exact_resume=false, or prepare the data with tools/prepare_data.py"
         )
-    for name, neutral in (("packing", "concatenate"), ("shuffle", "full"), ("stages", []), ("boundary_loss", True)):
+    for name, neutral in (
+        ("packing", "concatenate"),
+        ("shuffle", "full"),
+        ("stages", []),
+        ("boundary_loss", True),
+        ("shuffle_shards", 8),
+        ("verify", "full"),
+    ):
         if getattr(data, name) != neutral:
             raise ConfigError(f"data.{name}={getattr(data, name)} has no effect on data.text; prepare the data, or remove it")
     if config.batch.ramp:

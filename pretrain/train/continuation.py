@@ -94,7 +94,10 @@ class Continuation:
             raise CheckpointError(
                 f"{checkpoint} has weights only and cannot be resumed; use run.init_from={checkpoint} for a new run"
             )
-        run, tokens = self.plan.config.run, state["samples"] * self.plan.config.data.sequence_length
+        run, data = self.plan.config.run, self.plan.config.data
+        # Where weights alone decide the mixture, a stage can leave the past as it was.
+        by_weight = not any(source.max_epochs or source.tokens for source in data.sources)
+        tokens = state["samples"] * data.sequence_length if by_weight else 0
         check_identity(state["identity"], self.plan.identity(state["samples"]), checkpoint, run.accept_changes, tokens)
         if state["step"] > run.steps:
             raise ConfigError(

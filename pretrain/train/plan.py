@@ -11,7 +11,8 @@ import torch
 from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.samples import Samples
-from pretrain.data.sources import batch_schedule, open_stream
+from pretrain.data.sources import batch_schedule, check_length, open_stream
+from pretrain.data.stream import Stream
 from pretrain.data.text.training import TextTraining
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
@@ -20,6 +21,7 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.shape import complete
 from pretrain.parallel.layout import Layout, plan_layout
+from pretrain.train.identity import check_accepted
 
 # Keys of the model that change no tensor of a run under way.
 NO_IDENTITY = {"init_std", "max_sequence_length", "attention"}
@@ -46,11 +48,13 @@ class Plan:
         identity["optim.name"] = self.config.optim.name
         cut = {name: getattr(data, name) for name in ("packing", "document_mask", "boundary_loss")}
         cut["tokenizer"] = self.data.tokenizer_sha256
+        cut["kind"] = "prepared" if isinstance(self.data, Stream) else "text"
         return identity | {f"data.{k}": v for k, v in flatten(cut | self.data.identity(samples)).items()}
 
 
 def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     """Open the data and derive what the configuration leaves open. Raises ConfigError, DataError or LaunchError."""
+    check_accepted(config.run.accept_changes)
     opened, validation = open_data(config)
     config = complete_config(config, _vocabulary(config, opened))
     family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
@@ -66,6 +70,12 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     schedule = batch_schedule(config)
     data = open_stream(config, opened, schedule) if isinstance(opened, list) else opened
     return Plan(config, layout, data, schedule, validation, parameters)
+
+
+def check_data_suffices(plan: Plan, step: int = 0, samples: int = 0) -> None:
+    """Raise ConfigError when the run, going on after `step` steps that took `samples`, would outlast its data."""
+    if isinstance(plan.data, Stream):
+        check_length(plan.config, plan.data.mixture, plan.schedule, step, samples)
 
 
 def complete_config(config: Config, vocab_size: int | None = None) -> Config:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from pretrain.checkpoint.files import complete_checkpoints
 from pretrain.config.schema import Config
 from pretrain.config.show import to_yaml
 from pretrain.distributed import ranks as distributed
@@ -22,8 +23,8 @@ from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
 from pretrain.train.continuation import Progress
-from pretrain.train.identity import check_accepted, check_identity
-from pretrain.train.plan import Plan, make_plan
+from pretrain.train.identity import check_identity
+from pretrain.train.plan import Plan, check_data_suffices, make_plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.stop import StopRequest
 from pretrain.train.trainer import Trainer
@@ -40,6 +41,7 @@ def check(config: Config) -> int:
     if world_size == 1:
         world_size = expected_world_size(config) or 1
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
+    check_data_suffices(plan)
     if rank == 0:
         print("\n".join(describe(plan, world_size)))
         print("the configuration is valid")
@@ -54,7 +56,6 @@ def train(config: Config) -> int:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be there before the first CUDA call
     torch.use_deterministic_algorithms(config.run.deterministic)
-    check_accepted(config.run.accept_changes)
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
     directory = RunDirectory(_path_of(plan.config))
     ranks = distributed.start(plan.config, alone=plan.layout.strategy == "single")
@@ -63,6 +64,7 @@ def train(config: Config) -> int:
         _claim(directory, plan, ranks)
         _verify_data(plan, ranks)
         trainer = Trainer(plan, ranks, directory)
+        check_data_suffices(plan, trainer.progress.step, trainer.progress.samples)
         _record_start(directory, plan, ranks, trainer.progress)
         # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
         with StopRequest() as stop:
@@ -92,7 +94,8 @@ def _claim(directory: RunDirectory, plan: Plan, ranks: Ranks) -> None:
     if ranks.is_main:
         try:
             held = directory.claim()
-            if held is not None:
+            # Once there is a checkpoint, that is what a resume is compared with.
+            if held is not None and not complete_checkpoints(directory.checkpoints):
                 check_identity(held, plan.identity(0), directory.path, plan.config.run.accept_changes)
         except (OSError, CheckpointError) as error:
             problem = str(error)
@@ -118,6 +121,7 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, progress: P
             "world_size": ranks.world_size,
             "data_size": plan.layout.data_size,
             "folder": os.getcwd(),
+            "fingerprints": plan.data.fingerprints,
             "config": dataclasses.asdict(plan.config),
         }
         directory.record_start(plan.identity(0), to_yaml(plan.config), start)

@@ -12,6 +12,7 @@ from pretrain.data.stream import documents_of
 from pretrain.data.targets import IGNORED
 from pretrain.data.training_data import BatchLoader
 from pretrain.distributed.ranks import Ranks
+from pretrain.errors import DataError
 
 
 @torch.no_grad()
@@ -27,6 +28,7 @@ def validate(
     count = min(sequences, len(source)) if sequences else len(source)
     losses = torch.zeros(count, dtype=torch.float64)
     tokens = torch.zeros(count, dtype=torch.int64)
+    problem: str | None = None
     per_pass = micro_sequences * loader.data_size
     for first in range(0, count, per_pass):
         start = first + loader.data_rank * micro_sequences
@@ -34,13 +36,18 @@ def validate(
         # A short pass is filled up with a repeated sample that carries no loss.
         inputs, targets = np.empty((2, micro_sequences, source.sequence_length), dtype=np.int64)
         samples = np.pad(np.array(here, dtype=np.int64), (0, micro_sequences - len(here)))
-        source.fill(samples, np.arange(micro_sequences), inputs, targets)
+        try:
+            source.fill(samples, np.arange(micro_sequences), inputs, targets)
+        except (DataError, OSError) as error:  # said by all ranks together at the end: the others are in the same passes
+            problem = problem or str(error)
+            inputs[:], targets[:] = 0, 0
         targets[len(here) :] = IGNORED
         documents = documents_of(inputs, source.data.eod_id) if loader.mask_documents else None
         tensors = (None if t is None else torch.from_numpy(t).to(ranks.device) for t in (inputs, targets, documents))
         losses_B = call(*tensors).double().cpu()
         losses[here.start : here.stop] = losses_B[: len(here)]
         tokens[here.start : here.stop] = torch.from_numpy((targets[: len(here)] != IGNORED).sum(axis=1))
+    ranks.agree(problem, DataError)
     if ranks.control is not None:
         dist.all_reduce(losses, group=ranks.control)
         dist.all_reduce(tokens, group=ranks.control)

@@ -453,11 +453,13 @@ texts = st.one_of(
 numbers = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
 configs = st.builds(
     Config,
-    run=st.builds(Run, name=texts, dir=texts, resume=texts, seed=st.integers(0, 2**64), deterministic=st.booleans()),
+    run=st.builds(Run, name=texts, dir=texts, resume=texts, seed=st.integers(0, 2**63 - 1), deterministic=st.booleans()),
     model=st.builds(Model, dim=st.integers(1, 2**40), kv_heads=st.none() | st.integers(1, 9), init_std=numbers),
     data=st.builds(
         Data,
-        sources=st.lists(st.builds(Source, path=texts.filter(bool), name=st.none() | texts, weight=numbers), max_size=3),
+        sources=st.lists(
+            st.builds(Source, path=texts.filter(bool), name=st.none() | texts, weight=st.floats(0, 1e15)), max_size=3
+        ),
     ),
 )
 

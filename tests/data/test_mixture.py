@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -139,8 +140,29 @@ def test_the_order_of_positions_does_not_matter():
         assert [int(x[0]) for x in mixture.locate(np.array([position]))] == [source, number]
 
 
+def test_shares_are_those_of_the_numbers_as_they_are_written():
+    # 0.94 + 0.10 + 0.88 as floats depends on the version of Python and is not a hundredth of 94 + 10 + 88.
+    assert constant([0.94, 0.10, 0.88]).segments[0].shares == constant([94, 10, 88]).segments[0].shares
+    assert (
+        constant([0.45, 0.39, 0.41, 0.73, 0.03, 0.23]).segments[0].shares
+        == constant([45, 39, 41, 73, 3, 23]).segments[0].shares
+    )
+    assert constant([1e308, 1e308]).segments[0].shares == (2**31, 2**31)
+
+
+def test_many_sources_with_limits_are_mixed_in_time():
+    random = np.random.default_rng(0)
+    sizes = random.integers(2000, 9000, 200).tolist()
+    began = time.process_time()
+    mixture = constant(random.uniform(1, 2, 200).tolist(), 0, sizes, [1] * 200)
+    assert time.process_time() - began < 10  # 19 s when every limit was searched for in every segment
+    assert mixture.length == sum(sizes)
+    ends = [segment.end for segment in mixture.segments]
+    assert ends == sorted(ends) and mixture.counts(mixture.length) == sizes
+
+
 def test_a_weight_too_small_to_be_drawn_is_refused_by_its_source():
-    with pytest.raises(ConfigError, match=r"data.sources.1: its weight 1e-05 is below 1/4096 of the sum"):
+    with pytest.raises(ConfigError, match=r"data.sources: source 1: its weight 1e-05 is below 1/4096 of the sum"):
         constant([1.0, 1e-5])
 
 

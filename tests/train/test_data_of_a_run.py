@@ -8,12 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train, write_prepared
+from running import (
+    gradients,
+    largest_gradient_difference,
+    largest_relative_difference,
+    losses,
+    run_main,
+    run_main_with,
+    train,
+    write_prepared,
+)
 
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.errors import TrainingError
 from pretrain.observe.metrics import read_metrics
+from pretrain.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +135,7 @@ def test_weights_and_sources_change_in_a_run_under_way_when_the_past_stays_as_it
     set_data(config_file, sources=[sources(prepared, other)[0] | {"weight": 1}, sources(prepared, other)[1]])
     code, printed = run_main(str(config_file), "run.steps=10")
     assert code == 1
-    assert "data.mixture.0.shares.0 was 3221225472 and is 2147483648" in printed
+    assert "the share of data.sources.0 in part 0 of the mixture was 75.0000% and is 50.0000%" in printed
     assert "a stage of data.stages until_tokens=3072 with the old weights, then one with the new" in printed
     third = {"path": str(write_prepared(config_file.parent / "new", prepared / "tokenizer", 9, 50)), "name": "c", "weight": 0}
     set_data(
@@ -193,7 +204,7 @@ def test_a_source_too_small_for_its_weight_is_repeated_as_often_as_it_may_and_th
     available = 2 * ((PreparedData.open(other).tokens - 1) // 32)
     code, printed = run_main(str(config_file), "run.steps=100", "--check")
     assert code == 2
-    assert f"every source has come data.sources[].max_epochs times, after {available} samples" in printed
+    assert f"every source that is drawn has come data.sources[].max_epochs times, after {available} samples" in printed
     assert f"run.steps at most {available // 16}" in printed
     set_data(config_file, sources=sources(prepared, other, max_epochs=2))
     code, printed = run_main(str(config_file), "run.steps=200", "--check")
@@ -217,7 +228,7 @@ def test_a_change_of_what_decides_the_order_is_an_error_until_it_is_accepted_by_
     assert run_main(str(config_file), *keys, "run.accept_changes=[data.seed]")[0] == 1
     assert [json.loads(line)["step"] for line in (run / "starts.jsonl").read_text().splitlines()] == [0]
     code, printed = run_main(str(config_file), *keys, "run.accept_changes=[data.seed, data.packing]")
-    assert code == 0 and "accepted data.seed was 7 and is 3" in printed
+    assert code == 0 and "accepted data.packing was concatenate" in printed and "data.seed was 7 and is 3" in printed
     assert [r["step"] for r in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
     assert [json.loads(line)["samples"] for line in (run / "starts.jsonl").read_text().splitlines()] == [0, 64]
     # From now on it is a run of this order.
@@ -226,7 +237,45 @@ def test_a_change_of_what_decides_the_order_is_an_error_until_it_is_accepted_by_
 
 def test_only_parts_of_the_data_can_be_accepted(config_file):
     code, printed = run_main(str(config_file), "run.accept_changes=[model.dim]")
-    assert code == 2 and "run.accept_changes=model.dim: not a part of the data's identity; those are data.seed" in printed
+    assert (
+        code == 2
+        and "run.accept_changes=model.dim: not a part of the data's identity; those are data.kind, data.seed" in printed
+    )
+
+
+def test_the_data_must_suffice_from_where_the_run_goes_on(pool, config_file, other):
+    set_data(config_file, sources=[{"path": str(other), "name": "b", "max_epochs": 1}])  # 249 samples
+    train(pool, 1, config_file, "run.steps=10", "batch.sequences=8")
+    code, printed = run_main(str(config_file), "run.steps=21", "batch.sequences=16")
+    assert code == 2 and "after 249 samples: run.steps at most 20" in printed
+    # From the start, 20 steps of 16 samples would be 320.
+    assert run_main(str(config_file), "run.steps=20", "batch.sequences=16")[0] == 0
+
+
+def test_an_accepted_change_that_came_to_nothing_leaves_the_checkpoint_as_it_was(pool, config_file):
+    set_data(config_file)
+    run = train(pool, 1, config_file, "run.steps=5")
+    changed = ["data.seed=3", "run.accept_changes=[data.seed]", "run.steps=9", "checkpoint.every_seconds=0"]
+    code, _ = run_main_with(Trainer, "fit", _die, str(config_file), *changed)
+    assert code == 1
+    assert run_main(str(config_file), "run.steps=6")[0] == 0
+    assert [record["step"] for record in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def _die(self, stop):
+    raise TrainingError("the node is gone")
+
+
+def test_sources_that_cannot_be_told_apart_are_refused(config_file, prepared, other):
+    same = [{"path": str(prepared), "name": "a"}, {"path": str(prepared), "name": "b"}]
+    set_data(config_file, sources=same)
+    code, printed = run_main(str(config_file), "--check")
+    assert code == 2 and "data.sources.0 and data.sources.1 are the same data" in printed
+    set_data(
+        config_file, sources=sources(prepared, other), validation=[{"path": str(p), "name": "v"} for p in (prepared, other)]
+    )
+    code, printed = run_main(str(config_file), "--check")
+    assert code == 2 and "data.validation.1: two sources are called 'v'" in printed
 
 
 # ---- text that is not prepared ----------------------------------------------------------------------------------------

@@ -27,13 +27,14 @@ _LISTED = 1 << 22  # samples listed at a time
 class SourceCoverage:
     """What was drawn of a source. `distinct`: different samples among those `drawn`, of `samples` that it has.
 
-    `tokens` (inputs that are not padding), `targets` (those with a loss) and `padding` are of the drawn samples, exactly where
+    Samples are of `sequence_length` inputs. `tokens` (inputs that are not padding), `targets` (those with a loss) and `padding` are of the drawn samples, exactly where
     `exact`, else in proportion to an epoch. `left_out`: tokens at the end of the source that fill no sample.
     """
 
     name: str
     path: str
     packing: str
+    sequence_length: int
     samples: int
     drawn: int
     distinct: int
@@ -74,7 +75,7 @@ class Coverage:
     step: int
     last_step: int
     samples: int
-    sequence_length: int
+    inputs: int
     sources: list[SourceCoverage]
     segments: list[SegmentCoverage]
 
@@ -99,23 +100,24 @@ def measure_coverage(history: History, step: int | None = None) -> Coverage:
         raise DataError(f"{history.name} has made no step; give --step N to see what it will have read then")
     history.stretch_of(step)  # refuses a step that there is not
     drawn: dict[tuple, _Drawn] = {}
+    inputs = 0
     for stretch in history.stretches:
         if stretch.start.step < step:
             first, after = stretch.start.samples, stretch.consumed(min(step, stretch.last))
             _add_ranges(drawn, stretch, first, after)
-    last = history.stretch_of(step)
+            inputs += (after - first) * stretch.config.data.sequence_length
+    samples = history.stretch_of(step).consumed(step)
     sources = [_covered(one) for one in drawn.values()]
-    return Coverage(
-        history.name, step, history.last, last.consumed(step), last.stream.sequence_length, sources, _segments(history, step)
-    )
+    return Coverage(history.name, step, history.last, samples, inputs, sources, _segments(history, step))
 
 
 def _add_ranges(drawn: dict[tuple, _Drawn], stretch: Stretch, first: int, after: int) -> None:
     stream, packing = stretch.stream, stretch.config.data.packing
     before, until = stream.mixture.counts(first), stream.mixture.counts(after)
     for number, source in enumerate(stream.sources):
-        key = source.name, source.data.fingerprint, packing, source.sequence_length
+        key = source.data.fingerprint, packing, source.sequence_length
         one = drawn.setdefault(key, _Drawn(source, packing))
+        one.source = source  # its latest name
         if before[number] < until[number]:
             one.ranges.setdefault(stream.shuffle, []).append((before[number], until[number]))
 
@@ -130,6 +132,7 @@ def _covered(one: _Drawn) -> SourceCoverage:
         name=source.name,
         path=str(source.data.path),
         packing=one.packing,
+        sequence_length=source.sequence_length,
         samples=size,
         drawn=drawn,
         distinct=_distinct(one),

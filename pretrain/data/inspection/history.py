@@ -35,12 +35,16 @@ STARTS_FILE = "starts.jsonl"
 
 @dataclass(frozen=True)
 class Start:
-    """Where processes began to work: after `step` steps, which had taken `samples`. Paths in `config` are absolute."""
+    """Where processes began to work: after `step` steps, which had taken `samples`. Paths in `config` are absolute.
+
+    `fingerprints`: what the content of each source was; empty for a plan.
+    """
 
     step: int
     samples: int
     data_size: int
     config: Config
+    fingerprints: tuple[str, ...] = ()
 
 
 class Stretch:
@@ -70,6 +74,12 @@ class Stretch:
         key = repr(dataclasses.replace(data, stages=[], seed=None, validation=[]))
         if key not in self._opened:
             self._opened[key] = open_sources(self.config)
+        for source, fingerprint in zip(self._opened[key], self.start.fingerprints):
+            if source.data.fingerprint != fingerprint:
+                raise DataError(
+                    f"{source.data.path}: is not what steps {self.first} to {self.last} were read from; it was prepared again since: "
+                    "restore it to see them"
+                )
         return open_stream(self.config, self._opened[key], self.schedule)
 
     def consumed(self, step: int) -> int:
@@ -95,7 +105,7 @@ class History:
         """The history of a run directory. Raises DataError or ConfigError naming what is missing or damaged."""
         if not folder.is_dir():
             raise DataError(f"{folder}: no such run directory")
-        starts = _read_starts(folder / STARTS_FILE)
+        starts = _found(_read_starts(folder / STARTS_FILE))
         stretches: list[Stretch] = []
         opened: dict[str, list[Samples]] = {}
         for start in reversed(starts):
@@ -179,7 +189,10 @@ def _read_starts(path: Path) -> list[Start]:
             record = json.loads(line)
             folder = Path(record["folder"])
             config = from_recorded(record["config"], place)
-            starts.append(Start(record["step"], record["samples"], record["data_size"], _absolute(config, folder)))
+            fingerprints = tuple(record["fingerprints"])
+            starts.append(
+                Start(record["step"], record["samples"], record["data_size"], _absolute(config, folder), fingerprints)
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}:{number}: not the record of a start ({error!r})") from error
     if not starts:
@@ -196,6 +209,22 @@ def _absolute(config: Config, folder: Path) -> Config:
         for name in ("sources", "validation")
     }
     return dataclasses.replace(config, data=dataclasses.replace(data, cache=cache, **moved))
+
+
+def _found(starts: list[Start]) -> list[Start]:
+    """The starts with sources that were moved since at the places where later starts had them."""
+    places = {f: source.path for start in starts for f, source in zip(start.fingerprints, start.config.data.sources)}
+
+    def moved(start: Start) -> Start:
+        data, known = start.config.data, dict(enumerate(start.fingerprints))
+        sources = [
+            source if is_url(source.path) or Path(source.path).is_dir() else dataclasses.replace(source, path=places[known[i]])
+            for i, source in enumerate(data.sources)
+        ]
+        config = dataclasses.replace(start.config, data=dataclasses.replace(data, sources=sources))
+        return dataclasses.replace(start, config=config)
+
+    return [moved(start) if start.fingerprints else start for start in starts]
 
 
 def _placed(path: str, folder: Path) -> str:

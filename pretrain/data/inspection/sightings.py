@@ -87,7 +87,7 @@ def _source(stretch: Stretch, name: str | None) -> Samples:
 
 
 def _is_same(one: Samples, other: Samples) -> bool:
-    return one.name == other.name and one.data.fingerprint == other.data.fingerprint
+    return one.data.fingerprint == other.data.fingerprint  # under another name, or in another place, it is the same
 
 
 def _seen_in(stretch: Stretch, source: int, start: int, end: int, current: int, epochs: int | None) -> Iterator[Sighting]:

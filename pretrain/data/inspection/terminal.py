@@ -124,16 +124,15 @@ def _sighting(one: Sighting) -> list[str]:
 
 def coverage_lines(coverage: Coverage, width: int) -> Iterator[str]:
     """What a run has read."""
-    tokens = coverage.samples * coverage.sequence_length
     yield from _table(
         [
             ("run", f"{coverage.run}, step {coverage.step:,} of {coverage.last_step:,}"),
-            ("read", f"{coverage.samples:,} samples, {tokens:,} inputs"),
+            ("read", f"{coverage.samples:,} samples, {coverage.inputs:,} inputs"),
         ],
         width,
     )
     yield ""
-    head = ["source", "samples", "drawn", "epochs", "distinct", "unseen", "tokens", "targets", "padding"]
+    head = ["source", "packing", "length", "samples", "drawn", "epochs", "distinct", "unseen", "tokens", "targets", "padding"]
     yield from _grid(head, [_source_row(source) for source in coverage.sources])
     if not all(source.exact for source in coverage.sources):
         yield "~ in proportion to whole epochs"
@@ -153,7 +152,7 @@ def coverage_lines(coverage: Coverage, width: int) -> Iterator[str]:
 def _source_row(source: SourceCoverage) -> list[str]:
     about = "" if source.exact else "~"
     amounts = [f"{about}{number:,}" for number in (source.tokens, source.targets, source.padding)]
-    counts = [f"{number:,}" for number in (source.samples, source.drawn)]
+    counts = [source.packing, *(f"{number:,}" for number in (source.sequence_length, source.samples, source.drawn))]
     unseen = f"{source.unseen:,} ({source.unseen / source.samples:.1%})"
     return [escaped(source.name), *counts, f"{source.epochs:.3f}", f"{source.distinct:,}", unseen, *amounts]
 

@@ -57,6 +57,10 @@ class TextTraining:
         return self.stream.tokenizer.fingerprint
 
     @property
+    def fingerprints(self) -> list[str]:
+        return []
+
+    @property
     def vocab_size(self) -> int:
         return self.stream.tokenizer.vocab_size
 

@@ -397,7 +397,15 @@ def test_a_recorded_configuration_comes_back_as_it_was(planned):
 def test_it_answers_at_once_and_without_torch(planned, tmp_path):
     config, _ = load_config(planned)
     data = dataclasses.replace(config.data, seed=7)
-    start = {"step": 0, "samples": 0, "world_size": 2, "data_size": 2, "folder": "/", "config": dataclasses.asdict(config)}
+    start = {
+        "step": 0,
+        "samples": 0,
+        "world_size": 2,
+        "data_size": 2,
+        "folder": "/",
+        "fingerprints": [],
+        "config": dataclasses.asdict(config),
+    }
     start["config"]["data"] = dataclasses.asdict(data)
     (tmp_path / "starts.jsonl").write_text(json.dumps(start) + "\n")
     for what in (["--step", "50"], ["--document", "3", "--source", "a"], ["--coverage", "--step", "9"]):

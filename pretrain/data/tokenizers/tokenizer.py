@@ -61,11 +61,16 @@ class Tokenizer(Protocol):
 def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
     """The tokenizer at `path`: a file, or a directory that has a `tokenizer.json` or one `*.model`.
 
-    A directory with both gives `tokenizer.json`, as in transformers. `engine` "tiktoken" is for those who had it proven by
+    A directory with both gives `tokenizer.json`, as in transformers; one with neither is what `AutoTokenizer` makes of it. `engine` "tiktoken" is for those who had it proven by
     `tokenizer_engine.choose_engine`, and load the same file again in another process. Raises DataError when there is none, when it
     cannot be read, when it has no end-of-document token, or when tiktoken cannot express it.
     """
-    file = _file_of(Path(path))
+    path = Path(path)
+    if path.is_dir() and not (path / JSON_NAME).is_file() and not any(path.glob("*.model")) and any(path.glob("*vocab*")):
+        from pretrain.data.tokenizers.auto import converted
+
+        path = converted(path)
+    file = _file_of(path)
     tokenizer = HuggingFaceTokenizer(file) if file.suffix == ".json" else SentencePieceTokenizer(file)
     if engine == "library":
         return tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from pretrain.errors import CheckpointError
@@ -37,8 +37,17 @@ _ALLOWED = {
 }  # fmt: skip
 
 
+def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
+    """What `getattr` does for the one enumeration that metadata has: Python 3.11.0 to 3.11.3 pickle its members as such a call."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"an attribute of {kind!r} has no place in checkpoint metadata")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or (module, name) in _ALLOWED:
             return super().find_class(module, name)

@@ -117,6 +117,29 @@ def test_hostile_metadata_is_refused_and_executes_nothing(run, tmp_path):
     assert fired.exists()  # the bomb is real
 
 
+class Attribute:
+    """Pickled as a call of getattr, as Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_metadatas_enumeration_are_read_as_every_python_writes_them(run):
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+
+    file = newest(run) / ".metadata"
+    member = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+    file.write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, planner_data=member)))
+    assert read_metadata(newest(run)).planner_data is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    for owner, name in ((Path, "unlink"), (_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__")):
+        file.write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, planner_data=Attribute(owner, name))))
+        with pytest.raises(CheckpointError, match=r"\.metadata: refused"):
+            read_metadata(newest(run))
+
+
 def test_a_payload_with_an_item_that_is_no_tensor_is_refused(tmp_path):
     import torch.distributed.checkpoint as dcp
 

@@ -16,14 +16,18 @@ from torch import Tensor
 from pretrain.checkpoint import files
 from pretrain.checkpoint.load import first_damage, load_state, saved_tensors
 from pretrain.checkpoint.save import write_checkpoint
-from pretrain.config.schema import Model, Rope
+from pretrain.config.model_schema import Model
+from pretrain.config.recorded import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
 from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.models.decoder import Decoder
-from pretrain.models.families import Family, family_of, family_of_hf
+from pretrain.models.families import family_of, family_of_hf
+from pretrain.models.families.family import Family
+from pretrain.models.families.weights import resolve
+from pretrain.models.network import build_network
 
 SHARD_BYTES = 5 * 10**9
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,8 +43,7 @@ def read_checkpoint(path: Path) -> tuple[Model, dict[str, Tensor], Path]:
     if damage := first_damage(checkpoint, ALONE):
         raise CheckpointError(damage)
     state = load_state(checkpoint)
-    shape = state["model"]
-    model = Model(**{**shape, "rope": Rope(**shape["rope"])})
+    model = build_section(Model, state["model"])
     weights = saved_tensors(checkpoint, "model.")
     return model, {name.removeprefix("model."): tensor for name, tensor in weights.items()}, checkpoint
 
@@ -65,9 +68,10 @@ def export(path: Path, output: Path, dtype: str, verify: bool) -> dict[str, Any]
     refuse_existing(output)
     model, weights, checkpoint = read_checkpoint(path)
     family = family_of(model.family)
-    names = family.names(model)
-    if names.keys() != weights.keys():
-        odd = sorted(names.keys() ^ weights.keys())
+    entries = resolve(family.weights, model, list(shapes_of(model)))
+    names = {name for line in entries for name in line.ours}
+    if names != weights.keys():
+        odd = sorted(names ^ weights.keys())
         raise CheckpointError(f"{checkpoint}: {odd[0]} is on one side only of {model.family}'s weight map; nothing was written")
     weights = {name: tensor.to(EXPORT_DTYPES[dtype]) for name, tensor in weights.items()}
     with staged_directory(output) as writing:
@@ -75,7 +79,10 @@ def export(path: Path, output: Path, dtype: str, verify: bool) -> dict[str, Any]
         # In this order: transformers chooses the tokenizer's class by the config.json beside it.
         _write_config(writing, family.to_hf(model), load_tokenizer(tokenizer).eod_id, dtype)
         export_tokenizer(tokenizer, writing, _SAMPLES)
-        _write_weights(writing, {names[name]: tensor for name, tensor in weights.items()})
+        theirs: dict[str, Tensor] = {}
+        for line in entries:
+            theirs |= zip(line.theirs, line.layout.to_theirs([weights[name] for name in line.ours], model))
+        _write_weights(writing, theirs)
         difference = _verified(writing, model, weights) if verify else None
     return {"checkpoint": checkpoint, "parameters": sum(t.numel() for t in weights.values()), "difference": difference}
 
@@ -148,24 +155,36 @@ def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
 
 
 def _translate(family: Family, model: Model, theirs: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    names = family.names(model)
-    head, embedding = "lm_head.weight", names["embedding.weight"]
+    shapes = shapes_of(model)
+    entries = resolve(family.weights, model, list(shapes))
+    names = {name for line in entries for name in line.theirs}
+    head, embedding = "lm_head.weight", next(line.theirs[0] for line in entries if line.ours == ("embedding.weight",))
     if model.tie_embeddings and head in theirs and torch.equal(theirs[head], theirs.get(embedding, theirs[head])):
         theirs.pop(head)  # the same tensor written twice
-    missing, surplus = sorted(set(names.values()) - set(theirs)), sorted(set(theirs) - set(names.values()))
+    missing, surplus = sorted(names - set(theirs)), sorted(set(theirs) - names)
     if missing or surplus:
         which = f"{missing[0]} is missing" if missing else f"{surplus[0]} has no place in {family.name}"
         raise CheckpointError(f"{directory}: {which} ({len(missing)} missing, {len(surplus)} surplus tensors)")
+    weights: dict[str, Tensor] = {}
+    for line in entries:
+        for name in line.theirs:
+            if not theirs[name].is_floating_point():
+                raise CheckpointError(f"{directory}: {name} is {theirs[name].dtype}; quantised weights cannot be trained")
+        expected = [shapes[name] for name in line.ours]
+        tensors = line.layout.to_ours([theirs[name].float() for name in line.theirs], expected, model)
+        for ours, tensor, shape in zip(line.ours, tensors, expected):
+            if tensor.shape != shape:
+                raise CheckpointError(
+                    f"{directory}: {line.theirs[0]} has shape {list(theirs[line.theirs[0]].shape)}, config.json says {list(shape)}"
+                )
+            weights[ours] = tensor
+    return weights
+
+
+def shapes_of(model: Model) -> dict[str, torch.Size]:
+    """The shape of every parameter of a model, by name."""
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Decoder(model).named_parameters()}
-    for ours, name in names.items():
-        if theirs[name].shape != shapes[ours]:
-            raise CheckpointError(
-                f"{directory}: {name} has shape {list(theirs[name].shape)}, config.json says {list(shapes[ours])}"
-            )
-        if not theirs[name].is_floating_point():
-            raise CheckpointError(f"{directory}: {name} is {theirs[name].dtype}; quantised weights cannot be trained")
-    return {ours: theirs[name].float() for ours, name in names.items()}
+        return {name: p.shape for name, p in build_network(model).named_parameters()}
 
 
 def _read_safetensors(directory: Path) -> dict[str, Tensor]:

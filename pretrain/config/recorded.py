@@ -16,15 +16,16 @@ def from_recorded(values: Any, place: str) -> Config:
     Raises ConfigError for values of which this program's `Config` does not consist.
     """
     try:
-        return _build(Config, values)
+        return build_section(Config, values)
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{place}: not a configuration of this version of the program ({error})") from error
 
 
-def _build(kind: Any, values: Any) -> Any:
+def build_section(kind: Any, values: Any) -> Any:
+    """A dataclass from what `dataclasses.asdict` made of it. Raises TypeError, KeyError or AttributeError where it is not that."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(**{name: _build(hints[name], value) for name, value in values.items()})
+        return kind(**{name: build_section(hints[name], value) for name, value in values.items()})
     if typing.get_origin(kind) is list and dataclasses.is_dataclass(typing.get_args(kind)[0]):
-        return [_build(typing.get_args(kind)[0], value) for value in values]
+        return [build_section(typing.get_args(kind)[0], value) for value in values]
     return tuple(values) if typing.get_origin(kind) is tuple else values

@@ -7,24 +7,11 @@ the resolved configuration (`--print-config`, and config.yaml in the run directo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-
-def key(default: Any, help: str, *, ge=None, gt=None, le=None, lt=None, only=None) -> Any:
-    """A configuration key: default value, one line of documentation with units, and its legal range.
-
-    `only` names the single value that is legal today for a key whose other values are not built yet.
-    """
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "only": only}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def section(kind: type) -> Any:
-    """A nested section with that dataclass's own defaults; its docstring is its documentation."""
-    return field(default_factory=kind, metadata={"help": kind.__doc__})
+from pretrain.config.keys import key, section
+from pretrain.config.model_schema import Model
 
 
 @dataclass
@@ -53,52 +40,6 @@ class Run:
         False, "Bitwise reproducible kernels and reductions: the same layout resumed gives the same bits. Slower."
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Device of every rank; `auto` is CUDA where there is one.")
-
-
-@dataclass
-class Rope:
-    """Rotary position embedding (Su et al., arXiv 2104.09864)."""
-
-    theta: float = key(10000.0, "Base of the rotation frequencies.", gt=0)
-
-
-@dataclass
-class Model:
-    """The network."""
-
-    family: Literal["llama"] = key("llama", "Model family; decides block structure and the Hugging Face mapping.")
-    dim: int = key(384, "Width of the residual stream.", ge=1)
-    layers: int = key(6, "Number of decoder blocks.", ge=1)
-    heads: int = key(6, "Attention heads of a block (query heads).", ge=1)
-    kv_heads: int | None = key(
-        None, "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.", ge=1
-    )
-    head_dim: int | None = key(None, "Width of a head, an even number; `dim / heads` by default.", ge=2)
-    ffn_dim: int | None = key(None, "Hidden width of the MLP; 8/3 of `dim`, rounded up to a multiple of 64, by default.", ge=1)
-    vocab_size: int | None = key(
-        None, "Token ids the model knows (rows of the embedding); those of the data's tokenizer by default.", ge=2
-    )
-    tie_embeddings: bool = key(False, "Use the embedding's matrix as the output head too, instead of one of its own.")
-    norm_eps: float = key(1e-5, "Added to the mean square in RMSNorm, so that it is never zero.", gt=0)
-    rope: Rope = section(Rope)
-    attention: Literal["auto", "sdpa", "flex"] = key(
-        "auto",
-        "What applies document masks; changes speed and memory, not the result. `sdpa`: torch's scaled_dot_product_attention "
-        "with a dense mask (a byte per pair of positions); `flex`: FlexAttention, which skips what is masked (training: CUDA "
-        "only); `auto`: flex on CUDA for heads of at least 16, else sdpa. Without document masks attention is always torch's "
-        "causal kernel.",
-    )
-    max_sequence_length: int | None = key(
-        None,
-        "Longest sequence the model is said to be good for: `max_position_embeddings` of an export, and the limit of "
-        "tools/generate.py; `data.sequence_length` by default.",
-        ge=1,
-    )
-    init_std: float = key(
-        0.02,
-        "Standard deviation of initial weights; projections into the residual stream get it over sqrt(2 × layers).",
-        gt=0,
-    )
 
 
 @dataclass

@@ -39,11 +39,11 @@ class StepBatch:
     documents_BT: Tensor | None
     cursor: list[int] | None = None
 
-    def micro(self, index: int, sequences: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens, targets and documents of a micro-step, on the device."""
+    def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
+        """The network's inputs of a micro-step, by name, on the device."""
         part = slice(index * sequences, (index + 1) * sequences)
-        tensors = self.tokens_BT, self.targets_BT, self.documents_BT
-        return tuple(None if t is None else t[part].to(device, non_blocking=True) for t in tensors)
+        tensors = {"tokens_BT": self.tokens_BT, "targets_BT": self.targets_BT, "documents_BT": self.documents_BT}
+        return {name: t[part].to(device, non_blocking=True) for name, t in tensors.items() if t is not None}
 
 
 def make_batch(

@@ -1,4 +1,4 @@
-"""Document masks: a position attends to no other document than its own, and counts from where that begins.
+"""Masks: which earlier positions a position attends to, by document and by sliding window.
 
 A sequence of T positions is packed from documents. `documents_BT` labels them: neighbours with equal labels belong together,
 and wherever the label changes another document begins, so padding is simply one more label. Everything here stays on the
@@ -11,25 +11,27 @@ labels' device and never waits for it.
                                                 . . . 1 1 . . .   every row holds at least itself: no softmax over nothing
                                                 . . . . . 1 . .
 
-Two back ends compute the same attention. `sdpa` takes a dense mask: O(T^2) memory, any device. `flex` (FlexAttention,
-arXiv 2412.05496) skips the blocks of the attention matrix that hold no pair of one document: O(T) memory, compiled for CUDA.
+A window of W lets a query see itself and the W - 1 positions before it. Two back ends compute the same attention. `sdpa` takes a
+dense mask: O(T^2) memory, any device. `flex` (FlexAttention, arXiv 2412.05496) skips the blocks of the attention matrix that hold
+no pair that attends: O(T) memory, compiled for CUDA.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
-from pretrain.config.schema import Model
+from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
 
 Mask = Tensor | BlockMask
+"""True where a row attends, or what is added to the scores, [B or 1, H or 1, T, S]; or blocks of FlexAttention."""
+Backend = Literal["sdpa", "flex"]
 FLEX_BLOCK = 128  # rows and columns of a block of FlexAttention, its default
 FLEX_NARROWEST_HEAD = 16  # below, its kernels do not compile
 
@@ -46,39 +48,67 @@ def document_positions(numbers_BT: Tensor) -> Tensor:
     return torch.arange(numbers_BT.shape[1], device=numbers_BT.device) - begin_BT
 
 
-def attention_backend(model: Model, device: torch.device, training: bool) -> Literal["sdpa", "flex"]:
-    """What applies document masks: `model.attention` with `auto` resolved. Raises ConfigError where it cannot run."""
-    if model.attention == "auto":
+def attention_backend(model: Model, device: torch.device, training: bool) -> Backend:
+    """What applies document masks: `model.attention_backend` with `auto` resolved. Raises ConfigError where it cannot run."""
+    if model.attention_backend == "auto":
         return "flex" if device.type == "cuda" and model.head_dim >= FLEX_NARROWEST_HEAD else "sdpa"
-    if model.attention == "flex" and training and device.type != "cuda":
+    if model.attention_backend == "flex" and training and device.type != "cuda":
         raise ConfigError(
-            f"model.attention=flex cannot train on run.device={device.type}: FlexAttention has a backward pass on CUDA only; "
+            f"model.attention_backend=flex cannot train on run.device={device.type}: FlexAttention has a backward pass on CUDA only; "
             "use sdpa or auto"
         )
-    if model.attention == "flex" and device.type == "cuda" and model.head_dim < FLEX_NARROWEST_HEAD:
+    if model.attention_backend == "flex" and device.type == "cuda" and model.head_dim < FLEX_NARROWEST_HEAD:
         raise ConfigError(
-            f"model.attention=flex needs model.head_dim of at least {FLEX_NARROWEST_HEAD}, and it is {model.head_dim}; "
+            f"model.attention_backend=flex needs model.head_dim of at least {FLEX_NARROWEST_HEAD}, and it is {model.head_dim}; "
             "raise it, or use sdpa or auto"
         )
-    return model.attention
+    return model.attention_backend
 
 
-def document_mask(numbers_BT: Tensor, backend: Literal["sdpa", "flex"]) -> Mask:
-    """Who attends to whom: earlier positions of the same document, and itself. Built once per forward, for all layers."""
-    return _block_mask(numbers_BT) if backend == "flex" else _dense_mask(numbers_BT)
+def attention_mask(
+    length: int,
+    device: torch.device,
+    backend: Backend,
+    numbers_BT: Tensor | None = None,
+    window: int = 0,
+    explicit: bool = False,
+) -> Mask | None:
+    """Who attends to whom: earlier positions of the same document and inside the window, and itself.
+
+    `numbers_BT`: see `document_numbers`; `window` 0: no window. None where only the future is masked, which torch's causal kernel
+    does by itself, unless an `explicit` mask is asked for. Built once per forward, for all layers of a kind.
+    """
+    window = window if window < length else 0
+    if numbers_BT is None and not window and not explicit:
+        return None
+    if backend == "sdpa":
+        return _dense_mask(length, device, numbers_BT, window)
+    numbers_BT = torch.zeros(1, length, dtype=torch.int64, device=device) if numbers_BT is None else numbers_BT
+    return _block_mask(numbers_BT, window)
 
 
-def _dense_mask(numbers_BT: Tensor) -> Tensor:
-    """Boolean [B, 1, T, T], true where a row attends."""
-    return (numbers_BT[:, :, None] == numbers_BT[:, None, :]).tril()[:, None]
+def cached_mask(start: int, stop: int, device: torch.device, window: int = 0) -> Tensor:
+    """Mask [1, 1, stop - start, stop] of new positions that attend to what is in a cache, and to each other."""
+    distance = torch.arange(start, stop, device=device)[:, None] - torch.arange(stop, device=device)
+    attends = distance >= 0
+    return (attends & (distance < window) if window else attends)[None, None]
 
 
-def _block_mask(numbers_BT: Tensor) -> BlockMask:
+def _dense_mask(length: int, device: torch.device, numbers_BT: Tensor | None, window: int) -> Tensor:
+    """Boolean [B or 1, 1, T, T], true where a row attends."""
+    if numbers_BT is None:
+        attends = torch.ones(1, length, length, dtype=torch.bool, device=device)
+    else:
+        attends = numbers_BT[:, :, None] == numbers_BT[:, None, :]
+    return (attends.tril().triu(1 - window) if window else attends.tril())[:, None]
+
+
+def _block_mask(numbers_BT: Tensor, window: int) -> BlockMask:
     """What `create_block_mask` makes of the same rule, without going through all T^2 pairs.
 
     Numbers do not fall along a sequence, so the first and the last one of each block of positions decide: a block of keys
-    matters to a later block of queries if it ends in the document in which that begins, and needs no mask inside if both lie in
-    one document altogether.
+    matters to a later block of queries if it ends in the document in which that begins and reaches into the window of its first
+    query, and needs no mask inside if both lie in one document altogether and in the window of its last query.
     """
     length = numbers_BT.shape[1]
     # What is missing in the last block counts as a document of its own: such a block is never taken for a whole one.
@@ -86,8 +116,13 @@ def _block_mask(numbers_BT: Tensor) -> BlockMask:
     first_BN, last_BN = padded_BT[:, ::FLEX_BLOCK], padded_BT[:, FLEX_BLOCK - 1 :: FLEX_BLOCK]
     needed_BNN = (last_BN[:, None, :] >= first_BN[:, :, None]).tril()
     whole_BNN = (first_BN[:, None, :] == last_BN[:, :, None]).tril(-1)
+    if window:
+        begin_N = torch.arange(first_BN.shape[1], device=numbers_BT.device) * FLEX_BLOCK
+        nearest_NN = begin_N[:, None] - (begin_N + FLEX_BLOCK - 1)  # from the first query of a block to the last key of another
+        needed_BNN = needed_BNN & (nearest_NN < window)
+        whole_BNN = whole_BNN & (nearest_NN + 2 * (FLEX_BLOCK - 1) < window)
     partial, whole = _listed(needed_BNN & ~whole_BNN), _listed(whole_BNN)
-    rule = _same_document(numbers_BT.int())
+    rule = _attends(numbers_BT.int(), window)
     return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=FLEX_BLOCK, mask_mod=rule, seq_lengths=(length, length))
 
 
@@ -97,30 +132,11 @@ def _listed(blocks_BNN: Tensor) -> tuple[Tensor, Tensor]:
     return blocks_BNN.sum(dim=-1).int()[:, None], order_BNN.int()[:, None]
 
 
-def _same_document(numbers_BT: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (numbers_BT[batch, query] == numbers_BT[batch, key])
+def _attends(numbers_BT: Tensor, window: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # One row of numbers may stand for all sequences.
+        row = batch if numbers_BT.shape[0] > 1 else batch * 0
+        attends = (query >= key) & (numbers_BT[row, query] == numbers_BT[row, key])
+        return attends & (query - key < window) if window else attends
 
-    return attends
-
-
-def masked_attention(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTG: Tensor, mask: Mask) -> Tensor:
-    """Attention [B, H, T, G] under a document mask, with the back end that the mask was built for."""
-    grouped = q_BHTG.shape[1] != k_BKTG.shape[1]
-    if isinstance(mask, Tensor):
-        if grouped and q_BHTG.is_cuda:
-            # On CUDA the one fused kernel that takes a mask knows no groups: with them torch would fall back to plain
-            # matrix products and keep all H x T x T scores (notes of torch's scaled_dot_product_attention).
-            repeats = q_BHTG.shape[1] // k_BKTG.shape[1]
-            k_BKTG, v_BKTG = (x.repeat_interleave(repeats, dim=1) for x in (k_BKTG, v_BKTG))
-            grouped = False
-        return F.scaled_dot_product_attention(q_BHTG, k_BKTG, v_BKTG, attn_mask=mask, enable_gqa=grouped)
-    # A compiled block takes it in as it is; on CPU it is the reference only, and compiling costs more than it saves.
-    compiled = q_BHTG.is_cuda and not torch.compiler.is_compiling()
-    attend = _compiled_flex() if compiled else flex_attention
-    return attend(q_BHTG, k_BKTG, v_BKTG, block_mask=mask, enable_gqa=grouped)
-
-
-@functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
+    return rule

@@ -3,22 +3,78 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from pretrain.config.schema import Model
+from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, nearest_multiples
+
+# Switches of a plain pre-norm decoder, where neither the configuration nor the family says anything.
+PLAIN: dict[str, Any] = {
+    "tie_embeddings": False, "norm_eps": 1e-5, "positions": "rope", "parallel_residual": False, "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0, "logit_multiplier": 1.0, "logit_soft_cap": 0.0,
+    "norm.kind": "rms", "norm.placement": "pre", "norm.qk": "none",
+    "rope.theta": 10000.0, "rope.fraction": 1.0, "rope.layout": "half", "rope.pattern": [True], "rope.scaling": "none",
+    "rope.factor": 1.0, "rope.low_frequency": 1.0, "rope.high_frequency": 4.0, "rope.beta_fast": 32.0, "rope.beta_slow": 1.0,
+    "rope.attention_factor": 0.0, "rope.mscale": 0.0, "rope.mscale_all_dim": 0.0, "rope.truncate": True, "rope.scale_local": False,
+    "attention.bias": [], "attention.soft_cap": 0.0, "attention.window": 0, "attention.window_pattern": [True],
+    "attention.sinks": False,
+    "latent.kv_rank": 0, "latent.query_rank": 0, "latent.rope_dim": 0, "latent.plain_dim": 0, "latent.value_dim": 0,
+    "mlp.activation": "silu", "mlp.gated": True, "mlp.bias": False,
+    "experts.count": 0, "experts.active": 0, "experts.ffn_dim": 0, "experts.shared": 0, "experts.dense_layers": [],
+    "experts.scoring": "softmax", "experts.normalise": True, "experts.scale": 1.0, "experts.groups": 1, "experts.active_groups": 1,
+    "experts.router_bias": False, "experts.correction": False, "experts.correction_rate": 0.0, "experts.balance_loss": 0.0,
+    "experts.router_z_loss": 0.0,
+}  # fmt: skip
+
+
+def flat(model: Any, prefix: str = "") -> dict[str, Any]:
+    """The keys of a section and of those in it, with dots."""
+    values = {}
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        name = f"{prefix}{field.name}"
+        values |= flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return values
+
+
+def with_values(model: Any, values: dict[str, Any]) -> Any:
+    """A copy of a section in which these dotted keys are replaced."""
+    own, nested = {}, {}
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            own[name] = value
+    sections = {name: with_values(getattr(model, name), inner) for name, inner in nested.items()}
+    return dataclasses.replace(model, **own, **sections)
 
 
 def complete(model: Model, sequence_length: int | None = None) -> Model:
     """The section with every derivable key filled in (`vocab_size` stays as it is). Raises ConfigError naming both keys."""
+    from pretrain.models.families import family_of
+
+    model = _sizes(model, sequence_length)
+    said = {name for name, value in flat(model).items() if value is not None}
+    defaults = {name: value for name, value in {**PLAIN, **family_of(model.family).switches(model)}.items() if name not in said}
+    model = with_values(model, defaults)
+    last = {
+        "rope.local_theta": model.rope.local_theta or model.rope.theta,
+        "attention.query_scalar": model.attention.query_scalar or query_scalar(model),
+        "ffn_dim": model.ffn_dim or (-(-8 * model.dim // (3 * 64)) * 64 if model.mlp.gated else 4 * model.dim),
+    }
+    if model.rope.scaling != "none":
+        last["rope.original_length"] = model.rope.original_length or model.max_sequence_length
+    model = with_values(model, last)
+    _check(model)
+    return model
+
+
+def _sizes(model: Model, sequence_length: int | None) -> Model:
     if model.head_dim is None and model.dim % model.heads:
         raise ConfigError(
             f"model.dim={model.dim} is not divisible by model.heads={model.heads}; "
             f"nearest legal model.dim: {nearest_multiples(model.dim, model.heads)}, or set model.head_dim"
-        )
-    head_dim = model.head_dim or model.dim // model.heads
-    if head_dim % 2:
-        raise ConfigError(
-            f"model.head_dim={head_dim} must be even: rotary positions turn pairs; nearest: {head_dim - 1}, {head_dim + 1}"
         )
     kv_heads = model.kv_heads or model.heads
     if model.heads % kv_heads:
@@ -29,5 +85,47 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
         raise ConfigError(
             f"model.max_sequence_length={longest} is below data.sequence_length={sequence_length}; raise it or remove it"
         )
-    ffn_dim = model.ffn_dim or -(-8 * model.dim // (3 * 64)) * 64
-    return dataclasses.replace(model, head_dim=head_dim, kv_heads=kv_heads, ffn_dim=ffn_dim, max_sequence_length=longest)
+    head_dim = model.head_dim or model.dim // model.heads
+    return dataclasses.replace(model, head_dim=head_dim, kv_heads=kv_heads, max_sequence_length=longest)
+
+
+def _check(model: Model) -> None:
+    from pretrain.models.rotary import rotated_width
+
+    width = rotated_width(model)
+    if model.positions == "rope" and (width % 2 or not width):
+        if model.rope.fraction == 1 and not model.latent.kv_rank:
+            raise ConfigError(
+                f"model.head_dim={model.head_dim} must be even: rotary positions turn pairs; "
+                f"nearest: {model.head_dim - 1}, {model.head_dim + 1}"
+            )
+        raise ConfigError(
+            f"model.rope.fraction={model.rope.fraction} of model.head_dim={model.head_dim} is {width}: rotary positions turn pairs, "
+            "so it must be even and not 0"
+        )
+    for name, values in (("rope.pattern", model.rope.pattern), ("attention.window_pattern", model.attention.window_pattern)):
+        if not 1 <= len(values) <= model.layers:
+            raise ConfigError(
+                f"model.{name} has {len(values)} entries for model.layers={model.layers}; give 1 to {model.layers}"
+            )
+
+
+def query_scalar(model: Model) -> float:
+    """What scores are divided by the square root of, unless it is set: the width of a query."""
+    return float(model.latent.plain_dim + model.latent.rope_dim if model.latent.kv_rank else model.head_dim)
+
+
+def has_window(model: Model, layer: int) -> bool:
+    """Whether a layer, from 0, has the sliding window."""
+    pattern = model.attention.window_pattern
+    return model.attention.window > 0 and pattern[layer % len(pattern)]
+
+
+def has_rope(model: Model, layer: int) -> bool:
+    """Whether a layer, from 0, rotates queries and keys."""
+    return model.positions == "rope" and model.rope.pattern[layer % len(model.rope.pattern)]
+
+
+def shortest_period(values: list[Any]) -> list[Any]:
+    """The shortest list that gives `values` when it is repeated, its last repetition perhaps cut short."""
+    return next(values[:n] for n in range(1, len(values) + 1) if all(v == values[i % n] for i, v in enumerate(values)))

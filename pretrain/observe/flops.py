@@ -1,14 +1,17 @@
 """Model FLOPs and MFU, by the convention most published numbers use (PaLM, arXiv 2204.02311, appendix B).
 
 Per token, forward and backward: 6 x (parameters in matrix multiplications; the embedding look-up is none, the output head is one)
-+ 12 x layers x attention width x sequence length. No causal discount, no recomputation.
++ 12 x layers x attention width x min(sequence length, window). No causal discount, no recomputation.
 """
 
 from __future__ import annotations
 
 import torch
 
-from pretrain.config.schema import Model
+from pretrain.config.model_schema import Model
+from pretrain.models.layers import Embedding
+from pretrain.models.network import build_network
+from pretrain.models.shape import has_window
 
 # Dense peak, FLOP/s, as printed in the vendors' data sheets. Names exactly as torch reports them: what begins alike (4090 D,
 # 3090 Ti, a MIG slice) is another device.
@@ -32,15 +35,34 @@ PEAKS_BF16 = {
 
 
 def matmul_parameters(model: Model) -> int:
-    """Parameters that a token is multiplied with."""
-    attention = model.dim * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-    mlp = 3 * model.dim * model.ffn_dim
-    return model.layers * (attention + mlp) + model.vocab_size * model.dim
+    """Parameters that a token is multiplied with; of routed experts those of the active ones."""
+    with torch.device("meta"):
+        network = build_network(model)
+    tables = {id(module.weight) for module in network.modules() if isinstance(module, Embedding)}
+    matrices = [
+        (name, p.numel())
+        for name, p in network.named_parameters()
+        if p.dim() > 1 and id(p) not in tables and not name.endswith("bias")
+    ]
+    routed = sum(count for name, count in matrices if ".experts." in name)
+    rest = sum(count for name, count in matrices if ".experts." not in name)
+    head = model.vocab_size * model.dim if model.tie_embeddings else 0
+    return rest + head + (routed * model.experts.active // model.experts.count if routed else 0)
+
+
+def attention_flops(model: Model, sequence_length: int) -> int:
+    """FLOPs per token of scores and of the sums over values, forward and backward, over all layers."""
+    latent = model.latent
+    widths = latent.plain_dim + latent.rope_dim + latent.value_dim if latent.kv_rank else 2 * model.head_dim
+    seen = [
+        min(sequence_length, model.attention.window) if has_window(model, i) else sequence_length for i in range(model.layers)
+    ]
+    return 6 * model.heads * widths * sum(seen)
 
 
 def flops_per_token(model: Model, sequence_length: int) -> int:
-    """FLOPs of forward and backward per token."""
-    return 6 * matmul_parameters(model) + 12 * model.layers * model.heads * model.head_dim * sequence_length
+    """FLOPs of forward and backward per token, of a complete model."""
+    return 6 * matmul_parameters(model) + attention_flops(model, sequence_length)
 
 
 def peak_flops(device: torch.device, compute: str) -> float | None:

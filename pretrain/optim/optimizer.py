@@ -6,13 +6,17 @@ import torch
 from torch import nn
 
 from pretrain.config.schema import Optim
-from pretrain.models.blocks import Embedding
+from pretrain.models.layers import Embedding
 
 
 def decayed(model: nn.Module) -> dict[str, bool]:
     """Whether weight decay applies to each parameter: to matrices, not to norms and biases (vectors) nor embeddings."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)}
-    return {name: p.dim() > 1 and id(p) not in tables for name, p in model.named_parameters()}
+    return {
+        # The biases of all experts together are a matrix.
+        name: p.dim() > 1 and id(p) not in tables and not name.endswith("bias")
+        for name, p in model.named_parameters()
+    }
 
 
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:

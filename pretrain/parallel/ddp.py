@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.config.schema import Config
 from pretrain.distributed.ranks import Ranks
-from pretrain.models.decoder import Decoder
 from pretrain.parallel.layout import Layout
 
 
@@ -32,7 +31,7 @@ class DataParallel:
         self.keep_buckets = config.run.deterministic and layout.replicate > 2
         self.wrapped: DistributedDataParallel | None = None
 
-    def place(self, model: Decoder, fill: Callable[[Decoder], None]) -> nn.Module:
+    def place(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         model.to_empty(device=self.device)
         fill(model)
         options = self.config.parallel.ddp

@@ -1,6 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state are sharded; HSDP when there is a replicating axis as well.
 
-Units of gathering: the embedding, each block, [final norm, output head]. With tied embeddings the shared table stays in the
+Units of gathering are the network's parts: the embedding, each block, [final norm, output head]. With tied embeddings the shared table stays in the
 root's unit, together with the norm, because it is used at both ends of the forward pass.
 """
 
@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from pretrain.config.schema import Config
 from pretrain.distributed.ranks import Ranks
-from pretrain.models.decoder import Decoder
 from pretrain.parallel.layout import Layout
 from pretrain.parallel.strategy import DTYPES
 
@@ -37,7 +36,7 @@ class FullyShard:
         self.mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
         self.root: FSDPModule | None = None
 
-    def place(self, model: Decoder, fill: Callable[[Decoder], None]) -> nn.Module:
+    def place(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         options = {
             "mesh": self.mesh,
             # Inputs are left alone: rotary tables stay fp32, as they do under every other strategy.
@@ -48,14 +47,12 @@ class FullyShard:
             ),
             "offload_policy": self._offload_policy(),
         }
-        reshard = self.config.parallel.reshard_after_forward
-        if model.output is not None:
-            fully_shard(model.embedding, reshard_after_forward=reshard, **options)
-        for layer in model.layers:
-            fully_shard(layer, reshard_after_forward=reshard, **options)
-        if model.output is not None:
+        reshard, parts = self.config.parallel.reshard_after_forward, model.parts()
+        for unit in (*parts.embedding, *parts.blocks):
+            fully_shard(unit, reshard_after_forward=reshard, **options)
+        if parts.head:
             # Used last in forward and first in backward: freeing it in between would only gather it again.
-            fully_shard([model.norm, model.output], reshard_after_forward=False, **options)
+            fully_shard(parts.head, reshard_after_forward=False, **options)
         fully_shard(model, reshard_after_forward=False, **options)
         self.root = model
         for module in model.modules():

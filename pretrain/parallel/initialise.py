@@ -11,10 +11,8 @@ import hashlib
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from pretrain.models.decoder import Decoder
 
 BLOCK_ELEMENTS = 1 << 20  # part of the definition of the values: changing it changes every initial weight
 
@@ -35,15 +33,15 @@ def draw_rows(seed: int, name: str, shape: tuple[int, ...], start: int, stop: in
 
 
 @torch.no_grad()
-def initialise(model: Decoder, seed: int) -> None:
-    """Fill every parameter of a materialised model, sharded or not."""
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every parameter of a materialised network, sharded or not."""
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        std = model.initial_std(name)
-        if std is None:
-            local.fill_(1.0)
+        mean, std = model.initial(name)
+        if std == 0:
+            local.fill_(mean)
         else:
-            local.copy_(_local_values(parameter, name, seed).mul_(std))
+            local.copy_(_local_values(parameter, name, seed).mul_(std).add_(mean))
 
 
 def _local_values(parameter: Tensor, name: str, seed: int) -> Tensor:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 
 from pretrain.distributed.ranks import Ranks
-from pretrain.models.decoder import Decoder
 
 
 class Single:
@@ -20,7 +19,7 @@ class Single:
     def __init__(self, ranks: Ranks) -> None:
         self.device = ranks.device
 
-    def place(self, model: Decoder, fill: Callable[[Decoder], None]) -> nn.Module:
+    def place(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         model.to_empty(device=self.device)
         fill(model)
         return model

@@ -16,7 +16,7 @@ from torch import nn
 
 from pretrain.config.schema import Config
 from pretrain.distributed.ranks import Ranks
-from pretrain.models.decoder import Decoder
+from pretrain.models.layers import Embedding
 from pretrain.parallel.layout import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -31,10 +31,10 @@ class Strategy(Protocol):
     gradient_scale: float
     """Factor on the loss before backward that cancels an averaging reduction; 1 where the reduction sums."""
 
-    def place(self, model: Decoder, fill: Callable[[Decoder], None]) -> nn.Module:
+    def place(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         """Put a meta-device model on this rank, give its parameters values with `fill`, return what to call.
 
-        The result has `Decoder`'s forward; `model` itself keeps the plain parameter names.
+        `model` is a network (models/network.py); the result has its forward, and `model` itself keeps the plain parameter names.
         """
         ...
 
@@ -62,10 +62,12 @@ def build_strategy(config: Config, layout: Layout, ranks: Ranks) -> Strategy:
     return FullyShard(config, layout, ranks)
 
 
-def prepare_blocks(model: Decoder, config: Config) -> None:
+def prepare_blocks(model: nn.Module, config: Config) -> None:
     """What every strategy does alike: compute format, recomputation, compilation block by block."""
-    model.embedding.compute_dtype = DTYPES[config.precision.compute]
+    for module in model.modules():
+        if isinstance(module, Embedding):
+            module.compute_dtype = DTYPES[config.precision.compute]
     model.recompute_blocks = config.parallel.activation_checkpointing
     if config.parallel.compile:
-        for layer in model.layers:
-            layer.compile()
+        for block in model.parts().blocks:
+            block.compile()

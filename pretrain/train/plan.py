@@ -16,15 +16,16 @@ from pretrain.data.stream import Stream
 from pretrain.data.text.training import TextTraining
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
-from pretrain.models.decoder import Decoder, count_parameters
+from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
+from pretrain.models.network import build_network
 from pretrain.models.shape import complete
 from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.identity import check_accepted
 
 # Keys of the model that change no tensor of a run under way.
-NO_IDENTITY = {"init_std", "max_sequence_length", "attention"}
+NO_IDENTITY = {"init_std", "max_sequence_length", "attention_backend"}
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,27 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     check_accepted(config.run.accept_changes)
     opened, validation = open_data(config)
     config = complete_config(config, _vocabulary(config, opened))
-    family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
-    if config.data.document_mask:
-        attention_backend(config.model, device, training=True)
-    elif config.model.attention != "auto":
-        raise ConfigError(
-            f"model.attention={config.model.attention} is about document masks; set data.document_mask=true, or remove it"
-        )
+    if config.model.family != "custom":
+        family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
+    _check_backend(config, device)
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
     schedule = batch_schedule(config)
     data = open_stream(config, opened, schedule) if isinstance(opened, list) else opened
     return Plan(config, layout, data, schedule, validation, parameters)
+
+
+def _check_backend(config: Config, device: torch.device) -> None:
+    model = config.model
+    switches = model.attention
+    if config.data.document_mask or switches.window or switches.soft_cap or switches.sinks:
+        attention_backend(model, device, training=True)
+    elif model.attention_backend != "auto":
+        raise ConfigError(
+            f"model.attention_backend={model.attention_backend} is about masks of documents and windows, and this run has neither; "
+            "remove it"
+        )
 
 
 def check_data_suffices(plan: Plan, step: int = 0, samples: int = 0) -> None:
@@ -90,7 +99,7 @@ def complete_config(config: Config, vocab_size: int | None = None) -> Config:
 def model_size(config: Config) -> int:
     """Parameters of the model, counted on the meta device."""
     with torch.device("meta"):
-        return count_parameters(Decoder(config.model))
+        return count_parameters(build_network(config.model))
 
 
 def _vocabulary(config: Config, opened: list[Samples] | TextTraining) -> int:

@@ -23,7 +23,7 @@ from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.data.training_data import build_loader
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError, TrainingError
-from pretrain.models.decoder import Decoder
+from pretrain.models.network import build_network
 from pretrain.observe.flops import flops_per_token, peak_flops
 from pretrain.observe.metrics import Metrics, Window, progress_line
 from pretrain.optim.clip import clip_gradients
@@ -75,7 +75,7 @@ class Trainer:
         torch.manual_seed(config.run.seed + self.ranks.rank)
         self.strategy = build_strategy(config, self.plan.layout, self.ranks)
         with torch.device("meta"):
-            self.model = Decoder(config.model)
+            self.model = build_network(config.model)
         prepare_blocks(self.model, config)
         self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
         self.optimizer = build_optimizer(self.model, config.optim)
@@ -113,7 +113,7 @@ class Trainer:
     def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> torch.Tensor:
         inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
         with self.strategy.micro_step(last=last):
-            losses_B = self.call(*inputs)
+            losses_B = self.call(**inputs)
             (losses_B.sum() * (self.strategy.gradient_scale / target_tokens)).backward()
         return losses_B.detach()
 

@@ -43,8 +43,9 @@ def validate(
             inputs[:], targets[:] = 0, 0
         targets[len(here) :] = IGNORED
         documents = documents_of(inputs, source.data.eod_id) if loader.mask_documents else None
-        tensors = (None if t is None else torch.from_numpy(t).to(ranks.device) for t in (inputs, targets, documents))
-        losses_B = call(*tensors).double().cpu()
+        arrays = {"tokens_BT": inputs, "targets_BT": targets, "documents_BT": documents}
+        tensors = {name: torch.from_numpy(a).to(ranks.device) for name, a in arrays.items() if a is not None}
+        losses_B = call(**tensors).double().cpu()
         losses[here.start : here.stop] = losses_B[: len(here)]
         tokens[here.start : here.stop] = torch.from_numpy((targets[: len(here)] != IGNORED).sum(axis=1))
     ranks.agree(problem, DataError)

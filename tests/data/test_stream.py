@@ -246,11 +246,11 @@ def test_what_is_read_after_a_point_does_not_depend_on_where_reading_began(real)
 def test_micro_steps_of_a_batch_are_its_rows_in_order(real):
     batch = loader(real, 16, 1, 2, 0).read(0)
     parts = [batch.micro(i, 2, torch.device("cpu")) for i in range(4)]
-    assert torch.equal(torch.cat([tokens for tokens, _, _ in parts]), batch.tokens_BT)
-    assert torch.equal(torch.cat([targets for _, targets, _ in parts]), batch.targets_BT)
-    assert [documents for _, _, documents in parts] == [None] * 4
+    assert torch.equal(torch.cat([part["tokens_BT"] for part in parts]), batch.tokens_BT)
+    assert torch.equal(torch.cat([part["targets_BT"] for part in parts]), batch.targets_BT)
+    assert not any("documents_BT" in part for part in parts)
     masked = dataclasses.replace(loader(real, 16, 1, 2, 0), mask_documents=True).read(0)
-    documents = torch.cat([masked.micro(i, 2, torch.device("cpu"))[2] for i in range(4)])
+    documents = torch.cat([masked.micro(i, 2, torch.device("cpu"))["documents_BT"] for i in range(4)])
     ends = (masked.tokens_BT == 256).long()
     assert torch.equal(documents, ends.cumsum(1) - ends)
 

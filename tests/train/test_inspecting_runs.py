@@ -36,8 +36,8 @@ def run_recorded(folder: str, stop_at: int, config_file: str, *overrides: str) -
     original, seen = Trainer._micro_step, []
 
     def micro_step(self, batch, index, last, target_tokens):
-        tokens, targets, _ = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
-        seen.append((self.progress.step + 1, index, tokens.tolist(), targets.tolist()))
+        inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
+        seen.append((self.progress.step + 1, index, inputs["tokens_BT"].tolist(), inputs["targets_BT"].tolist()))
         if self.progress.step + 1 == stop_at and last and self.ranks.is_main:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, batch, index, last, target_tokens)

@@ -1,0 +1,199 @@
+"""The model's sections: typed switches that are independent of each other.
+
+`null` means what the family says (models/families/), and where that says nothing, the plain value of `models/shape.py`. A family
+is nothing but such values and the names that Hugging Face has for them; the network is built from the switches alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pretrain.config.keys import key, section
+
+FamilyName = Literal["custom", "llama"]
+Projection = Literal["query", "key", "value", "output"]
+
+
+@dataclass
+class Norm:
+    """Normalisation of the residual stream and of queries and keys."""
+
+    kind: Literal["rms", "rms_offset", "layer", "layer_plain"] | None = key(
+        None,
+        "`rms`: RMSNorm (arXiv 1910.07467); `rms_offset`: its gain is one plus the weight (Gemma); `layer`: LayerNorm with gain and "
+        "bias (arXiv 1607.06450); `layer_plain`: without both.",
+    )
+    placement: Literal["pre", "post", "reordered", "sandwich"] | None = key(
+        None,
+        "Of a sublayer f: `pre` x + f(norm(x)); `post` norm(x + f(x)) (arXiv 1706.03762); `reordered` x + norm(f(x)) (OLMo 2); "
+        "`sandwich` x + norm(f(norm(x))) (Gemma 2).",
+    )
+    qk: Literal["none", "head", "full"] | None = key(
+        None, "RMSNorm of queries and keys before rotation: none, per `head` (Qwen 3) or over the `full` width (OLMo 2)."
+    )
+
+
+@dataclass
+class Rope:
+    """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling to longer contexts."""
+
+    theta: float | None = key(None, "Base of the rotation frequencies; 10000 by default.", gt=0)
+    local_theta: float | None = key(None, "Base in layers with a sliding window; `theta` by default.", gt=0)
+    fraction: float | None = key(None, "Share of a head's width that is rotated, from its beginning; 1 by default.", gt=0, le=1)
+    layout: Literal["half", "interleaved"] | None = key(
+        None, "Which components of a head make a pair: i and i + half the width, or neighbours."
+    )
+    pattern: list[bool] | None = key(None, "Which layers rotate, repeated over the layers; [true] by default.")
+    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] | None = key(
+        None,
+        "Of the frequencies: `linear` position interpolation (arXiv 2306.15595), `dynamic` NTK (base grows with the length beyond "
+        "`original_length`), `llama3` (by wavelength), `yarn` (arXiv 2309.00071).",
+    )
+    factor: float | None = key(None, "How many times `original_length` the scaled positions reach; 1 by default.", ge=1)
+    original_length: int | None = key(
+        None, "Length the unscaled model was trained at, tokens; `max_sequence_length` by default.", ge=1
+    )
+    low_frequency: float | None = key(None, "`llama3`: waves longer than original_length over this are scaled fully.", gt=0)
+    high_frequency: float | None = key(None, "`llama3`: waves shorter than original_length over this are not.", gt=0)
+    beta_fast: float | None = key(None, "`yarn`: components that turn more often than this in original_length are kept.", gt=0)
+    beta_slow: float | None = key(None, "`yarn`: components that turn less often than this are scaled fully.", gt=0)
+    attention_factor: float | None = key(None, "`yarn`: factor on the rotated vectors; 0 derives it from `factor`.", ge=0)
+    mscale: float | None = key(None, "`yarn` of DeepSeek: weight of the derived attention factor; 0: not used.", ge=0)
+    mscale_all_dim: float | None = key(
+        None, "`yarn` of DeepSeek: the same for all components, on the scores; 0: not used.", ge=0
+    )
+    truncate: bool | None = key(None, "`yarn`: round the range of components that are blended to whole ones.")
+    scale_local: bool | None = key(None, "Whether layers with a sliding window are scaled as well.")
+
+
+@dataclass
+class Attention:
+    """What attention computes, apart from its sizes."""
+
+    bias: list[Projection] | None = key(None, "Projections that have a bias; [] by default.")
+    query_scalar: float | None = key(None, "Scores are divided by the square root of this; `head_dim` by default.", gt=0)
+    soft_cap: float | None = key(None, "Scores are squashed to this range: cap × tanh(score / cap) (Gemma 2); 0: not.", ge=0)
+    window: int | None = key(None, "Positions a query sees, itself and those before it, in layers with a window; 0: all.", ge=0)
+    window_pattern: list[bool] | None = key(None, "Which layers have the window, repeated over the layers; [true] by default.")
+    sinks: bool | None = key(None, "A learned logit per head that takes its share of the softmax and adds no value (gpt-oss).")
+
+
+@dataclass
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from one narrow vector per position."""
+
+    kv_rank: int | None = key(None, "Width of the vector that keys and values are made from; 0: ordinary attention.", ge=0)
+    query_rank: int | None = key(None, "Width that queries are compressed to; 0: they are not.", ge=0)
+    rope_dim: int | None = key(None, "Width of the part of a head that is rotated; its key is shared by all heads.", ge=0)
+    plain_dim: int | None = key(None, "Width of the part of a head that is not rotated.", ge=0)
+    value_dim: int | None = key(None, "Width of a head's values.", ge=0)
+
+
+@dataclass
+class Mlp:
+    """The feed-forward sublayer."""
+
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "silu_clamped"] | None = key(
+        None,
+        "`gelu` exact, `gelu_tanh` its approximation, `relu2` the square of ReLU (arXiv 2109.08668), `silu_clamped` that of gpt-oss.",
+    )
+    gated: bool | None = key(None, "down(activation(gate(x)) × up(x)), as in SwiGLU and GeGLU (arXiv 2002.05202).")
+    bias: bool | None = key(None, "Biases of the projections, of experts as well.")
+
+
+@dataclass
+class Experts:
+    """Mixture of experts in place of the MLP (arXiv 2101.03961). No expert has a capacity: no token is dropped."""
+
+    count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0)
+    active: int | None = key(None, "Experts a token is sent to.", ge=0)
+    ffn_dim: int | None = key(None, "Hidden width of an expert.", ge=0)
+    shared: int | None = key(None, "Experts that every token passes through, as one MLP of so many times `ffn_dim`.", ge=0)
+    dense_layers: list[int] | None = key(
+        None, "Layers, from 0, that have an MLP of `model.ffn_dim` all the same; [] by default."
+    )
+    scoring: Literal["softmax", "sigmoid"] | None = key(None, "Of the router's logits.")
+    normalise: bool | None = key(None, "Whether the weights of a token's experts are made to sum to one.")
+    scale: float | None = key(None, "Factor on those weights.", gt=0)
+    groups: int | None = key(
+        None, "Groups the experts are divided into, of which the best are chosen from; 1: no groups.", ge=1
+    )
+    active_groups: int | None = key(None, "Groups a token's experts are chosen from.", ge=1)
+    router_bias: bool | None = key(None, "Whether the router's projection has a bias.")
+    correction: bool | None = key(
+        None,
+        "A bias per expert that decides who is chosen but not with what weight: balancing without a loss (arXiv 2408.15664).",
+    )
+    correction_rate: float | None = key(None, "How far that bias moves in a step, towards even loads.", ge=0)
+    balance_loss: float | None = key(
+        None,
+        "Weight of the load-balancing loss (arXiv 2101.03961), of each sequence by itself, so that no layout changes it.",
+        ge=0,
+    )
+    router_z_loss: float | None = key(
+        None, "Weight of the mean squared log-sum-exp of the router's logits (arXiv 2202.08906).", ge=0
+    )
+
+
+@dataclass
+class Model:
+    """The network. Switches that are `null` are the family's."""
+
+    family: FamilyName = key(
+        "llama",
+        "Model family: what the switches below are unless they are set, and which Hugging Face model an export is. What the family "
+        "cannot express is refused; `custom` takes any combination and cannot be exported.",
+    )
+    dim: int = key(384, "Width of the residual stream.", ge=1)
+    layers: int = key(6, "Number of decoder blocks.", ge=1)
+    heads: int = key(6, "Attention heads of a block (query heads).", ge=1)
+    kv_heads: int | None = key(
+        None, "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.", ge=1
+    )
+    head_dim: int | None = key(None, "Width of a head; `dim / heads` by default.", ge=1)
+    ffn_dim: int | None = key(
+        None,
+        "Hidden width of the MLP; by default 4 × `dim`, or 8/3 of it rounded up to a multiple of 64 where it is gated.",
+        ge=1,
+    )
+    vocab_size: int | None = key(
+        None, "Token ids the model knows (rows of the embedding); those of the data's tokenizer by default.", ge=2
+    )
+    tie_embeddings: bool | None = key(None, "Use the embedding's matrix as the output head too, instead of one of its own.")
+    norm_eps: float | None = key(None, "Added to the mean square in a norm, so that it is never zero; 1e-5 by default.", gt=0)
+    positions: Literal["rope", "learned", "none"] | None = key(
+        None,
+        "How positions enter: by rotation, or as learned vectors for `max_sequence_length` positions (GPT-2), or not at all.",
+    )
+    parallel_residual: bool | None = key(
+        None, "x + attention(norm(x)) + mlp(norm(x)) in place of one after the other (GPT-NeoX)."
+    )
+    embedding_multiplier: float | None = key(None, "Factor on the token embeddings; Gemma's is the square root of `dim`.", gt=0)
+    residual_multiplier: float | None = key(None, "Factor on what a sublayer adds to the residual stream.", gt=0)
+    logit_multiplier: float | None = key(None, "Factor on the logits.", gt=0)
+    logit_soft_cap: float | None = key(None, "Logits are squashed to this range: cap × tanh(logit / cap); 0: not.", ge=0)
+    norm: Norm = section(Norm)
+    rope: Rope = section(Rope)
+    attention: Attention = section(Attention)
+    latent: Latent = section(Latent)
+    mlp: Mlp = section(Mlp)
+    experts: Experts = section(Experts)
+    attention_backend: Literal["auto", "sdpa", "flex"] = key(
+        "auto",
+        "What applies masks of documents and windows; changes speed and memory, not the result. `sdpa`: torch's "
+        "scaled_dot_product_attention with a dense mask (a byte per pair of positions); `flex`: FlexAttention, which skips what is "
+        "masked (training: CUDA only); `auto`: flex on CUDA for heads of at least 16, else sdpa. Where nothing is masked but the "
+        "future, attention is torch's causal kernel.",
+    )
+    max_sequence_length: int | None = key(
+        None,
+        "Longest sequence the model is said to be good for: `max_position_embeddings` of an export, and the limit of "
+        "tools/generate.py; `data.sequence_length` by default.",
+        ge=1,
+    )
+    init_std: float = key(
+        0.02,
+        "Standard deviation of initial weights; projections into the residual stream get it over sqrt(2 × layers).",
+        gt=0,
+    )

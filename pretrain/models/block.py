@@ -1,0 +1,63 @@
+"""A transformer block: attention and MLP in the residual stream, with norms where the switches put them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from pretrain.config.model_schema import Model
+from pretrain.models.attention import Attention
+from pretrain.models.cache import LayerCache
+from pretrain.models.layers import make_norm
+from pretrain.models.masks import Mask
+from pretrain.models.mlp import Mlp
+from pretrain.models.rotary import Tables
+
+
+class Block(nn.Module):
+    """One layer. The norms, by `norm.placement`, of a sublayer f:
+
+    pre        x + f(norm(x))                 attention_norm, mlp_norm
+    reordered  x + output_norm(f(x))          attention_output_norm, mlp_output_norm
+    sandwich   x + output_norm(f(norm(x)))    all four
+    post       output_norm(x + f(x))          attention_output_norm, mlp_output_norm
+    """
+
+    def __init__(self, config: Model, layer: int) -> None:
+        super().__init__()
+        placement = config.norm.placement
+        before, after = placement in ("pre", "sandwich"), placement != "pre"
+        self.post = placement == "post"
+        self.parallel = config.parallel_residual
+        self.multiplier = config.residual_multiplier
+        self.attention_norm = make_norm(config) if before else None
+        self.attention = Attention(config)
+        self.attention_output_norm = make_norm(config) if after else None
+        self.mlp_norm = make_norm(config) if before else None
+        self.mlp = Mlp(config.dim, config.ffn_dim, config.mlp.activation, config.mlp.gated, config.mlp.bias)
+        self.mlp_output_norm = make_norm(config) if after else None
+
+    def forward(
+        self, x_BTD: Tensor, rope: Tables | None = None, mask: Mask | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        def attention(y_BTD: Tensor) -> Tensor:
+            return self.attention(y_BTD, rope, mask, cache)
+
+        added = self._sublayer(x_BTD, attention, self.attention_norm, self.attention_output_norm)
+        if self.parallel:
+            return x_BTD + added + self._sublayer(x_BTD, self.mlp, self.mlp_norm, self.mlp_output_norm)
+        x_BTD = self._joined(x_BTD, added, self.attention_output_norm)
+        added = self._sublayer(x_BTD, self.mlp, self.mlp_norm, self.mlp_output_norm)
+        return self._joined(x_BTD, added, self.mlp_output_norm)
+
+    def _sublayer(
+        self, x_BTD: Tensor, run: Callable[[Tensor], Tensor], before: nn.Module | None, after: nn.Module | None
+    ) -> Tensor:
+        y_BTD = run(x_BTD if before is None else before(x_BTD))
+        if after is not None and not self.post:
+            y_BTD = after(y_BTD)
+        return y_BTD if self.multiplier == 1 else y_BTD * self.multiplier
+
+    def _joined(self, x_BTD: Tensor, added_BTD: Tensor, norm: nn.Module | None) -> Tensor:
+        return norm(x_BTD + added_BTD) if self.post else x_BTD + added_BTD

@@ -1,0 +1,79 @@
+"""What the families that follow Llama have in common: the names of config.json and of the tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pretrain.config.model_schema import Model
+from pretrain.models.families.family import Field
+from pretrain.models.families.weights import Entry, entry
+from pretrain.models.shape import shortest_period
+
+LAYER, THEIRS = "layers.{layer}", "model.layers.{layer}"
+
+# Width, depth and the like, by the names that nearly every configuration of transformers has.
+SIZES = (
+    Field("vocab_size", "vocab_size"),
+    Field("dim", "hidden_size"),
+    Field("layers", "num_hidden_layers"),
+    Field("heads", "num_attention_heads"),
+    Field("kv_heads", "num_key_value_heads", None),
+    Field("head_dim", "head_dim", None),
+    Field("ffn_dim", "intermediate_size"),
+    Field("max_sequence_length", "max_position_embeddings", 2048),
+    Field("init_std", "initializer_range", 0.02),
+)
+
+
+def tied(default: bool) -> Field:
+    return Field("tie_embeddings", "tie_word_embeddings", default)
+
+
+def eps(default: float, name: str = "rms_norm_eps") -> Field:
+    return Field("norm_eps", name, default)
+
+
+def projections(*names: str) -> tuple[Any, Any]:
+    """`to` and `back` of a field that is true where these projections have a bias."""
+    return lambda bias, model: bool(bias), lambda flag, config: list(names) if flag else []
+
+
+ATTENTION = tuple(
+    entry(f"{LAYER}.attention.{ours}.{kind}", f"{THEIRS}.self_attn.{theirs}.{kind}")
+    for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("output", "o_proj"))
+    for kind in ("weight", "bias")
+) + tuple(
+    entry(f"{LAYER}.attention.{ours}.weight", f"{THEIRS}.self_attn.{theirs}.weight")
+    for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm"))
+)
+MLP = tuple(
+    entry(f"{LAYER}.mlp.{name}.{kind}", f"{THEIRS}.mlp.{name}_proj.{kind}")
+    for name in ("gate", "up", "down")
+    for kind in ("weight", "bias")
+)
+ENDS = (
+    entry("embedding.weight", "model.embed_tokens.weight"),
+    entry("norm.weight", "model.norm.weight"),
+    entry("output.weight", "lm_head.weight"),
+)
+
+
+def norms(**names: str) -> tuple[Entry, ...]:
+    """Norms of a block: our name and theirs."""
+    return tuple(entry(f"{LAYER}.{ours}.weight", f"{THEIRS}.{theirs}.weight") for ours, theirs in names.items())
+
+
+PRE_NORMS = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+WEIGHTS = ENDS + ATTENTION + MLP + PRE_NORMS
+
+
+def layer_types(model: Model) -> list[str]:
+    """`layer_types` of config.json: which layers have the sliding window."""
+    from pretrain.models.shape import has_window
+
+    return ["sliding_attention" if has_window(model, i) else "full_attention" for i in range(model.layers)]
+
+
+def window_pattern(types: list[str] | None) -> list[bool] | None:
+    """Our pattern of a `layer_types` list; None where there is none."""
+    return None if types is None else shortest_period([kind == "sliding_attention" for kind in types])

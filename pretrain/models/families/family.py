@@ -1,0 +1,168 @@
+"""A family: values of the switches, and the names Hugging Face transformers has for everything.
+
+Both directions, configuration and weights, follow from the declarations alone. Nothing is ignored: a field of config.json that no
+declaration reads is refused, and so is a switch of ours that the family cannot express.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pretrain.config.model_schema import Model
+from pretrain.errors import ConfigError
+from pretrain.models.families.rope import ROPE_FIELDS, rope_from_hf, rope_to_hf
+from pretrain.models.families.weights import Entry
+from pretrain.models.shape import PLAIN, complete, flat, query_scalar, with_values
+
+REQUIRED = object()
+
+# Fields of config.json that are about files, generation or training, and change no logit.
+INERT = {
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "bos_token_id", "eos_token_id",
+    "pad_token_id", "use_cache", "pretraining_tp", "_name_or_path", "output_attentions", "output_hidden_states", "return_dict",
+    "id2label", "label2id", "is_encoder_decoder", "problem_type", "chunk_size_feed_forward", "attention_dropout",
+    "auto_map",  # names code in the model's repository, which is never run
+}  # fmt: skip
+
+# Keys of ours that change no logit of an export: how it is trained and computed.
+NOT_EXPORTED = {
+    "family", "attention_backend", "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
+}  # fmt: skip
+
+
+def same(value: Any, other: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Field:
+    """One of our keys, and the field of config.json that says the same.
+
+    `default` is what an absent field means; `to(value, model)` and `back(value, config)` translate where the values differ.
+    """
+
+    ours: str
+    theirs: str
+    default: Any = REQUIRED
+    to: Callable[[Any, Model], Any] = same
+    back: Callable[[Any, dict[str, Any]], Any] = same
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family is computed and how transformers writes it. Values may be functions of the model.
+
+    `fixed`: switches that make the family what it is. `defaults`: what a new model has unless the configuration says otherwise.
+    `constants`: fields of config.json with the one value that we compute; also written. `inert`: more fields without effect.
+    `rope`: how rotary positions are written, None: they are not. `refuse`: says why transformers would not take a model.
+    """
+
+    name: str
+    model_type: str
+    architecture: str
+    fields: tuple[Field, ...]
+    weights: tuple[Entry, ...]
+    fixed: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    inert: frozenset[str] = frozenset()
+    rope: Literal["uniform", "by_layer_type"] | None = "uniform"
+    refuse: Callable[[Model], str | None] | None = None
+
+    def switches(self, model: Model) -> dict[str, Any]:
+        """What the family says of switches that the configuration leaves open."""
+        return {name: _value(value, model) for name, value in {**self.defaults, **self.fixed}.items()}
+
+    def to_hf(self, model: Model) -> dict[str, Any]:
+        """config.json of a complete model. Raises ConfigError naming a switch that the family cannot express."""
+        self._check_expressible(model)
+        values = flat(model)
+        config = {"architectures": [self.architecture], "model_type": self.model_type}
+        config |= {f.theirs: f.to(values[f.ours], model) for f in self.fields}
+        return config | self.constants | (rope_to_hf(model, self.rope) if self.rope else {})
+
+    def _check_expressible(self, model: Model) -> None:
+        if self.refuse and (why := self.refuse(model)):
+            raise ConfigError(f"{why}, so it cannot be exported as model.family={self.name}")
+        free = {f.ours for f in self.fields} | NOT_EXPORTED
+        for name, value in flat(model).items():
+            section, _, key = name.partition(".")
+            if name in free or (section == "rope" and not (self.rope and key in ("layout", "pattern"))):
+                continue
+            expected = _value(self.fixed.get(name, PLAIN.get(name)), model)
+            if name == "attention.query_scalar" and name not in self.fixed:
+                expected = query_scalar(model)
+            if value != expected:
+                raise ConfigError(
+                    f"model.{name}={value} is not what model.family={self.name} computes, which is {expected}; remove it, or set "
+                    "model.family=custom (which has no export)"
+                )
+
+    def from_hf(self, config: dict[str, Any]) -> Model:
+        """The complete model of a config.json. Raises ConfigError naming a field that is missing, unknown or not supported."""
+        rest = {name: value for name, value in config.items() if name not in INERT | self.inert}
+        for name, value in self.constants.items():
+            if rest.pop(name, value) not in (value, None):
+                raise ConfigError(f"config.json: {name}={config[name]!r} is not supported for {self.name}; only {value!r} is")
+        values: dict[str, Any] = {}
+        for item in self.fields:
+            raw = rest.pop(item.theirs, item.default)
+            if raw is REQUIRED:
+                raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
+            values[item.ours] = _typed(item, item.back(raw, config), config)
+        if self.rope:
+            values |= rope_from_hf(config, values, self.rope, self.name)
+            rest = {name: value for name, value in rest.items() if name not in ROPE_FIELDS}
+        if unknown := sorted(rest):
+            raise ConfigError(
+                f"config.json: {unknown[0]}={rest[unknown[0]]!r} is not known for {self.name}; it may change what is computed"
+            )
+        model = complete(with_values(Model(family=self.name), {n: v for n, v in values.items() if v is not None}))
+        self._check_expressible(model)
+        return model
+
+
+def _value(value: Any, model: Model) -> Any:
+    return value(model) if callable(value) else value
+
+
+_HINTS: dict[str, Any] = {}
+
+
+def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
+    """The value in the type of our key; config.json is a file like any other, and may hold anything."""
+    if not _HINTS:
+        _HINTS.update(_types(Model))
+    hint = _HINTS[item.ours]
+    kinds = [a for a in typing.get_args(hint) if a is not type(None)] if isinstance(hint, types.UnionType) else [hint]
+    shown = f"config.json: {item.theirs}={config.get(item.theirs)!r}"
+    if value is None and isinstance(hint, types.UnionType):
+        return None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    for kind in kinds:
+        if kind is int and number and value == int(value):
+            return int(value)
+        if kind is float and number and math.isfinite(value):
+            return float(value)
+        if kind is bool and isinstance(value, bool):
+            return value
+        if typing.get_origin(kind) is list and isinstance(value, list):
+            return value
+        if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind):
+            return value
+    if kinds == [int]:
+        raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
+    raise ConfigError(f"{shown} is not supported")
+
+
+def _types(kind: type, prefix: str = "") -> dict[str, Any]:
+    hints = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        full = f"{prefix}{name}"
+        hints |= _types(hint, f"{full}.") if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__") else {full: hint}
+    return hints

@@ -1,0 +1,128 @@
+"""Rotary positions in config.json: transformers 5 writes `rope_parameters`, what came before it `rope_theta` and `rope_scaling`.
+
+Exports carry both, because vLLM and llama.cpp's converter read the older fields; imports read either and refuse a contradiction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pretrain.config.model_schema import Model
+from pretrain.errors import ConfigError
+
+ROPE_FIELDS = {"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
+               "rotary_emb_base", "original_max_position_embeddings"}  # fmt: skip
+
+# Our key -> their field, of the parameters of each kind of scaling.
+SCALING: dict[str, dict[str, str]] = {
+    "none": {},
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},  # from max_position_embeddings on
+    "llama3": {
+        "factor": "factor",
+        "original_length": "original_max_position_embeddings",
+        "low_frequency": "low_freq_factor",
+        "high_frequency": "high_freq_factor",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_length": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "truncate": "truncate",
+    },
+}
+_OFF_WHEN_ZERO = ("attention_factor", "mscale", "mscale_all_dim")
+
+
+def rope_to_hf(model: Model, kind: str) -> dict[str, Any]:
+    """The fields of config.json; `kind`: `uniform`, or `by_layer_type` where layers with a window have rotations of their own."""
+    rope = model.rope
+    if rope.scaling == "dynamic" and rope.original_length != model.max_sequence_length:
+        raise ConfigError(
+            f"model.rope.original_length={rope.original_length}: dynamic scaling of transformers begins at "
+            f"model.max_sequence_length={model.max_sequence_length}; make them equal, or set model.family=custom"
+        )
+    scaling = {theirs: getattr(rope, ours) for ours, theirs in SCALING[rope.scaling].items()}
+    scaling = {n: v for n, v in scaling.items() if not (n in _OFF_WHEN_ZERO and v == 0)}
+    name = "default" if rope.scaling == "none" else rope.scaling
+    parameters = {"rope_type": name, "rope_theta": rope.theta, **scaling}
+    fields: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.scaling != "none":
+        fields["rope_scaling"] = {"rope_type": name, **scaling}
+    if rope.fraction != 1:
+        parameters["partial_rotary_factor"] = fields["partial_rotary_factor"] = rope.fraction
+    if kind == "uniform":
+        if rope.local_theta != rope.theta:
+            raise ConfigError(f"model.rope.local_theta={rope.local_theta}: model.family={model.family} has one base; remove it")
+        return {"rope_parameters": parameters, **fields}
+    local = parameters if rope.scale_local else {"rope_type": "default"}
+    local = {**local, "rope_theta": rope.local_theta}
+    fields["rope_local_base_freq"] = rope.local_theta
+    return {"rope_parameters": {"full_attention": parameters, "sliding_attention": local}, **fields}
+
+
+def rope_from_hf(config: dict[str, Any], values: dict[str, Any], kind: str, family: str) -> dict[str, Any]:
+    """Our `rope.*` keys. Raises ConfigError for a kind of scaling or a parameter that is not known, and for contradictions."""
+    parameters = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or {}
+    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(value, dict):
+            raise ConfigError(f"config.json: {name}={value!r} is not supported for {family}")
+    local: dict[str, Any] = {}
+    if "full_attention" in parameters or "sliding_attention" in parameters:
+        if kind != "by_layer_type":
+            raise ConfigError(f"config.json: rope_parameters={parameters!r} is not supported for {family}")
+        local, parameters = parameters.get("sliding_attention") or {}, parameters.get("full_attention") or {}
+    ours = _read(parameters, config, family)
+    older = _read(scaling, config, family) if scaling else ours
+    if scaling and parameters and older != ours:
+        raise ConfigError(f"config.json: rope_scaling={scaling!r} contradicts rope_parameters={parameters!r}")
+    ours = older if scaling else ours
+    if kind == "by_layer_type":
+        ours |= _local(local, ours, config, family)
+    return {f"rope.{name}": value for name, value in ours.items()}
+
+
+def _local(local: dict[str, Any], ours: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:
+    theta = local.get("rope_theta", config.get("rope_local_base_freq"))
+    if not local:
+        return {"local_theta": theta, "scale_local": False}
+    read = _read({**local, "rope_theta": ours["theta"]}, {}, family)
+    scaled = read["scaling"] != "none"
+    if scaled and {**read, "theta": ours["theta"]} != ours:
+        raise ConfigError(f"config.json: rope_parameters scales layers with a window otherwise than the others: {local!r}")
+    return {"local_theta": theta, "scale_local": scaled}
+
+
+def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:
+    """Our keys of one group of rotary parameters."""
+    rest = dict(parameters)
+    kind = rest.pop("rope_type", rest.pop("type", "default"))
+    rest.pop("type", None)
+    kind = "none" if kind == "default" else kind
+    if kind not in SCALING:
+        raise ConfigError(
+            f"config.json: rope_scaling or rope_parameters={parameters} is not supported for {family}; only "
+            f"{', '.join(['default', *list(SCALING)[1:]])} are"
+        )
+    theta = rest.pop("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
+    fraction = rest.pop("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)))
+    ours: dict[str, Any] = {"scaling": kind, "theta": float(theta), "fraction": float(fraction)}
+    for name, field in SCALING[kind].items():
+        fallback = config.get("original_max_position_embeddings") if name == "original_length" else None
+        value = rest.pop(field, fallback)
+        if value is not None:
+            ours[name] = value if name in ("original_length", "truncate") else float(value)
+    if kind == "yarn" and "factor" in ours and rest.get("finetuned") is not None:
+        rest.pop("finetuned")  # a remark about how the model was made
+    rest.pop("original_max_position_embeddings", None) if kind in ("none", "linear", "dynamic") else None
+    if rest:
+        name = sorted(rest)[0]
+        raise ConfigError(
+            f"config.json: rope_scaling or rope_parameters: {name}={rest[name]!r} is not supported for {family} with {kind}"
+        )
+    return ours

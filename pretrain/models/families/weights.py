@@ -1,0 +1,124 @@
+"""The weight map of a family: which tensors of Hugging Face's our parameters are, in both directions.
+
+An entry names a group of our parameters and the group of their tensors that hold the same numbers, and how those are laid out.
+`{layer}` in a name stands for every block and `{expert}` for every routed expert. An entry applies where our parameters exist, so
+that one map serves models with and without biases, or with dense layers among those of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pretrain.config.model_schema import Model
+
+Shape = tuple[int, ...]
+
+
+class Layout(Protocol):
+    """How one group of tensors is written as another. Both directions are exact inverses: no number changes."""
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        """Their tensors, of ours in the entry's order."""
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        """Our tensors, of these shapes. Where theirs do not fit, the result has other shapes, which the caller refuses."""
+
+
+class Same:
+    """The same tensor under another name."""
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        return ours
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        return theirs
+
+
+class Transposed(Same):
+    """Matrices as [in, out] (GPT-2's Conv1D)."""
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        return [tensor.T.contiguous() for tensor in ours]
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        return [tensor.T.contiguous() for tensor in theirs]
+
+
+@dataclass(frozen=True)
+class Concatenated:
+    """Several of ours, one after the other along the output dimension, as one of theirs; `transposed`: as [in, out]."""
+
+    transposed: bool = False
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        whole = torch.cat(ours)
+        return [whole.T.contiguous() if self.transposed else whole]
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        whole = theirs[0].T if self.transposed else theirs[0]
+        sizes = [shape[0] for shape in shapes]
+        if sum(sizes) != whole.shape[0]:
+            return [whole for _ in shapes]
+        return [part.contiguous() for part in whole.split(sizes)]
+
+
+class Stacked:
+    """One of ours with the experts along the first dimension, as one of theirs per expert."""
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        return list(ours[0].unbind())
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        if any(tensor.shape != theirs[0].shape for tensor in theirs):
+            odd = next(tensor for tensor in theirs if tensor.shape != theirs[0].shape)
+            return [odd]
+        return [torch.stack(theirs)]
+
+
+SAME, TRANSPOSED, STACKED = Same(), Transposed(), Stacked()
+CONCATENATED, CONCATENATED_TRANSPOSED = Concatenated(), Concatenated(transposed=True)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a weight map: `ours` and `theirs` are one name or several."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    layout: Layout = SAME
+
+
+def entry(ours: str | Sequence[str], theirs: str | Sequence[str], layout: Layout = SAME) -> Entry:
+    return Entry(*((names,) if isinstance(names, str) else tuple(names) for names in (ours, theirs)), layout)
+
+
+def resolve(entries: Sequence[Entry], model: Model, parameters: Sequence[str]) -> list[Entry]:
+    """The map of one model: every name spelled out, and every parameter in exactly one entry.
+
+    Raises ValueError naming a parameter that the map leaves out, or has twice: an error of the family's file.
+    """
+    existing, resolved, owner = set(parameters), [], {}
+    for line in entries:
+        layers = range(model.layers) if any("{layer}" in name for name in line.ours) else range(1)
+        for layer in layers:
+            ours = tuple(name.format(layer=layer) for name in line.ours)
+            present = [name for name in ours if name in existing]
+            if not present:
+                continue
+            if len(present) != len(ours) or any(name in owner for name in ours):
+                raise ValueError(f"the weight map has {ours} in part or twice: {present}")
+            theirs = tuple(
+                name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                for name in line.theirs
+                for expert in (range(model.experts.count) if "{expert}" in name else range(1))
+            )
+            resolved.append(Entry(ours, theirs, line.layout))
+            owner |= dict.fromkeys(ours, line)
+    if missing := existing - set(owner):
+        raise ValueError(f"the weight map has no entry for {sorted(missing)[0]} ({len(missing)} in all)")
+    return resolved

@@ -1,0 +1,91 @@
+"""Projections, tables and norms.
+
+Weights are stored in the master format and cast to the format of the activations where they are used, so the format of the
+residual stream alone decides in which precision a model computes, under every parallel strategy alike (FSDP2 hands the
+weights over already cast; the cast is then free). Shapes: B batch, T time, D model, H query heads, K key/value heads,
+G head width, F MLP width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pretrain.config.model_schema import Model
+
+
+class Linear(nn.Linear):
+    """A projection that computes in the format of its input."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+    def reset_parameters(self) -> None:
+        """Weights are drawn by name (parallel/initialise.py), so that they depend on nothing else."""
+
+
+class Embedding(nn.Module):
+    """Rows of a table by token id or position, in the format that the rest of the network computes in.
+
+    The whole table is cast, not the rows looked up: its gradient then accumulates in the compute format, as it does where
+    FSDP2 gathers the table already cast.
+    """
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        self.compute_dtype = torch.float32
+        self.weight = nn.Parameter(torch.empty(rows, dim))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight.to(self.compute_dtype))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), computed in fp32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return self.weight.to(x.dtype) * y.to(x.dtype)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm whose gain is one plus the weight, applied in fp32 (Gemma, arXiv 2403.08295)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm (Ba et al., arXiv 1607.06450), computed in fp32; `affine`: with gain and bias."""
+
+    def __init__(self, dim: int, eps: float, affine: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
+        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
+
+
+def make_norm(config: Model, dim: int | None = None) -> nn.Module:
+    """The norm of a model's kind over `dim` components, those of the residual stream by default."""
+    dim, eps = dim or config.dim, config.norm_eps
+    match config.norm.kind:
+        case "rms":
+            return RMSNorm(dim, eps)
+        case "rms_offset":
+            return OffsetRMSNorm(dim, eps)
+        case kind:
+            return LayerNorm(dim, eps, affine=kind == "layer")

@@ -1,0 +1,43 @@
+"""What the rest of the program knows of a model: any network that follows this is trained, sharded, saved and resumed alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules that a strategy wraps: each in `embedding` and `blocks` by itself, those of `head` together.
+
+    What is in none of them stays with the root. `blocks` are those whose activations are recomputed and that are compiled.
+    """
+
+    embedding: list[nn.Module]
+    blocks: list[nn.Module]
+    head: list[nn.Module]
+
+
+class Network(Protocol):
+    """A `torch.nn.Module` with these members. It is built on the meta device and has no buffers."""
+
+    recompute_blocks: bool
+    """Whether the activations of blocks are recomputed in backward instead of stored."""
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """The summed token losses of each sequence [B], fp32, of a micro-step's tensors, all of which have B rows."""
+
+    def parts(self) -> Parts:
+        """The modules that strategies wrap."""
+
+    def initial(self, name: str) -> tuple[float, float]:
+        """Mean and standard deviation of a parameter's initial values, by its name."""
+
+
+def build_network(model: Any) -> nn.Module:
+    """The network of a complete `model` section. Build it on the meta device."""
+    from pretrain.models.decoder import Decoder
+
+    return Decoder(model)

@@ -1,0 +1,101 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864) and the ways to scale it to longer contexts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pretrain.config.model_schema import Model, Rope
+
+Tables = tuple[Tensor, Tensor]
+"""Cosines and sines, fp32, of the rotated width, halves repeated: [T, R], or [B, 1, T, R] where sequences differ in positions."""
+
+
+def rotated_width(config: Model) -> int:
+    """Components of a head that are rotated, from its beginning."""
+    if config.latent.kv_rank:
+        return config.latent.rope_dim
+    return int(config.head_dim * config.rope.fraction)
+
+
+def rotary_tables(config: Model, length: int, device: torch.device, local: bool = False) -> Tables:
+    """Tables [T, R] for positions 0 to `length`. `local`: those of layers with a sliding window."""
+    rope, width = config.rope, rotated_width(config)
+    theta = rope.local_theta if local else rope.theta
+    scaled = rope.scaling != "none" and (rope.scale_local or not local)
+    if scaled and rope.scaling == "dynamic" and length > rope.original_length:
+        # The base grows so that the slowest component has turned no further at the end than it had in training.
+        stretch = rope.factor * length / rope.original_length - (rope.factor - 1)
+        theta = theta * stretch ** (width / (width - 2))
+    exponent = torch.arange(0, width, 2, device=device, dtype=torch.int64).float() / width
+    frequency_R = 1.0 / theta**exponent
+    amplitude = 1.0
+    if scaled and rope.scaling == "linear":
+        frequency_R = frequency_R / rope.factor
+    elif scaled and rope.scaling == "llama3":
+        frequency_R = _llama3(frequency_R, rope)
+    elif scaled and rope.scaling == "yarn":
+        frequency_R = _yarn(frequency_R, rope, theta, width)
+        amplitude = yarn_amplitude(rope)
+    angle_TR = torch.outer(torch.arange(length, device=device).float(), frequency_R)
+    angle_TR = torch.cat((angle_TR, angle_TR), dim=-1)
+    return angle_TR.cos() * amplitude, angle_TR.sin() * amplitude
+
+
+def _llama3(frequency: Tensor, rope: Rope) -> Tensor:
+    """By wavelength: short waves are kept, long ones interpolated, those in between blended (Llama 3.1)."""
+    wavelength = 2 * math.pi / frequency
+    turns = rope.original_length / wavelength
+    kept = (turns - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
+    blended = (1 - kept) * frequency / rope.factor + kept * frequency
+    scaled = torch.where(wavelength > rope.original_length / rope.low_frequency, frequency / rope.factor, blended)
+    return torch.where(wavelength < rope.original_length / rope.high_frequency, frequency, scaled)
+
+
+def _yarn(frequency: Tensor, rope: Rope, theta: float, width: int) -> Tensor:
+    """NTK by parts (Peng et al., arXiv 2309.00071, section 3.2): components that turn fast are kept, slow ones interpolated."""
+
+    def component(turns: float) -> float:
+        return width * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = component(rope.beta_fast), component(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(len(frequency), device=frequency.device, dtype=torch.float32) - low) / (high - low)
+    kept = 1 - ramp.clamp(0, 1)
+    return frequency / rope.factor * (1 - kept) + frequency * kept
+
+
+def yarn_amplitude(rope: Rope) -> float:
+    """Factor on the rotated vectors (arXiv 2309.00071, section 3.4; DeepSeek-V2 divides two of them)."""
+    if rope.attention_factor:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1.0)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """0.1 × weight × ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def rotate(x_BHTG: Tensor, tables: Tables, layout: str = "half") -> Tensor:
+    """Rotate queries or keys by position. Components beyond the tables' width are left as they are.
+
+    The pairs are i and i + half the width, as in Hugging Face's Llama. An `interleaved` head, whose pairs are neighbours, is
+    brought into that order first and stays in it: scores do not change when queries and keys are permuted alike.
+    """
+    cos, sin = (table.to(x_BHTG.dtype) for table in tables)
+    width = cos.shape[-1]
+    turning, rest = x_BHTG[..., :width], x_BHTG[..., width:]
+    if layout == "interleaved":
+        turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)

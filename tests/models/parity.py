@@ -1,0 +1,72 @@
+"""Our network and transformers' of one configuration with the same weights, for the tests of every family."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+
+import torch
+
+from pretrain.config.model_schema import Model
+from pretrain.models.families import family_of
+from pretrain.models.families.weights import resolve
+from pretrain.models.network import build_network
+from pretrain.models.shape import complete, with_values
+
+LONGEST = 64
+FAMILIES = sorted(path.stem for path in (Path(__file__).parent / "family_cases").glob("*.py"))
+
+
+@functools.cache
+def cases(family: str) -> dict[str, Model]:
+    """The complete models of a family's case file, by name."""
+    module = importlib.import_module(f"family_cases.{family}")
+    models = {name: with_values(model, {"family": family}) for name, model in module.CASES.items()}
+    return {name: complete(model, model.max_sequence_length or LONGEST) for name, model in models.items()}
+
+
+ALL = [(family, name) for family in FAMILIES for name in cases(family)]
+
+
+def translate(family: str, model: Model, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Their tensors (as in a checkpoint on disk) by our names and layout. Every one of theirs must be used, tied heads apart."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in build_network(model).named_parameters()}
+    ours, used = {}, set()
+    for line in resolve(family_of(family).weights, model, list(shapes)):
+        tensors = line.layout.to_ours([theirs[name] for name in line.theirs], [shapes[name] for name in line.ours], model)
+        ours |= dict(zip(line.ours, tensors, strict=True))
+        used |= set(line.theirs)
+    unused = set(theirs) - used - ({"lm_head.weight", "embed_out.weight"} if model.tie_embeddings else set())
+    assert not unused, f"tensors of transformers that our map does not name: {sorted(unused)[:3]}"
+    return {name: tensor.clone() for name, tensor in ours.items()}
+
+
+def on_disk(theirs, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a transformers model by the names it saves them under, which for experts are not those in memory."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(theirs, dict(state))
+
+
+@functools.cache
+def pair(family: str, name: str):
+    """Our network and transformers' model with the same weights, drawn wide enough that every part matters."""
+    import transformers
+
+    model, entry = cases(family)[name], family_of(family)
+    fields = {k: v for k, v in entry.to_hf(model).items() if k != "architectures"}
+    config = transformers.AutoConfig.for_model(**fields, attn_implementation="eager")
+    theirs = getattr(transformers, entry.architecture)(config).eval()
+    generator = torch.Generator().manual_seed(3)
+    for parameter in theirs.parameters():
+        spread, centre = (0.2, 1.0) if parameter.dim() == 1 else (0.15, 0.0)
+        parameter.data = centre + spread * torch.randn(parameter.shape, generator=generator)
+    ours = build_network(model)
+    ours.load_state_dict(translate(family, model, on_disk(theirs, theirs.state_dict())), strict=True)
+    return ours, theirs
+
+
+def tokens(model: Model, sequences: int, length: int) -> torch.Tensor:
+    return torch.randint(model.vocab_size, (sequences, length), generator=torch.Generator().manual_seed(length))

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pretrain.config.keys import key, section
 
-FamilyName = Literal["custom", "llama"]
+FamilyName = Literal["custom", "deepseek_v3", "gpt_oss", "llama", "mixtral", "qwen3_moe"]
 Projection = Literal["query", "key", "value", "output"]
 
 
@@ -88,6 +88,7 @@ class Latent:
     rope_dim: int | None = key(None, "Width of the part of a head that is rotated; its key is shared by all heads.", ge=0)
     plain_dim: int | None = key(None, "Width of the part of a head that is not rotated.", ge=0)
     value_dim: int | None = key(None, "Width of a head's values.", ge=0)
+    norm_eps: float | None = key(None, "Of the norms of the narrow vectors; 1e-6 by default.", gt=0)
 
 
 @dataclass
@@ -108,7 +109,7 @@ class Experts:
 
     count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0)
     active: int | None = key(None, "Experts a token is sent to.", ge=0)
-    ffn_dim: int | None = key(None, "Hidden width of an expert.", ge=0)
+    ffn_dim: int | None = key(None, "Hidden width of an expert; `model.ffn_dim` by default.", ge=0)
     shared: int | None = key(None, "Experts that every token passes through, as one MLP of so many times `ffn_dim`.", ge=0)
     dense_layers: list[int] | None = key(
         None, "Layers, from 0, that have an MLP of `model.ffn_dim` all the same; [] by default."

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model_schema import Model
+from pretrain.data.targets import IGNORED
 from pretrain.models.block import Block
 from pretrain.models.cache import Cache
 from pretrain.models.layers import Embedding, Linear, make_norm
@@ -24,6 +25,7 @@ from pretrain.models.masks import (
 )
 from pretrain.models.network import Parts
 from pretrain.models.rotary import Tables, rotary_tables
+from pretrain.models.router import RouterReport
 from pretrain.models.shape import has_rope, has_window
 
 
@@ -38,6 +40,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.recompute_blocks = False
+        self.expert_counts: dict[int, Tensor] = {}
         self.embedding = Embedding(config.vocab_size, config.dim)
         learned = config.positions == "learned"
         self.position_embedding = Embedding(config.max_sequence_length, config.dim) if learned else None
@@ -52,23 +55,39 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32.
+        """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32, in training
+        with the auxiliary losses of routers (`models/router.py`).
 
         `documents_BT` are whole numbers that say which document each position belongs to (equal neighbours are of one; padding
         has a number of its own): no position then attends to another document, and positions count from 0 in each. With a
         `cache` the tokens continue those that are in it, and are added to it.
         """
         x_BTD, inputs = self._begin(tokens_BT, documents_BT, cache)
+        counted_BT = targets_BT != IGNORED if targets_BT is not None and torch.is_grad_enabled() else None
+        reports: dict[int, RouterReport] = {}
         for i, layer in enumerate(self.layers):
             rope, mask = inputs[has_window(self.config, i)]
             rope = rope if has_rope(self.config, i) else None
             if self.recompute_blocks and torch.is_grad_enabled():
-                x_BTD = checkpoint(layer, x_BTD, rope, mask, use_reentrant=False)
+                x_BTD, report = checkpoint(layer, x_BTD, rope, mask, None, counted_BT, use_reentrant=False)
             else:
-                x_BTD = layer(x_BTD, rope, mask, cache.layers[i] if cache else None)
+                x_BTD, report = layer(x_BTD, rope, mask, cache.layers[i] if cache else None, counted_BT)
+            if report is not None:
+                reports[i] = report
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
         logits_BTV = self._logits(x_BTD)
-        return logits_BTV if targets_BT is None else sequence_losses(logits_BTV, targets_BT)
+        return logits_BTV if targets_BT is None else sequence_losses(logits_BTV, targets_BT) + self._routed(reports)
+
+    def _routed(self, reports: dict[int, RouterReport]) -> Tensor | float:
+        """Adds up what the routers say: loads over micro-steps, until someone takes them; their losses are the result, [B]."""
+        for layer, report in reports.items():
+            self.expert_counts[layer] = self.expert_counts.get(layer, 0) + report.counts_E
+        return sum(report.loss_B for report in reports.values())
+
+    def take_expert_counts(self) -> dict[int, Tensor]:
+        """Positions with a loss that each expert [E], int64, of each layer with experts got in training since the last call."""
+        counts, self.expert_counts = self.expert_counts, {}
+        return counts
 
     def _begin(
         self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: Cache | None
@@ -131,11 +150,11 @@ class Decoder(nn.Module):
 
         Projections into the residual stream are scaled down by the square root of their number (GPT-2, section 2.3).
         """
-        if name.endswith(("bias", "sinks")):
+        if name.endswith(("bias", "sinks", "correction")):
             return 0.0, 0.0
         if "norm" in name:
             return (0.0 if self.config.norm.kind == "rms_offset" else 1.0), 0.0
-        if name.endswith(("attention.output.weight", "mlp.down.weight")):
+        if name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down", "shared.down.weight")):
             return 0.0, self.config.init_std / math.sqrt(2 * self.config.layers)
         return 0.0, self.config.init_std
 

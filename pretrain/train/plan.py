@@ -25,7 +25,10 @@ from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.identity import check_accepted
 
 # Keys of the model that change no tensor of a run under way.
-NO_IDENTITY = {"init_std", "max_sequence_length", "attention_backend"}
+NO_IDENTITY = {
+    "init_std", "max_sequence_length", "attention_backend",
+    "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,10 @@ from pretrain.errors import ConfigError
 from pretrain.models.families.family import Family
 
 # File and name of each, by `model.family`; a file is imported when its family is used.
-_FAMILIES = {"custom": "CUSTOM", "llama": "LLAMA"}
+_FAMILIES = {
+    "custom": "CUSTOM", "deepseek_v3": "DEEPSEEK_V3", "gpt_oss": "GPT_OSS", "llama": "LLAMA", "mixtral": "MIXTRAL",
+    "qwen3_moe": "QWEN3_MOE",
+}  # fmt: skip
 
 
 def family_of(name: str) -> Family:

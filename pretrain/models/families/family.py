@@ -60,6 +60,7 @@ class Family:
     `fixed`: switches that make the family what it is. `defaults`: what a new model has unless the configuration says otherwise.
     `constants`: fields of config.json with the one value that we compute; also written. `inert`: more fields without effect.
     `rope`: how rotary positions are written, None: they are not. `refuse`: says why transformers would not take a model.
+    `dropped`: whether a tensor of theirs is no part of what is computed; an import says which it leaves out.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Family:
     inert: frozenset[str] = frozenset()
     rope: Literal["uniform", "by_layer_type"] | None = "uniform"
     refuse: Callable[[Model], str | None] | None = None
+    dropped: Callable[[str, Model], bool] | None = None
 
     def switches(self, model: Model) -> dict[str, Any]:
         """What the family says of switches that the configuration leaves open."""

@@ -40,13 +40,13 @@ class Same:
 
 
 class Transposed(Same):
-    """Matrices as [in, out] (GPT-2's Conv1D)."""
+    """Matrices as [in, out] (GPT-2's Conv1D), stacked ones each by itself."""
 
     def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
-        return [tensor.T.contiguous() for tensor in ours]
+        return [tensor.mT.contiguous() for tensor in ours]
 
     def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
-        return [tensor.T.contiguous() for tensor in theirs]
+        return [tensor.mT.contiguous() for tensor in theirs]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,21 @@ class Concatenated:
         return [part.contiguous() for part in whole.split(sizes)]
 
 
+@dataclass(frozen=True)
+class Interleaved:
+    """Two of ours, [E, F] or [E, F, D], as one of theirs whose last dimension takes from them in turn; `transposed`: as [E, D, 2F]."""
+
+    transposed: bool = False
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        pair = [tensor.mT for tensor in ours] if self.transposed else ours
+        return [torch.stack(pair, dim=-1).flatten(-2)]
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        parts = theirs[0][..., ::2], theirs[0][..., 1::2]
+        return [(part.mT if self.transposed else part).contiguous() for part in parts]
+
+
 class Stacked:
     """One of ours with the experts along the first dimension, as one of theirs per expert."""
 
@@ -81,6 +96,7 @@ class Stacked:
 
 
 SAME, TRANSPOSED, STACKED = Same(), Transposed(), Stacked()
+INTERLEAVED, INTERLEAVED_TRANSPOSED = Interleaved(), Interleaved(transposed=True)
 CONCATENATED, CONCATENATED_TRANSPOSED = Concatenated(), Concatenated(transposed=True)
 
 

@@ -41,8 +41,7 @@ class Router(nn.Module):
         # Weights are rounded to the compute format first, as FSDP2 hands them over; the products are of fp32.
         weight_ED = self.weight.to(x_BTD.dtype).float()
         bias_E = None if self.bias is None else self.bias.to(x_BTD.dtype).float()
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            logits_BTE = F.linear(x_BTD.float(), weight_ED, bias_E)
+        logits_BTE = F.linear(x_BTD.float(), weight_ED, bias_E)
         scores_BTE = logits_BTE.softmax(-1) if config.scoring == "softmax" else logits_BTE.sigmoid()
         chosen_BTK = self._choose(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, chosen_BTK)

@@ -136,7 +136,9 @@ def _check_latent(model: Model) -> None:
     }
     for name, (value, only) in others.items():
         if value != only:
-            raise ConfigError(f"model.{name}={value} with latent attention (model.latent.kv_rank) can only be {only}; remove it")
+            raise ConfigError(
+                f"model.{name}={value} with latent attention (model.latent.kv_rank) can only be {only}; remove it"
+            )
 
 
 def _check_experts(model: Model) -> None:

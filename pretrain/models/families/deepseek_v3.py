@@ -20,8 +20,8 @@ def _refuse(model: Model) -> str | None:
     return needs_experts(model) or (None if shared else "model.experts.shared=0 has no shared expert")
 
 
-def _first_layers(count: Any, config: dict[str, Any]) -> list[int]:
-    return list(range(min(count or 0, config["num_hidden_layers"])))
+def _first_layers(count: Any, config: dict[str, Any]) -> Any:
+    return list(range(min(count or 0, config["num_hidden_layers"]))) if isinstance(count, (int, type(None))) else count
 
 
 def _implied(*names: str) -> Any:
@@ -52,8 +52,6 @@ DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     fields=(
         *(field for field in SIZES if field.ours != "head_dim"),
-        Field("head_dim", "head_dim", None, lambda n, model: model.latent.rope_dim, _implied("qk_rope_head_dim")),
-        Field("head_dim", "qk_head_dim", None, back=_implied("qk_nope_head_dim", "qk_rope_head_dim")),
         eps(1e-6),
         tied(False),
         Field("latent.kv_rank", "kv_lora_rank"),
@@ -61,6 +59,8 @@ DEEPSEEK_V3 = Family(
         Field("latent.rope_dim", "qk_rope_head_dim"),
         Field("latent.plain_dim", "qk_nope_head_dim"),
         Field("latent.value_dim", "v_head_dim"),
+        Field("head_dim", "head_dim", None, lambda n, model: model.latent.rope_dim, _implied("qk_rope_head_dim")),
+        Field("head_dim", "qk_head_dim", None, back=_implied("qk_nope_head_dim", "qk_rope_head_dim")),
         Field(
             "rope.layout",
             "rope_interleave",
@@ -93,8 +93,12 @@ DEEPSEEK_V3 = Family(
     defaults={"rope.layout": "interleaved", "experts.shared": 1, "experts.correction_rate": 0.001},
     fixed={"experts.scoring": "sigmoid", "experts.correction": True},
     constants={
-        "hidden_act": "silu", "attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-        "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
     },  # fmt: skip
     # Layers that predict further ahead change no logit of the next token: they are left out, whatever their number.
     inert=TRAINING | {"num_nextn_predict_layers", "num_mtp_layers"},

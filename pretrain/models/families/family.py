@@ -141,9 +141,10 @@ def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
     if not _HINTS:
         _HINTS.update(_types(Model))
     hint = _HINTS[item.ours]
-    kinds = [a for a in typing.get_args(hint) if a is not type(None)] if isinstance(hint, types.UnionType) else [hint]
+    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)  # the latter of Literals
+    kinds = [a for a in typing.get_args(hint) if a is not type(None)] if optional else [hint]
     shown = f"config.json: {item.theirs}={config.get(item.theirs)!r}"
-    if value is None and isinstance(hint, types.UnionType):
+    if value is None and optional:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     for kind in kinds:

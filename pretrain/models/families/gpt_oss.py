@@ -60,8 +60,12 @@ GPT_OSS = Family(
         "attention.window_pattern": lambda model: ALTERNATING[: model.layers],
     },
     fixed={
-        "attention.sinks": True, "rope.scale_local": True, "mlp.activation": "silu_clamped", "mlp.bias": True,
-        "experts.router_bias": True, "experts.ffn_dim": lambda model: model.ffn_dim,
+        "attention.sinks": True,
+        "rope.scale_local": True,
+        "mlp.activation": "silu_clamped",
+        "mlp.bias": True,
+        "experts.router_bias": True,
+        "experts.ffn_dim": lambda model: model.ffn_dim,
     },  # fmt: skip
     constants={"hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     inert=TRAINING | {"experts_per_token", "initial_context_length"},  # older names of fields that are there as well

@@ -18,7 +18,7 @@ CASES = {
         experts=Experts(count=4, active=2, ffn_dim=16, shared=2, scale=1.5),
     ),
     "yarn that scales the scores, not normalised": Model(
-        **SMALL | {"dim": 30, "heads": 3},  # a width that its heads do not divide into whole heads of their own
+        **SMALL | {"dim": 28, "heads": 3},  # a width that its heads do not divide into whole heads of their own
         latent=LATENT,
         rope=YARN,
         norm_eps=1e-5,
@@ -35,6 +35,6 @@ CASES = {
         **SMALL,
         latent=LATENT,
         rope=Rope(scaling="yarn", factor=8.0, original_length=8),
-        experts=Experts(count=4, active=1, ffn_dim=20, dense_layers=[0, 1]),
+        experts=Experts(count=4, active=1, ffn_dim=20, dense_layers=[0, 1], normalise=False),
     ),
 }

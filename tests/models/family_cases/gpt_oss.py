@@ -21,6 +21,6 @@ CASES = {
         **SMALL,
         attention=Attention(window=128, window_pattern=[False]),
         rope=Rope(theta=5e4, scaling="yarn", factor=4.0, original_length=16),
-        experts=Experts(count=4, active=1),
+        experts=Experts(count=5, active=2),
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_llama import pair
+from test_decoder import pair
 
 from pretrain.models.generate import generate
 

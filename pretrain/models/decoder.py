@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.recompute_blocks = False
-        self.expert_counts: dict[int, Tensor] = {}
+        self.router_reports: dict[int, RouterReport] = {}
         self.embedding = Embedding(config.vocab_size, config.dim)
         learned = config.positions == "learned"
         self.position_embedding = Embedding(config.max_sequence_length, config.dim) if learned else None
@@ -79,15 +79,16 @@ class Decoder(nn.Module):
         return logits_BTV if targets_BT is None else sequence_losses(logits_BTV, targets_BT) + self._routed(reports)
 
     def _routed(self, reports: dict[int, RouterReport]) -> Tensor | float:
-        """Adds up what the routers say: loads over micro-steps, until someone takes them; their losses are the result, [B]."""
-        for layer, report in reports.items():
-            self.expert_counts[layer] = self.expert_counts.get(layer, 0) + report.counts_E
+        """Adds up what the routers say over micro-steps, until someone takes it; their losses are the result, [B]."""
+        for layer, (loss_B, counts_E) in reports.items():
+            loss, counts = self.router_reports.get(layer, (0, 0))
+            self.router_reports[layer] = RouterReport(loss + loss_B.detach().double().sum(), counts + counts_E)
         return sum(report.loss_B for report in reports.values())
 
-    def take_expert_counts(self) -> dict[int, Tensor]:
-        """Positions with a loss that each expert [E], int64, of each layer with experts got in training since the last call."""
-        counts, self.expert_counts = self.expert_counts, {}
-        return counts
+    def take_router_reports(self) -> dict[int, RouterReport]:
+        """By layer with experts, what its router said in training since the last call, losses summed to a scalar."""
+        reports, self.router_reports = self.router_reports, {}
+        return reports
 
     def _begin(
         self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: Cache | None

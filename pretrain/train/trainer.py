@@ -31,6 +31,7 @@ from pretrain.optim.optimizer import build_optimizer
 from pretrain.optim.schedule import learning_rate
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.strategy import DTYPES, build_strategy, prepare_blocks
+from pretrain.train.balancing import ExpertLoads
 from pretrain.train.continuation import Continuation
 from pretrain.train.gradients import write_gradients
 from pretrain.train.plan import Plan
@@ -79,6 +80,7 @@ class Trainer:
         prepare_blocks(self.model, config)
         self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
         self.optimizer = build_optimizer(self.model, config.optim)
+        self.expert_loads = ExpertLoads(self.model, config.model, self.ranks)
         stored = {p.dtype for p in self.model.parameters()}
         if stored != {DTYPES[config.precision.master]}:
             raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
@@ -104,11 +106,12 @@ class Trainer:
             self._refuse_step(number, batch, torch.cat(losses), loss, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        routers = self.expert_loads.after_step(target_tokens)
         self.progress.step = number
         self.progress.samples += batch.sequences
         self.progress.cursor = batch.cursor
         self.progress.tokens += target_tokens
-        return {"step": number, "tokens": self.progress.tokens, "loss": loss, "grad_norm": grad_norm, "lr": rate}
+        return {"step": number, "tokens": self.progress.tokens, "loss": loss, "grad_norm": grad_norm, "lr": rate, **routers}
 
     def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> torch.Tensor:
         inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
@@ -206,6 +209,7 @@ class Trainer:
         record |= speed | {"mfu": achieved / self.peak_flops if self.peak_flops else None}
         if shares := self.plan.data.shares(self.progress.samples):
             record["shares"] = shares
+        record |= self.expert_loads.take()
         if self.ranks.is_main:
             self.metrics.write(record)
             left = (self.config.run.steps - record["step"]) * record["seconds"]

@@ -50,6 +50,14 @@ def matmul_parameters(model: Model) -> int:
     return rest + head + (routed * model.experts.active // model.experts.count if routed else 0)
 
 
+def active_parameters(model: Model) -> int:
+    """Parameters that a token meets: all but those of the routed experts it is not sent to. Both embeddings are counted."""
+    with torch.device("meta"):
+        sizes = {name: p.numel() for name, p in build_network(model).named_parameters()}
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    return sum(sizes.values()) - routed + (routed * model.experts.active // model.experts.count if routed else 0)
+
+
 def attention_flops(model: Model, sequence_length: int) -> int:
     """FLOPs per token of scores and of the sums over values, forward and backward, over all layers."""
     latent = model.latent

@@ -75,10 +75,11 @@ def _has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
 
 def _grouped(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """All stretches of rows in one kernel; where they end is never brought to the host."""
-    product = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public from torch 2.10 on
+    product = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the name before it was made public
     return product(x_RI, weight_EOI.transpose(1, 2), offs=ends_E.int())
 
 
+@torch.compiler.disable  # sizes that change in every step: compiled, it would be compiled anew for ever
 def _one_by_one(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """An expert after the other. One without rows multiplies nothing, so that its weights get a gradient of zeros."""
     parts = zip(x_RI.split(_stretches(ends_E, len(x_RI))), weight_EOI.unbind())

@@ -126,6 +126,8 @@ def _check_latent(model: Model) -> None:
     for name in ("rope_dim", "plain_dim", "value_dim"):
         if not getattr(latent, name):
             raise ConfigError(f"model.latent.{name}=0 with model.latent.kv_rank={latent.kv_rank}; set it")
+    if latent.rope_dim % 2:
+        raise ConfigError(f"model.latent.rope_dim={latent.rope_dim} must be even: rotary positions turn pairs")
     others = {
         "head_dim": (model.head_dim, latent.plain_dim + latent.rope_dim),
         "kv_heads": (model.kv_heads, model.heads),

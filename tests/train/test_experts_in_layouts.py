@@ -116,3 +116,13 @@ def test_validation_loss_is_plain_cross_entropy(pool, experts_file, prepared):
         other["router_loss"] - one["router_loss"], rel=1e-4
     )
     assert [counts["1"] for counts in loads(runs[0])] == [counts["1"] for counts in loads(runs[1])]  # none of validation
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, experts_file, strategy):
+    options = ("precision.compute=bf16", "batch.micro_sequences=8", "run.steps=1")
+    single = train(pool, 1, experts_file, f"run.name=bf16-for-{strategy}", *options)
+    run = train(pool, 2, experts_file, f"run.name=bf16-{strategy}", f"parallel.strategy={strategy}", *options)
+    assert largest_gradient_difference(gradients(run), gradients(single)) == 0.0
+    assert loads(run) == loads(single)
+

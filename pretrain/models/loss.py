@@ -276,15 +276,14 @@ class _ChunkLogits:
         It takes the place of the probabilities, and in half precision of the raw logits.
         """
         options, grad = self.options, self.probabilities
-        counted = targets != IGNORED
-        factor = counted.to(grad.dtype)
-        if options.z_loss:
-            factor = factor * (1 + 2 * options.z_loss * self.log_partition)
+        # In the format of the gradient: a Boolean times a number would be of fp32, whatever the rest is.
+        counted = (targets != IGNORED).to(grad.dtype)
+        factor = counted * (1 + 2 * options.z_loss * self.log_partition) if options.z_loss else counted
         grad.mul_(factor[:, None])
         if options.label_smoothing:
-            grad.sub_((options.label_smoothing / grad.shape[1]) * counted[:, None])
+            grad.sub_(options.label_smoothing / grad.shape[1] * counted[:, None])
         rows = torch.arange(len(targets), device=targets.device)
-        grad[rows, targets.where(counted, 0)] -= (1 - options.label_smoothing) * counted
+        grad[rows, targets.where(targets != IGNORED, 0)] -= (1 - options.label_smoothing) * counted
         if options.soft_cap is not None:
             grad.mul_(self.logits.div_(options.soft_cap).square_().neg_().add_(1))
         return grad if grad.dtype == self.raw.dtype else self.raw.copy_(grad)

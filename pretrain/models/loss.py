@@ -202,7 +202,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, limit: int) -> None
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, out=total)
         return
-    rows = max(1, limit // (total.shape[1] * total.element_size()))
+    rows = max(1, limit // (4 * total.shape[1] * total.element_size()))
     for part, here in zip(total.split(rows), left.split(rows)):
         part.add_(torch.mm(here, right, out_dtype=total.dtype) if right.is_cuda else torch.mm(here, right))
 

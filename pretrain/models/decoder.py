@@ -6,14 +6,15 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model_schema import Model
+from pretrain.config.schema import Loss
 from pretrain.models.block import Block
 from pretrain.models.cache import Cache
-from pretrain.models.layers import Embedding, Linear, make_norm
-from pretrain.models.loss import sequence_losses
+from pretrain.models.head import OutputHead
+from pretrain.models.layers import Embedding, make_norm
+from pretrain.models.loss import LossOptions
 from pretrain.models.masks import (
     Mask,
     attention_backend,
@@ -22,19 +23,23 @@ from pretrain.models.masks import (
     document_numbers,
     document_positions,
 )
+from pretrain.models.multi_token import MultiTokenPrediction
 from pretrain.models.network import Parts
 from pretrain.models.rotary import Tables, rotary_tables
 from pretrain.models.shape import has_rope, has_window
+
+Inputs = dict[bool, tuple[Tables | None, Mask | None]]
+"""What layers without and with a window get: rotary tables and mask."""
 
 
 class Decoder(nn.Module):
     """Token ids in; logits, or the summed loss of each sequence, out. A network (`models/network.py`).
 
-    A tied output head is no module of its own: the embedding's weight is one parameter with one name. There are no
+    A tied output head has no weight: the embedding's is one parameter with one name. There are no
     buffers, so a model built on the meta device is complete once its parameters are filled.
     """
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, loss: Loss | None = None) -> None:
         super().__init__()
         self.config = config
         self.recompute_blocks = False
@@ -43,7 +48,8 @@ class Decoder(nn.Module):
         self.position_embedding = Embedding(config.max_sequence_length, config.dim) if learned else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = make_norm(config) if config.norm.placement != "post" else None
-        self.output = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
+        self.output = OutputHead(config.dim, config.vocab_size, _loss_options(config, loss), tied=config.tie_embeddings)
+        self.multi_token = _multi_token(config, loss) if config.predict_ahead else None
 
     def forward(
         self,
@@ -58,22 +64,27 @@ class Decoder(nn.Module):
         has a number of its own): no position then attends to another document, and positions count from 0 in each. With a
         `cache` the tokens continue those that are in it, and are added to it.
         """
-        x_BTD, inputs = self._begin(tokens_BT, documents_BT, cache)
+        embedded_BTD, inputs = self._begin(tokens_BT, documents_BT, cache)
+        x_BTD = embedded_BTD
         for i, layer in enumerate(self.layers):
-            rope, mask = inputs[has_window(self.config, i)]
-            rope = rope if has_rope(self.config, i) else None
-            if self.recompute_blocks and torch.is_grad_enabled():
-                x_BTD = checkpoint(layer, x_BTD, rope, mask, use_reentrant=False)
-            else:
-                x_BTD = layer(x_BTD, rope, mask, cache.layers[i] if cache else None)
-        x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
-        logits_BTV = self._logits(x_BTD)
-        return logits_BTV if targets_BT is None else sequence_losses(logits_BTV, targets_BT)
+            x_BTD = self._run(layer, i, x_BTD, inputs, cache)
+        hidden_BTD, x_BTD = x_BTD, x_BTD if self.norm is None else self.norm(x_BTD)
+        tied = self.embedding.weight if self.config.tie_embeddings else None
+        if self.multi_token is None or targets_BT is None or not torch.is_grad_enabled():
+            return self.output(x_BTD, targets_BT, tied)
+        last = self.config.layers - 1
+        ahead = self.multi_token(hidden_BTD, embedded_BTD, lambda block, x: self._run(block, last, x, inputs))
+        return self.multi_token.losses(self.output, x_BTD, ahead, targets_BT, documents_BT, tied).sum(dim=0)
 
-    def _begin(
-        self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: Cache | None
-    ) -> tuple[Tensor, dict[bool, tuple[Tables | None, Mask | None]]]:
-        """The residual stream before the first block, and what layers without and with a window get: tables and mask."""
+    def _run(self, block: Block, layer: int, x_BTD: Tensor, inputs: Inputs, cache: Cache | None = None) -> Tensor:
+        rope, mask = inputs[has_window(self.config, layer)]
+        rope = rope if has_rope(self.config, layer) else None
+        if self.recompute_blocks and torch.is_grad_enabled():
+            return checkpoint(block, x_BTD, rope, mask, use_reentrant=False)
+        return block(x_BTD, rope, mask, cache.layers[layer] if cache else None)
+
+    def _begin(self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: Cache | None) -> tuple[Tensor, Inputs]:
+        """The residual stream before the first block, and what blocks get."""
         config, device = self.config, tokens_BT.device
         start = cache.length if cache else 0
         stop = start + tokens_BT.shape[1]
@@ -115,21 +126,12 @@ class Decoder(nn.Module):
         backend = attention_backend(self.config, device, training=torch.is_grad_enabled())
         return attention_mask(stop, device, backend, numbers_BT, window)
 
-    def _logits(self, x_BTD: Tensor) -> Tensor:
-        config = self.config
-        logits_BTV = F.linear(x_BTD, self.embedding.weight.to(x_BTD.dtype)) if self.output is None else self.output(x_BTD)
-        if config.logit_multiplier != 1:
-            logits_BTV = logits_BTV * config.logit_multiplier
-        if config.logit_soft_cap:
-            logits_BTV = config.logit_soft_cap * torch.tanh(logits_BTV / config.logit_soft_cap)
-        return logits_BTV
-
     def parts(self) -> Parts:
         """See `models/network.py`. A table that is used at both ends belongs to neither."""
-        if self.output is None:
-            return Parts([], list(self.layers), [])
-        head = [self.output] if self.norm is None else [self.norm, self.output]
-        return Parts([self.embedding], list(self.layers), head)
+        blocks = [*self.layers, *(self.multi_token.depths if self.multi_token else [])]
+        if self.config.tie_embeddings:
+            return Parts([], blocks, [])
+        return Parts([self.embedding], blocks, [self.output] if self.norm is None else [self.norm, self.output])
 
     def initial(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of a parameter's initial values, by its name.
@@ -143,6 +145,25 @@ class Decoder(nn.Module):
         if name.endswith(("attention.output.weight", "mlp.down.weight")):
             return 0.0, self.config.init_std / math.sqrt(2 * self.config.layers)
         return 0.0, self.config.init_std
+
+
+def _loss_options(config: Model, loss: Loss | None) -> LossOptions:
+    loss = loss or Loss()
+    return LossOptions(
+        z_loss=loss.z_loss,
+        label_smoothing=loss.label_smoothing,
+        soft_cap=config.logit_soft_cap or None,
+        logit_scale=config.logit_multiplier,
+        chunk_bytes=loss.chunk_mb and loss.chunk_mb * 10**6,
+    )
+
+
+def _multi_token(config: Model, loss: Loss | None) -> MultiTokenPrediction:
+    def block() -> Block:
+        return Block(config, config.layers - 1)
+
+    weight = (loss or Loss()).predict_ahead_weight
+    return MultiTokenPrediction(config.predict_ahead, config.dim, block, lambda: make_norm(config), weight)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -174,6 +174,13 @@ class Model:
     residual_multiplier: float | None = key(None, "Factor on what a sublayer adds to the residual stream.", gt=0)
     logit_multiplier: float | None = key(None, "Factor on the logits.", gt=0)
     logit_soft_cap: float | None = key(None, "Logits are squashed to this range: cap × tanh(logit / cap); 0: not.", ge=0)
+    predict_ahead: int = key(
+        0,
+        "Tokens beyond the next one that are predicted in training, each by a block of its own (DeepSeek-V3's multi-token prediction, arXiv "
+        "2412.19437, section 2.2). An export leaves these blocks out.",
+        ge=0,
+        le=8,
+    )
     norm: Norm = section(Norm)
     rope: Rope = section(Rope)
     attention: Attention = section(Attention)

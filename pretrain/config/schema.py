@@ -185,6 +185,32 @@ class Batch:
 
 
 @dataclass
+class Loss:
+    """What is minimised, beside the cross-entropy. Validation reports the cross-entropy alone."""
+
+    label_smoothing: float = key(
+        0.0,
+        "Share of each target's probability that is spread over the vocabulary (arXiv 1512.00567).",
+        ge=0,
+        lt=1,
+    )
+    z_loss: float = key(
+        0.0,
+        "Weight of the squared log-sum-exp of a token's logits, which keeps them from drifting (arXiv 2204.02311); 1e-4 is usual.",
+        ge=0,
+    )
+    predict_ahead_weight: float = key(
+        0.3, "Weight of the losses of `model.predict_ahead` together (arXiv 2412.19437, section 4.2).", gt=0
+    )
+    chunk_mb: int | None = key(
+        None,
+        "Memory for the logits that exist at one time, MB: they are computed, used and dropped in chunks of tokens. By default 256 on CPU, "
+        "1024 on CUDA. Changes memory and speed, not the result.",
+        ge=1,
+    )
+
+
+@dataclass
 class Validation:
     """Validation loss on a fixed list of samples: the same number at any world size."""
 
@@ -309,6 +335,7 @@ class Config:
     model: Model = section(Model)
     data: Data = section(Data)
     batch: Batch = section(Batch)
+    loss: Loss = section(Loss)
     optim: Optim = section(Optim)
     schedule: Schedule = section(Schedule)
     parallel: Parallel = section(Parallel)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
+
+from pretrain.config.model_schema import Model
+from pretrain.config.schema import Loss
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class Network(Protocol):
         """Mean and standard deviation of a parameter's initial values, by its name."""
 
 
-def build_network(model: Any) -> nn.Module:
-    """The network of a complete `model` section. Build it on the meta device."""
+def build_network(model: Model, loss: Loss | None = None) -> nn.Module:
+    """The network of a complete `model` section, trained on a loss: cross-entropy alone by default. Build it on the meta device."""
     from pretrain.models.decoder import Decoder
 
-    return Decoder(model)
+    return Decoder(model, loss)

@@ -46,8 +46,9 @@ def matmul_parameters(model: Model) -> int:
     ]
     routed = sum(count for name, count in matrices if ".experts." in name)
     rest = sum(count for name, count in matrices if ".experts." not in name)
-    head = model.vocab_size * model.dim if model.tie_embeddings else 0
-    return rest + head + (routed * model.experts.active // model.experts.count if routed else 0)
+    # Every token predicted ahead goes through the one head again; a tied one is a table.
+    heads = model.predict_ahead + model.tie_embeddings
+    return rest + heads * model.vocab_size * model.dim + (routed * model.experts.active // model.experts.count if routed else 0)
 
 
 def active_parameters(model: Model) -> int:
@@ -62,9 +63,8 @@ def attention_flops(model: Model, sequence_length: int) -> int:
     """FLOPs per token of scores and of the sums over values, forward and backward, over all layers."""
     latent = model.latent
     widths = latent.plain_dim + latent.rope_dim + latent.value_dim if latent.kv_rank else 2 * model.head_dim
-    seen = [
-        min(sequence_length, model.attention.window) if has_window(model, i) else sequence_length for i in range(model.layers)
-    ]
+    layers = [*range(model.layers), *[model.layers - 1] * model.predict_ahead]
+    seen = [min(sequence_length, model.attention.window) if has_window(model, i) else sequence_length for i in layers]
     return 6 * model.heads * widths * sum(seen)
 
 

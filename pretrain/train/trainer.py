@@ -76,7 +76,7 @@ class Trainer:
         torch.manual_seed(config.run.seed + self.ranks.rank)
         self.strategy = build_strategy(config, self.plan.layout, self.ranks)
         with torch.device("meta"):
-            self.model = build_network(config.model)
+            self.model = build_network(config.model, config.loss)
         prepare_blocks(self.model, config)
         self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
         self.optimizer = build_optimizer(self.model, config.optim)

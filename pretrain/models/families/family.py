@@ -31,7 +31,7 @@ INERT = {
 
 # Keys of ours that change no logit of an export: how it is trained and computed.
 NOT_EXPORTED = {
-    "family", "attention_backend", "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
+    "family", "attention_backend", "predict_ahead", "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
 }  # fmt: skip
 
 

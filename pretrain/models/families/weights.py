@@ -109,16 +109,21 @@ class Entry:
     layout: Layout = SAME
 
 
+TRAINING_ONLY = "multi_token."
+"""Parameters of ours that have no place in Hugging Face's model of the family; exports leave them out."""
+
+
 def entry(ours: str | Sequence[str], theirs: str | Sequence[str], layout: Layout = SAME) -> Entry:
     return Entry(*((names,) if isinstance(names, str) else tuple(names) for names in (ours, theirs)), layout)
 
 
 def resolve(entries: Sequence[Entry], model: Model, parameters: Sequence[str]) -> list[Entry]:
-    """The map of one model: every name spelled out, and every parameter in exactly one entry.
+    """The map of one model: every name spelled out, and every parameter in exactly one entry, but for those of TRAINING_ONLY.
 
     Raises ValueError naming a parameter that the map leaves out, or has twice: an error of the family's file.
     """
-    existing, resolved, owner = set(parameters), [], {}
+    existing = {name for name in parameters if not name.startswith(TRAINING_ONLY)}
+    resolved, owner = [], {}
     for line in entries:
         layers = range(model.layers) if any("{layer}" in name for name in line.ours) else range(1)
         for layer in layers:

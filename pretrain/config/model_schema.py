@@ -11,7 +11,7 @@ from typing import Literal
 
 from pretrain.config.keys import key, section
 
-FamilyName = Literal["custom", "llama"]
+FamilyName = Literal["custom", "llama", "gpt2", "gpt_neox"]
 Projection = Literal["query", "key", "value", "output"]
 
 
@@ -189,7 +189,7 @@ class Model:
     max_sequence_length: int | None = key(
         None,
         "Longest sequence the model is said to be good for: `max_position_embeddings` of an export, and the limit of "
-        "tools/generate.py; `data.sequence_length` by default.",
+        "tools/generate.py; `data.sequence_length` by default. With learned positions, as many as there are.",
         ge=1,
     )
     init_std: float = key(

@@ -24,7 +24,7 @@ from pretrain.models.shape import complete
 from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.identity import check_accepted
 
-# Keys of the model that change no tensor of a run under way.
+# Keys of the model that change no tensor of a run under way (see `model_identity`).
 NO_IDENTITY = {"init_std", "max_sequence_length", "attention_backend"}
 
 
@@ -44,8 +44,8 @@ class Plan:
 
         Flat, JSON values. Of the data, only what has decided these samples.
         """
-        data, model = self.config.data, dataclasses.asdict(self.config.model)
-        identity = {f"model.{k}": v for k, v in flatten(model).items() if k not in NO_IDENTITY}
+        data = self.config.data
+        identity = model_identity(dataclasses.asdict(self.config.model))
         identity["optim.name"] = self.config.optim.name
         cut = {name: getattr(data, name) for name in ("packing", "document_mask", "boundary_loss")}
         cut["tokenizer"] = self.data.tokenizer_sha256
@@ -115,6 +115,12 @@ def _vocabulary(config: Config, opened: list[Samples] | TextTraining) -> int:
             "remove the key to take the data's, or raise it"
         )
     return needed
+
+
+def model_identity(model: dict[str, Any]) -> dict[str, Any]:
+    """What of a model section makes its tensors these tensors, flat. The longest sequence does where each position has a vector."""
+    free = NO_IDENTITY - {"max_sequence_length"} if model["positions"] == "learned" else NO_IDENTITY
+    return {f"model.{name}": value for name, value in flatten(model).items() if name not in free}
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

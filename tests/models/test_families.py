@@ -57,6 +57,10 @@ def test_loss_and_every_gradient_are_those_of_transformers(family, name):
         if not parameter.requires_grad:
             continue
         reference = wanted[parameter_name]
+        if ours.config.positions != "rope" and parameter_name.endswith("key.bias"):
+            # It adds the same to all scores of a query, which the softmax does not see: both are roundings of zero.
+            assert max(parameter.grad.norm(), reference.norm()) <= 1e-5
+            continue
         assert reference.norm() > 0, parameter_name
         assert (parameter.grad - reference).norm() <= 1e-4 * reference.norm(), parameter_name
 

@@ -9,7 +9,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families.family import Family
 
 # File and name of each, by `model.family`; a file is imported when its family is used.
-_FAMILIES = {"custom": "CUSTOM", "llama": "LLAMA"}
+_FAMILIES = {"custom": "CUSTOM", "llama": "LLAMA", "gpt2": "GPT2", "gpt_neox": "GPT_NEOX"}
 
 
 def family_of(name: str) -> Family:

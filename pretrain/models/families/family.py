@@ -92,11 +92,13 @@ class Family:
         free = {f.ours for f in self.fields} | NOT_EXPORTED
         for name, value in flat(model).items():
             section, _, key = name.partition(".")
-            if name in free or (section == "rope" and not (self.rope and key in ("layout", "pattern"))):
+            if name in free or (section == "rope" and self.rope and key not in ("layout", "pattern")):
                 continue
             expected = _value(self.fixed.get(name, PLAIN.get(name)), model)
             if name == "attention.query_scalar" and name not in self.fixed:
                 expected = query_scalar(model)
+            if name == "rope.local_theta":
+                expected = model.rope.theta
             if value != expected:
                 raise ConfigError(
                     f"model.{name}={value} is not what model.family={self.name} computes, which is {expected}; remove it, or set "
@@ -139,9 +141,10 @@ def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
     if not _HINTS:
         _HINTS.update(_types(Model))
     hint = _HINTS[item.ours]
-    kinds = [a for a in typing.get_args(hint) if a is not type(None)] if isinstance(hint, types.UnionType) else [hint]
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)  # a Literal with None is the former
+    kinds = [a for a in typing.get_args(hint) if a is not type(None)] if union else [hint]
     shown = f"config.json: {item.theirs}={config.get(item.theirs)!r}"
-    if value is None and isinstance(hint, types.UnionType):
+    if value is None and union:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     for kind in kinds:

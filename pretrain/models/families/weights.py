@@ -67,6 +67,19 @@ class Concatenated:
         return [part.contiguous() for part in whole.split(sizes)]
 
 
+class FusedPerHead:
+    """Queries, keys and values of one head after the other, as one of theirs: [head 0: q, k, v; head 1: q, k, v; ...] (GPT-NeoX)."""
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        return [torch.stack([tensor.unflatten(0, (model.heads, -1)) for tensor in ours], dim=1).flatten(0, 2).contiguous()]
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        if theirs[0].shape[0] != sum(shape[0] for shape in shapes):
+            return [theirs[0] for _ in shapes]
+        parts = theirs[0].unflatten(0, (model.heads, len(shapes), -1)).unbind(1)
+        return [part.flatten(0, 1).contiguous() for part in parts]
+
+
 class Stacked:
     """One of ours with the experts along the first dimension, as one of theirs per expert."""
 
@@ -80,7 +93,7 @@ class Stacked:
         return [torch.stack(theirs)]
 
 
-SAME, TRANSPOSED, STACKED = Same(), Transposed(), Stacked()
+SAME, TRANSPOSED, STACKED, FUSED_PER_HEAD = Same(), Transposed(), Stacked(), FusedPerHead()
 CONCATENATED, CONCATENATED_TRANSPOSED = Concatenated(), Concatenated(transposed=True)
 
 

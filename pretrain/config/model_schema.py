@@ -11,7 +11,7 @@ from typing import Literal
 
 from pretrain.config.keys import key, section
 
-FamilyName = Literal["custom", "llama", "gpt2", "gpt_neox"]
+FamilyName = Literal["custom", "llama", "gpt2", "gpt_neox", "hf"]
 Projection = Literal["query", "key", "value", "output"]
 
 
@@ -143,7 +143,12 @@ class Model:
     family: FamilyName = key(
         "llama",
         "Model family: what the switches below are unless they are set, and which Hugging Face model an export is. What the family "
-        "cannot express is refused; `custom` takes any combination and cannot be exported.",
+        "cannot express is refused; `custom` takes any combination and cannot be exported; `hf` is what `hf_config` describes.",
+    )
+    hf_config: str | None = key(
+        None,
+        "With `family: hf`, and in place of all other keys of the model: a config.json of transformers', the directory that has one, "
+        "or its contents as JSON, which is what the resolved configuration has.",
     )
     dim: int = key(384, "Width of the residual stream.", ge=1)
     layers: int = key(6, "Number of decoder blocks.", ge=1)

@@ -21,7 +21,7 @@ class Parts:
 
 
 class Network(Protocol):
-    """A `torch.nn.Module` with these members. It is built on the meta device and has no buffers."""
+    """A `torch.nn.Module` with these members. It is built on the meta device; buffers it has keep their values in `to_empty`."""
 
     recompute_blocks: bool
     """Whether the activations of blocks are recomputed in backward instead of stored."""
@@ -38,6 +38,10 @@ class Network(Protocol):
 
 def build_network(model: Any) -> nn.Module:
     """The network of a complete `model` section. Build it on the meta device."""
+    if model.family == "hf":
+        from pretrain.models.hf_model import HfModel
+
+        return HfModel(model)
     from pretrain.models.decoder import Decoder
 
     return Decoder(model)

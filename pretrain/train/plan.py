@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,10 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
 
 def _check_backend(config: Config, device: torch.device) -> None:
     model = config.model
+    if model.family == "hf":
+        if config.data.document_mask:
+            raise ConfigError("data.document_mask=true: models of model.family=hf take no masks of documents; set it to false")
+        return
     switches = model.attention
     if config.data.document_mask or switches.window or switches.soft_cap or switches.sinks:
         attention_backend(model, device, training=True)
@@ -119,6 +124,8 @@ def _vocabulary(config: Config, opened: list[Samples] | TextTraining) -> int:
 
 def model_identity(model: dict[str, Any]) -> dict[str, Any]:
     """What of a model section makes its tensors these tensors, flat. The longest sequence does where each position has a vector."""
+    if model["family"] == "hf":
+        return {"model.family": "hf", **{f"model.hf_config.{k}": v for k, v in flatten(json.loads(model["hf_config"])).items()}}
     free = NO_IDENTITY - {"max_sequence_length"} if model["positions"] == "learned" else NO_IDENTITY
     return {f"model.{name}": value for name, value in flatten(model).items() if name not in free}
 

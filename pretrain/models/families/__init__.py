@@ -9,7 +9,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families.family import Family
 
 # File and name of each, by `model.family`; a file is imported when its family is used.
-_FAMILIES = {"custom": "CUSTOM", "llama": "LLAMA", "gpt2": "GPT2", "gpt_neox": "GPT_NEOX"}
+_FAMILIES = {"custom": "CUSTOM", "llama": "LLAMA", "gpt2": "GPT2", "gpt_neox": "GPT_NEOX", "hf": "HF"}
 
 
 def family_of(name: str) -> Family:
@@ -18,8 +18,8 @@ def family_of(name: str) -> Family:
 
 
 def families() -> list[Family]:
-    """Those that transformers has."""
-    return [family_of(name) for name in _FAMILIES if name != "custom"]
+    """Those that our network computes and transformers has."""
+    return [family_of(name) for name in _FAMILIES if name not in ("custom", "hf")]
 
 
 def family_of_hf(config: dict[str, Any]) -> Family:

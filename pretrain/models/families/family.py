@@ -31,7 +31,7 @@ INERT = {
 
 # Keys of ours that change no logit of an export: how it is trained and computed.
 NOT_EXPORTED = {
-    "family", "attention_backend", "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
+    "family", "hf_config", "attention_backend", "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
 }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ class Family:
     model_type: str
     architecture: str
     fields: tuple[Field, ...]
-    weights: tuple[Entry, ...]
+    weights: tuple[Entry, ...] | None
     fixed: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)

@@ -110,11 +110,13 @@ def entry(ours: str | Sequence[str], theirs: str | Sequence[str], layout: Layout
     return Entry(*((names,) if isinstance(names, str) else tuple(names) for names in (ours, theirs)), layout)
 
 
-def resolve(entries: Sequence[Entry], model: Model, parameters: Sequence[str]) -> list[Entry]:
-    """The map of one model: every name spelled out, and every parameter in exactly one entry.
+def resolve(entries: Sequence[Entry] | None, model: Model, parameters: Sequence[str]) -> list[Entry]:
+    """The map of one model: every name spelled out, and every parameter in exactly one entry. None: our names are theirs.
 
     Raises ValueError naming a parameter that the map leaves out, or has twice: an error of the family's file.
     """
+    if entries is None:
+        return [entry(name, name) for name in parameters]
     existing, resolved, owner = set(parameters), [], {}
     for line in entries:
         layers = range(model.layers) if any("{layer}" in name for name in line.ours) else range(1)

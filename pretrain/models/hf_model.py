@@ -47,6 +47,10 @@ class HfModel(nn.Module):
         values = initial_values(model)
         self._initial = {name: values[id(parameter)] for name, parameter in self.named_parameters()}
         self.tied = _name_once(self)
+        # Of parameters that are used in several places, the cast ones of this forward: gradients meet in the compute format, as
+        # they do where FSDP2 gathers a weight once.
+        self._shared = {owner for names in self.tied.values() for owner in names.values()}
+        self._cast_once: dict[tuple[nn.Module, str], Tensor] = {}
         self._blocks = _find_blocks(model)
         for block in self._blocks:
             block.forward = functools.partial(self._block, block.forward)
@@ -59,7 +63,10 @@ class HfModel(nn.Module):
         """Logits [B, T, V]; with targets, the summed token losses of each sequence [B], fp32. Documents cannot be kept apart."""
         if documents_BT is not None:
             raise ValueError("a model of transformers' gets no documents: data.document_mask is refused with model.family=hf")
-        logits_BTV = self._transformers(input_ids=tokens_BT, use_cache=False, return_dict=True).logits
+        try:
+            logits_BTV = self._transformers(input_ids=tokens_BT, use_cache=False, return_dict=True).logits
+        finally:
+            self._cast_once.clear()
         return logits_BTV if targets_BT is None else sequence_losses(logits_BTV, targets_BT)
 
     def parts(self) -> Parts:
@@ -101,18 +108,17 @@ class HfModel(nn.Module):
 
     def _cast(self, module: nn.Module, args: Any) -> None:
         """Weights in the compute format where they are used, as in `models/layers.py`: FSDP2 hands them over already cast."""
-        for name, parameter in self._owned(module):
-            if parameter.is_floating_point():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
                 module.__dict__[name] = parameter.to(self.compute_dtype)
+                if (module, name) in self._shared:
+                    self._cast_once[module, name] = module.__dict__[name]
+        for name, owner in self.tied.get(module, {}).items():
+            module.__dict__[name] = self._cast_once[owner]
 
     def _uncast(self, module: nn.Module, args: Any, output: Any) -> None:
-        for name, _ in self._owned(module):
+        for name in (*module._parameters, *self.tied.get(module, ())):
             module.__dict__.pop(name, None)
-
-    def _owned(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, p) for name, p in module._parameters.items() if p is not None)
-        for name, (owner, its_name) in self.tied.get(module, {}).items():
-            yield name, owner._parameters[its_name]
 
 
 def _built(config: Model) -> Any:

@@ -92,13 +92,7 @@ class Decoder(nn.Module):
             x_BTD = x_BTD + self.position_embedding(places)
         inputs = {}
         for local in {has_window(config, i) for i in range(config.layers)}:
-            window = config.attention.window if local else 0
-            if start:
-                mask = cached_mask(start, stop, device, window)
-            else:
-                explicit = bool(config.attention.soft_cap or config.attention.sinks)
-                backend = attention_backend(config, device, training=torch.is_grad_enabled())
-                mask = attention_mask(stop, device, backend, numbers_BT, window, explicit)
+            mask = self._mask(start, stop, numbers_BT, device, local)
             inputs[local] = self._tables(start, stop, positions_BT, device, local), mask
         return x_BTD, inputs
 
@@ -109,6 +103,17 @@ class Decoder(nn.Module):
         if positions_BT is None:
             return cos[start:], sin[start:]
         return cos[positions_BT][:, None], sin[positions_BT][:, None]
+
+    def _mask(self, start: int, stop: int, numbers_BT: Tensor | None, device: torch.device, local: bool) -> Mask | None:
+        """None where only the future is masked, which torch's causal kernel does by itself."""
+        switches = self.config.attention
+        window = switches.window if local else 0
+        if start:
+            return cached_mask(start, stop, device, window)
+        if numbers_BT is None and not 0 < window < stop and not switches.soft_cap and not switches.sinks:
+            return None
+        backend = attention_backend(self.config, device, training=torch.is_grad_enabled())
+        return attention_mask(stop, device, backend, numbers_BT, window)
 
     def _logits(self, x_BTD: Tensor) -> Tensor:
         config = self.config

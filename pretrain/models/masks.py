@@ -66,21 +66,13 @@ def attention_backend(model: Model, device: torch.device, training: bool) -> Bac
 
 
 def attention_mask(
-    length: int,
-    device: torch.device,
-    backend: Backend,
-    numbers_BT: Tensor | None = None,
-    window: int = 0,
-    explicit: bool = False,
-) -> Mask | None:
+    length: int, device: torch.device, backend: Backend, numbers_BT: Tensor | None = None, window: int = 0
+) -> Mask:
     """Who attends to whom: earlier positions of the same document and inside the window, and itself.
 
-    `numbers_BT`: see `document_numbers`; `window` 0: no window. None where only the future is masked, which torch's causal kernel
-    does by itself, unless an `explicit` mask is asked for. Built once per forward, for all layers of a kind.
+    `numbers_BT`: see `document_numbers`; `window` 0: no window. Built once per forward, for all layers of a kind.
     """
     window = window if window < length else 0
-    if numbers_BT is None and not window and not explicit:
-        return None
     if backend == "sdpa":
         return _dense_mask(length, device, numbers_BT, window)
     numbers_BT = torch.zeros(1, length, dtype=torch.int64, device=device) if numbers_BT is None else numbers_BT

@@ -295,8 +295,8 @@ def test_a_damaged_config_json_is_refused(copied, tmp_path, content):
     "changes, problem",
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures=['GPT2LMHeadModel'] is not supported"),
-        ({"attention_bias": True}, "attention_bias=True is not supported for llama; only False is"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "is not supported for llama; only default is"),
+        ({"attention_bias": 3}, "attention_bias=3 is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "is not supported for llama; only default, linear"),
         ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0 is not known for llama; it may change what is computed"),
         ({"intermediate_size": "remove"}, "intermediate_size is missing"),
         ({"hidden_size": "wide"}, "hidden_size is missing or no whole number"),

@@ -6,22 +6,23 @@ import copy
 import dataclasses
 from unittest.mock import patch
 
+import parity
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_llama import SMALL, pair, shape, tokens
+from test_decoder import SMALL, pair, shape, tokens
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from pretrain.config.schema import Model
 from pretrain.data.targets import IGNORED
 from pretrain.errors import ConfigError
+from pretrain.models import attend
 from pretrain.models import decoder as decoder_module
-from pretrain.models import masks
-from pretrain.models.blocks import rotary_tables
 from pretrain.models.decoder import Decoder
-from pretrain.models.masks import attention_backend, document_mask, document_numbers, document_positions
+from pretrain.models.masks import attention_backend, attention_mask, document_numbers, document_positions
+from pretrain.models.rotary import rotary_tables
 from pretrain.models.shape import complete
 from pretrain.train.plan import NO_IDENTITY
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 def ours(name: str, backend: str = "sdpa") -> Decoder:
     """Our decoder with the weights of `pair(name)`; gradients are its own."""
     model = copy.deepcopy(pair(name)[0])
-    model.config = dataclasses.replace(model.config, attention=backend)
+    model.config = dataclasses.replace(model.config, attention_backend=backend)
     return model
 
 
@@ -83,15 +84,20 @@ def test_numbers_and_positions_are_those_of_a_walk_along_the_labels(rows):
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(many_labels, min_size=1, max_size=2), st.sampled_from([None, 1, 128, 256, 257]))
-def test_the_block_mask_is_the_one_that_torch_makes_from_every_pair(rows, length):
+@given(
+    st.lists(many_labels, min_size=1, max_size=2),
+    st.sampled_from([None, 1, 128, 256, 257]),
+    st.sampled_from([0, 1, 2, 100, 128, 129, 255, 256, 300]),
+)
+def test_the_block_mask_is_the_one_that_torch_makes_from_every_pair(rows, length, window):
     length = min([length or 900, *(sum(n for _, n in row) for row in rows)])
     documents = torch.tensor([[label for label, n in row for _ in range(n)][:length] for row in rows])
     numbers = document_numbers(documents)
-    dense = document_mask(numbers, "sdpa")
+    dense = attention_mask(length, documents.device, "sdpa", numbers, window)
     t = torch.arange(length)
-    assert torch.equal(dense[:, 0], (numbers[:, :, None] == numbers[:, None, :]) & (t[:, None] >= t))
-    ours = document_mask(numbers, "flex")
+    near = (t[:, None] >= t) & ((t[:, None] - t < window) if window else True)
+    assert torch.equal(dense[:, 0], (numbers[:, :, None] == numbers[:, None, :]) & near)
+    ours = attention_mask(length, documents.device, "flex", numbers, window)
     theirs = create_block_mask(lambda b, h, q, k: dense[b, 0, q, k], len(rows), None, length, length, device="cpu")
     assert ours.shape == theirs.shape and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
     for name in ("kv", "full_kv", "q", "full_q"):
@@ -105,8 +111,8 @@ def test_rotary_tables_start_anew_in_each_document(backend):
     model = ours("wide heads", backend)
     documents = torch.cat((labels(LENGTHS), labels([20, 21])))
     with torch.no_grad():
-        tables = model._positions(torch.zeros_like(documents), documents)[:2]
-    reference = rotary_tables(41, model.config.head_dim, model.config.rope.theta, documents.device)
+        tables = model._begin(torch.zeros_like(documents), documents, None)[1][False][0]
+    reference = rotary_tables(model.config, 41, documents.device)
     for table, whole in zip(tables, reference):
         assert table.shape == (2, 1, 41, model.config.head_dim)
         for row, lengths in enumerate((LENGTHS, [20, 21])):
@@ -125,7 +131,7 @@ def test_without_documents_the_causal_kernel_is_used_as_ever(backend):
     kernel = F.scaled_dot_product_attention
     with patch.object(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(k) or kernel(*a, **k)):
         logits = model(ids)
-    assert calls == [{"is_causal": True, "enable_gqa": True}] * 2
+    assert calls == [{"attn_mask": None, "is_causal": True, "scale": 8**-0.5, "enable_gqa": True}] * 2
     assert torch.equal(logits, pair("grouped queries")[0](ids))
 
 
@@ -165,11 +171,8 @@ def test_loss_and_gradients_of_packed_documents_are_the_sums_over_each_alone_in_
     )
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    from pretrain.models.families.llama import LLAMA
-
-    wanted = dict(theirs.named_parameters())
-    for our_name, their_name in LLAMA.names(shape(name)).items():
-        reference = wanted[their_name].grad
+    wanted = parity.translate("llama", shape(name), {n: p.grad for n, p in theirs.named_parameters()})
+    for our_name, reference in wanted.items():
         assert (model.get_parameter(our_name).grad - reference).norm() <= 1e-4 * reference.norm(), our_name
 
 
@@ -301,7 +304,9 @@ def test_documents_of_one_token_each_attend_to_themselves_only(backend):
 
 def test_flex_refuses_to_train_where_it_has_no_backward_pass():
     ids = tokens(SMALL, 1, 8)
-    with pytest.raises(ConfigError, match="model.attention=flex cannot train on run.device=cpu.*use sdpa or auto") as caught:
+    with pytest.raises(
+        ConfigError, match="model.attention_backend=flex cannot train on run.device=cpu.*use sdpa or auto"
+    ) as caught:
         ours("plain", "flex")(ids, None, labels([4, 4]))
     assert "\n" not in str(caught.value)
 
@@ -313,10 +318,10 @@ def test_auto_takes_flex_on_cuda_and_sdpa_elsewhere():
     assert attention_backend(model, cuda, True) == "flex"
     assert attention_backend(narrow, cuda, True) == "sdpa"
     assert attention_backend(model, cpu, True) == attention_backend(model, cpu, False) == "sdpa"
-    assert attention_backend(dataclasses.replace(model, attention="flex"), cpu, False) == "flex"
-    assert attention_backend(dataclasses.replace(model, attention="sdpa"), cuda, True) == "sdpa"
-    with pytest.raises(ConfigError, match="model.attention=flex needs model.head_dim of at least 16, and it is 8"):
-        attention_backend(dataclasses.replace(narrow, attention="flex"), cuda, True)
+    assert attention_backend(dataclasses.replace(model, attention_backend="flex"), cpu, False) == "flex"
+    assert attention_backend(dataclasses.replace(model, attention_backend="sdpa"), cuda, True) == "sdpa"
+    with pytest.raises(ConfigError, match="model.attention_backend=flex needs model.head_dim of at least 16, and it is 8"):
+        attention_backend(dataclasses.replace(narrow, attention_backend="flex"), cuda, True)
 
 
 def test_documents_of_another_shape_than_the_tokens_are_not_broadcast():
@@ -325,7 +330,7 @@ def test_documents_of_another_shape_than_the_tokens_are_not_broadcast():
 
 
 def test_the_back_end_is_no_part_of_what_a_run_is():
-    assert "attention" in NO_IDENTITY
+    assert "attention_backend" in NO_IDENTITY
 
 
 # ---- with what is around it --------------------------------------------------------------------------------------------
@@ -336,7 +341,7 @@ def test_the_mask_is_made_once_per_forward_and_recomputed_blocks_give_bit_equal_
     ids = tokens(shape("odd sizes"), 2, 42)
     documents = torch.cat((labels(LENGTHS), labels([30, 11])))
     found = []
-    with patch.object(decoder_module, "document_mask", wraps=document_mask) as made:
+    with patch.object(decoder_module, "attention_mask", wraps=attention_mask) as made:
         for recompute in (False, True):
             model.recompute_blocks = recompute
             loss = model(ids[:, :-1], ids[:, 1:], documents).sum()
@@ -392,7 +397,7 @@ def test_flex_compiled_by_itself_is_compiled_once_for_all_documents():
     model, eager = ours("grouped queries", "flex"), ours("grouped queries")
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
-    with torch.no_grad(), patch.object(masks, "flex_attention", masks._compiled_flex()):
+    with torch.no_grad(), patch.object(attend, "flex_attention", attend._compiled_flex()):
         for seed in range(3):
             ids = tokens(SMALL, 2, 300).roll(seed)
             documents = torch.cat((labels([150 + seed, 150 - seed]), labels([300])))

@@ -21,13 +21,13 @@ MODEL = complete(Model(dim=128, layers=3, heads=4, ffn_dim=192, vocab_size=61, i
 HEADS = {
     "plain": MODEL,
     "grouped queries": dataclasses.replace(MODEL, kv_heads=2),
-    "heads of 16": dataclasses.replace(MODEL, head_dim=16),
+    "heads of 16": complete(Model(dim=128, layers=3, heads=4, head_dim=16, ffn_dim=192, vocab_size=61, init_std=0.1), 512),
 }
 LENGTHS = [128, 384, 500]  # the blocks of FlexAttention are of 128
 
 
 def decoder(model: Model, backend: str, dtype: torch.dtype = torch.float32) -> Decoder:
-    built = Decoder(dataclasses.replace(model, attention=backend))
+    built = Decoder(dataclasses.replace(model, attention_backend=backend))
     initialise(built, 0)
     built.embedding.compute_dtype = dtype
     return built.cuda()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from parity import ALL, cases
 from parity import pair as family_pair
-from test_llama import pair
+from test_decoder import pair
 
 from pretrain.models.generate import choose, generate, uncached_reason
 

@@ -35,7 +35,7 @@ def test_flops_are_those_that_torch_counts_in_forward_and_backward(model, length
 
 def test_flops_of_a_published_model_are_the_published_ones():
     # Llama 3 8B (arXiv 2407.21783, table 3): 8.03e9 parameters, of which 0.525e9 are the embedding.
-    model = Model(dim=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128256)
+    model = complete(Model(dim=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128256), 8192)
     assert matmul_parameters(model) == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
     assert matmul_parameters(model) == 7_504_658_432
     assert flops_per_token(model, 8192) == 6 * 7_504_658_432 + 12 * 32 * 4096 * 8192

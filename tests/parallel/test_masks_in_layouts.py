@@ -20,7 +20,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids[:, :-1], torch.where(documents == -1, -100, ids[:, 1:]), documents
 
 
-def dense_flex(q, k, v, block_mask, enable_gqa):
+def dense_flex(q, k, v, block_mask, scale, enable_gqa):
     """What FlexAttention would compute, with a backward pass on CPU, from nothing but the block mask that it is given."""
     from torch.nn import functional as F
     from torch.nn.attention.flex_attention import create_mask
@@ -28,7 +28,7 @@ def dense_flex(q, k, v, block_mask, enable_gqa):
     length = q.shape[2]
     rule = create_mask(block_mask.mask_mod, q.shape[0], None, length, length, device="cpu")
     assert block_mask.shape == (q.shape[0], 1, length, length)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=rule, enable_gqa=enable_gqa)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=rule, scale=scale, enable_gqa=enable_gqa)
 
 
 def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: str) -> dict[str, torch.Tensor]:
@@ -37,7 +37,7 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
 
     from pretrain.config.load import load_config
     from pretrain.distributed import ranks as distributed
-    from pretrain.models import decoder, masks
+    from pretrain.models import attend, decoder
     from pretrain.models.decoder import Decoder
     from pretrain.parallel.initialise import initialise
     from pretrain.parallel.layout import plan_layout
@@ -58,7 +58,7 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
     tokens, targets, documents = (x[strategy.data_rank * share :][:share] for x in batch())
     with (
         patch.object(decoder, "attention_backend", lambda *_, **__: backend),
-        patch.object(masks, "flex_attention", dense_flex),
+        patch.object(attend, "flex_attention", dense_flex),
         strategy.micro_step(last=True),
     ):
         losses = call(tokens, targets, documents) if masked else call(tokens, targets)

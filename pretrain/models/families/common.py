@@ -76,7 +76,13 @@ def refuse_uneven_heads(model: Model) -> str | None:
 
 def projections(*names: str) -> tuple[Any, Any]:
     """`to` and `back` of a field that is true where these projections have a bias."""
-    return lambda bias, model: bool(bias), lambda flag, config: list(names) if flag else []
+
+    def back(flag: Any, config: dict[str, Any]) -> Any:
+        if flag is True:
+            return list(names)
+        return [] if flag is False or flag is None else f"{flag!r} is no truth value"  # which is no list, and refused as such
+
+    return lambda bias, model: bool(bias), back
 
 
 ATTENTION = tuple(

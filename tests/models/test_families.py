@@ -169,10 +169,8 @@ def test_every_required_field_is_missed_by_name(family):
 def test_a_switch_that_the_family_cannot_express_is_named_and_refused(family):
     entry = family_of(family)
     model = next(iter(cases(family).values()))
-    with pytest.raises(
-        ConfigError, match=f"model.residual_multiplier=0.5 is not what model.family={family} computes, which is 1.0"
-    ):
-        entry.to_hf(dataclasses.replace(model, residual_multiplier=0.5))
+    with pytest.raises(ConfigError, match=f"model.positions=none is not what model.family={family} computes, which is "):
+        entry.to_hf(dataclasses.replace(model, positions="none"))
 
 
 def test_every_family_of_the_schema_exists_and_has_a_case_file():

@@ -11,7 +11,19 @@ from typing import Literal
 
 from pretrain.config.keys import key, section
 
-FamilyName = Literal["custom", "llama"]
+FamilyName = Literal[
+    "custom",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+]
 Projection = Literal["query", "key", "value", "output"]
 
 

@@ -27,6 +27,9 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
+PATTERNS = ("rope.pattern", "attention.window_pattern")  # repeated over the layers
+
+
 def flat(model: Any, prefix: str = "") -> dict[str, Any]:
     """The keys of a section and of those in it, with dots."""
     values = {}
@@ -57,12 +60,17 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
     model = _sizes(model, sequence_length)
     said = {name for name, value in flat(model).items() if value is not None}
     defaults = {name: value for name, value in {**PLAIN, **family_of(model.family).switches(model)}.items() if name not in said}
+    # A family's pattern may be longer than a small model.
+    defaults |= {name: defaults[name][: model.layers] for name in PATTERNS if name in defaults}
     model = with_values(model, defaults)
+    _check_patterns(model)
     last = {
         "rope.local_theta": model.rope.local_theta or model.rope.theta,
         "attention.query_scalar": model.attention.query_scalar or query_scalar(model),
         "ffn_dim": model.ffn_dim or (-(-8 * model.dim // (3 * 64)) * 64 if model.mlp.gated else 4 * model.dim),
     }
+    patterns = {name: shortest_period(cycled(pattern, model.layers)) for name, pattern in _patterns(model)}
+    last |= patterns if model.attention.window else {**patterns, "attention.window_pattern": [True]}
     if model.rope.scaling != "none":
         last["rope.original_length"] = model.rope.original_length or model.max_sequence_length
     model = with_values(model, last)
@@ -103,7 +111,14 @@ def _check(model: Model) -> None:
             f"model.rope.fraction={model.rope.fraction} of model.head_dim={model.head_dim} is {width}: rotary positions turn pairs, "
             "so it must be even and not 0"
         )
-    for name, values in (("rope.pattern", model.rope.pattern), ("attention.window_pattern", model.attention.window_pattern)):
+
+
+def _patterns(model: Model) -> list[tuple[str, list[bool]]]:
+    return [(name, flat(model)[name]) for name in PATTERNS]
+
+
+def _check_patterns(model: Model) -> None:
+    for name, values in _patterns(model):
         if not 1 <= len(values) <= model.layers:
             raise ConfigError(
                 f"model.{name} has {len(values)} entries for model.layers={model.layers}; give 1 to {model.layers}"
@@ -124,6 +139,11 @@ def has_window(model: Model, layer: int) -> bool:
 def has_rope(model: Model, layer: int) -> bool:
     """Whether a layer, from 0, rotates queries and keys."""
     return model.positions == "rope" and model.rope.pattern[layer % len(model.rope.pattern)]
+
+
+def cycled(pattern: list[Any], layers: int) -> list[Any]:
+    """A pattern repeated over so many layers."""
+    return [pattern[layer % len(pattern)] for layer in range(layers)]
 
 
 def shortest_period(values: list[Any]) -> list[Any]:

@@ -9,7 +9,19 @@ from pretrain.errors import ConfigError
 from pretrain.models.families.family import Family
 
 # File and name of each, by `model.family`; a file is imported when its family is used.
-_FAMILIES = {"custom": "CUSTOM", "llama": "LLAMA"}
+_FAMILIES = {
+    "custom": "CUSTOM",
+    "llama": "LLAMA",
+    "mistral": "MISTRAL",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "phi3": "PHI3",
+    "olmo2": "OLMO2",
+    "olmo3": "OLMO3",
+    "smollm3": "SMOLLM3",
+    "gemma2": "GEMMA2",
+    "gemma3": "GEMMA3",
+}
 
 
 def family_of(name: str) -> Family:

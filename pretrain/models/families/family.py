@@ -26,6 +26,7 @@ INERT = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "bos_token_id", "eos_token_id",
     "pad_token_id", "use_cache", "pretraining_tp", "_name_or_path", "output_attentions", "output_hidden_states", "return_dict",
     "id2label", "label2id", "is_encoder_decoder", "problem_type", "chunk_size_feed_forward", "attention_dropout",
+    "cache_implementation",
     "auto_map",  # names code in the model's repository, which is never run
 }  # fmt: skip
 
@@ -58,8 +59,10 @@ class Family:
     """How a family is computed and how transformers writes it. Values may be functions of the model.
 
     `fixed`: switches that make the family what it is. `defaults`: what a new model has unless the configuration says otherwise.
-    `constants`: fields of config.json with the one value that we compute; also written. `inert`: more fields without effect.
-    `rope`: how rotary positions are written, None: they are not. `refuse`: says why transformers would not take a model.
+    `constants`: fields of config.json with the one value that we compute; also written. `accepted`: the same, but not written.
+    `derived`: fields that say again, for older readers, what `fields` say: written unless None, and read by the `back` of those.
+    `inert`: more fields without effect. `rope`: how rotary positions are written, None: they are not; `theta` and `local_theta`:
+    the bases that a config.json means which names none. `refuse`: says why transformers would not take a model.
     """
 
     name: str
@@ -70,8 +73,12 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
+    accepted: dict[str, Any] = field(default_factory=dict)
+    derived: dict[str, Callable[[Model], Any]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     rope: Literal["uniform", "by_layer_type"] | None = "uniform"
+    theta: float = 10000.0
+    local_theta: float | None = None
     refuse: Callable[[Model], str | None] | None = None
 
     def switches(self, model: Model) -> dict[str, Any]:
@@ -84,6 +91,7 @@ class Family:
         values = flat(model)
         config = {"architectures": [self.architecture], "model_type": self.model_type}
         config |= {f.theirs: f.to(values[f.ours], model) for f in self.fields}
+        config |= {name: value for name, make in self.derived.items() if (value := make(model)) is not None}
         return config | self.constants | (rope_to_hf(model, self.rope) if self.rope else {})
 
     def _check_expressible(self, model: Model) -> None:
@@ -106,7 +114,7 @@ class Family:
     def from_hf(self, config: dict[str, Any]) -> Model:
         """The complete model of a config.json. Raises ConfigError naming a field that is missing, unknown or not supported."""
         rest = {name: value for name, value in config.items() if name not in INERT | self.inert}
-        for name, value in self.constants.items():
+        for name, value in {**self.accepted, **self.constants}.items():
             if rest.pop(name, value) not in (value, None):
                 raise ConfigError(f"config.json: {name}={config[name]!r} is not supported for {self.name}; only {value!r} is")
         values: dict[str, Any] = {}
@@ -116,8 +124,9 @@ class Family:
                 raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
             values[item.ours] = _typed(item, item.back(raw, config), config)
         if self.rope:
-            values |= rope_from_hf(config, values, self.rope, self.name)
+            values |= rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta)
             rest = {name: value for name, value in rest.items() if name not in ROPE_FIELDS}
+        rest = {name: value for name, value in rest.items() if name not in self.derived}
         if unknown := sorted(rest):
             raise ConfigError(
                 f"config.json: {unknown[0]}={rest[unknown[0]]!r} is not known for {self.name}; it may change what is computed"

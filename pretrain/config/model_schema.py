@@ -76,7 +76,7 @@ class Rope:
         None, "`yarn` of DeepSeek: the same for all components, on the scores; 0: not used.", ge=0
     )
     truncate: bool | None = key(None, "`yarn`: round the range of components that are blended to whole ones.")
-    scale_local: bool | None = key(None, "Whether layers with a sliding window are scaled as well.")
+    scale_local: bool | None = key(None, "Whether layers with a sliding window are scaled as well; true by default.")
 
 
 @dataclass

@@ -15,7 +15,7 @@ PLAIN: dict[str, Any] = {
     "norm.kind": "rms", "norm.placement": "pre", "norm.qk": "none",
     "rope.theta": 10000.0, "rope.fraction": 1.0, "rope.layout": "half", "rope.pattern": [True], "rope.scaling": "none",
     "rope.factor": 1.0, "rope.low_frequency": 1.0, "rope.high_frequency": 4.0, "rope.beta_fast": 32.0, "rope.beta_slow": 1.0,
-    "rope.attention_factor": 0.0, "rope.mscale": 0.0, "rope.mscale_all_dim": 0.0, "rope.truncate": True, "rope.scale_local": False,
+    "rope.attention_factor": 0.0, "rope.mscale": 0.0, "rope.mscale_all_dim": 0.0, "rope.truncate": True, "rope.scale_local": True,
     "attention.bias": [], "attention.soft_cap": 0.0, "attention.window": 0, "attention.window_pattern": [True],
     "attention.sinks": False,
     "latent.kv_rank": 0, "latent.query_rank": 0, "latent.rope_dim": 0, "latent.plain_dim": 0, "latent.value_dim": 0,
@@ -70,7 +70,12 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
         "ffn_dim": model.ffn_dim or (-(-8 * model.dim // (3 * 64)) * 64 if model.mlp.gated else 4 * model.dim),
     }
     patterns = {name: shortest_period(cycled(pattern, model.layers)) for name, pattern in _patterns(model)}
-    last |= patterns if model.attention.window else {**patterns, "attention.window_pattern": [True]}
+    last |= patterns
+    if not (model.attention.window and any(patterns["attention.window_pattern"])):
+        last |= {
+            "attention.window": 0,
+            "attention.window_pattern": [True],
+        }  # there is one way to say that no layer has a window
     if model.rope.scaling != "none":
         last["rope.original_length"] = model.rope.original_length or model.max_sequence_length
     model = with_values(model, last)

@@ -86,12 +86,16 @@ class Family:
         return {name: _value(value, model) for name, value in {**self.defaults, **self.fixed}.items()}
 
     def to_hf(self, model: Model) -> dict[str, Any]:
-        """config.json of a complete model. Raises ConfigError naming a switch that the family cannot express."""
+        """config.json of a complete model. Raises ConfigError naming a switch that the family cannot express.
+
+        No token has a special meaning: transformers would give some families tokens of its own, perhaps beyond the vocabulary.
+        """
         self._check_expressible(model)
         values = flat(model)
         config = {"architectures": [self.architecture], "model_type": self.model_type}
         config |= {f.theirs: f.to(values[f.ours], model) for f in self.fields}
         config |= {name: value for name, make in self.derived.items() if (value := make(model)) is not None}
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         return config | self.constants | (rope_to_hf(model, self.rope) if self.rope else {})
 
     def _check_expressible(self, model: Model) -> None:

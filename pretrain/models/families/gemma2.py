@@ -27,7 +27,7 @@ GEMMA2 = Family(
         query_scalar(256),
         capped("attention.soft_cap", "attn_logit_softcapping", 50.0),
         capped("logit_soft_cap", "final_logit_softcapping", 30.0),
-        *windows(4096, lambda layer, config: layer % 2 == 0),
+        *windows(4096, lambda layer, config: layer % 2 == 0, needed=True),
     ),
     weights=WEIGHTS_SANDWICH,
     fixed=GEMMA,

@@ -58,6 +58,8 @@ def rope_to_hf(model: Model, kind: str) -> dict[str, Any]:
     if kind == "uniform":
         if rope.local_theta != rope.theta:
             raise ConfigError(f"model.rope.local_theta={rope.local_theta}: model.family={model.family} has one base; remove it")
+        if rope.scaling != "none" and not rope.scale_local:
+            raise ConfigError(f"model.rope.scale_local=false: model.family={model.family} scales every layer; remove it")
         return {"rope_parameters": parameters, **fields}
     local = parameters if rope.scale_local else {"rope_type": "default"}
     local = {**local, "rope_theta": rope.local_theta}

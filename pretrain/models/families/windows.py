@@ -20,11 +20,15 @@ def layer_types(model: Model) -> list[str]:
 
 
 def windows(
-    width: int | None, has: Callable[[int, dict[str, Any]], bool] = lambda layer, config: True, switched: bool = False
+    width: int | None,
+    has: Callable[[int, dict[str, Any]], bool] = lambda layer, config: True,
+    switched: bool = False,
+    needed: bool = False,
 ) -> tuple[Field, Field]:
     """The sliding window (`width` where the file names none) and the layers that have it, by `layer_types`.
 
-    `has(layer, config)`: what an absent `layer_types` means; `switched`: there is no window unless `use_sliding_window` says so.
+    `has(layer, config)`: what an absent `layer_types` means; `switched`: there is no window unless `use_sliding_window` says so;
+    `needed`: transformers demands a width even where no layer has a window.
     """
 
     def used(value: Any, config: dict[str, Any]) -> Any:
@@ -32,6 +36,9 @@ def windows(
         if not isinstance(flag, bool):
             raise ConfigError(f"config.json: use_sliding_window={flag!r} is not supported: expected true or false")
         return 0 if value is None or not flag else value
+
+    def write(window: int, model: Model) -> int | None:
+        return window or (model.max_sequence_length if needed else None)
 
     def pattern(types: Any, config: dict[str, Any]) -> list[bool]:
         layers, window = int(config["num_hidden_layers"]), used(config.get("sliding_window", width), config)
@@ -50,7 +57,7 @@ def windows(
         return [kind == "sliding_attention" for kind in types]
 
     return (
-        Field("attention.window", "sliding_window", width, lambda window, model: window or None, used),
+        Field("attention.window", "sliding_window", width, write, used),
         Field("attention.window_pattern", "layer_types", None, lambda flags, model: layer_types(model), pattern),
     )
 

@@ -7,7 +7,7 @@ SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 CASES = {
     "plain": Model(**SMALL),
     "window": Model(**SMALL, kv_heads=2, attention=Attention(window=8)),
-    "window of one": Model(**SMALL, kv_heads=2, attention=Attention(window=1)),
+    "window of two": Model(**SMALL, kv_heads=2, attention=Attention(window=2)),
     "window as long as the sequence": Model(**SMALL, kv_heads=1, attention=Attention(window=40)),
     "window longer than the sequence": Model(**SMALL, attention=Attention(window=50)),
     "tied": Model(**SMALL, tie_embeddings=True, norm_eps=1e-6),

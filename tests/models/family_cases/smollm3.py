@@ -17,6 +17,7 @@ CASES = {
     "a head of its own and biases": Model(
         **SMALL,
         tie_embeddings=False,
+        rope=Rope(pattern=[True]),  # where nothing rotates, a bias of the keys changes nothing
         attention=Attention(bias=["query", "key", "value", "output"]),
         mlp=Mlp(bias=True),
         norm_eps=1e-5,

@@ -31,16 +31,15 @@ def family_table() -> str:
     return "\n".join(rows)
 
 
-def preset_table(directory: Path) -> str:
-    """Every preset with its shape and its parameters."""
+def preset_table(presets: dict[str, tuple[Model, int]]) -> str:
+    """Presets by name, each a complete model and its parameters."""
     rows = [
         "| preset | family | layers × dim | heads (key-value) | ffn | vocabulary | tied | longest | parameters |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    presets = [(preset_parameters(path), path) for path in directory.glob("*.yaml")]
-    for (model, count), path in sorted(presets, key=lambda item: (item[0][0].family, item[0][1], item[1].stem)):
+    for name, (model, count) in sorted(presets.items(), key=lambda item: (item[1][0].family, item[1][1], item[0])):
         cells = [
-            f"`{path.stem}`",
+            f"`{name}`",
             model.family,
             f"{model.layers} × {model.dim}",
             f"{model.heads} ({model.kv_heads}) of {model.head_dim}",
@@ -65,7 +64,10 @@ def with_tables(page: str, tables: dict[str, str]) -> str:
     """The page with these tables between their markers. ValueError for a marker that is missing."""
     for name, table in tables.items():
         page, found = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda match, text=table: f"{match[1]}{text}\n{match[2]}", page, flags=re.DOTALL
+            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+            lambda match, text=table: f"{match[1]}{text}\n{match[2]}",
+            page,
+            flags=re.DOTALL,
         )
         if found != 1:
             raise ValueError(f"the page has {found} places for the table {name}: expected one pair of markers")
@@ -87,7 +89,8 @@ def _shown(value: Any) -> str:
 
 
 def main() -> None:
-    page, presets = Path(sys.argv[1]), Path(sys.argv[2])
+    page = Path(sys.argv[1])
+    presets = {path.stem: preset_parameters(path) for path in Path(sys.argv[2]).glob("*.yaml")}
     tables = {"families": family_table(), "presets": preset_table(presets)}
     page.write_text(with_tables(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 

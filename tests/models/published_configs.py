@@ -125,7 +125,9 @@ def gemma2(*shape: int, head_dim: int, scalar: int) -> dict[str, Any]:
     )
 
 
-def gemma3(*shape: int, window: int, length: int, scaling: Any = None, head_dim: int = 256, scalar: int = 256) -> dict[str, Any]:
+def gemma3(
+    *shape: int, window: int, length: int, scaling: Any = None, head_dim: int = 256, scalar: int = 256
+) -> dict[str, Any]:
     return config(
         "Gemma3ForCausalLM",
         *shape,

@@ -6,6 +6,8 @@ declaration reads is refused, and so is a switch of ours that the family cannot 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import types
 import typing
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pretrain.config.load import check_range
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
 from pretrain.models.families.rope import ROPE_FIELDS, rope_from_hf, rope_to_hf
@@ -144,14 +147,15 @@ def _value(value: Any, model: Model) -> Any:
     return value(model) if callable(value) else value
 
 
-_HINTS: dict[str, Any] = {}
-
-
 def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
-    """The value in the type of our key; config.json is a file like any other, and may hold anything."""
-    if not _HINTS:
-        _HINTS.update(_types(Model))
-    hint = _HINTS[item.ours]
+    """The value in the type and range of our key; config.json is a file like any other, and may hold anything."""
+    hint, limits = _keys()[item.ours]
+    value = _converted(hint, item, value, config)
+    check_range(limits, value, f"config.json: {item.theirs}={config.get(item.theirs)!r}")
+    return value
+
+
+def _converted(hint: Any, item: Field, value: Any, config: dict[str, Any]) -> Any:
     kinds = [a for a in typing.get_args(hint) if a is not type(None)] if isinstance(hint, types.UnionType) else [hint]
     shown = f"config.json: {item.theirs}={config.get(item.theirs)!r}"
     if value is None and isinstance(hint, types.UnionType):
@@ -173,9 +177,15 @@ def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
     raise ConfigError(f"{shown} is not supported")
 
 
-def _types(kind: type, prefix: str = "") -> dict[str, Any]:
-    hints = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        full = f"{prefix}{name}"
-        hints |= _types(hint, f"{full}.") if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__") else {full: hint}
-    return hints
+@functools.cache
+def _keys() -> dict[str, tuple[Any, Any]]:
+    """Type and limits of every key of the model, by its dotted name."""
+
+    def keys(kind: type, prefix: str) -> dict[str, tuple[Any, Any]]:
+        hints, found = typing.get_type_hints(kind), {}
+        for key in dataclasses.fields(kind):
+            name, hint = f"{prefix}{key.name}", hints[key.name]
+            found |= keys(hint, f"{name}.") if dataclasses.is_dataclass(hint) else {name: (hint, key.metadata)}
+        return found
+
+    return keys(Model, "")

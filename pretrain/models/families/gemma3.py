@@ -16,14 +16,16 @@ from pretrain.models.families.common import (
 )
 from pretrain.models.families.family import Family
 from pretrain.models.families.windows import whole, windows
+from pretrain.models.shape import has_window
 
 _interval = whole("sliding_window_pattern", 6)
 
 
 def _sliding_window_pattern(model: Model) -> int | None:
-    """The period of layers without a window, which is all that older readers know."""
-    pattern = model.attention.window_pattern
-    return len(pattern) if pattern == [True] * (len(pattern) - 1) + [False] else None
+    """The period of layers without a window, which is all that older readers know; None where there is none."""
+    flags = [has_window(model, layer) for layer in range(model.layers)]
+    periods = (6, *range(1, model.layers + 2))
+    return next((n for n in periods if flags == [(i + 1) % n != 0 for i in range(model.layers)]), None)
 
 
 GEMMA3 = Family(

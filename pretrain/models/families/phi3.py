@@ -25,6 +25,8 @@ PHI3 = Family(
     weights=(*FUSED, *(line for line in WEIGHTS if not SEPARATE & set(line.ours))),
     constants={"hidden_act": "silu", "attention_bias": False},
     accepted={"lm_head_bias": False, "mlp_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+    # llama.cpp's converter insists on the length before scaling, even where nothing is scaled.
+    derived={"original_max_position_embeddings": lambda model: model.max_sequence_length},
     inert=frozenset({"resid_pdrop", "embd_pdrop"}),
     refuse=_refuse,
 )

@@ -9,8 +9,10 @@ from presets import preset
 from published_configs import PUBLISHED, llama, phi3, qwen2
 from published_counts import COUNTS
 
+from pretrain.config.model_schema import Attention, Model
 from pretrain.errors import ConfigError
 from pretrain.models.families import families, family_of, family_of_hf
+from pretrain.models.shape import complete
 
 every_file = pytest.mark.parametrize("name", PUBLISHED)
 
@@ -200,3 +202,23 @@ def test_partial_rotation_of_phi_is_written_where_older_readers_look():
     written = family_of("phi3").to_hf(model)
     assert model.rope.fraction == 0.75
     assert written["partial_rotary_factor"] == written["rope_parameters"]["partial_rotary_factor"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("layers", "window", "pattern", "expected"),
+    [
+        (12, 8, [True] * 5 + [False], 6),
+        (4, 8, [True], 6),  # the first four of six
+        (7, 8, [True], 8),
+        (4, 8, [True, False], 2),
+        (4, 0, None, 1),
+        (4, 8, [False, True], None),
+    ],
+)
+def test_gemma_says_to_readers_without_layer_types_what_one_number_can_say(layers, window, pattern, expected):
+    sizes = {"dim": 32, "layers": layers, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}
+    model = complete(Model(family="gemma3", **sizes, attention=Attention(window=window, window_pattern=pattern)))
+    written = family_of("gemma3").to_hf(model)
+    assert written.get("sliding_window_pattern") == expected
+    if expected:
+        assert read({k: v for k, v in written.items() if k != "layer_types"}) == model

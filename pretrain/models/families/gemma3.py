@@ -24,8 +24,7 @@ _interval = whole("sliding_window_pattern", 6)
 def _sliding_window_pattern(model: Model) -> int | None:
     """The period of layers without a window, which is all that older readers know; None where there is none."""
     flags = [has_window(model, layer) for layer in range(model.layers)]
-    periods = (6, *range(1, model.layers + 2))
-    return next((n for n in periods if flags == [(i + 1) % n != 0 for i in range(model.layers)]), None)
+    return next((n for n in (6, *range(1, model.layers + 2)) if flags == [(i + 1) % n != 0 for i in range(model.layers)]), None)
 
 
 GEMMA3 = Family(

@@ -125,4 +125,3 @@ def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, experts_file, strat
     run = train(pool, 2, experts_file, f"run.name=bf16-{strategy}", f"parallel.strategy={strategy}", *options)
     assert largest_gradient_difference(gradients(run), gradients(single)) == 0.0
     assert loads(run) == loads(single)
-

@@ -11,7 +11,9 @@ from typing import Literal
 
 from pretrain.config.keys import key, section
 
-FamilyName = Literal["custom", "deepseek_v3", "gpt_oss", "llama", "mixtral", "qwen3_moe"]
+FamilyName = Literal[
+    "custom", "hf", "deepseek_v3", "gpt2", "gpt_neox", "gpt_oss", "llama", "mixtral", "qwen3_moe",
+]  # fmt: skip
 Projection = Literal["query", "key", "value", "output"]
 
 
@@ -144,7 +146,12 @@ class Model:
     family: FamilyName = key(
         "llama",
         "Model family: what the switches below are unless they are set, and which Hugging Face model an export is. What the family "
-        "cannot express is refused; `custom` takes any combination and cannot be exported.",
+        "cannot express is refused; `custom` takes any combination and cannot be exported; `hf` is what `hf_config` describes.",
+    )
+    hf_config: str | None = key(
+        None,
+        "With `family: hf`, and in place of all other keys of the model: a config.json of transformers', the directory that has one, "
+        "or its contents as JSON, which is what the resolved configuration has.",
     )
     dim: int = key(384, "Width of the residual stream.", ge=1)
     layers: int = key(6, "Number of decoder blocks.", ge=1)
@@ -197,7 +204,7 @@ class Model:
     max_sequence_length: int | None = key(
         None,
         "Longest sequence the model is said to be good for: `max_position_embeddings` of an export, and the limit of "
-        "tools/generate.py; `data.sequence_length` by default.",
+        "tools/generate.py; `data.sequence_length` by default. With learned positions, as many as there are.",
         ge=1,
     )
     init_std: float = key(

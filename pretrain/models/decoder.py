@@ -52,7 +52,8 @@ class Decoder(nn.Module):
         self.position_embedding = Embedding(config.max_sequence_length, config.dim) if learned else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = make_norm(config) if config.norm.placement != "post" else None
-        self.output = OutputHead(config.dim, config.vocab_size, _loss_options(config, loss), tied=config.tie_embeddings)
+        options = LossOptions.of(loss, config.logit_soft_cap, config.logit_multiplier)
+        self.output = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
         self.multi_token = _multi_token(config, loss) if config.predict_ahead else None
 
     def forward(
@@ -180,17 +181,6 @@ class Decoder(nn.Module):
         if name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down", "shared.down.weight")):
             return 0.0, self.config.init_std / math.sqrt(2 * self.config.layers)
         return 0.0, self.config.init_std
-
-
-def _loss_options(config: Model, loss: Loss | None) -> LossOptions:
-    loss = loss or Loss()
-    return LossOptions(
-        z_loss=loss.z_loss,
-        label_smoothing=loss.label_smoothing,
-        soft_cap=config.logit_soft_cap or None,
-        logit_scale=config.logit_multiplier,
-        chunk_bytes=loss.chunk_mb and loss.chunk_mb * 10**6,
-    )
 
 
 def _multi_token(config: Model, loss: Loss | None) -> MultiTokenPrediction:

@@ -24,7 +24,7 @@ class Parts:
 
 
 class Network(Protocol):
-    """A `torch.nn.Module` with these members. It is built on the meta device and has no buffers."""
+    """A `torch.nn.Module` with these members. It is built on the meta device; buffers it has keep their values in `to_empty`."""
 
     recompute_blocks: bool
     """Whether the activations of blocks are recomputed in backward instead of stored."""
@@ -41,6 +41,10 @@ class Network(Protocol):
 
 def build_network(model: Model, loss: Loss | None = None) -> nn.Module:
     """The network of a complete `model` section, trained on a loss: cross-entropy alone by default. Build it on the meta device."""
+    if model.family == "hf":
+        from pretrain.models.hf_model import HfModel
+
+        return HfModel(model, loss)
     from pretrain.models.decoder import Decoder
 
     return Decoder(model, loss)

@@ -54,6 +54,12 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
     """The section with every derivable key filled in (`vocab_size` stays as it is). Raises ConfigError naming both keys."""
     from pretrain.models.families import family_of
 
+    if model.family == "hf":
+        from pretrain.models.hf_config import complete_hf
+
+        return complete_hf(model, sequence_length)
+    if model.hf_config is not None:
+        raise ConfigError(f"model.hf_config describes the model of model.family=hf, and this is {model.family}; remove it")
     model = _sizes(model, sequence_length)
     said = {name for name, value in flat(model).items() if value is not None}
     defaults = {name: value for name, value in {**PLAIN, **family_of(model.family).switches(model)}.items() if name not in said}

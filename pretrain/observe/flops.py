@@ -38,6 +38,8 @@ def matmul_parameters(model: Model) -> int:
     """Parameters that a token is multiplied with; of routed experts those of the active ones."""
     with torch.device("meta"):
         network = build_network(model)
+    if model.family == "hf":
+        return network.matmul_parameters()
     tables = {id(module.weight) for module in network.modules() if isinstance(module, Embedding)}
     matrices = [
         (name, p.numel())
@@ -61,6 +63,8 @@ def active_parameters(model: Model) -> int:
 
 def attention_flops(model: Model, sequence_length: int) -> int:
     """FLOPs per token of scores and of the sums over values, forward and backward, over all layers."""
+    if model.family == "hf":  # windows, where it has any, are not known here
+        return 12 * model.layers * model.heads * model.head_dim * sequence_length
     latent = model.latent
     widths = latent.plain_dim + latent.rope_dim + latent.value_dim if latent.kv_rank else 2 * model.head_dim
     layers = [*range(model.layers), *[model.layers - 1] * model.predict_ahead]

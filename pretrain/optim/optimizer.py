@@ -11,7 +11,7 @@ from pretrain.models.layers import Embedding
 
 def decayed(model: nn.Module) -> dict[str, bool]:
     """Whether weight decay applies to each parameter that is trained: to matrices, not to norms and biases (vectors) nor embeddings."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, (Embedding, nn.Embedding))}
     return {
         # The biases of all experts together are a matrix.
         name: p.dim() > 1 and id(p) not in tables and not name.endswith("bias")

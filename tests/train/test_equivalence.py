@@ -81,7 +81,12 @@ def test_every_switch_of_a_model_computes_the_same_in_every_layout(pool, config_
 
 
 def test_validation_reports_the_cross_entropy_alone(pool, config_file, prepared):
-    validating = (f"data.validation=[{{path: {prepared}, name: held_out}}]", "run.steps=1", "schedule.warmup_steps=1", "optim.lr=1e-30")
+    validating = (
+        f"data.validation=[{{path: {prepared}, name: held_out}}]",
+        "run.steps=1",
+        "schedule.warmup_steps=1",
+        "optim.lr=1e-30",
+    )
     extras = ("loss.z_loss=0.1", "loss.label_smoothing=0.2", "model.predict_ahead=1")
     plain, other = (
         read_metrics(train(pool, 1, config_file, f"run.name={name}", *validating, *more))[0]

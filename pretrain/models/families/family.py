@@ -31,7 +31,8 @@ INERT = {
 
 # Keys of ours that change no logit of an export: how it is trained and computed.
 NOT_EXPORTED = {
-    "family", "attention_backend", "predict_ahead", "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
+    "family", "hf_config", "attention_backend", "predict_ahead", "experts.correction_rate", "experts.balance_loss",
+    "experts.router_z_loss",
 }  # fmt: skip
 
 
@@ -67,7 +68,7 @@ class Family:
     model_type: str
     architecture: str
     fields: tuple[Field, ...]
-    weights: tuple[Entry, ...]
+    weights: tuple[Entry, ...] | None
     fixed: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
@@ -94,11 +95,13 @@ class Family:
         free = {f.ours for f in self.fields} | NOT_EXPORTED
         for name, value in flat(model).items():
             section, _, key = name.partition(".")
-            if name in free or (section == "rope" and not (self.rope and key in ("layout", "pattern"))):
+            if name in free or (section == "rope" and self.rope and key not in ("layout", "pattern")):
                 continue
             expected = _value(self.fixed.get(name, PLAIN.get(name)), model)
             if name == "attention.query_scalar" and name not in self.fixed:
                 expected = query_scalar(model)
+            if name == "rope.local_theta":
+                expected = model.rope.theta
             if value != expected:
                 raise ConfigError(
                     f"model.{name}={value} is not what model.family={self.name} computes, which is {expected}; remove it, or set "

@@ -82,6 +82,19 @@ class Interleaved:
         return [(part.mT if self.transposed else part).contiguous() for part in parts]
 
 
+class FusedPerHead:
+    """Queries, keys and values of one head after the other, as one of theirs: [head 0: q, k, v; head 1: q, k, v; ...] (GPT-NeoX)."""
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        return [torch.stack([tensor.unflatten(0, (model.heads, -1)) for tensor in ours], dim=1).flatten(0, 2).contiguous()]
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        if theirs[0].shape[0] != sum(shape[0] for shape in shapes):
+            return [theirs[0] for _ in shapes]
+        parts = theirs[0].unflatten(0, (model.heads, len(shapes), -1)).unbind(1)
+        return [part.flatten(0, 1).contiguous() for part in parts]
+
+
 class Stacked:
     """One of ours with the experts along the first dimension, as one of theirs per expert."""
 
@@ -95,7 +108,7 @@ class Stacked:
         return [torch.stack(theirs)]
 
 
-SAME, TRANSPOSED, STACKED = Same(), Transposed(), Stacked()
+SAME, TRANSPOSED, STACKED, FUSED_PER_HEAD = Same(), Transposed(), Stacked(), FusedPerHead()
 INTERLEAVED, INTERLEAVED_TRANSPOSED = Interleaved(), Interleaved(transposed=True)
 CONCATENATED, CONCATENATED_TRANSPOSED = Concatenated(), Concatenated(transposed=True)
 
@@ -117,11 +130,14 @@ def entry(ours: str | Sequence[str], theirs: str | Sequence[str], layout: Layout
     return Entry(*((names,) if isinstance(names, str) else tuple(names) for names in (ours, theirs)), layout)
 
 
-def resolve(entries: Sequence[Entry], model: Model, parameters: Sequence[str]) -> list[Entry]:
+def resolve(entries: Sequence[Entry] | None, model: Model, parameters: Sequence[str]) -> list[Entry]:
     """The map of one model: every name spelled out, and every parameter in exactly one entry, but for those of TRAINING_ONLY.
+    None in place of entries: our names are theirs.
 
     Raises ValueError naming a parameter that the map leaves out, or has twice: an error of the family's file.
     """
+    if entries is None:
+        return [entry(name, name) for name in parameters]
     existing = {name for name in parameters if not name.startswith(TRAINING_ONLY)}
     resolved, owner = [], {}
     for line in entries:

@@ -32,8 +32,11 @@ def sizes(kv_heads: int | None = None, head_dim: int | None = None, length: int 
 
 SIZES = sizes()
 
-# Of families where all heads together are as wide as the residual stream, and each has keys and values of its own.
-WHOLE_HEADS = {"head_dim": lambda model: model.dim // model.heads, "kv_heads": lambda model: model.heads}
+# Blocks of GPT: heads that are together as wide as the residual stream, each with keys and values of its own; LayerNorm; a plain MLP.
+GPT_BLOCK = {
+    "head_dim": lambda model: model.dim // model.heads, "kv_heads": lambda model: model.heads, "norm.kind": "layer",
+    "mlp.gated": False, "mlp.bias": True,
+}  # fmt: skip
 
 
 def tied(default: bool) -> Field:

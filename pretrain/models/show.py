@@ -16,7 +16,6 @@ import torch
 
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
-from pretrain.models.decoder import count_parameters
 from pretrain.models.families import families
 from pretrain.models.network import build_network
 from pretrain.models.shape import complete
@@ -57,7 +56,8 @@ def preset_parameters(path: Path) -> tuple[Model, int]:
     """The complete model of a preset, and its parameters, a tied head counted once."""
     model = complete(load_config(path)[0].model)
     with torch.device("meta"):
-        return model, count_parameters(build_network(model))
+        # Without the corrections that balance experts, which are no weights of the model for those who publish counts.
+        return model, sum(p.numel() for p in build_network(model).parameters() if p.requires_grad)
 
 
 def with_tables(page: str, tables: dict[str, str]) -> str:

@@ -58,4 +58,28 @@ COUNTS: dict[str, int] = {
     "phi3-mini": 3_821_079_552,
     "phi3-medium": 13_960_238_080,
     "phi4": 14_659_507_200,
+    # openai-community: tensors of the published files
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    # the table in the README of EleutherAI/pythia
+    "pythia-14m": 14_067_712,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    # mistralai, Qwen, deepseek-ai (without layer 61 and the 58 x 256 balancing biases), openai: tensors of the published files
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_404_352,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "moe-40m-a10m": 41_473_280,  # our own
 }

@@ -122,6 +122,7 @@ def test_layers_without_rotation_that_make_no_sense_are_refused(change, message)
         ("gemma2-2b", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
         ("phi3-mini", {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}, "rope_scaling"),
         ("phi3-mini", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope.scaling=yarn is not one that phi3"),
+        ("qwen3-0.6b", {"partial_rotary_factor": 0.5}, "rope.fraction=0.5: model.family=qwen3 rotates whole heads"),
         ("phi3-mini", {"attention_bias": True}, "attention_bias=True is not supported for phi3"),
         ("qwen2.5-0.5b", {"head_dim": 32}, "head_dim=32 is not model.dim / model.heads"),
     ],

@@ -66,8 +66,9 @@ class Family:
     `constants`: fields of config.json with the one value that we compute; also written. `accepted`: the same, but not written.
     `derived`: fields that say again, for older readers, what `fields` say: written unless None, and read by the `back` of those.
     `inert`: more fields without effect. `rope`: how rotary positions are written, None: they are not; `theta` and `local_theta`:
-    the bases that a config.json means which names none. `refuse`: says why transformers would not take a model. `dropped`: whether
-    a tensor of theirs is no part of what is computed; an import says which it leaves out.
+    the bases that a config.json means which names none; `partial`: whether transformers can rotate a share of a head here (elsewhere
+    it ignores the field). `refuse`: says why transformers would not take a model. `dropped`: whether a tensor of theirs is no part
+    of what is computed; an import says which it leaves out.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Family:
     rope: Literal["uniform", "by_layer_type"] | None = "uniform"
     theta: float = 10000.0
     local_theta: float | None = None
+    partial: bool = False
     refuse: Callable[[Model], str | None] | None = None
     dropped: Callable[[str, Model], bool] | None = None
 
@@ -107,6 +109,10 @@ class Family:
     def _check_expressible(self, model: Model) -> None:
         if self.refuse and (why := self.refuse(model)):
             raise ConfigError(f"{why}, so it cannot be exported as model.family={self.name}")
+        if self.rope and not self.partial and model.rope.fraction != 1:
+            raise ConfigError(
+                f"model.rope.fraction={model.rope.fraction}: model.family={self.name} rotates whole heads; remove it"
+            )
         free = {f.ours for f in self.fields} | NOT_EXPORTED
         for name, value in flat(model).items():
             section, _, key = name.partition(".")

@@ -48,4 +48,5 @@ GPT_NEOX = Family(
     # Dropout is for training; the others say nothing about a causal model.
     inert=frozenset({"hidden_dropout", "classifier_dropout", "is_decoder", "gradient_checkpointing"}),
     refuse=refuse_uneven_heads,
+    partial=True,
 )

@@ -28,7 +28,7 @@ GPT_OSS = Family(
         eps(1e-5),
         tied(False),
         Field("attention.bias", "attention_bias", True, *projections("query", "key", "value", "output")),
-        *windows(128, lambda layer, config: layer % 2 == 0),
+        *windows(128, lambda layer, config: layer % 2 == 0, needed=True),
         Field("experts.count", "num_local_experts"),
         Field("experts.active", "num_experts_per_tok"),
     ),
@@ -61,4 +61,5 @@ GPT_OSS = Family(
     constants={"hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     inert=TRAINING | {"experts_per_token", "initial_context_length"},  # older names of fields that are there as well
     refuse=needs_experts,
+    theta=150000.0,
 )

@@ -28,5 +28,6 @@ PHI3 = Family(
     # llama.cpp's converter insists on the length before scaling, even where nothing is scaled.
     derived={"original_max_position_embeddings": lambda model: model.max_sequence_length},
     inert=frozenset({"resid_pdrop", "embd_pdrop"}),
+    partial=True,
     refuse=_refuse,
 )

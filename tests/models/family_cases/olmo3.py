@@ -16,5 +16,10 @@ CASES = {
     ),
     "yarn scaling in layers without a window": Model(**SMALL, attention=Attention(window=8), rope=Rope(**YARN)),
     "yarn scaling everywhere": Model(**SMALL, attention=Attention(window=8), rope=Rope(**YARN, scale_local=True)),
+    "llama3 scaling": Model(
+        **SMALL,
+        attention=Attention(window=8),
+        rope=Rope(scaling="llama3", factor=8.0, original_length=16, low_frequency=1.0, high_frequency=4.0),
+    ),
     "bases that differ": Model(**SMALL, attention=Attention(window=8), rope=Rope(theta=10_000.0, local_theta=100.0)),
 }

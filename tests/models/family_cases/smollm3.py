@@ -22,5 +22,6 @@ CASES = {
         mlp=Mlp(bias=True),
         norm_eps=1e-5,
     ),
+    "dynamic scaling": Model(**SMALL, rope=Rope(scaling="dynamic", factor=2.0), max_sequence_length=16),
     "yarn scaling": Model(**SMALL, rope=Rope(theta=2_000_000.0, scaling="yarn", factor=4.0, original_length=16)),
 }

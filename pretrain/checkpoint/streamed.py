@@ -7,6 +7,7 @@ into pieces of rows, so that a rank which starts from them reads its own rows an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.futures import Future
 from pretrain.checkpoint.safe_dcp import SafeReader, TensorPlanner, read_metadata
 from pretrain.errors import CheckpointError
 
-PIECE_BYTES = 64 * 2**20  # of a written tensor: rows that are read together
+PIECES, PIECE_BYTES = 64, 2**20  # a written tensor is cut into so many pieces at most, none smaller than that but the last
 FILE_BYTES = 4 * 10**9  # of a written payload file
 
 
@@ -77,7 +78,7 @@ class StreamingPlanner(dcp.DefaultSavePlanner):
 
 def _pieces(name: str, tensor: Tensor) -> list[WriteItem]:
     rows = tensor.shape[0] if tensor.dim() else 1
-    step = max(1, rows * PIECE_BYTES // max(1, tensor.nbytes))
+    step = max(1, math.ceil(rows / PIECES), math.ceil(rows * PIECE_BYTES / max(1, tensor.nbytes)))
     properties = TensorProperties(dtype=tensor.dtype)
     items = []
     for start in range(0, max(1, rows), step):

@@ -115,7 +115,7 @@ class ExportCheck:
         self._said.seek(0)
         self._complained.seek(0)
         if code is None or code < 0:
-            what = f"not done after {self.limit_seconds:.0f} s" if code is None else f"ended by signal {-code}"
+            what = f"not done after {self.limit_seconds:g} s" if code is None else f"ended by signal {-code}"
             self.say(f"export check: {what}; whether this run can be exported is not known")
             return None
         if code > 0:

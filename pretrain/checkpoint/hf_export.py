@@ -66,20 +66,23 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
         files.verify(checkpoint, seen=seen.add)
     state = load_state(checkpoint)
     model = build_section(Model, state["model"])
-    config = _config(model, checkpoint, dtype)
+    tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
+    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    config = _config(model, loaded, dtype)
     source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype])
-    note = _padding(model, load_tokenizer(checkpoint / "tokenizer"), checkpoint)
+    note = _padding(model, loaded, checkpoint)
     with staged_directory(output) as writing:
         # In this order: transformers chooses the tokenizer's class by the config.json beside it.
         files.write_json(writing / "config.json", config)
         generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")} | {"do_sample": False}
         files.write_json(writing / "generation_config.json", generation)
-        export_tokenizer(checkpoint / "tokenizer", writing, SAMPLES)
+        if tokenizer:
+            export_tokenizer(tokenizer, writing, SAMPLES)
         check_expected(config, source.plan.theirs)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
         difference = verified_difference(writing, model, source.whole) if verify else None
-        record = _record(source, state, dtype, difference, note, writing)
+        record = _record(source, state, tokenizer is not None, difference, note, writing)
         files.write_json(writing / RECORD, record)
     return Exported(checkpoint, source.plan.parameters, shards, difference, note)
 
@@ -115,17 +118,19 @@ class _Source:
         return tensor.to(self.dtype)
 
 
-def _config(model: Model, checkpoint: Path, dtype: str) -> dict[str, Any]:
+def _config(model: Model, tokenizer: Tokenizer | None, dtype: str) -> dict[str, Any]:
     name = str(EXPORT_DTYPES[dtype]).removeprefix("torch.")
-    eod = load_tokenizer(checkpoint / "tokenizer").eod_id
+    eod = tokenizer.eod_id if tokenizer else None
     # transformers 5 writes `dtype`; older readers, vLLM's and llama.cpp's among them, look for `torch_dtype`.
     return family_of(model.family).to_hf(model) | {
         "dtype": name, "torch_dtype": name, "bos_token_id": None, "eos_token_id": eod,
     }  # fmt: skip
 
 
-def _padding(model: Model, tokenizer: Tokenizer, checkpoint: Path) -> str | None:
+def _padding(model: Model, tokenizer: Tokenizer | None, checkpoint: Path) -> str | None:
     """What to say of rows of the vocabulary that are no token's. Raises CheckpointError where a token has no row."""
+    if tokenizer is None:
+        return "the checkpoint has no tokenizer, so none was written, and config.json names no end-of-text token"
     if model.vocab_size < tokenizer.vocab_size:
         raise CheckpointError(
             f"{checkpoint}: the vocabulary has {model.vocab_size} rows and the tokenizer {tokenizer.vocab_size} tokens; "
@@ -159,7 +164,7 @@ def _write_entry(source: _Source, line: Entry, writer: ShardedWriter, done: Byte
 
 
 def _record(
-    source: _Source, state: dict[str, Any], dtype: str, difference: float | None, note: str | None, directory: Path
+    source: _Source, state: dict[str, Any], tokenizer: bool, difference: float | None, note: str | None, directory: Path
 ) -> dict[str, Any]:
     plan = source.plan
     return {
@@ -169,7 +174,7 @@ def _record(
             **{name: state.get(name) for name in ("step", "samples", "tokens", "layout")},
         },
         "family": plan.family.name,
-        "dtype": dtype,
+        "dtype": str(source.dtype).removeprefix("torch."),
         "parameters": plan.parameters,
         "tensors": len(plan.theirs),
         "vocabulary": {"rows": plan.model.vocab_size, "note": note},
@@ -178,7 +183,7 @@ def _record(
             "weights": "every tensor was read back with the safetensors library and is what was written, bit by bit",
             "structure": f"names and shapes are those of transformers' {plan.family.architecture}",
             "config": "config.json is read as the same model",
-            "tokenizer": "transformers' AutoTokenizer gives the same ids on sample texts",
+            "tokenizer": "transformers' AutoTokenizer gives the same ids on sample texts" if tokenizer else None,
             "logits": None if difference is None else "transformers' logits were compared with ours in fp32",
         },
         "max_logit_difference": difference,

@@ -103,7 +103,7 @@ def test_a_check_that_takes_too_long_or_is_killed_is_said_and_fails_nothing(byte
     with ExportCheck(SMALL, byte_tokenizer, said.append, limit_seconds=0.5) as check:
         assert check.problem() is None and not said
         assert check.finish() is None and check.problem() is None and check.finish() is None
-    assert said == ["export check: not done after 0 s; whether this run can be exported is not known"]
+    assert said == ["export check: not done after 0.5 s; whether this run can be exported is not known"]
     with ExportCheck(SMALL, byte_tokenizer, said.append) as check:
         os.kill(check._process.pid, signal.SIGTERM)
         assert check.finish() is None

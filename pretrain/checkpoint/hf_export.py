@@ -8,7 +8,9 @@ memory holds one entry. Output is written aside, read back, compared with what t
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -71,7 +73,7 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
     config = _config(model, loaded, dtype)
     source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype])
     note = _padding(model, loaded, checkpoint)
-    with staged_directory(output) as writing:
+    with _named(output), staged_directory(output) as writing:
         # In this order: transformers chooses the tokenizer's class by the config.json beside it.
         files.write_json(writing / "config.json", config)
         generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")} | {"do_sample": False}
@@ -85,6 +87,15 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
         record = _record(source, state, tokenizer is not None, difference, note, writing)
         files.write_json(writing / RECORD, record)
     return Exported(checkpoint, source.plan.parameters, shards, difference, note)
+
+
+@contextlib.contextmanager
+def _named(output: Path) -> Iterator[None]:
+    """Say what could not be written, a full disk mostly."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or output}: {error.strerror or error}") from error
 
 
 class _Source:

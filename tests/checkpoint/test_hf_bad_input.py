@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
 import pytest
 import torch
-from converting import edit_config, edit_weights, files_of, refused, write
+from converting import SMALL, edit_config, edit_weights, files_of, refused, write
+from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint import hf_export, hf_verify
+from pretrain.checkpoint import hf_export, hf_verify, streamed
 from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.hf_import import import_model
 from pretrain.errors import CheckpointError, ConfigError, DataError
@@ -146,4 +148,132 @@ def test_verification_finds_a_weight_that_went_to_the_wrong_place(run, tmp_path,
     monkeypatch.setattr(hf_export._Source, "theirs", exchanged)
     with pytest.raises(CheckpointError, match="logits differ from ours by"):
         export(run, tmp_path / "out", verify=True)
+    assert os.listdir(tmp_path) == []
+
+
+# ---- several files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharded(run, tmp_path):
+    """An export in several files, to spoil."""
+    export(run, tmp_path / "theirs", shard_bytes=20_000)
+    return tmp_path / "theirs"
+
+
+def edit_index(directory, change) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def test_a_truncated_or_missing_file_among_several_is_named(sharded, tmp_path):
+    second = sorted(sharded.glob("*.safetensors"))[1]
+    os.truncate(second, second.stat().st_size - 1)
+    assert refused(CheckpointError, sharded, tmp_path).startswith(f"{second}: damaged: ")
+    second.unlink()
+    assert refused(CheckpointError, sharded, tmp_path).startswith(f"{second}: missing")
+
+
+def test_a_tensor_in_two_files_is_refused(sharded, tmp_path):
+    first, second = sorted(sharded.glob("*.safetensors"))[:2]
+    name = "model.layers.0.input_layernorm.weight"
+    for path in (first, second):
+        save_file(load_file(path) | {name: torch.ones(32)}, path, metadata={"format": "pt"})
+    assert f"{second}: {name} is in {first.name} as well" in refused(CheckpointError, sharded, tmp_path)
+
+
+def test_an_index_that_places_tensors_otherwise_than_the_files_do_is_refused(sharded, tmp_path):
+    names = [path.name for path in sorted(sharded.glob("*.safetensors"))]
+    index = sharded / "model.safetensors.index.json"
+    name = "model.layers.0.input_layernorm.weight"
+    edit_index(sharded, lambda places: places.update({name: names[0]}))
+    line = refused(CheckpointError, sharded, tmp_path)
+    assert line.startswith(f"{index}: {name} is said to be in {names[0]} and is in ")
+    edit_index(sharded, lambda places: places.pop(name))
+    assert f"{index}: {name} is said to be in no file and is in " in refused(CheckpointError, sharded, tmp_path)
+    edit_index(sharded, lambda places: places.update({name: names[-1], "model.norm.bias": names[-1]}))
+    assert "model.norm.bias is said to be in" in refused(CheckpointError, sharded, tmp_path)
+
+
+def test_weights_in_one_file_beside_an_index_of_others_are_refused(sharded, tmp_path):
+    save_file({"model.norm.weight": torch.ones(32)}, sharded / "model.safetensors")
+    assert "has both model.safetensors and an index of other files" in refused(CheckpointError, sharded, tmp_path)
+
+
+def test_files_behind_links_are_read_as_the_hub_s_cache_has_them(sharded, tmp_path):
+    (tmp_path / "blobs").mkdir()
+    for number, path in enumerate(sorted(sharded.iterdir())):
+        path.rename(tmp_path / "blobs" / str(number))
+        path.symlink_to(tmp_path / "blobs" / str(number))
+    import_model(sharded, tmp_path / "imported")
+
+
+# ---- vocabulary and numbers -------------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused_both_ways(byte_tokenizer, exported, tmp_path):
+    small = dataclasses.replace(SMALL, vocab_size=200)
+    checkpoint = write(tmp_path / "checkpoint", byte_tokenizer, small)
+    with pytest.raises(CheckpointError, match="the vocabulary has 200 rows and the tokenizer 257 tokens"):
+        export(checkpoint, tmp_path / "out")
+    export(write(tmp_path / "bare", None, small), tmp_path / "theirs")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "theirs" / name).write_bytes((exported / name).read_bytes())
+    line = refused(CheckpointError, tmp_path / "theirs", tmp_path)
+    assert line.endswith("the tokenizer has 257 tokens and the vocabulary 200 rows; it is not this model's")
+
+
+def test_values_that_fp16_cannot_hold_are_refused_and_bf16_holds_them(byte_tokenizer, tmp_path):
+    name = "layers.1.mlp.up.weight"
+    checkpoint = write(tmp_path / "checkpoint", byte_tokenizer, **{f"model.{name}": torch.full((48, 32), -1e5)})
+    with pytest.raises(CheckpointError, match=f"{name} has values beyond fp16's range; use --dtype bf16 or fp32"):
+        export(checkpoint, tmp_path / "out", "fp16")
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    export(checkpoint, tmp_path / "out", "bf16")
+
+
+def test_a_tensor_of_another_shape_than_the_model_s_is_not_exported(byte_tokenizer, tmp_path):
+    checkpoint = write(tmp_path / "checkpoint", byte_tokenizer, **{"model.norm.weight": torch.ones(31)})
+    with pytest.raises(CheckpointError, match=r"norm.weight has shape \[31\], its model needs \[32\]; nothing was written"):
+        export(checkpoint, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_a_family_without_export_is_refused(byte_tokenizer, tmp_path):
+    checkpoint = write(tmp_path / "checkpoint", byte_tokenizer, dataclasses.replace(SMALL, family="custom"))
+    with pytest.raises(ConfigError, match="model.family=custom is no model of transformers'"):
+        export(checkpoint, tmp_path / "out")
+
+
+# ---- what verification finds ------------------------------------------------------------------------------------------
+
+
+def test_a_byte_that_changed_on_the_way_to_the_disk_is_found(run, tmp_path, monkeypatch):
+    compare = hf_export.read_back
+
+    def spoiled(directory, shards, hashes, seen):
+        path = directory / list(shards)[-1]
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+        compare(directory, shards, hashes, seen)
+
+    monkeypatch.setattr(hf_export, "read_back", spoiled)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: \S+ does not read back as it was written"):
+        export(run, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_write_that_fails_leaves_nothing_behind(run, exported, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf_export.ShardedWriter, "write", full)
+    with pytest.raises(CheckpointError, match="out: No space left on device"):
+        export(run, tmp_path / "out")
+    monkeypatch.setattr(streamed.StreamingPlanner, "resolve_data", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        import_model(exported, tmp_path / "imported")
     assert os.listdir(tmp_path) == []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ BIG = dataclasses.replace(SMALL, dim=1536, layers=14, heads=16, kv_heads=4, ffn_
 
 
 def big_checkpoint(target: Path, tokenizer: Path) -> int:
-    """A checkpoint of 2 GB, written without holding it; the bytes of its largest tensor."""
+    """A checkpoint of 2 GB, in whole tensors as a single process saves it; the bytes of its largest tensor."""
     model = complete(BIG, 96)
     tensors = on_meta({f"model.{name}": shape for name, shape in shapes_of(model).items()}, torch.float32)
     state = {"step": 10, "samples": 1, "tokens": 1, "world_size": 1, "layout": "single", "model": dataclasses.asdict(model)}
@@ -104,7 +105,8 @@ def big_checkpoint(target: Path, tokenizer: Path) -> int:
             current[name] = torch.randn(tensors[name].shape, generator=generator).mul_(0.02)
         return current[name]
 
-    write_checkpoint(target, tensors, state, {"tokenizer": tokenizer}, ALONE, read)
+    with patch.multiple(streamed, PIECES=1, PIECE_BYTES=2**40):
+        write_checkpoint(target, tensors, state, {"tokenizer": tokenizer}, ALONE, read)
     assert sum(t.nbytes for t in tensors.values()) > 1.9e9
     return max(t.nbytes for t in tensors.values())
 

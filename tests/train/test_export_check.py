@@ -26,6 +26,7 @@ from pretrain.models.shape import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 ON = "checkpoint.export_check=true"
+PATIENT = "parallel.timeout_seconds=600"  # half of which the check may take
 SMALL = complete(Model(dim=32, layers=2, heads=4, ffn_dim=48, vocab_size=257), 64)
 
 ALONE = """
@@ -38,7 +39,7 @@ raise SystemExit(code)
 
 
 def test_a_new_run_is_checked_once_and_training_imports_nothing_for_it(config_file):
-    command = [sys.executable, "-c", ALONE, "--config", str(config_file), ON, "checkpoint.every_steps=10"]
+    command = [sys.executable, "-c", ALONE, "--config", str(config_file), ON, PATIENT, "checkpoint.every_steps=10"]
     said = []
     for steps in (20, 30):
         done = subprocess.run([*command, f"run.steps={steps}"], cwd=ROOT, capture_output=True, text=True)
@@ -50,7 +51,7 @@ def test_a_new_run_is_checked_once_and_training_imports_nothing_for_it(config_fi
 
 
 def test_check_tries_the_export_as_well(pool, config_file):
-    [(code, printed)] = pool.launch(1, run_main, str(config_file), ON, "--check")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), ON, PATIENT, "--check")
     assert code == 0 and "export check: 21 tensors and the tokenizer are what" in printed
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check")
     assert code == 0 and "export check: switched off by checkpoint.export_check=false" in printed
@@ -84,7 +85,7 @@ def pretend(tmp_path: Path, source: str) -> str:
 @pytest.mark.parametrize("steps", [6, 100_000])
 def test_a_failure_ends_the_run_in_one_line_whether_it_is_long_or_over_by_then(pool, config_file, tmp_path, world_size, steps):
     folder = pretend(tmp_path, "raise RuntimeError('no class of that name')")
-    overrides = (ON, f"run.steps={steps}", "parallel.strategy=auto", "schedule.warmup_steps=0")
+    overrides = (ON, PATIENT, f"run.steps={steps}", "parallel.strategy=auto", "schedule.warmup_steps=0")
     for code, printed in pool.launch(world_size, run_with_modules_from, folder, str(config_file), *overrides):
         assert code == 1
         [line] = [line for line in printed.splitlines() if line.startswith("error: ")]

@@ -38,6 +38,10 @@ class Network(Protocol):
 
 def build_network(model: Any) -> nn.Module:
     """The network of a complete `model` section. Build it on the meta device."""
+    if model.encoder_layers:
+        from pretrain.models.encoder_decoder import EncoderDecoder
+
+        return EncoderDecoder(model)
     from pretrain.models.decoder import Decoder
 
     return Decoder(model)

@@ -9,7 +9,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families.family import Family
 
 # File and name of each, by `model.family`; a file is imported when its family is used.
-_FAMILIES = {"custom": "CUSTOM", "llama": "LLAMA"}
+_FAMILIES = {"custom": "CUSTOM", "transformer": "TRANSFORMER", "llama": "LLAMA"}
 
 
 def family_of(name: str) -> Family:
@@ -19,7 +19,7 @@ def family_of(name: str) -> Family:
 
 def families() -> list[Family]:
     """Those that transformers has."""
-    return [family_of(name) for name in _FAMILIES if name != "custom"]
+    return [family_of(name) for name in _FAMILIES if name not in ("custom", "transformer")]
 
 
 def family_of_hf(config: dict[str, Any]) -> Family:

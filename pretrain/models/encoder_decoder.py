@@ -45,10 +45,14 @@ class TranslationCache:
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order; one may come several times (hypotheses of a beam)."""
-        for layer in self.decoder.layers:
-            layer.select(rows)
+        self.reorder(rows)
         self.memory.mask = self.memory.mask.index_select(0, rows)
         self.memory.layers = [tuple(x.index_select(0, rows) for x in pair) for pair in self.memory.layers]
+
+    def reorder(self, rows: Tensor) -> None:
+        """`select` where a sequence is only replaced by another one of the same source: what is kept of sources stays."""
+        for layer in self.decoder.layers:
+            layer.select(rows)
 
 
 class CrossAttention(nn.Module):

@@ -69,7 +69,7 @@ class Continuation:
             "identity": self.plan.identity(progress.samples),
             "torch": torch.__version__,
         }
-        attachments = {"config.yaml": self.directory.path / "config.yaml", "tokenizer": self.plan.data.tokenizer_path}
+        attachments = {"config.yaml": self.directory.path / "config.yaml", **self.plan.data.attachments}
         folder, policy = self.directory.checkpoints, self.plan.config.checkpoint
         path = save_checkpoint(folder, progress.step, tensors, state, attachments, policy, self.ranks)
         self.last_saved, self.saved_at = progress.step, time.monotonic()

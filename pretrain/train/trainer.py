@@ -94,7 +94,7 @@ class Trainer:
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        micro_steps = len(batch.positions) // config.batch.micro_sequences
+        micro_steps = batch.micro_steps(config.batch.micro_sequences)
         losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
         if number in config.log.gradients_at:
             write_gradients(self.directory.path, number, self.model, self.ranks)

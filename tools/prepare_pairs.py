@@ -23,7 +23,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target-tokenizer", metavar="DIR_OR_FILE", help="of the targets, where they have one of their own")
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
     parser.add_argument("--lowercase", action="store_true", help="in lower case, both sides")
-    parser.add_argument("--max-source-length", type=int, default=0, metavar="N", help="leave out longer ones, in tokens; 0: none")
+    parser.add_argument(
+        "--max-source-length", type=int, default=0, metavar="N", help="leave out longer ones, in tokens; 0: none"
+    )
     parser.add_argument("--max-target-length", type=int, default=0, metavar="N", help="likewise")
     arguments = parser.parse_args(argv)
     if (arguments.validation_source is None) != (arguments.validation_target is None):

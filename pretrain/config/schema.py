@@ -220,7 +220,10 @@ class Loss:
     """What is minimised."""
 
     label_smoothing: float = key(
-        0.0, "Share of each target's probability that is spread over the vocabulary (arXiv 1512.00567); not in validation.", ge=0, lt=1
+        0.0,
+        "Share of each target's probability that is spread over the vocabulary (arXiv 1512.00567); not in validation.",
+        ge=0,
+        lt=1,
     )
 
 
@@ -260,7 +263,9 @@ class Schedule:
         "square root of the step, from `optim.lr` at `warmup_steps`.",
     )
     warmup_steps: int = key(0, "Steps of linear warmup, from `optim.lr / warmup_steps` at step 1 to `optim.lr`.", ge=0)
-    min_ratio: float = key(0.1, "Learning rate at the last step, as a share of the peak; not of `constant` and `inverse_sqrt`.", ge=0, le=1)
+    min_ratio: float = key(
+        0.1, "Learning rate at the last step, as a share of the peak; not of `constant` and `inverse_sqrt`.", ge=0, le=1
+    )
     decay_steps: int | None = key(None, "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.", ge=1)
 
 

@@ -129,7 +129,7 @@ class Continuation:
 
     def _generators(self, checkpoint: Path, world_size: int) -> dict[str, torch.Tensor]:
         # Generators belong to ranks: on another number of them this rank keeps the one it was seeded with. Nothing in training
-        # draws from it unless the model has dropout.
+        # draws from it: dropout is a function of the sample.
         if world_size != self.ranks.world_size:
             return {}
         saved = set(saved_names(checkpoint, "rng."))

@@ -24,11 +24,13 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.network import build_network
 from pretrain.models.shape import complete
+from pretrain.observe.flops import flops_per_target_token, flops_per_token
+from pretrain.observe.translation import require_sacrebleu
 from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.identity import check_accepted
 
 # Keys of the model that change no tensor of a run under way.
-NO_IDENTITY = {"init_std", "max_sequence_length", "attention_backend"}
+NO_IDENTITY = {"init_std", "dropout", "max_sequence_length", "attention_backend"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,13 @@ class Plan:
     schedule: BatchSchedule | PairOrder
     validation: list[Samples] | list[PreparedPairs]
     parameters: int
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of forward and backward; on pairs per target token, of which `tokens_per_second` counts."""
+        if isinstance(self.data, PairTraining):
+            return flops_per_target_token(self.config.model, *self.data.mean_lengths)
+        return flops_per_token(self.config.model, self.config.data.sequence_length)
 
     def identity(self, samples: int) -> dict[str, Any]:
         """What makes a run this run after so many samples: a checkpoint that differs in any of these is another's.
@@ -138,7 +147,9 @@ def _check_encoder(config: Config, opened: list[Samples] | TextTraining | PairTr
     translation = config.validation.translation
     if pairs is None:
         if config.model.encoder_layers:
-            raise ConfigError(f"model.encoder_layers={config.model.encoder_layers} is trained on sentence pairs; set data.pairs")
+            raise ConfigError(
+                f"model.encoder_layers={config.model.encoder_layers} is trained on sentence pairs; set data.pairs"
+            )
         if translation.every_steps:
             raise ConfigError("validation.translation.every_steps is about data.pairs; remove it")
         if config.loss.label_smoothing:
@@ -152,6 +163,8 @@ def _check_encoder(config: Config, opened: list[Samples] | TextTraining | PairTr
         raise ConfigError(
             f"validation.translation.every_steps={translation.every_steps}, but data.validation is empty; name pairs or set 0"
         )
+    if translation.every_steps:
+        require_sacrebleu()
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

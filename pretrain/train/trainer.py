@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from pretrain.data.loader import StepBatch
+from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.samples import Samples
 from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.data.training_data import build_loader
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError, TrainingError
 from pretrain.models.network import build_network
-from pretrain.observe.flops import flops_per_token, peak_flops
+from pretrain.observe.flops import peak_flops
 from pretrain.observe.metrics import Metrics, Window, progress_line
 from pretrain.optim.clip import clip_gradients
 from pretrain.optim.optimizer import build_optimizer
@@ -36,6 +37,7 @@ from pretrain.train.gradients import write_gradients
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.stop import StopRequest
+from pretrain.train.translation import translate_and_score
 from pretrain.train.validation import validate
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,8 @@ class Trainer:
         with torch.device("meta"):
             self.model = build_network(config.model)
         prepare_blocks(self.model, config)
+        if config.loss.label_smoothing:
+            self.model.label_smoothing = config.loss.label_smoothing
         self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
         self.optimizer = build_optimizer(self.model, config.optim)
         stored = {p.dtype for p in self.model.parameters()}
@@ -84,7 +88,7 @@ class Trainer:
             raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
         peak = peak_flops(self.ranks.device, config.precision.compute)
         self.peak_flops = peak * self.ranks.world_size if peak else None
-        self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
+        self.flops_per_token = self.plan.flops_per_token
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
@@ -188,15 +192,26 @@ class Trainer:
         every = config.validation.every_steps
         if self.plan.validation and (last or (every and step % every == 0)):
             record["validation"] = {source.name: self._validate(source) for source in self.plan.validation}
-        if step % config.log.every_steps == 0 or last or step == 1 or "validation" in record:
+        every = config.validation.translation.every_steps
+        if every and (last or step % every == 0):
+            record["translation"] = {source.name: self._translate(source) for source in self.plan.validation}
+        if step % config.log.every_steps == 0 or last or step == 1 or "validation" in record or "translation" in record:
             self._report(record)
         if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
             self.continuation.save(self.progress)
 
-    def _validate(self, source: Samples) -> float:
-        sizes = self.config.validation.sequences, self.config.batch.micro_sequences
+    def _validate(self, source: Samples | PreparedPairs) -> float:
+        batch, rows = self.config.batch, self.config.batch.micro_sequences
+        if isinstance(source, PreparedPairs):
+            rows = max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
         try:
-            return validate(self.call, source, *sizes, self.loader, self.ranks)
+            return validate(self.call, source, self.config.validation.sequences, rows, self.loader, self.ranks)
+        finally:
+            self.strategy.release()
+
+    def _translate(self, source: PreparedPairs) -> dict[str, float] | None:
+        try:
+            return translate_and_score(self.call, source, self.config, self.ranks)
         finally:
             self.strategy.release()
 

@@ -101,7 +101,9 @@ def test_a_wider_beam_scores_no_worse_than_greedy_on_the_whole(network):
     totals = {}
     for beam in (1, 4):
         search = Search(beam=beam)
-        totals[beam] = sum(score_of(network, inputs, row, tokens, search) for row, tokens in enumerate(found(network, inputs, search)))
+        totals[beam] = sum(
+            score_of(network, inputs, row, tokens, search) for row, tokens in enumerate(found(network, inputs, search))
+        )
     assert totals[4] > totals[1]
 
 
@@ -109,16 +111,19 @@ def test_no_translation_is_longer_than_the_limit_and_ranks_are_waited_for(networ
     inputs = sources(4)
     search = Search(beam=2, max_ratio=0.5, max_extra=2)
     assert all(len(r) <= limit for r, limit in zip(found(network, inputs, search), search.limits(inputs["source_lengths_B"])))
-    calls = []
+    for beam in (1, 2):
+        limited = Search(beam=beam, max_ratio=0.0, max_extra=2)
+        result, calls = waited_for(network, inputs, limited)
+        assert result == found(network, inputs, limited) and calls == 10
+
+
+def waited_for(network, inputs, search: Search) -> tuple[list[list[int]], int]:
+    """The translations, and how often the network was called, where another rank needs 9 steps more than the first."""
+    waits, calls = iter([9, *[1] * 9, 0]), []
 
     def counted(**given):
         calls.append(1)
         return network(**given)
 
-    # Another rank needs 9 steps: this one makes as many calls and gives the same result.
-    waits = iter([9, *[1] * 9, 0])
-    for beam in (1, 2):
-        waits, calls[:] = iter([9, *[1] * 9, 0]), []
-        search = Search(beam=beam, max_ratio=0.0, max_extra=2)
-        result = translate(counted, **inputs, layers=MODEL.layers, start_id=END, end_id=END, search=search, agree=lambda n: next(waits))
-        assert result == found(network, inputs, search) and len(calls) == 10
+    options = {"layers": MODEL.layers, "start_id": END, "end_id": END, "search": search}
+    return translate(counted, **inputs, **options, agree=lambda _: next(waits)), len(calls)

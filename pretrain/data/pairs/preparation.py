@@ -91,7 +91,10 @@ def prepare_pairs(
 
 def _prepare_split(directory: Path, split: Split, source: Tokenizer, target: Tokenizer, options: Options) -> None:
     counts = split.counts
-    with ShardWriter.create(directory / "source", source) as sources, ShardWriter.create(directory / "target", target) as targets:
+    with (
+        ShardWriter.create(directory / "source", source) as sources,
+        ShardWriter.create(directory / "target", target) as targets,
+    ):
         lines = _pairs(split, options)
         while batch := list(itertools.islice(lines, _BATCH)):
             _add(batch, source, target, sources, targets, counts, options)
@@ -113,9 +116,7 @@ def _add(batch, source: Tokenizer, target: Tokenizer, sources: ShardWriter, targ
     """Encode a batch of pairs and write those that are not too long."""
     encoded = [_encode(tokenizer, [pair[i] for pair in batch]) for i, tokenizer in enumerate((source, target))]
     limits = options.max_source_length, options.max_target_length
-    fits = [
-        not any(limit and len(ids) + 1 > limit for ids, limit in zip(pair, limits)) for pair in zip(*encoded, strict=True)
-    ]
+    fits = [not any(limit and len(ids) + 1 > limit for ids, limit in zip(pair, limits)) for pair in zip(*encoded, strict=True)]
     counts.too_long += len(fits) - sum(fits)
     counts.pairs += sum(fits)
     for ids, tokenizer, writer in zip(encoded, (source, target), (sources, targets)):
@@ -165,5 +166,7 @@ def _lines(files: Sequence[str], lowercase: bool) -> Iterator[_Line]:
             try:
                 text = raw.decode("utf-8").strip()
             except UnicodeDecodeError as error:
-                raise DataError(f"{origin}: not valid UTF-8 ({error.reason} at byte {error.start}); convert the file") from error
+                raise DataError(
+                    f"{origin}: not valid UTF-8 ({error.reason} at byte {error.start}); convert the file"
+                ) from error
             yield _Line(text.lower() if lowercase else text, origin)

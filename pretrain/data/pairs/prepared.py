@@ -1,8 +1,8 @@
 """Prepared sentence pairs on disk: two prepared directories, in which documents of one number belong together, and what ties them.
 
-    DIR/pairs.json           counts, how they were made, and the sha256 of both manifests
-    DIR/source/              a prepared directory (data/shards): a document per sentence, closed by the end-of-document token
-    DIR/target/              likewise
+DIR/pairs.json           counts, how they were made, and the sha256 of both manifests
+DIR/source/              a prepared directory (data/shards): a document per sentence, closed by the end-of-document token
+DIR/target/              likewise
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def _read_pairs(directory: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{file}: not a {FORMAT} manifest")
     if content.get("version") != VERSION or isinstance(content["version"], bool):
-        raise DataError(f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; prepare the pairs again")
+        raise DataError(
+            f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; prepare the pairs again"
+        )
     for key in sorted(_KEYS ^ content.keys()):
         raise DataError(f"{file}: {key} is {'missing' if key in _KEYS else 'not a known key'}")
     if not isinstance(content["preparation"], dict):

@@ -67,6 +67,11 @@ class PairTraining:
     def source_vocab_size(self) -> int:
         return self.pairs.source.vocab_size
 
+    @property
+    def mean_lengths(self) -> tuple[float, float]:
+        """Tokens of a source and of a target on average, end tokens included."""
+        return self.pairs.source.tokens / len(self.pairs), self.pairs.target.tokens / len(self.pairs)
+
     def identity(self, until: int) -> dict[str, Any]:
         values = {"source_tokenizer": self.pairs.source.tokenizer_sha256}
         if until:
@@ -81,7 +86,7 @@ class PairTraining:
 
     def describe(self, until: int) -> list[str]:
         pairs, count = self.pairs, len(self.pairs)
-        tokens = f"{pairs.source.tokens / count:.1f} and {pairs.target.tokens / count:.1f} tokens"
+        tokens = "{:.1f} and {:.1f} tokens".format(*self.mean_lengths)
         vocabulary = f"{pairs.source.vocab_size} and {pairs.target.vocab_size} tokens"
         if pairs.source.tokenizer_sha256 == pairs.target.tokenizer_sha256:
             vocabulary = f"{pairs.target.vocab_size} tokens, shared"
@@ -100,9 +105,13 @@ def pair_attachments(pairs: PreparedPairs) -> dict[str, Path]:
 def _check(config: Config) -> None:
     data, batch = config.data, config.batch
     if batch.tokens is None:
-        raise ConfigError("batch.tokens is missing: tokens of source and target in a step on data.pairs, padding included, e.g. 4096")
+        raise ConfigError(
+            "batch.tokens is missing: tokens of source and target in a step on data.pairs, padding included, e.g. 4096"
+        )
     if not config.model.encoder_layers and config.model.family != "transformer":
-        raise ConfigError(f"data.pairs is for an encoder-decoder, and model.family={config.model.family} is none; use transformer")
+        raise ConfigError(
+            f"data.pairs is for an encoder-decoder, and model.family={config.model.family} is none; use transformer"
+        )
     for section, value, names in (
         ("data", data, ("sequence_length", "packing", "document_mask", "boundary_loss", "shuffle", "shuffle_shards", "stages")),
         ("batch", batch, ("sequences", "micro_sequences", "ramp")),

@@ -23,7 +23,7 @@ from pretrain.models.attention import Attention
 from pretrain.models.cache import Cache, LayerCache
 from pretrain.models.dropout import Dropout, make_dropout
 from pretrain.models.layers import Embedding, Linear, make_norm
-from pretrain.models.loss import sequence_losses
+from pretrain.models.loss import LossOptions, finish_logits, fused_losses
 from pretrain.models.mlp import Mlp
 from pretrain.models.network import Parts
 
@@ -125,15 +125,14 @@ class EncoderDecoder(nn.Module):
     """Source and target ids in; logits of the next target tokens, or the summed loss of each pair, out. A network
     (`models/network.py`).
 
-    `label_smoothing`: share of each target's probability that is spread over the vocabulary (arXiv 1512.00567, section 7) in the
-    loss that is trained; where no gradient is taken, the loss is the plain one.
+    `losses`: how losses are formed; where no gradient is taken, what is added in training only is left out.
     """
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.config = config
         self.recompute_blocks = False
-        self.label_smoothing = 0.0
+        self.losses = LossOptions(logit_scale=config.logit_multiplier)
         post = config.norm.placement == "post"
         self.embedding = Embedding(config.vocab_size, config.dim)
         self.source_embedding = None if config.tie_source else Embedding(config.source_vocab_size, config.dim)
@@ -176,12 +175,11 @@ class EncoderDecoder(nn.Module):
             else:
                 x_BTD = self._run(layer, x_BTD, None, dropout, memory_BSD, memory_mask)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
-        logits_BTV = F.linear(x_BTD, self.embedding.weight.to(x_BTD.dtype)) if self.output is None else self.output(x_BTD)
-        if self.config.logit_multiplier != 1:
-            logits_BTV = logits_BTV * self.config.logit_multiplier
+        weight_VD = (self.embedding if self.output is None else self.output).weight.to(x_BTD.dtype)
         if targets_BT is None:
-            return logits_BTV
-        return sequence_losses(logits_BTV, targets_BT, self.label_smoothing if torch.is_grad_enabled() else 0.0)
+            return finish_logits(F.linear(x_BTD, weight_VD), self.losses)
+        losses = self.losses if torch.is_grad_enabled() else self.losses.cross_entropy_only()
+        return fused_losses(x_BTD, weight_VD, targets_BT, losses)
 
     def encode(self, source_BS: Tensor, mask: Tensor, dropout: Dropout | None) -> Tensor:
         """The encoder's output [B, S, D]; `mask` [B, 1, 1, S] is true at real tokens."""

@@ -1,15 +1,289 @@
-"""The loss is a sum (invariant 2): whoever reports or scales it divides once by the tokens it chose to divide by."""
+"""Token losses, plain and fused with the output projection.
+
+The loss is a sum (invariant 2): whoever reports or scales it divides once by the tokens it chose to divide by.
+
+    z = soft_cap * tanh(scale * (x @ W.T) / soft_cap)          logits; without a soft-cap, scale * (x @ W.T)
+    L = lse(z) - (1 - s) z[target] - s mean(z) + zeta lse(z)^2  label smoothing s, z-loss zeta; 0 where the target is IGNORED
+
+`sequence_losses` takes logits that exist already. `fused_losses` never has more than a chunk of them:
+
+    for a chunk of tokens       z, L, dL/dz  in buffers that all chunks share
+                                dL/dx[chunk]  = dL/dz @ W
+                                dL/dW        += dL/dz.T @ x[chunk]     in fp32
+
+The gradient is computed in *forward*, when the chunk's logits are at hand (as Liger Kernel does, arXiv 2410.10989): three matrix
+products, as many as the plain loss takes, where recomputing the logits in backward would take four. That gradient is of the
+plain sum, so it is right for one upstream gradient common to all tokens, with which backward multiplies it. An upstream
+gradient that differs between tokens is honoured by recomputing, at twice the work.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pretrain.data.targets import IGNORED
 
+CPU_CHUNK_BYTES, CHUNK_BYTES = 256 << 20, 1 << 30
+"""Memory that the logits of a chunk may take, on CPU and elsewhere: enough tokens for matrix products at full speed."""
 
-def sequence_losses(logits_BTV: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Sum of the token cross-entropies of each sequence, [B], fp32. Targets equal to IGNORED add nothing."""
-    options = {"ignore_index": IGNORED, "reduction": "none", "label_smoothing": label_smoothing}
-    losses = F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten(), **options)
-    return losses.view_as(targets_BT).sum(dim=1)
+CPU_CHUNK_TOKENS = 1024
+"""More are no faster, and leave the caches earlier."""
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """How logits are finished, and what is added to their cross-entropy.
+
+    `logit_scale` and `soft_cap` belong to the model and shape its logits everywhere; the rest matters in training only.
+    """
+
+    z_loss: float = 0.0
+    """Coefficient of the squared log-partition function of each token (PaLM, arXiv 2204.02311, section 5: 1e-4)."""
+
+    label_smoothing: float = 0.0
+    """Share of the target spread evenly over the vocabulary, in [0, 1] (arXiv 1512.00567, section 7)."""
+
+    soft_cap: float | None = None
+    """Logits are squeezed into (-cap, cap) by cap * tanh(logit / cap) (Gemma 2, arXiv 2408.00118, section 2)."""
+
+    logit_scale: float = 1.0
+    """Factor on the logits, before the soft-cap."""
+
+    chunk_bytes: int | None = None
+    """Memory for the logits that exist at one time; None: what is good for the device."""
+
+    def __post_init__(self) -> None:
+        if self.z_loss < 0 or not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"z_loss={self.z_loss} must not be negative, label_smoothing={self.label_smoothing} is of [0, 1]")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"soft_cap={self.soft_cap} must be positive, or None for no cap")
+        if self.chunk_bytes is not None and self.chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes={self.chunk_bytes} must be positive, or None for the default of the device")
+
+    def cross_entropy_only(self) -> LossOptions:
+        """Of the same model, without what is added in training: validation reports the cross-entropy itself."""
+        return replace(self, z_loss=0.0, label_smoothing=0.0)
+
+
+CROSS_ENTROPY = LossOptions()
+
+
+def sequence_losses(logits_BTV: Tensor, targets_BT: Tensor, options: LossOptions = CROSS_ENTROPY) -> Tensor:
+    """Sum of the token losses of each sequence, [B], fp32 (fp64 from fp64). Targets equal to IGNORED add nothing.
+
+    The logits are final: scale and soft-cap are in them already. This is the plain form, for models that bring logits of
+    their own, and the reference for `fused_losses`.
+    """
+    logits_NV = logits_BTV.to(loss_dtype(logits_BTV)).flatten(0, 1)
+    targets_N = targets_BT.flatten()
+    losses_N = F.cross_entropy(
+        logits_NV, targets_N, ignore_index=IGNORED, reduction="none", label_smoothing=options.label_smoothing
+    )
+    if options.z_loss:
+        losses_N = losses_N + options.z_loss * logits_NV.logsumexp(dim=1).square() * (targets_N != IGNORED)
+    return losses_N.view_as(targets_BT).sum(dim=1)
+
+
+def finish_logits(raw: Tensor, options: LossOptions) -> Tensor:
+    """Logits from the product with the output weight: scaled and soft-capped, in the format of `raw`, computed in fp32."""
+    if options.logit_scale == 1.0 and options.soft_cap is None:
+        return raw
+    logits = raw.to(loss_dtype(raw)) * options.logit_scale
+    if options.soft_cap is not None:
+        logits = options.soft_cap * torch.tanh(logits / options.soft_cap)
+    return logits.to(raw.dtype)
+
+
+def loss_dtype(x: Tensor) -> torch.dtype:
+    """The format that losses of these logits or activations are computed in: fp32, or fp64 for fp64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@torch.compiler.disable
+def fused_losses(
+    x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, options: LossOptions = CROSS_ENTROPY, weights_B: Tensor | None = None
+) -> Tensor:
+    """`sequence_losses` of the logits x @ weight.T, [B], without ever having more than a chunk of them.
+
+    `weight_VD` is in the format of `x_BTD`. `weights_B` multiplies each sequence's loss; no gradient flows to it. Weighting
+    here, and not the result, leaves the upstream gradient common to all tokens, which is the fast path.
+    """
+    if x_BTD.shape[:-1] != targets_BT.shape:  # would be flattened to something else otherwise
+        raise ValueError(f"activations are {tuple(x_BTD.shape)}, targets {tuple(targets_BT.shape)}")
+    if x_BTD.dtype != weight_VD.dtype:
+        raise ValueError(f"activations are {x_BTD.dtype}, the output weight {weight_VD.dtype}: cast it where it is used")
+    weights_N = None
+    if weights_B is not None:
+        weights_N = weights_B.detach().to(loss_dtype(x_BTD))[:, None].expand(targets_BT.shape).flatten()
+    losses_N = _FusedLosses.apply(
+        x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), weights_N, options, torch.is_grad_enabled()
+    )
+    return losses_N.view(targets_BT.shape).sum(dim=1)
+
+
+class _FusedLosses(torch.autograd.Function):
+    """Weighted token losses [N] of activations [N, D] and an output weight [V, D]."""
+
+    @staticmethod
+    def forward(ctx, x_ND, weight_VD, targets_N, weights_N, options, recorded):
+        needs_x, needs_weight = (recorded and needed for needed in ctx.needs_input_grad[:2])
+        losses_N, *ctx.unit = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, options, needs_x, needs_weight)
+        ctx.save_for_backward(x_ND, weight_VD, targets_N, weights_N)
+        ctx.options = options
+        return losses_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream_N):
+        x_ND, weight_VD, targets_N, weights_N = ctx.saved_tensors
+        unit, ctx.unit = ctx.unit, None  # scaled in place: a second backward computes it anew
+        # An expanded tensor says that all its values are one without being looked at, for which a GPU would have to wait.
+        if unit is not None and upstream_N.numel() > 0 and upstream_N.stride(0) == 0:
+            grad_x, grad_weight = (_scale_in_place(gradient, upstream_N[:1, None]) for gradient in unit)
+        else:
+            del unit
+            weights_N = upstream_N if weights_N is None else upstream_N * weights_N
+            needs = ctx.needs_input_grad[:2]
+            _, grad_x, grad_weight = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, ctx.options, *needs)
+        return grad_x, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None
+
+
+def _scale_in_place(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """Times a factor of fp32, which is not rounded to the gradient's format before."""
+    if gradient is None or gradient.dtype == factor.dtype:
+        return gradient if gradient is None else gradient.mul_(factor)
+    return gradient.copy_(gradient * factor)
+
+
+def _losses_and_gradients(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor | None,
+    options: LossOptions,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Weighted losses [N], and the gradients of their sum with respect to x, in its format, and to the weight, in fp32."""
+    dtype = loss_dtype(x_ND)
+    losses_N = torch.empty(len(x_ND), dtype=dtype, device=x_ND.device)
+    grad_x_ND = torch.empty_like(x_ND) if needs_x else None
+    grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
+    for rows, logits in _chunks(x_ND, weight_VD, options):
+        x, targets = x_ND[rows], targets_N[rows]
+        losses = logits.project(x).losses(targets)
+        if needs_x or needs_weight:
+            grad_logits = logits.gradient(targets)
+            # Factors of a token go on the narrow side of the products.
+            factor = options.logit_scale if weights_N is None else (weights_N[rows] * options.logit_scale)[:, None]
+            plain = weights_N is None and options.logit_scale == 1.0
+            if needs_x:
+                torch.mm(grad_logits, weight_VD, out=grad_x_ND[rows])
+                if not plain:
+                    grad_x_ND[rows] = grad_x_ND[rows] * factor
+            if needs_weight:
+                _add_product(grad_weight_VD, grad_logits.t(), x if plain else (x * factor).to(x.dtype), logits.bytes)
+        losses_N[rows] = losses if weights_N is None else losses * weights_N[rows]
+    return losses_N, grad_x_ND, grad_weight_VD
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, limit: int) -> None:
+    """total += left @ right, where the total may be of a wider format than the factors.
+
+    Then the sum over chunks rounds no more than a single product would, and the product is formed in blocks of rows, for it
+    is as large as the total.
+    """
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
+        return
+    rows = max(1, limit // (4 * total.shape[1] * total.element_size()))
+    for part, here in zip(total.split(rows), left.split(rows)):
+        part.add_(torch.mm(here, right, out_dtype=total.dtype) if right.is_cuda else torch.mm(here, right))
+
+
+def _chunks(x_ND: Tensor, weight_VD: Tensor, options: LossOptions) -> Iterator[tuple[slice, _ChunkLogits]]:
+    """Slices of the tokens, of equal size but for the last, with buffers for their logits."""
+    tokens, vocabulary = len(x_ND), len(weight_VD)
+    if not tokens:
+        return
+    on_cpu = x_ND.device.type == "cpu"
+    limit = options.chunk_bytes or (CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES)
+    most = max(1, limit // (vocabulary * _ChunkLogits.bytes_per_logit(x_ND.dtype)))
+    if on_cpu:
+        most = min(most, CPU_CHUNK_TOKENS)
+    count = -(-tokens // most)
+    size = -(-tokens // count)
+    buffers = _ChunkLogits(size, weight_VD, options, limit)
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens)), buffers
+
+
+class _ChunkLogits:
+    """The logits of one chunk of tokens after another, in buffers that are allocated once.
+
+    Fresh memory for every chunk costs more than the arithmetic on it: the operating system clears each page.
+    """
+
+    @staticmethod
+    def bytes_per_logit(dtype: torch.dtype) -> int:
+        return 2 * dtype.itemsize if dtype.itemsize >= 4 else dtype.itemsize + 8
+
+    def __init__(self, tokens: int, weight_VD: Tensor, options: LossOptions, limit: int) -> None:
+        self.weight_VD, self.options, self.bytes = weight_VD, options, limit
+        dtype = loss_dtype(weight_VD)
+        shape, device = (tokens, len(weight_VD)), weight_VD.device
+        self._raw = torch.empty(shape, dtype=weight_VD.dtype, device=device)
+        self._logits = self._raw if dtype == weight_VD.dtype else torch.empty(shape, dtype=dtype, device=device)
+        self._probabilities = torch.empty(shape, dtype=dtype, device=device)
+
+    def project(self, x: Tensor) -> _ChunkLogits:
+        """Logits of the activations x [n, D]: rounded to their format, as where logits are asked for, then in fp32."""
+        options = self.options
+        self.raw, self.logits, self.probabilities = (b[: len(x)] for b in (self._raw, self._logits, self._probabilities))
+        torch.mm(x, self.weight_VD.t(), out=self.raw)
+        if self.raw.dtype != self.logits.dtype:
+            self.logits.copy_(self.raw)
+        if options.logit_scale != 1.0:
+            self.logits.mul_(options.logit_scale)
+        if options.soft_cap is not None:
+            self.logits.div_(options.soft_cap).tanh_().mul_(options.soft_cap)
+        torch.softmax(self.logits, dim=1, out=self.probabilities)
+        # The largest probability is one over the sum of exponentials, and never so small that its logarithm is lost.
+        self.log_partition = self.logits.amax(dim=1) - self.probabilities.amax(dim=1).log()
+        return self
+
+    def losses(self, targets: Tensor) -> Tensor:
+        """Token losses [n], zero where ignored."""
+        options, lse = self.options, self.log_partition
+        counted = targets != IGNORED
+        target_logits = self.logits.gather(1, targets.where(counted, 0)[:, None]).squeeze(1)
+        losses = lse - (1 - options.label_smoothing) * target_logits
+        if options.label_smoothing:
+            losses -= options.label_smoothing * self.logits.mean(dim=1)
+        if options.z_loss:
+            losses += options.z_loss * lse.square()
+        return losses.where(counted, 0)
+
+    def gradient(self, targets: Tensor) -> Tensor:
+        """Gradient [n, V] of the sum of losses with respect to scaled logits before the cap, in the activations' format.
+
+        It takes the place of the probabilities, and in half precision of the raw logits.
+        """
+        options, grad = self.options, self.probabilities
+        # In the format of the gradient: a Boolean times a number would be of fp32, whatever the rest is.
+        counted = (targets != IGNORED).to(grad.dtype)
+        factor = counted * (1 + 2 * options.z_loss * self.log_partition) if options.z_loss else counted
+        grad.mul_(factor[:, None])
+        if options.label_smoothing:
+            grad.sub_(options.label_smoothing / grad.shape[1] * counted[:, None])
+        rows = torch.arange(len(targets), device=targets.device)
+        grad[rows, targets.where(targets != IGNORED, 0)] -= (1 - options.label_smoothing) * counted
+        if options.soft_cap is not None:
+            grad.mul_(self.logits.div_(options.soft_cap).square_().neg_().add_(1))
+        return grad if grad.dtype == self.raw.dtype else self.raw.copy_(grad)

@@ -6,6 +6,7 @@ batch of the step (this rank's share) --micro-step by micro-step--> gradients, s
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -80,7 +81,7 @@ class Trainer:
             self.model = build_network(config.model)
         prepare_blocks(self.model, config)
         if config.loss.label_smoothing:
-            self.model.label_smoothing = config.loss.label_smoothing
+            self.model.losses = dataclasses.replace(self.model.losses, label_smoothing=config.loss.label_smoothing)
         self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
         self.optimizer = build_optimizer(self.model, config.optim)
         stored = {p.dtype for p in self.model.parameters()}

@@ -183,7 +183,7 @@ def test_decoding_token_by_token_with_a_cache_gives_the_same_logits(name):
 
 def test_label_smoothing_is_in_the_loss_that_is_trained_and_not_in_validation():
     network, batch = network_of(CASES["pre"]), batch_of(CASES["pre"])
-    network.label_smoothing = 0.1
+    network.losses = dataclasses.replace(network.losses, label_smoothing=0.1)
     trained = network(**batch)
     with torch.no_grad():
         plain = network(**batch)

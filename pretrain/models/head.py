@@ -1,0 +1,44 @@
+"""The output head: the projection to the vocabulary, and the loss that is fused with it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pretrain.models.loss import CROSS_ENTROPY, LossOptions, finish_logits, fused_losses
+
+
+class OutputHead(nn.Module):
+    """Logits, or with targets the summed loss of each sequence, of final hidden states.
+
+    Its weight `weight` [V, D] is stored as it comes and cast to the activations' format where it is used. A tied head has
+    none, and is given the embedding's in every call. Evaluation (`module.eval()`) leaves out z-loss and label smoothing: what it
+    returns is the cross-entropy alone.
+    """
+
+    def __init__(self, dim: int, vocab_size: int, options: LossOptions = CROSS_ENTROPY, tied: bool = False) -> None:
+        super().__init__()
+        self.options = options
+        # Values are drawn by name (parallel/initialise.py), so that they depend on nothing else.
+        self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(vocab_size, dim)))
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        targets_BT: Tensor | None = None,
+        weight: Tensor | None = None,
+        sequence_weights_B: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V] in the format of x; with targets the summed token losses of each sequence, [B], fp32.
+
+        `weight` is the embedding's, for a tied head only. `sequence_weights_B` multiplies the losses: in here, so that
+        gradients keep the fast path (models/loss.py).
+        """
+        if (weight is None) == (self.weight is None):
+            raise ValueError("a tied head is called with the embedding's weight, and no other head is")
+        used = (self.weight if weight is None else weight).to(x_BTD.dtype)
+        if targets_BT is None:
+            return finish_logits(F.linear(x_BTD, used), self.options)
+        options = self.options if self.training else self.options.cross_entropy_only()
+        return fused_losses(x_BTD, used, targets_BT, options, sequence_weights_B)

@@ -1,0 +1,110 @@
+"""Multi-token prediction: extra losses on tokens further ahead (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+Depth k = 1, 2, ... predicts the token k + 1 places ahead, from the depth before and the tokens up to k places ahead:
+
+    h(0)_t = the trunk's final hidden state
+    h(k)_t = block_k(projection_k([norm(h(k-1)_t); norm(embedding of token_(t+k))]))        predicts token_(t+k+1)
+    loss   = L(0) + weight / depths * sum of L(k),   with the embedding and the output head of the trunk
+
+The shared modules are called once in a pass: tokens are embedded by the trunk and shifted here, and the head is given the hidden
+states of all depths in one batch. Called again, a shared module would run into FSDP2's bookkeeping of grouped modules, which
+knows one use per pass (pytorch#183702); and the head's gradients are formed in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pretrain.data.targets import IGNORED
+from pretrain.models.head import OutputHead
+from pretrain.models.masks import document_numbers
+
+RunBlock = Callable[[nn.Module, Tensor], Tensor]
+
+
+class MultiTokenDepth(nn.Module):
+    """One depth: what it is told of the past and of one more token, a block, and the norm before the shared head."""
+
+    def __init__(self, dim: int, block: nn.Module, make_norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.hidden_norm = make_norm()
+        self.token_norm = make_norm()
+        self.projection = nn.Parameter(torch.empty(dim, 2 * dim))
+        self.block = block
+        self.norm = make_norm()
+
+    def forward(self, hidden_BTD: Tensor, embedded_BTD: Tensor, run_block: RunBlock) -> tuple[Tensor, Tensor]:
+        """Hidden states for the next depth, and normed for the head; `embedded_BTD` are the tokens this depth adds."""
+        both = torch.cat((self.hidden_norm(hidden_BTD), self.token_norm(embedded_BTD)), dim=-1)
+        hidden_BTD = run_block(self.block, F.linear(both, self.projection.to(both.dtype)))
+        return hidden_BTD, self.norm(hidden_BTD)
+
+
+class MultiTokenPrediction(nn.Module):
+    """`depths` further tokens predicted in training; nothing of it is used in evaluation or generation."""
+
+    def __init__(
+        self, depths: int, dim: int, make_block: Callable[[], nn.Module], make_norm: Callable[[], nn.Module], weight: float
+    ) -> None:
+        super().__init__()
+        if depths < 1 or weight <= 0:
+            raise ValueError(f"multi-token prediction of {depths} depths with weight {weight}: both must be positive")
+        self.weight = weight
+        self.depths = nn.ModuleList(MultiTokenDepth(dim, make_block(), make_norm) for _ in range(depths))
+
+    def forward(self, hidden_BTD: Tensor, embedded_BTD: Tensor, run_block: RunBlock) -> list[Tensor]:
+        """Hidden states of every depth, normed for the head.
+
+        `hidden_BTD` are the trunk's, before its final norm; `embedded_BTD` the embedded tokens that entered the trunk;
+        `run_block(block, x_BTD)` runs a block as the trunk runs its own (positions, mask, recomputation).
+        """
+        normed = []
+        for k, depth in enumerate(self.depths, start=1):
+            # The last k positions are told of no token; later ones see nothing of them, and their targets are ignored.
+            hidden_BTD, out_BTD = depth(hidden_BTD, shift(embedded_BTD, k, 0.0), run_block)
+            normed.append(out_BTD)
+        return normed
+
+    def losses(
+        self,
+        head: OutputHead,
+        main_BTD: Tensor,
+        depths_BTD: list[Tensor],
+        targets_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        """Weighted losses [1 + depths, B] in one call of the head: their sum over rows is what to train on, row 0 the main one.
+
+        `main_BTD` is the trunk's normed output; `documents_BT` as in `Decoder.forward`, None where documents are not masked;
+        `weight` the embedding's for a tied head.
+        """
+        count = len(depths_BTD)
+        targets = torch.cat([targets_BT, *(targets_ahead(targets_BT, k, documents_BT) for k in range(1, count + 1))])
+        weights = torch.full((1 + count, len(targets_BT)), self.weight / count, device=targets_BT.device)
+        weights[0] = 1.0
+        losses = head(torch.cat([main_BTD, *depths_BTD]), targets, weight, weights.flatten())
+        return losses.view(weights.shape)
+
+
+def shift(x_BT: Tensor, k: int, fill: float) -> Tensor:
+    """What is k places ahead along the second axis, and `fill` past the end."""
+    ahead = x_BT[:, k:]
+    missing = x_BT.new_full((x_BT.shape[0], x_BT.shape[1] - ahead.shape[1], *x_BT.shape[2:]), fill)
+    return torch.cat((ahead, missing), dim=1)
+
+
+def targets_ahead(targets_BT: Tensor, k: int, documents_BT: Tensor | None = None) -> Tensor:
+    """Targets of depth k: those k places ahead, IGNORED past the end.
+
+    With `documents_BT` also where the depth would be told of a token of another document than its own.
+    """
+    ahead_BT = shift(targets_BT, k, IGNORED)
+    if documents_BT is None:
+        return ahead_BT
+    numbers_BT = document_numbers(documents_BT)
+    return ahead_BT.where(shift(numbers_BT, k, -1) == numbers_BT, IGNORED)

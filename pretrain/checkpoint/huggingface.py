@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.load import first_damage, load_state, saved_tensors
@@ -23,7 +23,6 @@ from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
-from pretrain.models.decoder import Decoder
 from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.family import Family
 from pretrain.models.families.weights import resolve
@@ -48,12 +47,12 @@ def read_checkpoint(path: Path) -> tuple[Model, dict[str, Tensor], Path]:
     return model, {name.removeprefix("model."): tensor for name, tensor in weights.items()}, checkpoint
 
 
-def build(model: Model, weights: dict[str, Tensor]) -> Decoder:
-    """A decoder that holds these weights, in fp32 on the CPU."""
+def build(model: Model, weights: dict[str, Tensor]) -> nn.Module:
+    """The network that holds these weights, in fp32 on the CPU."""
     with torch.device("meta"):
-        decoder = Decoder(model)
-    decoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True, assign=True)
-    return decoder.eval().requires_grad_(False)
+        network = build_network(model)
+    network.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True, assign=True)
+    return network.eval().requires_grad_(False)
 
 
 # ---- export -----------------------------------------------------------------------------------------------------------
@@ -68,6 +67,7 @@ def export(path: Path, output: Path, dtype: str, verify: bool) -> dict[str, Any]
     refuse_existing(output)
     model, weights, checkpoint = read_checkpoint(path)
     family = family_of(model.family)
+    config = family.to_hf(model)
     entries = resolve(family.weights, model, list(shapes_of(model)))
     names = {name for line in entries for name in line.ours}
     if names != weights.keys():
@@ -77,7 +77,7 @@ def export(path: Path, output: Path, dtype: str, verify: bool) -> dict[str, Any]
     with staged_directory(output) as writing:
         tokenizer = checkpoint / "tokenizer"
         # In this order: transformers chooses the tokenizer's class by the config.json beside it.
-        _write_config(writing, family.to_hf(model), load_tokenizer(tokenizer).eod_id, dtype)
+        _write_config(writing, config, load_tokenizer(tokenizer).eod_id, dtype)
         export_tokenizer(tokenizer, writing, _SAMPLES)
         theirs: dict[str, Tensor] = {}
         for line in entries:

@@ -14,45 +14,51 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model_schema import Model
 from pretrain.models.attend import attend
 from pretrain.models.attention import Attention
-from pretrain.models.cache import Cache, LayerCache
+from pretrain.models.cache import LayerCache
 from pretrain.models.dropout import Dropout, make_dropout
+from pretrain.models.head import OutputHead
 from pretrain.models.layers import Embedding, Linear, make_norm
-from pretrain.models.loss import LossOptions, finish_logits, fused_losses
+from pretrain.models.loss import LossOptions
 from pretrain.models.mlp import Mlp
 from pretrain.models.network import Parts
 
 
-class Memory:
-    """What decoding keeps of the sources: each layer's keys and values of cross-attention, and which source positions are real."""
+class DecodingLayerCache:
+    """What decoding keeps of a layer: keys and values of the target positions so far, and of the encoder's output."""
 
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
-        self.layers: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, capacity: int) -> None:
+        self.own = LayerCache(capacity)
+        self.cross: tuple[Tensor, Tensor] | None = None
 
 
-class TranslationCache:
-    """State of decoding, filled by the network: the encoded sources, and the keys and values of the target positions so far."""
+class DecodingCache:
+    """State of decoding, filled by the network: of each decoder layer, and which source positions are real, [B, 1, 1, S]."""
 
     def __init__(self, layers: int, capacity: int) -> None:
-        self.decoder = Cache(layers, capacity)
-        self.memory: Memory | None = None
+        self.layers = [DecodingLayerCache(capacity) for _ in range(layers)]
+        self.source_mask: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Target positions that are in it."""
+        return self.layers[0].own.length
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order; one may come several times (hypotheses of a beam)."""
         self.reorder(rows)
-        self.memory.mask = self.memory.mask.index_select(0, rows)
-        self.memory.layers = [tuple(x.index_select(0, rows) for x in pair) for pair in self.memory.layers]
+        self.source_mask = self.source_mask.index_select(0, rows)
+        for layer in self.layers:
+            layer.cross = tuple(x.index_select(0, rows) for x in layer.cross)
 
     def reorder(self, rows: Tensor) -> None:
         """`select` where a sequence is only replaced by another one of the same source: what is kept of sources stays."""
-        for layer in self.decoder.layers:
-            layer.select(rows)
+        for layer in self.layers:
+            layer.own.select(rows)
 
 
 class CrossAttention(nn.Module):
@@ -101,14 +107,17 @@ class Layer(nn.Module):
         x_BTD: Tensor,
         mask: Tensor | None,
         dropout: Dropout | None,
-        memory: Tensor | tuple[Tensor, Tensor] | None = None,
+        memory_BSD: Tensor | None = None,
         memory_mask: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: DecodingLayerCache | None = None,
     ) -> Tensor:
-        """`mask` of self-attention: see models/masks.py, None for causal; `memory`: the encoder's output, or `keys_values` of it."""
-        x_BTD = self._add(x_BTD, lambda y: self.attention(y, None, mask, cache), self.attention_norm, dropout, "attention")
+        """`mask` of self-attention: see models/masks.py, None for causal; `memory_BSD`: the encoder's output, unless it is in the cache."""
+        own = cache.own if cache else None
+        x_BTD = self._add(x_BTD, lambda y: self.attention(y, None, mask, own), self.attention_norm, dropout, "attention")
         if self.cross is not None:
-            pair = self.cross.keys_values(memory) if isinstance(memory, Tensor) else memory
+            pair = cache.cross if cache and cache.cross else self.cross.keys_values(memory_BSD)
+            if cache:
+                cache.cross = pair
             x_BTD = self._add(x_BTD, lambda y: self.cross(y, pair, memory_mask), self.cross_norm, dropout, "cross")
         return self._add(x_BTD, self.mlp, self.mlp_norm, dropout, "mlp")
 
@@ -124,15 +133,12 @@ class Layer(nn.Module):
 class EncoderDecoder(nn.Module):
     """Source and target ids in; logits of the next target tokens, or the summed loss of each pair, out. A network
     (`models/network.py`).
-
-    `losses`: how losses are formed; where no gradient is taken, what is added in training only is left out.
     """
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.config = config
         self.recompute_blocks = False
-        self.losses = LossOptions(logit_scale=config.logit_multiplier)
         post = config.norm.placement == "post"
         self.embedding = Embedding(config.vocab_size, config.dim)
         self.source_embedding = None if config.tie_source else Embedding(config.source_vocab_size, config.dim)
@@ -140,7 +146,8 @@ class EncoderDecoder(nn.Module):
         self.encoder_norm = None if post else make_norm(config)
         self.decoder = nn.ModuleList(Layer(config, f"decoder.{i}", cross=True) for i in range(config.layers))
         self.norm = None if post else make_norm(config)
-        self.output = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
+        losses = LossOptions(logit_scale=config.logit_multiplier)
+        self.output = OutputHead(config.dim, config.vocab_size, losses, tied=config.tie_embeddings)
 
     def forward(
         self,
@@ -149,37 +156,30 @@ class EncoderDecoder(nn.Module):
         source_lengths_B: Tensor | None = None,
         targets_BT: Tensor | None = None,
         keys_B: Tensor | None = None,
-        cache: TranslationCache | None = None,
+        cache: DecodingCache | None = None,
     ) -> Tensor:
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each pair [B], fp32.
 
         `tokens_BT`: the target so far, from its start token on; `source_lengths_B`: real tokens of each source, the rest is padding
         (padding of targets needs no mask: nothing attends to what comes later, and its target is IGNORED). `keys_B`: see
-        `models/dropout.py`; without them nothing is dropped. With a `cache` the tokens continue those that are in it; the sources
-        are then read in the first call only.
+        `models/dropout.py`; without them nothing is dropped. With a `cache` the tokens, one after the first call, continue those that
+        are in it; the sources are then read in the first call only.
         """
         dropout = make_dropout(self.config.dropout, keys_B)
-        memory = cache.memory if cache else None
-        if memory is None:
+        memory_BSD, memory_mask = None, cache.source_mask if cache else None
+        if memory_mask is None:
             memory_mask = _real(source_lengths_B, source_BS.shape[1])
             memory_BSD = self.encode(source_BS, memory_mask, dropout)
-            if cache:
-                cache.memory = memory = Memory(memory_mask)
-                memory.layers = [layer.cross.keys_values(memory_BSD) for layer in self.decoder]
-        start = cache.decoder.length if cache else 0
-        mask = torch.ones(1, 1, 1, start + 1, dtype=torch.bool, device=tokens_BT.device) if start else None
+        start, mask = 0, None
+        if cache:
+            cache.source_mask, start = memory_mask, cache.length
+            if start:
+                mask = torch.ones(1, 1, 1, start + 1, dtype=torch.bool, device=tokens_BT.device)
         x_BTD = self._embed(self.embedding, tokens_BT, start, dropout, "decoder.embedding")
         for i, layer in enumerate(self.decoder):
-            if cache:
-                x_BTD = layer(x_BTD, mask, dropout, memory.layers[i], memory.mask, cache.decoder.layers[i])
-            else:
-                x_BTD = self._run(layer, x_BTD, None, dropout, memory_BSD, memory_mask)
+            x_BTD = self._run(layer, x_BTD, mask, dropout, memory_BSD, memory_mask, cache.layers[i] if cache else None)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
-        weight_VD = (self.embedding if self.output is None else self.output).weight.to(x_BTD.dtype)
-        if targets_BT is None:
-            return finish_logits(F.linear(x_BTD, weight_VD), self.losses)
-        losses = self.losses if torch.is_grad_enabled() else self.losses.cross_entropy_only()
-        return fused_losses(x_BTD, weight_VD, targets_BT, losses)
+        return self.output(x_BTD, targets_BT, self.embedding.weight if self.config.tie_embeddings else None)
 
     def encode(self, source_BS: Tensor, mask: Tensor, dropout: Dropout | None) -> Tensor:
         """The encoder's output [B, S, D]; `mask` [B, 1, 1, S] is true at real tokens."""
@@ -189,7 +189,7 @@ class EncoderDecoder(nn.Module):
             x_BSD = self._run(layer, x_BSD, mask, dropout)
         return x_BSD if self.encoder_norm is None else self.encoder_norm(x_BSD)
 
-    def _run(self, layer: Layer, x_BTD: Tensor, *others: Tensor | Dropout | None) -> Tensor:
+    def _run(self, layer: Layer, x_BTD: Tensor, *others: Tensor | Dropout | DecodingLayerCache | None) -> Tensor:
         if self.recompute_blocks and torch.is_grad_enabled():
             return checkpoint(layer, x_BTD, *others, use_reentrant=False)
         return layer(x_BTD, *others)
@@ -206,7 +206,7 @@ class EncoderDecoder(nn.Module):
     def parts(self) -> Parts:
         """See `models/network.py`. A table that is used at several places belongs to none."""
         embeddings = [] if self.source_embedding is None else [self.source_embedding]
-        if self.output is None:
+        if self.config.tie_embeddings:
             return Parts(embeddings, [*self.encoder, *self.decoder], [])
         # A table that the encoder uses as well is used by two units' forward passes, so it stays with the root.
         embeddings = embeddings and [self.embedding, *embeddings]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pretrain.models.encoder_decoder import TranslationCache
+from pretrain.models.encoder_decoder import DecodingCache
 
 Agree = Callable[[int], int]
 """The largest of the numbers that the ranks give. With sharded weights every rank must call the network as often as the others."""
@@ -63,7 +63,7 @@ def translate(
 ) -> list[list[int]]:
     """The best translation found of each source, without its end token. `call`: the network, placed; `layers`: its decoder blocks."""
     limits = search.limits(source_lengths_B)
-    cache = TranslationCache(layers, agree(max(limits)) + 1)
+    cache = DecodingCache(layers, agree(max(limits)) + 1)
     tokens_B1 = torch.full((len(limits), 1), start_id, device=source_BS.device)
     sources = {"source_BS": source_BS, "source_lengths_B": source_lengths_B}
     logits_BV = call(tokens_BT=tokens_B1, cache=cache, **sources)[:, -1].float()
@@ -72,7 +72,7 @@ def translate(
 
 
 def _greedy(
-    call, cache: TranslationCache, logits_BV: Tensor, limits: list[int], end_id: int, search: Search, agree: Agree
+    call, cache: DecodingCache, logits_BV: Tensor, limits: list[int], end_id: int, search: Search, agree: Agree
 ) -> list[list[int]]:
     """The likeliest token, the first of equal ones, until it is the end."""
     results: list[list[int]] = [[] for _ in limits]
@@ -89,7 +89,7 @@ def _greedy(
 
 
 def _beam(
-    call, cache: TranslationCache, logits_BV: Tensor, limits: list[int], end_id: int, search: Search, agree: Agree
+    call, cache: DecodingCache, logits_BV: Tensor, limits: list[int], end_id: int, search: Search, agree: Agree
 ) -> list[list[int]]:
     """Rows are sentence × beam + hypothesis. Of the 2 × beam best continuations, those among the best `beam` that end are kept aside, and
     the best `beam` that do not end go on. A sentence is done when `beam` hypotheses have ended, or none that is open can still win.

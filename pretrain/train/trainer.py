@@ -81,7 +81,8 @@ class Trainer:
             self.model = build_network(config.model)
         prepare_blocks(self.model, config)
         if config.loss.label_smoothing:
-            self.model.losses = dataclasses.replace(self.model.losses, label_smoothing=config.loss.label_smoothing)
+            head = self.model.output
+            head.options = dataclasses.replace(head.options, label_smoothing=config.loss.label_smoothing)
         self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
         self.optimizer = build_optimizer(self.model, config.optim)
         stored = {p.dtype for p in self.model.parameters()}
@@ -205,9 +206,11 @@ class Trainer:
         batch, rows = self.config.batch, self.config.batch.micro_sequences
         if isinstance(source, PreparedPairs):
             rows = max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
+        self.call.eval()  # what is added to the loss in training only is left out
         try:
             return validate(self.call, source, self.config.validation.sequences, rows, self.loader, self.ranks)
         finally:
+            self.call.train()
             self.strategy.release()
 
     def _translate(self, source: PreparedPairs) -> dict[str, float] | None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from pretrain.checkpoint.open_model import open_translator
 from pretrain.config.schema import Config
+from pretrain.data.pairs.preparation import read_lines
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
 from pretrain.models.translate import Search, translate
-from pretrain.observe.translation import score
+from pretrain.observe.translation import Scores, score
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,35 @@ def translate_sources(
         results |= dict(zip(mine, found))
     together = {i: tokens for part in ranks.gather(results) for i, tokens in part.items()}
     return [together[i] for i in range(len(sources))]
+
+
+def translate_file(
+    model: Path, source: str, reference: str | None, search: Search, lowercase: bool
+) -> tuple[list[str], Scores | None]:
+    """The translation of each line of a file, and with references their scores. An empty line is translated by an empty line.
+
+    Raises DataError for lines that are not UTF-8 and for a reference of another number of lines.
+    """
+    network, source_tokenizer, tokenizer = open_translator(model)
+    lines = [line.text for line in read_lines([source], lowercase)]
+    references = [line.text for line in read_lines([reference], lowercase)] if reference else None
+    if references is not None and len(references) != len(lines):
+        raise DataError(
+            f"{reference}: {len(references)} lines, and {source}: {len(lines)}; line i of one translates line i of the other"
+        )
+    if not lines:
+        raise DataError(f"{source}: has no lines")
+    filled = [i for i, line in enumerate(lines) if line]
+    sources = [
+        np.append(ids, source_tokenizer.eod_id).astype(np.int64)
+        for ids in source_tokenizer.encode_arrays([lines[i] for i in filled])
+    ]
+    alone = Ranks(0, 0, 1, torch.device("cpu"))
+    found = translate_sources(network, sources, network.config.layers, tokenizer.eod_id, search, alone)
+    translations = [""] * len(lines)
+    for i, tokens in zip(filled, found):
+        translations[i] = text_of(tokenizer, tokens)
+    return translations, score(translations, references, lowercase) if references else None
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from pretrain.config.model_schema import Model, Norm
 from pretrain.data.targets import IGNORED
 from pretrain.errors import ConfigError
-from pretrain.models.encoder_decoder import EncoderDecoder, TranslationCache, sinusoids
+from pretrain.models.encoder_decoder import DecodingCache, EncoderDecoder, sinusoids
 from pretrain.models.network import build_network
 from pretrain.models.shape import complete
 
@@ -95,7 +95,7 @@ def their_logits(theirs, network: EncoderDecoder, batch: dict[str, torch.Tensor]
         source, embedded(network.embedding, tokens_BT), tgt_mask=causal, src_key_padding_mask=padding,
         memory_key_padding_mask=padding,
     )  # fmt: skip
-    head = network.embedding.weight if network.output is None else network.output.weight
+    head = network.embedding.weight if network.config.tie_embeddings else network.output.weight
     return F.linear(hidden, head)
 
 
@@ -171,7 +171,7 @@ def test_decoding_token_by_token_with_a_cache_gives_the_same_logits(name):
     del batch["targets_BT"]
     with torch.no_grad():
         whole = network(**batch)
-        cache = TranslationCache(network.config.layers, 7)
+        cache = DecodingCache(network.config.layers, 7)
         tokens = batch["tokens_BT"]
         first = network(**{**batch, "tokens_BT": tokens[:, :1]}, cache=cache)
         order = torch.tensor([2, 0, 1])  # the state can be reordered in between
@@ -183,10 +183,9 @@ def test_decoding_token_by_token_with_a_cache_gives_the_same_logits(name):
 
 def test_label_smoothing_is_in_the_loss_that_is_trained_and_not_in_validation():
     network, batch = network_of(CASES["pre"]), batch_of(CASES["pre"])
-    network.losses = dataclasses.replace(network.losses, label_smoothing=0.1)
+    network.output.options = dataclasses.replace(network.output.options, label_smoothing=0.1)
     trained = network(**batch)
-    with torch.no_grad():
-        plain = network(**batch)
+    plain = network.eval()(**batch)
     logits = network(**{n: t for n, t in batch.items() if n != "targets_BT"})
     for smoothing, losses in ((0.1, trained), (0.0, plain)):
         expected = [F.cross_entropy(x, t, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)

@@ -77,7 +77,7 @@ def test_a_beam_of_one_is_greedy(network):
 
     def run(function):
         with torch.no_grad():
-            cache = module.TranslationCache(MODEL.layers, 40)
+            cache = module.DecodingCache(MODEL.layers, 40)
             logits = network(tokens_BT=first, cache=cache, **inputs)[:, -1]
             return function(network, cache, logits, search.limits(inputs["source_lengths_B"]), END, search, module.alone)
 

@@ -106,7 +106,9 @@ def _prepare_split(directory: Path, split: Split, source: Tokenizer, target: Tok
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
+    """A sentence."""
+
     text: str
     origin: str
     """File and line, for messages."""
@@ -127,7 +129,7 @@ def _add(batch, source: Tokenizer, target: Tokenizer, sources: ShardWriter, targ
     counts.altered += sum(target.decode(ids.tolist()) != text for ids, text in kept)
 
 
-def _encode(tokenizer: Tokenizer, lines: list[_Line]) -> list[np.ndarray]:
+def _encode(tokenizer: Tokenizer, lines: list[Line]) -> list[np.ndarray]:
     try:
         return tokenizer.encode_arrays([line.text for line in lines])
     except DataError:
@@ -139,10 +141,10 @@ def _encode(tokenizer: Tokenizer, lines: list[_Line]) -> list[np.ndarray]:
         raise
 
 
-def _pairs(split: Split, options: Options) -> Iterator[tuple[_Line, _Line]]:
+def _pairs(split: Split, options: Options) -> Iterator[tuple[Line, Line]]:
     """Pairs of which no side is empty. The last lines of both sides must meet."""
     counts = split.counts
-    sides = [_lines(files, options.lowercase) for files in (split.source, split.target)]
+    sides = [read_lines(files, options.lowercase) for files in (split.source, split.target)]
     for source, target in itertools.zip_longest(*sides):
         if source is None or target is None:
             longer, shorter = (split.target, split.source) if source is None else (split.source, split.target)
@@ -158,8 +160,11 @@ def _pairs(split: Split, options: Options) -> Iterator[tuple[_Line, _Line]]:
             counts.empty += 1
 
 
-def _lines(files: Sequence[str], lowercase: bool) -> Iterator[_Line]:
-    """Lines end with a line feed and nothing else, so that no character inside a sentence shifts what follows it."""
+def read_lines(files: Sequence[str], lowercase: bool) -> Iterator[Line]:
+    """The lines of the files, without white space around them. Raises DataError naming file and line for what is not UTF-8.
+
+    Lines end with a line feed and nothing else, so that no character inside a sentence shifts what follows it.
+    """
     for file in files:
         for number, raw in enumerate(lines_of(InputFile.found_at(str(file)), 0, -1, Tally()), 1):
             origin = f"{file}, line {number}"
@@ -169,4 +174,4 @@ def _lines(files: Sequence[str], lowercase: bool) -> Iterator[_Line]:
                 raise DataError(
                     f"{origin}: not valid UTF-8 ({error.reason} at byte {error.start}); convert the file"
                 ) from error
-            yield _Line(text.lower() if lowercase else text, origin)
+            yield Line(text.lower() if lowercase else text, origin)

@@ -135,7 +135,10 @@ def rows(parts) -> list[tuple]:
     """Every pair of a step without its padding: position, key, source, targets."""
     found = []
     for part in parts:
-        inputs = [[t.numpy() for t in (m["keys_B"], m["source_BS"], m["source_lengths_B"], m["targets_BT"])] for m in part.micro_inputs]
+        inputs = [
+            [t.numpy() for t in (m["keys_B"], m["source_BS"], m["source_lengths_B"], m["targets_BT"])]
+            for m in part.micro_inputs
+        ]
         every = [row for micro in inputs for row in zip(*micro)]
         for position, (key, source, length, targets) in zip(part.positions.tolist(), every, strict=True):
             if position >= 0:

@@ -28,7 +28,7 @@ def test_pair_i_is_line_i_of_both_files(tmp_path, byte_tokenizer):
 
 
 def test_several_files_compressed_or_not_follow_each_other(tmp_path, byte_tokenizer):
-    (tmp_path / "b.de.gz").write_bytes(gzip.compress("drei\nvier".encode()))  # no line feed at the end
+    (tmp_path / "b.de.gz").write_bytes(gzip.compress(b"drei\nvier"))  # no line feed at the end
     split = Split(
         [write_lines(tmp_path / "a.de", ["eins", "zwei"]), tmp_path / "b.de.gz"],
         [write_lines(tmp_path / "a.en", ["one"]), write_lines(tmp_path / "b.en", ["two", "three", "four"])],

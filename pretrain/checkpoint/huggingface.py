@@ -6,6 +6,7 @@ Both directions follow a family's one weight map. Output is written aside, verif
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.family import Family
 from pretrain.models.families.weights import resolve
 from pretrain.models.network import build_network
+
+log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -161,6 +164,9 @@ def _translate(family: Family, model: Model, theirs: dict[str, Tensor], director
     head, embedding = "lm_head.weight", next(line.theirs[0] for line in entries if line.ours == ("embedding.weight",))
     if model.tie_embeddings and head in theirs and torch.equal(theirs[head], theirs.get(embedding, theirs[head])):
         theirs.pop(head)  # the same tensor written twice
+    if left := sorted(name for name in set(theirs) - names if family.dropped and family.dropped(name, model)):
+        log.warning("%s: left out, as transformers does: %s (%d tensors)", directory, left[0], len(left))
+        theirs = {name: tensor for name, tensor in theirs.items() if name not in left}
     missing, surplus = sorted(names - set(theirs)), sorted(set(theirs) - names)
     if missing or surplus:
         which = f"{missing[0]} is missing" if missing else f"{surplus[0]} has no place in {family.name}"

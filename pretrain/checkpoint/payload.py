@@ -27,6 +27,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         _create_state(optimizer)
     tensors = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         state = optimizer.state.get(parameter)
         if not state:
             raise RuntimeError(f"the optimizer has no state for {name}: the model's parameter is not the one it was built with")

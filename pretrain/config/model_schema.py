@@ -11,7 +11,9 @@ from typing import Literal
 
 from pretrain.config.keys import key, section
 
-FamilyName = Literal["custom", "transformer", "llama"]
+FamilyName = Literal[
+    "custom", "hf", "transformer", "deepseek_v3", "gpt2", "gpt_neox", "gpt_oss", "llama", "mixtral", "qwen3_moe",
+]  # fmt: skip
 Projection = Literal["query", "key", "value", "output"]
 
 
@@ -88,6 +90,7 @@ class Latent:
     rope_dim: int | None = key(None, "Width of the part of a head that is rotated; its key is shared by all heads.", ge=0)
     plain_dim: int | None = key(None, "Width of the part of a head that is not rotated.", ge=0)
     value_dim: int | None = key(None, "Width of a head's values.", ge=0)
+    norm_eps: float | None = key(None, "Of the norms of the narrow vectors; 1e-6 by default.", gt=0)
 
 
 @dataclass
@@ -108,7 +111,7 @@ class Experts:
 
     count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0)
     active: int | None = key(None, "Experts a token is sent to.", ge=0)
-    ffn_dim: int | None = key(None, "Hidden width of an expert.", ge=0)
+    ffn_dim: int | None = key(None, "Hidden width of an expert; `model.ffn_dim` by default.", ge=0)
     shared: int | None = key(None, "Experts that every token passes through, as one MLP of so many times `ffn_dim`.", ge=0)
     dense_layers: list[int] | None = key(
         None, "Layers, from 0, that have an MLP of `model.ffn_dim` all the same; [] by default."
@@ -143,7 +146,12 @@ class Model:
     family: FamilyName = key(
         "llama",
         "Model family: what the switches below are unless they are set, and which Hugging Face model an export is. What the family "
-        "cannot express is refused; `custom` takes any combination and cannot be exported.",
+        "cannot express is refused; `custom` takes any combination and cannot be exported; `hf` is what `hf_config` describes.",
+    )
+    hf_config: str | None = key(
+        None,
+        "With `family: hf`, and in place of all other keys of the model: a config.json of transformers', the directory that has one, "
+        "or its contents as JSON, which is what the resolved configuration has.",
     )
     dim: int = key(384, "Width of the residual stream.", ge=1)
     layers: int = key(6, "Number of decoder blocks.", ge=1)
@@ -191,6 +199,13 @@ class Model:
         ge=0,
         lt=1,
     )
+    predict_ahead: int = key(
+        0,
+        "Tokens beyond the next one that are predicted in training, each by a block of its own (DeepSeek-V3's multi-token prediction, arXiv "
+        "2412.19437, section 2.2). An export leaves these blocks out.",
+        ge=0,
+        le=8,
+    )
     norm: Norm = section(Norm)
     rope: Rope = section(Rope)
     attention: Attention = section(Attention)
@@ -207,7 +222,7 @@ class Model:
     max_sequence_length: int | None = key(
         None,
         "Longest sequence the model is said to be good for: `max_position_embeddings` of an export, and the limit of "
-        "tools/generate.py; `data.sequence_length` by default.",
+        "tools/generate.py; `data.sequence_length` by default. With learned positions, as many as there are.",
         ge=1,
     )
     init_std: float = key(

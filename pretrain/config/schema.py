@@ -217,13 +217,27 @@ class Translation:
 
 @dataclass
 class Loss:
-    """What is minimised."""
+    """What is minimised, beside the cross-entropy. Validation reports the cross-entropy alone."""
 
     label_smoothing: float = key(
         0.0,
-        "Share of each target's probability that is spread over the vocabulary (arXiv 1512.00567); not in validation.",
+        "Share of each target's probability that is spread over the vocabulary (arXiv 1512.00567).",
         ge=0,
         lt=1,
+    )
+    z_loss: float = key(
+        0.0,
+        "Weight of the squared log-sum-exp of a token's logits, which keeps them from drifting (arXiv 2204.02311); 1e-4 is usual.",
+        ge=0,
+    )
+    predict_ahead_weight: float = key(
+        0.3, "Weight of the losses of `model.predict_ahead` together (arXiv 2412.19437, section 4.2).", gt=0
+    )
+    chunk_mb: int | None = key(
+        None,
+        "Memory for the logits that exist at one time, MB: they are computed, used and dropped in chunks of tokens. By default 256 on CPU, "
+        "1024 on CUDA. Changes memory and speed, not the result.",
+        ge=1,
     )
 
 

@@ -1,4 +1,4 @@
-"""A transformer block: attention and MLP in the residual stream, with norms where the switches put them."""
+"""A transformer block: attention and MLP or experts in the residual stream, with norms where the switches put them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from torch import Tensor, nn
 from pretrain.config.model_schema import Model
 from pretrain.models.attention import Attention
 from pretrain.models.cache import LayerCache
+from pretrain.models.experts import MixtureOfExperts
+from pretrain.models.latent_attention import LatentAttention
 from pretrain.models.layers import make_norm
 from pretrain.models.masks import Mask
 from pretrain.models.mlp import Mlp
 from pretrain.models.rotary import Tables
+from pretrain.models.router import RouterReport
+from pretrain.models.shape import has_experts
 
 
 class Block(nn.Module):
@@ -32,24 +36,41 @@ class Block(nn.Module):
         self.parallel = config.parallel_residual
         self.multiplier = config.residual_multiplier
         self.attention_norm = make_norm(config) if before else None
-        self.attention = Attention(config)
+        self.attention = LatentAttention(config) if config.latent.kv_rank else Attention(config)
         self.attention_output_norm = make_norm(config) if after else None
         self.mlp_norm = make_norm(config) if before else None
-        self.mlp = Mlp(config.dim, config.ffn_dim, config.mlp.activation, config.mlp.gated, config.mlp.bias)
+        self.mlp = MixtureOfExperts(config) if has_experts(config, layer) else _mlp(config)
         self.mlp_output_norm = make_norm(config) if after else None
 
     def forward(
-        self, x_BTD: Tensor, rope: Tables | None = None, mask: Mask | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
+        self,
+        x_BTD: Tensor,
+        rope: Tables | None = None,
+        mask: Mask | None = None,
+        cache: LayerCache | None = None,
+        counted_BT: Tensor | None = None,
+    ) -> tuple[Tensor, RouterReport | None]:
+        """The residual stream; the report of a router over the positions that are `counted_BT`, where there are both."""
+        reports: list[RouterReport | None] = []
+
         def attention(y_BTD: Tensor) -> Tensor:
             return self.attention(y_BTD, rope, mask, cache)
 
+        def mlp(y_BTD: Tensor) -> Tensor:
+            if not isinstance(self.mlp, MixtureOfExperts):
+                return self.mlp(y_BTD)
+            y_BTD, report = self.mlp(y_BTD, counted_BT)
+            reports.append(report)
+            return y_BTD
+
         added = self._sublayer(x_BTD, attention, self.attention_norm, self.attention_output_norm)
         if self.parallel:
-            return x_BTD + added + self._sublayer(x_BTD, self.mlp, self.mlp_norm, self.mlp_output_norm)
-        x_BTD = self._joined(x_BTD, added, self.attention_output_norm)
-        added = self._sublayer(x_BTD, self.mlp, self.mlp_norm, self.mlp_output_norm)
-        return self._joined(x_BTD, added, self.mlp_output_norm)
+            x_BTD = x_BTD + added + self._sublayer(x_BTD, mlp, self.mlp_norm, self.mlp_output_norm)
+        else:
+            x_BTD = self._joined(x_BTD, added, self.attention_output_norm)
+            added = self._sublayer(x_BTD, mlp, self.mlp_norm, self.mlp_output_norm)
+            x_BTD = self._joined(x_BTD, added, self.mlp_output_norm)
+        return x_BTD, (reports[0] if reports else None)
 
     def _sublayer(
         self, x_BTD: Tensor, run: Callable[[Tensor], Tensor], before: nn.Module | None, after: nn.Module | None
@@ -61,3 +82,7 @@ class Block(nn.Module):
 
     def _joined(self, x_BTD: Tensor, added_BTD: Tensor, norm: nn.Module | None) -> Tensor:
         return norm(x_BTD + added_BTD) if self.post else x_BTD + added_BTD
+
+
+def _mlp(config: Model) -> Mlp:
+    return Mlp(config.dim, config.ffn_dim, config.mlp.activation, config.mlp.gated, config.mlp.bias)

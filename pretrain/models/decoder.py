@@ -6,14 +6,17 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model_schema import Model
+from pretrain.config.schema import Loss
+from pretrain.data.targets import IGNORED
 from pretrain.models.block import Block
 from pretrain.models.cache import Cache
-from pretrain.models.layers import Embedding, Linear, make_norm
-from pretrain.models.loss import sequence_losses
+from pretrain.models.experts import MixtureOfExperts
+from pretrain.models.head import OutputHead
+from pretrain.models.layers import Embedding, make_norm
+from pretrain.models.loss import LossOptions
 from pretrain.models.masks import (
     Mask,
     attention_backend,
@@ -22,28 +25,36 @@ from pretrain.models.masks import (
     document_numbers,
     document_positions,
 )
+from pretrain.models.multi_token import MultiTokenPrediction
 from pretrain.models.network import Parts
 from pretrain.models.rotary import Tables, rotary_tables
+from pretrain.models.router import Router, RouterReport
 from pretrain.models.shape import has_rope, has_window
+
+Inputs = dict[bool, tuple[Tables | None, Mask | None]]
+"""What layers without and with a window get: rotary tables and mask."""
 
 
 class Decoder(nn.Module):
     """Token ids in; logits, or the summed loss of each sequence, out. A network (`models/network.py`).
 
-    A tied output head is no module of its own: the embedding's weight is one parameter with one name. There are no
+    A tied output head has no weight: the embedding's is one parameter with one name. There are no
     buffers, so a model built on the meta device is complete once its parameters are filled.
     """
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, loss: Loss | None = None) -> None:
         super().__init__()
         self.config = config
         self.recompute_blocks = False
+        self.router_reports: dict[int, RouterReport] = {}
         self.embedding = Embedding(config.vocab_size, config.dim)
         learned = config.positions == "learned"
         self.position_embedding = Embedding(config.max_sequence_length, config.dim) if learned else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = make_norm(config) if config.norm.placement != "post" else None
-        self.output = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
+        options = LossOptions.of(loss, config.logit_soft_cap, config.logit_multiplier)
+        self.output = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
+        self.multi_token = _multi_token(config, loss) if config.predict_ahead else None
 
     def forward(
         self,
@@ -52,28 +63,64 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32.
+        """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32, in training
+        with the auxiliary losses of routers (`models/router.py`).
 
         `documents_BT` are whole numbers that say which document each position belongs to (equal neighbours are of one; padding
         has a number of its own): no position then attends to another document, and positions count from 0 in each. With a
         `cache` the tokens continue those that are in it, and are added to it.
         """
-        x_BTD, inputs = self._begin(tokens_BT, documents_BT, cache)
+        embedded_BTD, inputs = self._begin(tokens_BT, documents_BT, cache)
+        counted_BT = targets_BT != IGNORED if targets_BT is not None and torch.is_grad_enabled() else None
+        reports: dict[int, RouterReport | None] = {}
+        x_BTD = embedded_BTD
         for i, layer in enumerate(self.layers):
-            rope, mask = inputs[has_window(self.config, i)]
-            rope = rope if has_rope(self.config, i) else None
-            if self.recompute_blocks and torch.is_grad_enabled():
-                x_BTD = checkpoint(layer, x_BTD, rope, mask, use_reentrant=False)
-            else:
-                x_BTD = layer(x_BTD, rope, mask, cache.layers[i] if cache else None)
-        x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
-        logits_BTV = self._logits(x_BTD)
-        return logits_BTV if targets_BT is None else sequence_losses(logits_BTV, targets_BT)
+            x_BTD, reports[i] = self._run(layer, i, x_BTD, inputs, cache, counted_BT)
+        hidden_BTD, x_BTD = x_BTD, x_BTD if self.norm is None else self.norm(x_BTD)
+        tied = self.embedding.weight if self.config.tie_embeddings else None
+        if self.multi_token is None or counted_BT is None:
+            return self._with_routers(self.output(x_BTD, targets_BT, tied), reports)
 
-    def _begin(
-        self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: Cache | None
-    ) -> tuple[Tensor, dict[bool, tuple[Tables | None, Mask | None]]]:
-        """The residual stream before the first block, and what layers without and with a window get: tables and mask."""
+        def run_ahead(block: Block, y_BTD: Tensor) -> Tensor:
+            y_BTD, reports[len(reports)] = self._run(block, self.config.layers - 1, y_BTD, inputs, None, counted_BT)
+            return y_BTD
+
+        ahead = self.multi_token(hidden_BTD, embedded_BTD, run_ahead)
+        losses_B = self.multi_token.losses(self.output, x_BTD, ahead, targets_BT, documents_BT, tied).sum(dim=0)
+        return self._with_routers(losses_B, reports)
+
+    def _run(
+        self, block: Block, layer: int, x_BTD: Tensor, inputs: Inputs, cache: Cache | None, counted_BT: Tensor | None
+    ) -> tuple[Tensor, RouterReport | None]:
+        rope, mask = inputs[has_window(self.config, layer)]
+        rope = rope if has_rope(self.config, layer) else None
+        if self.recompute_blocks and torch.is_grad_enabled():
+            return checkpoint(block, x_BTD, rope, mask, None, counted_BT, use_reentrant=False)
+        return block(x_BTD, rope, mask, cache.layers[layer] if cache else None, counted_BT)
+
+    def _with_routers(self, losses_B: Tensor, reports: dict[int, RouterReport | None]) -> Tensor:
+        """Losses with those of the routers; what these say is added up over micro-steps, until someone takes it."""
+        for layer, report in reports.items():
+            if report is not None:
+                losses_B = losses_B + report.loss_B
+                loss, counts = self.router_reports.get(layer, (0, 0))
+                self.router_reports[layer] = RouterReport(
+                    loss + report.loss_B.detach().double().sum(), counts + report.counts_E
+                )
+        return losses_B
+
+    def take_router_reports(self) -> dict[int, RouterReport]:
+        """By layer with experts, what its router said in training since the last call, losses summed to a scalar."""
+        reports, self.router_reports = self.router_reports, {}
+        return reports
+
+    def routers(self) -> dict[int, Router]:
+        """By layer with experts; the blocks of multi-token prediction are numbered on after the last layer."""
+        blocks = [*self.layers, *(depth.block for depth in (self.multi_token.depths if self.multi_token else []))]
+        return {i: block.mlp.router for i, block in enumerate(blocks) if isinstance(block.mlp, MixtureOfExperts)}
+
+    def _begin(self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: Cache | None) -> tuple[Tensor, Inputs]:
+        """The residual stream before the first block, and what blocks get."""
         config, device = self.config, tokens_BT.device
         start = cache.length if cache else 0
         stop = start + tokens_BT.shape[1]
@@ -115,34 +162,33 @@ class Decoder(nn.Module):
         backend = attention_backend(self.config, device, training=torch.is_grad_enabled())
         return attention_mask(stop, device, backend, numbers_BT, window)
 
-    def _logits(self, x_BTD: Tensor) -> Tensor:
-        config = self.config
-        logits_BTV = F.linear(x_BTD, self.embedding.weight.to(x_BTD.dtype)) if self.output is None else self.output(x_BTD)
-        if config.logit_multiplier != 1:
-            logits_BTV = logits_BTV * config.logit_multiplier
-        if config.logit_soft_cap:
-            logits_BTV = config.logit_soft_cap * torch.tanh(logits_BTV / config.logit_soft_cap)
-        return logits_BTV
-
     def parts(self) -> Parts:
         """See `models/network.py`. A table that is used at both ends belongs to neither."""
-        if self.output is None:
-            return Parts([], list(self.layers), [])
-        head = [self.output] if self.norm is None else [self.norm, self.output]
-        return Parts([self.embedding], list(self.layers), head)
+        blocks = [*self.layers, *(self.multi_token.depths if self.multi_token else [])]
+        if self.config.tie_embeddings:
+            return Parts([], blocks, [])
+        return Parts([self.embedding], blocks, [self.output] if self.norm is None else [self.norm, self.output])
 
     def initial(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of a parameter's initial values, by its name.
 
         Projections into the residual stream are scaled down by the square root of their number (GPT-2, section 2.3).
         """
-        if name.endswith(("bias", "sinks")):
+        if name.endswith(("bias", "sinks", "correction")):
             return 0.0, 0.0
         if "norm" in name:
             return (0.0 if self.config.norm.kind == "rms_offset" else 1.0), 0.0
-        if name.endswith(("attention.output.weight", "mlp.down.weight")):
+        if name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down", "shared.down.weight")):
             return 0.0, self.config.init_std / math.sqrt(2 * self.config.layers)
         return 0.0, self.config.init_std
+
+
+def _multi_token(config: Model, loss: Loss | None) -> MultiTokenPrediction:
+    def block() -> Block:
+        return Block(config, config.layers - 1)
+
+    weight = (loss or Loss()).predict_ahead_weight
+    return MultiTokenPrediction(config.predict_ahead, config.dim, block, lambda: make_norm(config), weight)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model_schema import Model
+from pretrain.config.schema import Loss
 from pretrain.models.attend import attend
 from pretrain.models.attention import Attention
 from pretrain.models.cache import LayerCache
@@ -135,7 +136,7 @@ class EncoderDecoder(nn.Module):
     (`models/network.py`).
     """
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, loss: Loss | None = None) -> None:
         super().__init__()
         self.config = config
         self.recompute_blocks = False
@@ -146,8 +147,8 @@ class EncoderDecoder(nn.Module):
         self.encoder_norm = None if post else make_norm(config)
         self.decoder = nn.ModuleList(Layer(config, f"decoder.{i}", cross=True) for i in range(config.layers))
         self.norm = None if post else make_norm(config)
-        losses = LossOptions(logit_scale=config.logit_multiplier)
-        self.output = OutputHead(config.dim, config.vocab_size, losses, tied=config.tie_embeddings)
+        options = LossOptions.of(loss, config.logit_soft_cap, config.logit_multiplier)
+        self.output = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
 
     def forward(
         self,

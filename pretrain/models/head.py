@@ -13,8 +13,8 @@ class OutputHead(nn.Module):
     """Logits, or with targets the summed loss of each sequence, of final hidden states.
 
     Its weight `weight` [V, D] is stored as it comes and cast to the activations' format where it is used. A tied head has
-    none, and is given the embedding's in every call. Evaluation (`module.eval()`) leaves out z-loss and label smoothing: what it
-    returns is the cross-entropy alone.
+    none, and is given the embedding's in every call. Where no gradient is taken, as in validation, it leaves out z-loss and label
+    smoothing: what it returns is the cross-entropy alone.
     """
 
     def __init__(self, dim: int, vocab_size: int, options: LossOptions = CROSS_ENTROPY, tied: bool = False) -> None:
@@ -40,5 +40,5 @@ class OutputHead(nn.Module):
         used = (self.weight if weight is None else weight).to(x_BTD.dtype)
         if targets_BT is None:
             return finish_logits(F.linear(x_BTD, used), self.options)
-        options = self.options if self.training else self.options.cross_entropy_only()
+        options = self.options if torch.is_grad_enabled() else self.options.cross_entropy_only()
         return fused_losses(x_BTD, used, targets_BT, options, sequence_weights_B)

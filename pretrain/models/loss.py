@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from pretrain.config.schema import Loss
 from pretrain.data.targets import IGNORED
 
 CPU_CHUNK_BYTES, CHUNK_BYTES = 256 << 20, 1 << 30
@@ -65,6 +66,14 @@ class LossOptions:
             raise ValueError(f"soft_cap={self.soft_cap} must be positive, or None for no cap")
         if self.chunk_bytes is not None and self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be positive, or None for the default of the device")
+
+    @classmethod
+    def of(cls, loss: Loss | None, soft_cap: float = 0.0, logit_scale: float = 1.0) -> LossOptions:
+        """What the configuration says, by default cross-entropy alone, of a model with this soft-cap (0: none) and scale."""
+        if loss is None:
+            return cls(soft_cap=soft_cap or None, logit_scale=logit_scale)
+        chunk_bytes = loss.chunk_mb and loss.chunk_mb * 10**6
+        return cls(loss.z_loss, loss.label_smoothing, soft_cap or None, logit_scale, chunk_bytes)
 
     def cross_entropy_only(self) -> LossOptions:
         """Of the same model, without what is added in training: validation reports the cross-entropy itself."""

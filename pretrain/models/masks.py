@@ -51,18 +51,23 @@ def document_positions(numbers_BT: Tensor) -> Tensor:
 def attention_backend(model: Model, device: torch.device, training: bool) -> Backend:
     """What applies document masks: `model.attention_backend` with `auto` resolved. Raises ConfigError where it cannot run."""
     if model.attention_backend == "auto":
-        return "flex" if device.type == "cuda" and model.head_dim >= FLEX_NARROWEST_HEAD else "sdpa"
+        return "flex" if device.type == "cuda" and narrowest_head(model) >= FLEX_NARROWEST_HEAD else "sdpa"
     if model.attention_backend == "flex" and training and device.type != "cuda":
         raise ConfigError(
             f"model.attention_backend=flex cannot train on run.device={device.type}: FlexAttention has a backward pass on CUDA only; "
             "use sdpa or auto"
         )
-    if model.attention_backend == "flex" and device.type == "cuda" and model.head_dim < FLEX_NARROWEST_HEAD:
+    if model.attention_backend == "flex" and device.type == "cuda" and narrowest_head(model) < FLEX_NARROWEST_HEAD:
         raise ConfigError(
-            f"model.attention_backend=flex needs model.head_dim of at least {FLEX_NARROWEST_HEAD}, and it is {model.head_dim}; "
+            f"model.attention_backend=flex needs model.head_dim of at least {FLEX_NARROWEST_HEAD}, and it is {narrowest_head(model)}; "
             "raise it, or use sdpa or auto"
         )
     return model.attention_backend
+
+
+def narrowest_head(model: Model) -> int:
+    """The smaller width of a head's keys and values."""
+    return min(model.head_dim, model.latent.value_dim) if model.latent.kv_rank else model.head_dim
 
 
 def attention_mask(

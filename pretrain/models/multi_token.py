@@ -37,6 +37,10 @@ class MultiTokenDepth(nn.Module):
         self.block = block
         self.norm = make_norm()
 
+    def compile(self, *args, **options) -> None:
+        """Compile the block, as those of the trunk are; the rest is called with a function that is new in every pass."""
+        self.block.compile(*args, **options)
+
     def forward(self, hidden_BTD: Tensor, embedded_BTD: Tensor, run_block: RunBlock) -> tuple[Tensor, Tensor]:
         """Hidden states for the next depth, and normed for the head; `embedded_BTD` are the tokens this depth adds."""
         both = torch.cat((self.hidden_norm(hidden_BTD), self.token_norm(embedded_BTD)), dim=-1)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
+
+from pretrain.config.model_schema import Model
+from pretrain.config.schema import Loss
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Parts:
 
 
 class Network(Protocol):
-    """A `torch.nn.Module` with these members. It is built on the meta device and has no buffers."""
+    """A `torch.nn.Module` with these members. It is built on the meta device; buffers it has keep their values in `to_empty`."""
 
     recompute_blocks: bool
     """Whether the activations of blocks are recomputed in backward instead of stored."""
@@ -36,12 +39,16 @@ class Network(Protocol):
         """Mean and standard deviation of a parameter's initial values, by its name."""
 
 
-def build_network(model: Any) -> nn.Module:
-    """The network of a complete `model` section. Build it on the meta device."""
+def build_network(model: Model, loss: Loss | None = None) -> nn.Module:
+    """The network of a complete `model` section, trained on a loss: cross-entropy alone by default. Build it on the meta device."""
+    if model.family == "hf":
+        from pretrain.models.hf_model import HfModel
+
+        return HfModel(model, loss)
     if model.encoder_layers:
         from pretrain.models.encoder_decoder import EncoderDecoder
 
-        return EncoderDecoder(model)
+        return EncoderDecoder(model, loss)
     from pretrain.models.decoder import Decoder
 
-    return Decoder(model)
+    return Decoder(model, loss)

@@ -18,7 +18,7 @@ PLAIN: dict[str, Any] = {
     "rope.attention_factor": 0.0, "rope.mscale": 0.0, "rope.mscale_all_dim": 0.0, "rope.truncate": True, "rope.scale_local": False,
     "attention.bias": [], "attention.soft_cap": 0.0, "attention.window": 0, "attention.window_pattern": [True],
     "attention.sinks": False,
-    "latent.kv_rank": 0, "latent.query_rank": 0, "latent.rope_dim": 0, "latent.plain_dim": 0, "latent.value_dim": 0,
+    "latent.kv_rank": 0, "latent.query_rank": 0, "latent.rope_dim": 0, "latent.plain_dim": 0, "latent.value_dim": 0, "latent.norm_eps": 1e-6,
     "mlp.activation": "silu", "mlp.gated": True, "mlp.bias": False,
     "experts.count": 0, "experts.active": 0, "experts.ffn_dim": 0, "experts.shared": 0, "experts.dense_layers": [],
     "experts.scoring": "softmax", "experts.normalise": True, "experts.scale": 1.0, "experts.groups": 1, "experts.active_groups": 1,
@@ -54,6 +54,12 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
     """The section with every derivable key filled in (`vocab_size` stays as it is). Raises ConfigError naming both keys."""
     from pretrain.models.families import family_of
 
+    if model.family == "hf":
+        from pretrain.models.hf_config import complete_hf
+
+        return complete_hf(model, sequence_length)
+    if model.hf_config is not None:
+        raise ConfigError(f"model.hf_config describes the model of model.family=hf, and this is {model.family}; remove it")
     model = _sizes(model, sequence_length)
     said = {name for name, value in flat(model).items() if value is not None}
     defaults = {name: value for name, value in {**PLAIN, **family_of(model.family).switches(model)}.items() if name not in said}
@@ -63,6 +69,7 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
         "attention.query_scalar": model.attention.query_scalar or query_scalar(model),
         "ffn_dim": model.ffn_dim or (-(-8 * model.dim // (3 * 64)) * 64 if model.mlp.gated else 4 * model.dim),
     }
+    last["experts.ffn_dim"] = model.experts.ffn_dim or (last["ffn_dim"] if model.experts.count else 0)
     if model.rope.scaling != "none":
         last["rope.original_length"] = model.rope.original_length or model.max_sequence_length
     model = with_values(model, last)
@@ -71,6 +78,8 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
 
 
 def _sizes(model: Model, sequence_length: int | None) -> Model:
+    if model.latent.kv_rank and model.head_dim is None:
+        model = dataclasses.replace(model, head_dim=(model.latent.plain_dim or 0) + (model.latent.rope_dim or 0) or None)
     if model.head_dim is None and model.dim % model.heads:
         raise ConfigError(
             f"model.dim={model.dim} is not divisible by model.heads={model.heads}; "
@@ -92,6 +101,14 @@ def _sizes(model: Model, sequence_length: int | None) -> Model:
 def _check(model: Model) -> None:
     from pretrain.models.rotary import rotated_width
 
+    if model.latent.kv_rank:
+        _check_latent(model)
+    if model.experts.count:
+        _check_experts(model)
+    elif odd := [name for name, value in flat(model.experts).items() if value != PLAIN[f"experts.{name}"]]:
+        raise ConfigError(
+            f"model.experts.{odd[0]} is set, and model.experts.count=0: there are no experts; set count, or remove it"
+        )
     width = rotated_width(model)
     if model.positions == "rope" and (width % 2 or not width):
         if model.rope.fraction == 1 and not model.latent.kv_rank:
@@ -125,7 +142,7 @@ def check_encoder(model: Model) -> None:
         return
     plain: dict[str, Any] = {
         "norm.qk": "none", "parallel_residual": False, "attention.soft_cap": 0.0, "attention.window": 0, "attention.sinks": False,
-        "latent.kv_rank": 0, "experts.count": 0, "residual_multiplier": 1.0, "logit_soft_cap": 0.0,
+        "latent.kv_rank": 0, "experts.count": 0, "residual_multiplier": 1.0, "predict_ahead": 0,
     }  # fmt: skip
     values = flat(model)
     for name, value in plain.items():
@@ -143,6 +160,55 @@ def check_encoder(model: Model) -> None:
         raise ConfigError(f"model.dim={model.dim} must be even: sinusoidal positions come in pairs")
 
 
+def _check_latent(model: Model) -> None:
+    latent = model.latent
+    for name in ("rope_dim", "plain_dim", "value_dim"):
+        if not getattr(latent, name):
+            raise ConfigError(f"model.latent.{name}=0 with model.latent.kv_rank={latent.kv_rank}; set it")
+    if latent.rope_dim % 2:
+        raise ConfigError(f"model.latent.rope_dim={latent.rope_dim} must be even: rotary positions turn pairs")
+    others = {
+        "head_dim": (model.head_dim, latent.plain_dim + latent.rope_dim),
+        "kv_heads": (model.kv_heads, model.heads),
+        "rope.fraction": (model.rope.fraction, 1.0),
+        "norm.qk": (model.norm.qk, "none"),
+        "attention.bias": (model.attention.bias, []),
+        "attention.sinks": (model.attention.sinks, False),
+    }
+    for name, (value, only) in others.items():
+        if value != only:
+            raise ConfigError(
+                f"model.{name}={value} with latent attention (model.latent.kv_rank) can only be {only}; remove it"
+            )
+
+
+def _check_experts(model: Model) -> None:
+    experts = model.experts
+    size = experts.count // experts.groups
+    if not 1 <= experts.active <= experts.count:
+        raise ConfigError(
+            f"model.experts.active={experts.active} of model.experts.count={experts.count}; give 1 to {experts.count}"
+        )
+    if experts.groups > 1 and (experts.count % experts.groups or size < 2 or experts.active_groups > experts.groups):
+        raise ConfigError(
+            f"model.experts.groups={experts.groups}, of which {experts.active_groups} active, do not divide "
+            f"model.experts.count={experts.count} into equal groups of at least 2; change one of them"
+        )
+    if experts.groups > 1 and experts.active > experts.active_groups * size:
+        raise ConfigError(
+            f"model.experts.active={experts.active} is above the {experts.active_groups * size} experts of "
+            f"model.experts.active_groups={experts.active_groups}; raise active_groups"
+        )
+    if experts.dense_layers != sorted(set(experts.dense_layers) & set(range(model.layers))):
+        raise ConfigError(
+            f"model.experts.dense_layers={experts.dense_layers}: give layers from 0 to {model.layers - 1}, rising, each once"
+        )
+    if experts.correction_rate and not experts.correction:
+        raise ConfigError(
+            f"model.experts.correction_rate={experts.correction_rate} moves nothing without model.experts.correction=true; set it"
+        )
+
+
 def query_scalar(model: Model) -> float:
     """What scores are divided by the square root of, unless it is set: the width of a query."""
     return float(model.latent.plain_dim + model.latent.rope_dim if model.latent.kv_rank else model.head_dim)
@@ -157,6 +223,11 @@ def has_window(model: Model, layer: int) -> bool:
 def has_rope(model: Model, layer: int) -> bool:
     """Whether a layer, from 0, rotates queries and keys."""
     return model.positions == "rope" and model.rope.pattern[layer % len(model.rope.pattern)]
+
+
+def has_experts(model: Model, layer: int) -> bool:
+    """Whether a layer, from 0, has a mixture of experts in place of the MLP."""
+    return model.experts.count > 0 and layer not in model.experts.dense_layers
 
 
 def shortest_period(values: list[Any]) -> list[Any]:

@@ -38,6 +38,8 @@ def matmul_parameters(model: Model) -> int:
     """Parameters that a token is multiplied with; of routed experts those of the active ones."""
     with torch.device("meta"):
         network = build_network(model)
+    if model.family == "hf":
+        return network.matmul_parameters()
     tables = {id(module.weight) for module in network.modules() if isinstance(module, Embedding)}
     matrices = [
         (name, p.numel())
@@ -46,17 +48,27 @@ def matmul_parameters(model: Model) -> int:
     ]
     routed = sum(count for name, count in matrices if ".experts." in name)
     rest = sum(count for name, count in matrices if ".experts." not in name)
-    head = model.vocab_size * model.dim if model.tie_embeddings else 0
-    return rest + head + (routed * model.experts.active // model.experts.count if routed else 0)
+    # Every token predicted ahead goes through the one head again; a tied one is a table.
+    heads = model.predict_ahead + model.tie_embeddings
+    return rest + heads * model.vocab_size * model.dim + (routed * model.experts.active // model.experts.count if routed else 0)
+
+
+def active_parameters(model: Model) -> int:
+    """Parameters that a token meets: all but those of the routed experts it is not sent to. Both embeddings are counted."""
+    with torch.device("meta"):
+        sizes = {name: p.numel() for name, p in build_network(model).named_parameters()}
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    return sum(sizes.values()) - routed + (routed * model.experts.active // model.experts.count if routed else 0)
 
 
 def attention_flops(model: Model, sequence_length: int) -> int:
     """FLOPs per token of scores and of the sums over values, forward and backward, over all layers."""
+    if model.family == "hf":  # windows, where it has any, are not known here
+        return 12 * model.layers * model.heads * model.head_dim * sequence_length
     latent = model.latent
     widths = latent.plain_dim + latent.rope_dim + latent.value_dim if latent.kv_rank else 2 * model.head_dim
-    seen = [
-        min(sequence_length, model.attention.window) if has_window(model, i) else sequence_length for i in range(model.layers)
-    ]
+    layers = [*range(model.layers), *[model.layers - 1] * model.predict_ahead]
+    seen = [min(sequence_length, model.attention.window) if has_window(model, i) else sequence_length for i in layers]
     return 6 * model.heads * widths * sum(seen)
 
 

@@ -46,6 +46,8 @@ class FullyShard:
                 cast_forward_inputs=False,
             ),
             "offload_policy": self._offload_policy(),
+            # What gets no gradient (the balancing biases of routers) stays whole and in fp32 on every rank.
+            "ignored_params": {parameter for parameter in model.parameters() if not parameter.requires_grad},
         }
         reshard, parts = self.config.parallel.reshard_after_forward, model.parts()
         for unit in (*parts.embedding, *parts.blocks):

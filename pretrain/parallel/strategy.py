@@ -16,7 +16,6 @@ from torch import nn
 
 from pretrain.config.schema import Config
 from pretrain.distributed.ranks import Ranks
-from pretrain.models.layers import Embedding
 from pretrain.parallel.layout import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -65,7 +64,7 @@ def build_strategy(config: Config, layout: Layout, ranks: Ranks) -> Strategy:
 def prepare_blocks(model: nn.Module, config: Config) -> None:
     """What every strategy does alike: compute format, recomputation, compilation block by block."""
     for module in model.modules():
-        if isinstance(module, Embedding):
+        if hasattr(module, "compute_dtype"):
             module.compute_dtype = DTYPES[config.precision.compute]
     model.recompute_blocks = config.parallel.activation_checkpointing
     if config.parallel.compile:

@@ -7,7 +7,6 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.observe.metrics import duration
 from pretrain.train.identity import check_identity
-from pretrain.train.plan import NO_IDENTITY, Plan, flatten
+from pretrain.train.plan import Plan, model_identity
 from pretrain.train.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -138,7 +137,7 @@ class Continuation:
     def _start_from(self, path: Path) -> None:
         source = choose_checkpoint(self.directory.path, str(path), self.ranks)  # this run has none of its own
         model = dataclasses.asdict(self.plan.config.model)
-        check_identity(_shape(load_state(source)["model"]), _shape(model), source, [])
+        check_identity(model_identity(load_state(source)["model"]), model_identity(model), source, [])
         self._check_tokenizer(source)
         load_tensors(source, model_tensors(self.model), self.ranks)
 
@@ -148,7 +147,3 @@ class Continuation:
             raise CheckpointError(
                 f"run.init_from={source} was trained with another tokenizer than the data; prepare the data with {source / 'tokenizer'}"
             )
-
-
-def _shape(model: dict[str, Any]) -> dict[str, Any]:
-    return {f"model.{name}": value for name, value in flatten(model).items() if name not in NO_IDENTITY}

@@ -14,6 +14,8 @@ def write_gradients(directory: Path, step: int, model: nn.Module, ranks: Ranks) 
     """gradients/step-N.safetensors with the full gradient of every parameter. All ranks call; the main rank writes."""
     whole = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         gradient = parameter.grad
         whole[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().contiguous()
     if ranks.is_main:

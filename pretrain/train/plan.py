@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,11 @@ from pretrain.observe.translation import require_sacrebleu
 from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.identity import check_accepted
 
-# Keys of the model that change no tensor of a run under way.
-NO_IDENTITY = {"init_std", "dropout", "max_sequence_length", "attention_backend"}
+# Keys of the model that change no tensor of a run under way (see `model_identity`).
+NO_IDENTITY = {
+    "init_std", "dropout", "max_sequence_length", "attention_backend",
+    "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class Plan:
 
         Flat, JSON values. Of the data, only what has decided these samples.
         """
-        data, model = self.config.data, dataclasses.asdict(self.config.model)
-        identity = {f"model.{k}": v for k, v in flatten(model).items() if k not in NO_IDENTITY}
+        data = self.config.data
+        identity = model_identity(dataclasses.asdict(self.config.model))
         identity["optim.name"] = self.config.optim.name
         cut = {name: getattr(data, name) for name in ("packing", "document_mask", "boundary_loss")}
         cut["tokenizer"] = self.data.tokenizer_sha256
@@ -84,6 +88,10 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
 
 def _check_backend(config: Config, device: torch.device) -> None:
     model = config.model
+    if model.family == "hf":
+        if config.data.document_mask:
+            raise ConfigError("data.document_mask=true: models of model.family=hf take no masks of documents; set it to false")
+        return
     switches = model.attention
     if config.data.document_mask or switches.window or switches.soft_cap or switches.sinks:
         attention_backend(model, device, training=True)
@@ -152,8 +160,6 @@ def _check_encoder(config: Config, opened: list[Samples] | TextTraining | PairTr
             )
         if translation.every_steps:
             raise ConfigError("validation.translation.every_steps is about data.pairs; remove it")
-        if config.loss.label_smoothing:
-            raise ConfigError("loss.label_smoothing is built for data.pairs; remove it")
         return
     if config.model.tie_source and pairs.source.tokenizer_sha256 != pairs.target.tokenizer_sha256:
         raise ConfigError(
@@ -165,6 +171,14 @@ def _check_encoder(config: Config, opened: list[Samples] | TextTraining | PairTr
         )
     if translation.every_steps:
         require_sacrebleu()
+
+
+def model_identity(model: dict[str, Any]) -> dict[str, Any]:
+    """What of a model section makes its tensors these tensors, flat. The longest sequence does where each position has a vector."""
+    if model["family"] == "hf":
+        return {"model.family": "hf", **{f"model.hf_config.{k}": v for k, v in flatten(json.loads(model["hf_config"])).items()}}
+    free = NO_IDENTITY - {"max_sequence_length"} if model["positions"] == "learned" else NO_IDENTITY
+    return {f"model.{name}": value for name, value in flatten(model).items() if name not in free}
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

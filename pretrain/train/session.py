@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from pretrain.checkpoint.files import complete_checkpoints
+from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.show import to_yaml
 from pretrain.distributed import ranks as distributed
@@ -166,8 +168,15 @@ def describe(plan: Plan, world_size: int) -> list[str]:
         f"run      {_path_of(config)}: {config.run.steps} steps of {tokens} tokens",
         f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
         f"vocabulary {model.vocab_size}; {plan.flops_per_token:.3g} FLOPs per token",
+        *_describe_hf(model),
         *plan.data.describe(plan.schedule.consumed(config.run.steps)),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
     ]
+
+
+def _describe_hf(model: Model) -> list[str]:
+    if model.family != "hf":
+        return []
+    return [f"         {json.loads(model.hf_config)['architectures'][0]} of transformers; its dropout is not applied"]

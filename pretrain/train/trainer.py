@@ -6,7 +6,6 @@ batch of the step (this rank's share) --micro-step by micro-step--> gradients, s
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -33,6 +32,7 @@ from pretrain.optim.optimizer import build_optimizer
 from pretrain.optim.schedule import learning_rate
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.strategy import DTYPES, build_strategy, prepare_blocks
+from pretrain.train.balancing import ExpertLoads
 from pretrain.train.continuation import Continuation
 from pretrain.train.gradients import write_gradients
 from pretrain.train.plan import Plan
@@ -78,13 +78,11 @@ class Trainer:
         torch.manual_seed(config.run.seed + self.ranks.rank)
         self.strategy = build_strategy(config, self.plan.layout, self.ranks)
         with torch.device("meta"):
-            self.model = build_network(config.model)
+            self.model = build_network(config.model, config.loss)
         prepare_blocks(self.model, config)
-        if config.loss.label_smoothing:
-            head = self.model.output
-            head.options = dataclasses.replace(head.options, label_smoothing=config.loss.label_smoothing)
         self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
         self.optimizer = build_optimizer(self.model, config.optim)
+        self.expert_loads = ExpertLoads(self.model, config.model, self.ranks)
         stored = {p.dtype for p in self.model.parameters()}
         if stored != {DTYPES[config.precision.master]}:
             raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
@@ -110,11 +108,12 @@ class Trainer:
             self._refuse_step(number, batch, torch.cat(losses), loss, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        routers = self.expert_loads.after_step(target_tokens)
         self.progress.step = number
         self.progress.samples += batch.sequences
         self.progress.cursor = batch.cursor
         self.progress.tokens += target_tokens
-        return {"step": number, "tokens": self.progress.tokens, "loss": loss, "grad_norm": grad_norm, "lr": rate}
+        return {"step": number, "tokens": self.progress.tokens, "loss": loss, "grad_norm": grad_norm, "lr": rate, **routers}
 
     def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> torch.Tensor:
         inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
@@ -206,11 +205,9 @@ class Trainer:
         batch, rows = self.config.batch, self.config.batch.micro_sequences
         if isinstance(source, PreparedPairs):
             rows = max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
-        self.call.eval()  # what is added to the loss in training only is left out
         try:
             return validate(self.call, source, self.config.validation.sequences, rows, self.loader, self.ranks)
         finally:
-            self.call.train()
             self.strategy.release()
 
     def _translate(self, source: PreparedPairs) -> dict[str, float] | None:
@@ -225,6 +222,7 @@ class Trainer:
         record |= speed | {"mfu": achieved / self.peak_flops if self.peak_flops else None}
         if shares := self.plan.data.shares(self.progress.samples):
             record["shares"] = shares
+        record |= self.expert_loads.take()
         if self.ranks.is_main:
             self.metrics.write(record)
             left = (self.config.run.steps - record["step"]) * record["seconds"]

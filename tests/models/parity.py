@@ -63,6 +63,9 @@ def pair(family: str, name: str):
     for parameter in theirs.parameters():
         spread, centre = (0.2, 1.0) if parameter.dim() == 1 else (0.15, 0.0)
         parameter.data = centre + spread * torch.randn(parameter.shape, generator=generator)
+    kept = theirs.state_dict()
+    for buffer in (b for n, b in theirs.named_buffers() if n in kept):  # the balancing biases of DeepSeek's routers
+        buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     ours = build_network(model)
     ours.load_state_dict(translate(family, model, on_disk(theirs, theirs.state_dict())), strict=True)
     return ours, theirs

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from pretrain.config.model_schema import Model, Norm
+from pretrain.config.schema import Loss
 from pretrain.data.targets import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models.encoder_decoder import DecodingCache, EncoderDecoder, sinusoids
@@ -182,10 +183,11 @@ def test_decoding_token_by_token_with_a_cache_gives_the_same_logits(name):
 
 
 def test_label_smoothing_is_in_the_loss_that_is_trained_and_not_in_validation():
-    network, batch = network_of(CASES["pre"]), batch_of(CASES["pre"])
-    network.output.options = dataclasses.replace(network.output.options, label_smoothing=0.1)
+    batch, network = batch_of(CASES["pre"]), build_network(CASES["pre"], Loss(label_smoothing=0.1))
+    network.load_state_dict(network_of(CASES["pre"]).state_dict())
     trained = network(**batch)
-    plain = network.eval()(**batch)
+    with torch.no_grad():
+        plain = network(**batch)
     logits = network(**{n: t for n, t in batch.items() if n != "targets_BT"})
     for smoothing, losses in ((0.1, trained), (0.0, plain)):
         expected = [F.cross_entropy(x, t, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)

@@ -57,6 +57,10 @@ def test_loss_and_every_gradient_are_those_of_transformers(family, name):
         if not parameter.requires_grad:
             continue
         reference = wanted[parameter_name]
+        if ours.config.positions != "rope" and parameter_name.endswith("key.bias"):
+            # It adds the same to all scores of a query, which the softmax does not see: both are roundings of zero.
+            assert max(parameter.grad.norm(), reference.norm()) <= 1e-5
+            continue
         assert reference.norm() > 0, parameter_name
         assert (parameter.grad - reference).norm() <= 1e-4 * reference.norm(), parameter_name
 
@@ -165,18 +169,16 @@ def test_every_required_field_is_missed_by_name(family):
 def test_a_switch_that_the_family_cannot_express_is_named_and_refused(family):
     entry = family_of(family)
     model = next(iter(cases(family).values()))
-    with pytest.raises(
-        ConfigError, match=f"model.residual_multiplier=0.5 is not what model.family={family} computes, which is 1.0"
-    ):
-        entry.to_hf(dataclasses.replace(model, residual_multiplier=0.5))
+    with pytest.raises(ConfigError, match=f"model.positions=none is not what model.family={family} computes, which is "):
+        entry.to_hf(dataclasses.replace(model, positions="none"))
 
 
 def test_every_family_of_the_schema_exists_and_has_a_case_file():
     names = set(typing.get_args(typing.get_type_hints(Model)["family"]))
-    assert names - {"custom"} == {family.name for family in families()} == set(FAMILIES)
+    assert names - {"custom", "hf", "transformer"} == {family.name for family in families()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("architectures", [["BertModel"], [], None])
 def test_an_architecture_that_is_not_built_is_named_with_those_that_are(architectures):
-    with pytest.raises(ConfigError, match=r"architectures=.* is not supported; supported: \['LlamaForCausalLM'"):
+    with pytest.raises(ConfigError, match=r"architectures=.* is not supported; supported: \[.*'LlamaForCausalLM'"):
         family_of_hf({"architectures": architectures})

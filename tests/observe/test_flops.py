@@ -20,6 +20,8 @@ from pretrain.observe.flops import flops_per_token, matmul_parameters, peak_flop
         Model(dim=64, layers=3, heads=4, vocab_size=500),
         Model(dim=64, layers=2, heads=4, kv_heads=1, vocab_size=300, tie_embeddings=True),
         Model(dim=48, layers=1, heads=4, kv_heads=2, head_dim=32, ffn_dim=100, vocab_size=77),
+        Model(dim=48, layers=2, heads=4, vocab_size=77, predict_ahead=2),
+        Model(dim=48, layers=2, heads=4, vocab_size=77, predict_ahead=1, tie_embeddings=True),
     ],
 )
 def test_flops_are_those_that_torch_counts_in_forward_and_backward(model, length):

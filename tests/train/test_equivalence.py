@@ -29,7 +29,7 @@ LAYOUTS = {
     "hsdp 2x2, every": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2", "parallel.grad_sync=every"),
 }
 # What changes the mathematics itself is changed in the reference too.
-SHARED = ("model.", "batch.sequences=")
+SHARED = ("model.", "batch.sequences=", "loss.")
 
 
 def reference(pool, config_file, overrides):
@@ -47,6 +47,53 @@ def test_a_layout_computes_what_one_process_computes(pool, config_file, layout):
     assert largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
     norms = [[record["grad_norm"] for record in read_metrics(r)] for r in (run, single)]
     assert largest_relative_difference(*norms) <= METRIC_TOLERANCE
+
+
+MODELS = {
+    "windows, soft-caps and sandwich norms": (
+        "model.family=custom", "model.norm.placement=sandwich", "model.norm.kind=rms_offset", "model.attention.window=5",
+        "model.attention.window_pattern=[true, false]", "model.attention.soft_cap=5", "model.logit_soft_cap=3", "model.tie_embeddings=true",
+        "model.embedding_multiplier=5.66", "model.mlp.activation=gelu_tanh",
+    ),
+    "layer norms, biases, learned positions, parallel residual": (
+        "model.family=custom", "model.norm.kind=layer", "model.positions=learned", "model.parallel_residual=true",
+        "model.attention.bias=[query, key, value, output]", "model.mlp={gated: false, activation: gelu, bias: true}",
+    ),
+    "normed queries and keys, reordered norms, sinks, layers without rotation": (
+        "model.family=custom", "model.norm={qk: full, placement: reordered}", "model.attention.sinks=true", "model.rope.pattern=[true, false]",
+        "model.rope.fraction=0.5", "model.residual_multiplier=0.5",
+    ),
+    "tokens further ahead, z-loss, smoothing": ("model.predict_ahead=2", "loss.z_loss=1e-3", "loss.label_smoothing=0.1"),
+    "tokens further ahead, tied": ("model.predict_ahead=1", "model.tie_embeddings=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_switch_of_a_model_computes_the_same_in_every_layout(pool, config_file, model):
+    switches = (*MODELS[model], "run.steps=4", "schedule.warmup_steps=1", "log.every_steps=1")
+    single = train(pool, 1, config_file, "run.name=single", "log.gradients_at=[1]", *switches)
+    for strategy in ("ddp", "fsdp"):
+        layout = (f"parallel.strategy={strategy}", "parallel.activation_checkpointing=true")
+        run = train(pool, 2, config_file, f"run.name={strategy}", "log.gradients_at=[1]", *layout, *switches)
+        assert min(float(g.norm()) for g in gradients(run).values()) > 0
+        assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
+        assert largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
+
+
+def test_validation_reports_the_cross_entropy_alone(pool, config_file, prepared):
+    validating = (
+        f"data.validation=[{{path: {prepared}, name: held_out}}]",
+        "run.steps=1",
+        "schedule.warmup_steps=1",
+        "optim.lr=1e-30",
+    )
+    extras = ("loss.z_loss=0.1", "loss.label_smoothing=0.2", "model.predict_ahead=1")
+    plain, other = (
+        read_metrics(train(pool, 1, config_file, f"run.name={name}", *validating, *more))[0]
+        for name, more in (("plain", ()), ("other", extras))
+    )
+    assert other["loss"] > plain["loss"] + 1
+    assert other["validation"]["held_out"] == pytest.approx(plain["validation"]["held_out"], rel=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

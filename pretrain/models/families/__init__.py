@@ -9,7 +9,10 @@ from pretrain.errors import ConfigError
 from pretrain.models.families.family import Family
 
 # File and name of each, by `model.family`; a file is imported when its family is used.
-_FAMILIES = {"custom": "CUSTOM", "transformer": "TRANSFORMER", "llama": "LLAMA"}
+_FAMILIES = {
+    "custom": "CUSTOM", "hf": "HF", "transformer": "TRANSFORMER", "deepseek_v3": "DEEPSEEK_V3", "gpt2": "GPT2", "gpt_neox": "GPT_NEOX", "gpt_oss": "GPT_OSS",
+    "llama": "LLAMA", "mixtral": "MIXTRAL", "qwen3_moe": "QWEN3_MOE",
+}  # fmt: skip
 
 
 def family_of(name: str) -> Family:
@@ -18,8 +21,8 @@ def family_of(name: str) -> Family:
 
 
 def families() -> list[Family]:
-    """Those that transformers has."""
-    return [family_of(name) for name in _FAMILIES if name not in ("custom", "transformer")]
+    """Those that our network computes and transformers has."""
+    return [family_of(name) for name in _FAMILIES if name not in ("custom", "hf", "transformer")]
 
 
 def family_of_hf(config: dict[str, Any]) -> Family:

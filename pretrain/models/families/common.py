@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pretrain.config.model_schema import Model
+from pretrain.errors import ConfigError
 from pretrain.models.families.family import Field
 from pretrain.models.families.weights import Entry, entry
 from pretrain.models.shape import shortest_period
@@ -24,6 +25,9 @@ SIZES = (
     Field("init_std", "initializer_range", 0.02),
 )
 
+# Of families where all heads together are as wide as the residual stream, and each has keys and values of its own.
+WHOLE_HEADS = {"head_dim": lambda model: model.dim // model.heads, "kv_heads": lambda model: model.heads}
+
 
 def tied(default: bool) -> Field:
     return Field("tie_embeddings", "tie_word_embeddings", default)
@@ -31,6 +35,43 @@ def tied(default: bool) -> Field:
 
 def eps(default: float, name: str = "rms_norm_eps") -> Field:
     return Field("norm_eps", name, default)
+
+
+# Our activations, and the names transformers has for each; the first is written unless a family has its own.
+_ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+    "relu": ("relu",),
+    "relu2": ("relu2",),
+}
+
+
+def activation(name: str, default: str) -> Field:
+    """The field that names the activation. `default`: what an absent one means, and the spelling of ours that it is one of."""
+
+    def to(ours: str, model: Model) -> str:
+        if ours not in _ACTIVATIONS:
+            raise ConfigError(
+                f"model.mlp.activation={ours} is none of model.family={model.family}; those are {', '.join(_ACTIVATIONS)}"
+            )
+        return default if default in _ACTIVATIONS[ours] else _ACTIVATIONS[ours][0]
+
+    def back(theirs: str, config: dict[str, Any]) -> str:
+        return next(
+            (ours for ours, names in _ACTIVATIONS.items() if theirs in names), theirs
+        )  # others are refused by their type
+
+    return Field("mlp.activation", name, default, to, back)
+
+
+def refuse_uneven_heads(model: Model) -> str | None:
+    """Why transformers would refuse a width that the heads do not divide, which the head's own width makes possible here."""
+    if model.dim % model.heads:
+        return (
+            f"model.dim={model.dim} is not divisible by model.heads={model.heads}: transformers refuses such a {model.family}"
+        )
+    return None
 
 
 def projections(*names: str) -> tuple[Any, Any]:

@@ -31,8 +31,8 @@ INERT = {
 
 # Keys of ours that change no logit of an export: how it is trained and computed.
 NOT_EXPORTED = {
-    "family", "attention_backend", "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
-    "dropout",
+    "family", "hf_config", "attention_backend", "predict_ahead", "experts.correction_rate", "experts.balance_loss",
+    "experts.router_z_loss", "dropout",
 }  # fmt: skip
 
 
@@ -61,19 +61,21 @@ class Family:
     `fixed`: switches that make the family what it is. `defaults`: what a new model has unless the configuration says otherwise.
     `constants`: fields of config.json with the one value that we compute; also written. `inert`: more fields without effect.
     `rope`: how rotary positions are written, None: they are not. `refuse`: says why transformers would not take a model.
+    `dropped`: whether a tensor of theirs is no part of what is computed; an import says which it leaves out.
     """
 
     name: str
     model_type: str
     architecture: str
     fields: tuple[Field, ...]
-    weights: tuple[Entry, ...]
+    weights: tuple[Entry, ...] | None
     fixed: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     rope: Literal["uniform", "by_layer_type"] | None = "uniform"
     refuse: Callable[[Model], str | None] | None = None
+    dropped: Callable[[str, Model], bool] | None = None
 
     def switches(self, model: Model) -> dict[str, Any]:
         """What the family says of switches that the configuration leaves open."""
@@ -93,11 +95,13 @@ class Family:
         free = {f.ours for f in self.fields} | NOT_EXPORTED
         for name, value in flat(model).items():
             section, _, key = name.partition(".")
-            if name in free or (section == "rope" and not (self.rope and key in ("layout", "pattern"))):
+            if name in free or (section == "rope" and self.rope and key not in ("layout", "pattern")):
                 continue
             expected = _value(self.fixed.get(name, PLAIN.get(name)), model)
             if name == "attention.query_scalar" and name not in self.fixed:
                 expected = query_scalar(model)
+            if name == "rope.local_theta":
+                expected = model.rope.theta
             if value != expected:
                 raise ConfigError(
                     f"model.{name}={value} is not what model.family={self.name} computes, which is {expected}; remove it, or set "
@@ -140,9 +144,10 @@ def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
     if not _HINTS:
         _HINTS.update(_types(Model))
     hint = _HINTS[item.ours]
-    kinds = [a for a in typing.get_args(hint) if a is not type(None)] if isinstance(hint, types.UnionType) else [hint]
+    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)  # the latter of Literals
+    kinds = [a for a in typing.get_args(hint) if a is not type(None)] if optional else [hint]
     shown = f"config.json: {item.theirs}={config.get(item.theirs)!r}"
-    if value is None and isinstance(hint, types.UnionType):
+    if value is None and optional:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     for kind in kinds:

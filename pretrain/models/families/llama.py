@@ -1,15 +1,7 @@
 """Llama 2, 3 and 3.x (arXiv 2307.09288, 2407.21783)."""
 
-from pretrain.config.model_schema import Model
-from pretrain.models.families.common import SIZES, WEIGHTS, eps, projections, tied
+from pretrain.models.families.common import SIZES, WEIGHTS, eps, projections, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
-
-
-def _refuse(model: Model) -> str | None:
-    if model.dim % model.heads:  # which the head's own width makes possible here
-        return f"model.dim={model.dim} is not divisible by model.heads={model.heads}: transformers refuses such a llama"
-    return None
-
 
 LLAMA = Family(
     name="llama",
@@ -24,5 +16,5 @@ LLAMA = Family(
     ),
     weights=WEIGHTS,
     constants={"hidden_act": "silu"},
-    refuse=_refuse,
+    refuse=refuse_uneven_heads,
 )

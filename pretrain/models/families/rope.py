@@ -110,8 +110,10 @@ def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> di
             f"{', '.join(['default', *list(SCALING)[1:]])} are"
         )
     theta = rest.pop("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
-    fraction = rest.pop("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)))
-    ours: dict[str, Any] = {"scaling": kind, "theta": float(theta), "fraction": float(fraction)}
+    fraction = rest.pop("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
+    ours: dict[str, Any] = {"scaling": kind, "theta": float(theta)}
+    if fraction is not None:  # else it is what the family has
+        ours["fraction"] = float(fraction)
     for name, field in SCALING[kind].items():
         fallback = config.get("original_max_position_embeddings") if name == "original_length" else None
         value = rest.pop(field, fallback)

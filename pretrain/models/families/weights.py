@@ -40,13 +40,13 @@ class Same:
 
 
 class Transposed(Same):
-    """Matrices as [in, out] (GPT-2's Conv1D)."""
+    """Matrices as [in, out] (GPT-2's Conv1D), stacked ones each by itself."""
 
     def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
-        return [tensor.T.contiguous() for tensor in ours]
+        return [tensor.mT.contiguous() for tensor in ours]
 
     def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
-        return [tensor.T.contiguous() for tensor in theirs]
+        return [tensor.mT.contiguous() for tensor in theirs]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,34 @@ class Concatenated:
         return [part.contiguous() for part in whole.split(sizes)]
 
 
+@dataclass(frozen=True)
+class Interleaved:
+    """Two of ours, [E, F] or [E, F, D], as one of theirs whose last dimension takes from them in turn; `transposed`: as [E, D, 2F]."""
+
+    transposed: bool = False
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        pair = [tensor.mT for tensor in ours] if self.transposed else ours
+        return [torch.stack(pair, dim=-1).flatten(-2)]
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        parts = theirs[0][..., ::2], theirs[0][..., 1::2]
+        return [(part.mT if self.transposed else part).contiguous() for part in parts]
+
+
+class FusedPerHead:
+    """Queries, keys and values of one head after the other, as one of theirs: [head 0: q, k, v; head 1: q, k, v; ...] (GPT-NeoX)."""
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        return [torch.stack([tensor.unflatten(0, (model.heads, -1)) for tensor in ours], dim=1).flatten(0, 2).contiguous()]
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        if theirs[0].shape[0] != sum(shape[0] for shape in shapes):
+            return [theirs[0] for _ in shapes]
+        parts = theirs[0].unflatten(0, (model.heads, len(shapes), -1)).unbind(1)
+        return [part.flatten(0, 1).contiguous() for part in parts]
+
+
 class Stacked:
     """One of ours with the experts along the first dimension, as one of theirs per expert."""
 
@@ -80,7 +108,8 @@ class Stacked:
         return [torch.stack(theirs)]
 
 
-SAME, TRANSPOSED, STACKED = Same(), Transposed(), Stacked()
+SAME, TRANSPOSED, STACKED, FUSED_PER_HEAD = Same(), Transposed(), Stacked(), FusedPerHead()
+INTERLEAVED, INTERLEAVED_TRANSPOSED = Interleaved(), Interleaved(transposed=True)
 CONCATENATED, CONCATENATED_TRANSPOSED = Concatenated(), Concatenated(transposed=True)
 
 
@@ -93,16 +122,24 @@ class Entry:
     layout: Layout = SAME
 
 
+TRAINING_ONLY = "multi_token."
+"""Parameters of ours that have no place in Hugging Face's model of the family; exports leave them out."""
+
+
 def entry(ours: str | Sequence[str], theirs: str | Sequence[str], layout: Layout = SAME) -> Entry:
     return Entry(*((names,) if isinstance(names, str) else tuple(names) for names in (ours, theirs)), layout)
 
 
-def resolve(entries: Sequence[Entry], model: Model, parameters: Sequence[str]) -> list[Entry]:
-    """The map of one model: every name spelled out, and every parameter in exactly one entry.
+def resolve(entries: Sequence[Entry] | None, model: Model, parameters: Sequence[str]) -> list[Entry]:
+    """The map of one model: every name spelled out, and every parameter in exactly one entry, but for those of TRAINING_ONLY.
+    None in place of entries: our names are theirs.
 
     Raises ValueError naming a parameter that the map leaves out, or has twice: an error of the family's file.
     """
-    existing, resolved, owner = set(parameters), [], {}
+    if entries is None:
+        return [entry(name, name) for name in parameters]
+    existing = {name for name in parameters if not name.startswith(TRAINING_ONLY)}
+    resolved, owner = [], {}
     for line in entries:
         layers = range(model.layers) if any("{layer}" in name for name in line.ours) else range(1)
         for layer in layers:

@@ -1,0 +1,107 @@
+"""DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, and experts that are balanced without a loss."""
+
+import re
+from typing import Any
+
+from pretrain.config.model_schema import Model
+from pretrain.errors import ConfigError
+from pretrain.models.families.common import ENDS, LAYER, MLP, PRE_NORMS, SIZES, THEIRS, eps, tied
+from pretrain.models.families.experts import TRAINING, needs_experts, stacked
+from pretrain.models.families.family import Family, Field
+from pretrain.models.families.weights import entry
+
+
+def _refuse(model: Model) -> str | None:
+    if not model.latent.kv_rank:
+        return "model.latent.kv_rank=0 is ordinary attention"
+    dense, shared = model.experts.dense_layers, model.experts.shared
+    if dense != list(range(len(dense))):
+        return f"model.experts.dense_layers={dense} are not the first ones"
+    return needs_experts(model) or (None if shared else "model.experts.shared=0 has no shared expert")
+
+
+def _first_layers(count: Any, config: dict[str, Any]) -> Any:
+    return list(range(min(count or 0, config["num_hidden_layers"]))) if isinstance(count, (int, type(None))) else count
+
+
+def _implied(*names: str) -> Any:
+    """`back` of a width that follows from others: nothing new, and no contradiction."""
+
+    def back(value: Any, config: dict[str, Any]) -> None:
+        width = sum(config.get(name, 0) for name in names)
+        if value not in (None, width):
+            raise ConfigError(f"config.json: a head's width of {value} contradicts {' + '.join(names)} = {width}")
+
+    return back
+
+
+def _beyond_the_last_layer(name: str, model: Model) -> bool:
+    """The layers that predict tokens further ahead, which transformers leaves out as well."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= model.layers
+
+
+ATTENTION = (
+    ("query", "q_proj"), ("query_down", "q_a_proj"), ("query_norm", "q_a_layernorm"), ("query_up", "q_b_proj"),
+    ("kv_down", "kv_a_proj_with_mqa"), ("kv_norm", "kv_a_layernorm"), ("kv_up", "kv_b_proj"), ("output", "o_proj"),
+)  # fmt: skip
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    fields=(
+        *(field for field in SIZES if field.ours != "head_dim"),
+        eps(1e-6),
+        tied(False),
+        Field("latent.kv_rank", "kv_lora_rank"),
+        Field("latent.query_rank", "q_lora_rank", None, lambda n, model: n or None, lambda n, config: n or 0),
+        Field("latent.rope_dim", "qk_rope_head_dim"),
+        Field("latent.plain_dim", "qk_nope_head_dim"),
+        Field("latent.value_dim", "v_head_dim"),
+        Field("head_dim", "head_dim", None, lambda n, model: model.latent.rope_dim, _implied("qk_rope_head_dim")),
+        Field("head_dim", "qk_head_dim", None, back=_implied("qk_nope_head_dim", "qk_rope_head_dim")),
+        Field(
+            "rope.layout",
+            "rope_interleave",
+            True,
+            lambda layout, model: layout == "interleaved",
+            lambda flag, config: "interleaved" if flag else "half",
+        ),
+        Field("experts.count", "n_routed_experts"),
+        Field("experts.active", "num_experts_per_tok"),
+        Field("experts.ffn_dim", "moe_intermediate_size"),
+        Field("experts.shared", "n_shared_experts", 1),
+        Field("experts.dense_layers", "first_k_dense_replace", 0, lambda layers, model: len(layers), _first_layers),
+        Field("experts.normalise", "norm_topk_prob", True),
+        Field("experts.scale", "routed_scaling_factor", 1.0),
+        Field("experts.groups", "n_group", 1, back=lambda n, config: n or 1),
+        Field("experts.active_groups", "topk_group", 1, back=lambda n, config: n or 1),
+    ),
+    weights=(
+        *ENDS,
+        *MLP,
+        *PRE_NORMS,
+        *stacked(),
+        *(entry(f"{LAYER}.attention.{ours}.weight", f"{THEIRS}.self_attn.{theirs}.weight") for ours, theirs in ATTENTION),
+        entry(f"{LAYER}.mlp.router.correction", f"{THEIRS}.mlp.gate.e_score_correction_bias"),
+        *(
+            entry(f"{LAYER}.mlp.shared.{name}.weight", f"{THEIRS}.mlp.shared_experts.{name}_proj.weight")
+            for name in ("gate", "up", "down")
+        ),
+    ),
+    defaults={"rope.layout": "interleaved", "experts.shared": 1, "experts.correction_rate": 0.001},
+    fixed={"experts.scoring": "sigmoid", "experts.correction": True},
+    constants={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+    },  # fmt: skip
+    # Layers that predict further ahead change no logit of the next token: they are left out, whatever their number.
+    inert=TRAINING | {"num_nextn_predict_layers", "num_mtp_layers"},
+    dropped=_beyond_the_last_layer,
+    refuse=_refuse,
+)

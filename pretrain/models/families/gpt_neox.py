@@ -1,0 +1,52 @@
+"""GPT-NeoX (arXiv 2204.06745) and Pythia (arXiv 2304.01373): parallel residual, partial rotation, projections fused per head."""
+
+from pretrain.models.families.common import SIZES, WHOLE_HEADS, activation, eps, projections, refuse_uneven_heads, tied
+from pretrain.models.families.family import Family, Field
+from pretrain.models.families.weights import FUSED_PER_HEAD, entry
+
+_OURS, _THEIRS = "layers.{layer}", "gpt_neox.layers.{layer}"
+_ALL = ("query", "key", "value", "output")
+_MODULES = {
+    "norm": "gpt_neox.final_layer_norm",
+    f"{_OURS}.attention_norm": f"{_THEIRS}.input_layernorm",
+    f"{_OURS}.mlp_norm": f"{_THEIRS}.post_attention_layernorm",
+    f"{_OURS}.attention.output": f"{_THEIRS}.attention.dense",
+    f"{_OURS}.mlp.up": f"{_THEIRS}.mlp.dense_h_to_4h",
+    f"{_OURS}.mlp.down": f"{_THEIRS}.mlp.dense_4h_to_h",
+}
+_FIXED = WHOLE_HEADS | {"norm.kind": "layer", "mlp.gated": False, "mlp.bias": True}
+
+GPT_NEOX = Family(
+    name="gpt_neox",
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    fields=(
+        *(size for size in SIZES if size.ours not in ("kv_heads", "head_dim")),
+        activation("hidden_act", "gelu"),
+        eps(1e-5, "layer_norm_eps"),
+        tied(False),
+        Field("parallel_residual", "use_parallel_residual", True),
+        Field("attention.bias", "attention_bias", True, *projections(*_ALL)),
+        # The names of before transformers 5, which llama.cpp's converter reads; an absent fraction is a quarter.
+        Field("rope.fraction", "rotary_pct", None),
+        Field("rope.theta", "rotary_emb_base", None),
+    ),
+    weights=(
+        entry("embedding.weight", "gpt_neox.embed_in.weight"),
+        entry("output.weight", "embed_out.weight"),
+        *(entry(f"{ours}.{kind}", f"{theirs}.{kind}") for ours, theirs in _MODULES.items() for kind in ("weight", "bias")),
+        *(
+            entry(
+                [f"{_OURS}.attention.{n}.{kind}" for n in _ALL[:3]],
+                f"{_THEIRS}.attention.query_key_value.{kind}",
+                FUSED_PER_HEAD,
+            )
+            for kind in ("weight", "bias")
+        ),
+    ),
+    fixed=_FIXED,
+    defaults={"parallel_residual": True, "rope.fraction": 0.25, "mlp.activation": "gelu", "attention.bias": list(_ALL)},
+    # Dropout is for training; the others say nothing about a causal model.
+    inert=frozenset({"hidden_dropout", "classifier_dropout", "is_decoder", "gradient_checkpointing"}),
+    refuse=refuse_uneven_heads,
+)

@@ -1,0 +1,73 @@
+"""gpt-oss 20b and 120b (arXiv 2508.10925): attention sinks, windows in every other layer, experts with biases."""
+
+from pretrain.models.families.common import (
+    ATTENTION,
+    ENDS,
+    LAYER,
+    PRE_NORMS,
+    SIZES,
+    THEIRS,
+    eps,
+    layer_types,
+    projections,
+    tied,
+    window_pattern,
+)
+from pretrain.models.families.experts import TRAINING, needs_experts
+from pretrain.models.families.family import Family, Field
+from pretrain.models.families.weights import INTERLEAVED, INTERLEAVED_TRANSPOSED, TRANSPOSED, entry
+
+EXPERTS = f"{LAYER}.mlp.experts"
+ALTERNATING = [True, False]
+
+GPT_OSS = Family(
+    name="gpt_oss",
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    fields=(
+        *(field for field in SIZES if field.ours != "head_dim"),
+        Field("head_dim", "head_dim", 64),
+        eps(1e-5),
+        tied(False),
+        Field("attention.bias", "attention_bias", True, *projections("query", "key", "value", "output")),
+        Field("attention.window", "sliding_window", 128, lambda n, model: n or None, lambda n, config: n or 0),
+        Field(
+            "attention.window_pattern",
+            "layer_types",
+            None,
+            lambda pattern, model: layer_types(model),
+            lambda types, config: window_pattern(types) or ALTERNATING,
+        ),
+        Field("experts.count", "num_local_experts"),
+        Field("experts.active", "num_experts_per_tok"),
+    ),
+    weights=(
+        *ENDS,
+        *ATTENTION,
+        *PRE_NORMS,
+        entry(f"{LAYER}.attention.sinks", f"{THEIRS}.self_attn.sinks"),
+        entry(f"{LAYER}.mlp.router.weight", f"{THEIRS}.mlp.router.weight"),
+        entry(f"{LAYER}.mlp.router.bias", f"{THEIRS}.mlp.router.bias"),
+        entry((f"{EXPERTS}.gate", f"{EXPERTS}.up"), f"{THEIRS}.mlp.experts.gate_up_proj", INTERLEAVED_TRANSPOSED),
+        entry((f"{EXPERTS}.gate_bias", f"{EXPERTS}.up_bias"), f"{THEIRS}.mlp.experts.gate_up_proj_bias", INTERLEAVED),
+        entry(f"{EXPERTS}.down", f"{THEIRS}.mlp.experts.down_proj", TRANSPOSED),
+        entry(f"{EXPERTS}.down_bias", f"{THEIRS}.mlp.experts.down_proj_bias"),
+    ),
+    defaults={
+        "rope.theta": 150000.0,
+        "attention.bias": ["query", "key", "value", "output"],
+        "attention.window": 128,
+        "attention.window_pattern": lambda model: ALTERNATING[: model.layers],
+    },
+    fixed={
+        "attention.sinks": True,
+        "rope.scale_local": True,
+        "mlp.activation": "silu_clamped",
+        "mlp.bias": True,
+        "experts.router_bias": True,
+        "experts.ffn_dim": lambda model: model.ffn_dim,
+    },  # fmt: skip
+    constants={"hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    inert=TRAINING | {"experts_per_token", "initial_context_length"},  # older names of fields that are there as well
+    refuse=needs_experts,
+)

@@ -1,0 +1,24 @@
+"""Mixtral 8x7B and 8x22B (arXiv 2401.04088)."""
+
+from pretrain.models.families.common import ATTENTION, ENDS, PRE_NORMS, SIZES, eps, tied
+from pretrain.models.families.experts import TRAINING, needs_experts, stacked
+from pretrain.models.families.family import Family, Field
+
+MIXTRAL = Family(
+    name="mixtral",
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    fields=(
+        *SIZES,
+        eps(1e-5),
+        tied(False),
+        Field("attention.window", "sliding_window", None, lambda n, model: n or None, lambda n, config: n or 0),
+        Field("experts.count", "num_local_experts", 8),
+        Field("experts.active", "num_experts_per_tok", 2),
+    ),
+    weights=ENDS + ATTENTION + PRE_NORMS + stacked("block_sparse_moe", "w1", "w3", "w2"),
+    fixed={"experts.ffn_dim": lambda model: model.ffn_dim},
+    constants={"hidden_act": "silu", "router_jitter_noise": 0.0},
+    inert=TRAINING,
+    refuse=needs_experts,
+)

@@ -1,0 +1,49 @@
+"""Qwen3 30B-A3B and 235B-A22B (arXiv 2505.09388)."""
+
+from typing import Any
+
+from pretrain.errors import ConfigError
+from pretrain.models.families.common import SIZES, WEIGHTS, eps, projections, tied
+from pretrain.models.families.experts import TRAINING, needs_experts, stacked
+from pretrain.models.families.family import Family, Field
+
+
+def _dense_layers(value: Any, config: dict[str, Any]) -> Any:
+    """Two fields say together which layers have an MLP."""
+    step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not (isinstance(step, int) and step > 0 and isinstance(listed, list)):
+        return value if value is not None else str(step)  # of no type that the key takes: refused by name
+    return [i for i in range(config["num_hidden_layers"]) if i in listed or (i + 1) % step]
+
+
+def _count(value: Any, config: dict[str, Any]) -> Any:
+    """transformers 5 writes another name than the files of the hub have."""
+    other = config.get("num_local_experts")
+    if value is not None and other is not None and value != other:
+        raise ConfigError(f"config.json: num_experts={value} contradicts num_local_experts={other}")
+    return next(n for n in (value, other, 128) if n is not None)
+
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    fields=(
+        *SIZES,
+        eps(1e-6),
+        tied(False),
+        Field("attention.bias", "attention_bias", False, *projections("query", "key", "value", "output")),
+        Field("experts.count", "num_experts", None, back=_count),
+        Field("experts.active", "num_experts_per_tok", 8),
+        Field("experts.ffn_dim", "moe_intermediate_size", 768),
+        Field("experts.normalise", "norm_topk_prob", False),
+        Field("experts.dense_layers", "mlp_only_layers", None, back=_dense_layers),
+        Field("experts.dense_layers", "decoder_sparse_step", 1, lambda layers, model: 1, _dense_layers),
+    ),
+    weights=WEIGHTS + stacked(),
+    fixed={"norm.qk": "head"},
+    constants={"hidden_act": "silu", "use_sliding_window": False},
+    # A window's, which is not used, and what `num_experts` reads.
+    inert=TRAINING | {"sliding_window", "max_window_layers", "num_local_experts"},
+    refuse=needs_experts,
+)

@@ -1,0 +1,128 @@
+"""`model.hf_config`: what describes a model of transformers'. The file is read once, and its contents, every default spelled out,
+take its place in the configuration: a run and its checkpoints do not depend on the file, nor on defaults of another version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pretrain.config.model_schema import Model
+from pretrain.errors import ConfigError
+from pretrain.models.families.family import INERT
+from pretrain.models.families.rope import ROPE_FIELDS
+from pretrain.models.shape import flat
+
+# Predicts tokens in any order, so its logits are not those of the next token; those that mask tokens are known by their class.
+_NOT_CAUSAL = {"xlnet"}
+_LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+
+
+def import_transformers() -> ModuleType:
+    """transformers, without what accelerate's launcher would tell it: with these it leaves weights empty on all ranks but one."""
+    for variable in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        os.environ.pop(variable, None)
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"model.family=hf needs the package transformers: {error}") from error
+    return transformers
+
+
+def complete_hf(model: Model, sequence_length: int | None) -> Model:
+    """A section of `family: hf` with the contents of its file, and the sizes these say. Raises ConfigError by key."""
+    if model.hf_config is None:
+        raise ConfigError(
+            "model.family=hf needs model.hf_config: a config.json of transformers', or the directory that has one"
+        )
+    text = model.hf_config if model.hf_config.startswith("{") else read_config(Path(model.hf_config))
+    config = config_of(text)
+    dim, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1
+    limit = next((n for name in _LONGEST if isinstance(n := getattr(config, name, None), int)), None)
+    longest = model.max_sequence_length or limit or sequence_length
+    if limit and max(longest, sequence_length or 0) > limit:
+        key = "model.max_sequence_length" if longest > limit else "data.sequence_length"
+        raise ConfigError(
+            f"{key}={max(longest, sequence_length or 0)}: the model of model.hf_config has {limit} positions; lower it"
+        )
+    sizes = {
+        "dim": dim,
+        "layers": config.num_hidden_layers,
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or dim // heads,
+        "vocab_size": config.vocab_size,
+        "tie_embeddings": bool(config.tie_word_embeddings),
+        "max_sequence_length": longest,
+    }
+    plain = flat(Model())
+    for name, value in flat(model).items():
+        if name not in ("family", "hf_config", "max_sequence_length") and value not in (plain[name], sizes.get(name)):
+            raise ConfigError(
+                f"model.{name}={value} has no meaning beside model.family=hf: model.hf_config says it all; remove it"
+            )
+    return dataclasses.replace(model, hf_config=text, **sizes)
+
+
+def config_of(text: str) -> Any:
+    """The configuration object of transformers' for the contents that `read_config` gives."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    fields = json.loads(text)
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+
+
+def read_config(path: Path) -> str:
+    """The contents of a config.json, or of a directory's, as one line of JSON in which no default is left open.
+
+    Raises ConfigError for what transformers does not build as a causal language model by itself; no code of a model's
+    repository is ever run.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.hf_config={path}: cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"model.hf_config={path}: not a JSON object")
+    import_transformers()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    kind = fields.get("model_type")
+    if kind not in CONFIG_MAPPING or kind not in CLASSES:
+        code = "; its auto_map names code in the model's repository, which is never run" if "auto_map" in fields else ""
+        raise ConfigError(f"{file}: transformers builds no causal language model of model_type={kind!r}{code}")
+    _check_fields(fields, CONFIG_MAPPING[kind], file)
+    given = {name: value for name, value in fields.items() if name != "auto_map"}
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(given)
+        written = {name: value for name, value in config.to_dict().items() if name not in _DROPPED}
+        text = json.dumps(written | {"model_type": kind, "architectures": [CLASSES[kind]]}, sort_keys=True)
+    except Exception as error:  # whatever checks of a configuration's own raise, which is of many kinds
+        raise ConfigError(f"{file}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    _check_causal(config, kind, file)
+    return text
+
+
+_DROPPED = INERT - {"bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "pretraining_tp", "is_encoder_decoder"}
+
+
+def _check_fields(fields: dict[str, Any], kind: type, file: Path) -> None:
+    known = set(kind().to_dict()) | set(kind.attribute_map) | INERT | ROPE_FIELDS
+    if unknown := sorted(set(fields) - known):
+        raise ConfigError(f"{file}: {unknown[0]}={fields[unknown[0]]!r} is no field of {kind.__name__}; remove it")
+
+
+def _check_causal(config: Any, kind: str, file: Path) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    masked = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    if masked and not getattr(config, "causal", False):
+        raise ConfigError(f"{file}: model_type={kind} sees later tokens too; set is_decoder: true in it, if it has that")
+    if kind in _NOT_CAUSAL or getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{file}: model_type={kind} is no causal language model")

@@ -1,0 +1,55 @@
+"""Loads of experts over all ranks and micro-steps of a step: what moves the routers' corrections, and what is logged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pretrain.config.model_schema import Model
+from pretrain.distributed.ranks import Ranks
+
+
+class ExpertLoads:
+    """Of a model without experts: nothing to do, nothing to report. All methods are called by all ranks together."""
+
+    def __init__(self, model: nn.Module, config: Model, ranks: Ranks) -> None:
+        self.model, self.config, self.ranks = model, config.experts, ranks
+        self.routers = model.routers() if config.experts.count else {}
+        self.since_report = torch.zeros(len(self.routers), config.experts.count, dtype=torch.int64)
+
+    def after_step(self, target_tokens: int) -> dict[str, Any]:
+        """Balance by the step's loads; the mean auxiliary loss of a target token, to be reported."""
+        if not self.routers:
+            return {}
+        reports = self.model.take_router_reports()
+        counts_LE = torch.stack([reports[layer].counts_E for layer in self.routers]).cpu()
+        loss = torch.stack([reports[layer].loss_B for layer in self.routers]).double().sum().cpu()
+        if self.ranks.control is not None:
+            dist.all_reduce(counts_LE, group=self.ranks.control)
+            dist.all_reduce(loss, group=self.ranks.control)
+        self.since_report += counts_LE
+        if self.config.correction_rate:
+            for router, counts_E in zip(self.routers.values(), counts_LE):
+                move_correction(router.correction, counts_E, self.config.correction_rate)
+        return {"router_loss": float(loss) / target_tokens} if self.config.balance_loss or self.config.router_z_loss else {}
+
+    def take(self) -> dict[str, Any]:
+        """By layer: target tokens that each expert got since the last call, and the largest load over the mean one."""
+        if not self.routers:
+            return {}
+        counts = {str(layer): counts_E.tolist() for layer, counts_E in zip(self.routers, self.since_report)}
+        self.since_report.zero_()
+        return {"experts": counts, "expert_load": {layer: max(c) * len(c) / max(1, sum(c)) for layer, c in counts.items()}}
+
+
+@torch.no_grad()
+def move_correction(correction_E: Tensor, counts_E: Tensor, rate: float) -> None:
+    """One step towards even loads (arXiv 2408.15664, algorithm 1): up by `rate` below the mean load, down above it.
+
+    In whole numbers, so that every layout moves the same way.
+    """
+    direction_E = (counts_E.sum() - len(counts_E) * counts_E).sign()
+    correction_E += rate * direction_E.to(correction_E)

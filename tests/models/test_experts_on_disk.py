@@ -1,0 +1,88 @@
+"""Families with experts on disk: what transformers saves we read, and what we write transformers loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parity import cases, pair, tokens
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from pretrain.checkpoint.huggingface import read_hf
+from pretrain.errors import CheckpointError
+from pretrain.models.families import family_of
+from pretrain.models.families.weights import resolve
+
+FAMILIES = ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"]
+EVERY = pytest.mark.parametrize("family, name", [(family, list(cases(family))[0]) for family in FAMILIES])
+# Names on the hub, of the first layer that has experts.
+ON_THE_HUB = {
+    "mixtral": ["layers.0.block_sparse_moe.gate.weight", "layers.0.block_sparse_moe.experts.3.w2.weight"],
+    "qwen3_moe": ["layers.0.mlp.gate.weight", "layers.0.mlp.experts.5.down_proj.weight", "layers.0.self_attn.q_norm.weight"],
+    "deepseek_v3": [
+        "layers.1.mlp.gate.e_score_correction_bias", "layers.1.mlp.experts.7.up_proj.weight",
+        "layers.1.mlp.shared_experts.gate_proj.weight", "layers.0.mlp.gate_proj.weight",
+        "layers.0.self_attn.kv_a_proj_with_mqa.weight",
+    ],
+    "gpt_oss": [
+        "layers.0.mlp.router.bias", "layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.gate_up_proj_bias",
+        "layers.0.mlp.experts.down_proj", "layers.0.mlp.experts.down_proj_bias", "layers.0.self_attn.sinks",
+    ],
+}  # fmt: skip
+
+
+@EVERY
+def test_what_transformers_saves_has_the_names_of_the_hub_and_is_read_bit_for_bit(family, name, tmp_path):
+    ours, theirs = pair(family, name)
+    theirs.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert {f"model.{n}" for n in ON_THE_HUB[family]} <= set(file.keys())
+    model, weights = read_hf(tmp_path)
+    assert model == ours.config
+    expected = dict(ours.named_parameters())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[n], expected[n]) for n in expected)
+
+
+@EVERY
+def test_what_we_write_transformers_loads_and_computes(family, name, tmp_path):
+    import json
+
+    from transformers import AutoModelForCausalLM
+
+    ours, _ = pair(family, name)
+    parameters, entry, tensors = dict(ours.named_parameters()), family_of(family), {}
+    for line in resolve(entry.weights, ours.config, list(parameters)):
+        written = line.layout.to_theirs([parameters[n].detach() for n in line.ours], ours.config)
+        tensors |= dict(zip(line.theirs, (t.contiguous() for t in written)))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(entry.to_hf(ours.config)))
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    ids = tokens(ours.config, 2, 30)
+    with torch.no_grad():
+        assert (loaded.eval()(ids).logits - ours(ids)).abs().max() <= 1e-5
+
+
+def test_layers_of_deepseek_that_predict_further_ahead_are_left_out_and_that_is_said(tmp_path, caplog):
+    ours, theirs = pair("deepseek_v3", "plain")
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {"model.layers.3.eh_proj.weight": torch.zeros(4, 8), "model.layers.3.enorm.weight": torch.zeros(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, weights = read_hf(tmp_path)
+    assert model == ours.config and weights.keys() == dict(ours.named_parameters()).keys()
+    assert "left out, as transformers does: model.layers.3.eh_proj.weight (2 tensors)" in caplog.text
+    save_file(tensors | {"model.layers.1.extra.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.layers.1.extra.weight has no place in deepseek_v3"):
+        read_hf(tmp_path)
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path):
+    _, theirs = pair("mixtral", "plain")
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
+    save_file(tensors | {name: torch.zeros(3, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="block_sparse_moe.experts.0.w1.weight has shape|experts.2.w1.weight has shape"):
+        read_hf(tmp_path)

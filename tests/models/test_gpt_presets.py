@@ -1,0 +1,105 @@
+"""The shapes of GPT-2 and Pythia in configs/models have the parameters that were published, to the last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from running import losses, run_main, train
+
+from pretrain.config.load import load_config
+from pretrain.config.model_schema import Model, Rope
+from pretrain.errors import ConfigError
+from pretrain.models.decoder import count_parameters
+from pretrain.models.families import family_of
+from pretrain.models.network import build_network
+from pretrain.models.shape import complete
+
+PRESETS = Path(__file__).resolve().parents[2] / "configs" / "models"
+# GPT-2: tensors of the published files; Pythia: table of parameters in the README of EleutherAI/pythia.
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "pythia-14m": 14_067_712,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+}
+# Fields of config.json of openai-community/gpt2 and EleutherAI/pythia-160m as they were published, old names and all.
+GPT2_FILE = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
+    "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1,
+    "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+    "summary_use_proj": True, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}  # fmt: skip
+PYTHIA_FILE = {
+    "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu", "hidden_size": 768,
+    "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+    "model_type": "gpt_neox", "num_attention_heads": 12, "num_hidden_layers": 12, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+    "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": True,
+    "use_parallel_residual": True, "vocab_size": 50304,
+}  # fmt: skip
+
+
+def preset(name: str) -> Model:
+    return complete(load_config(PRESETS / f"{name}.yaml")[0].model)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_published_number_of_parameters(name):
+    with torch.device("meta"):
+        assert count_parameters(build_network(preset(name))) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "file"), [("gpt2", "gpt2-124m", GPT2_FILE), ("gpt_neox", "pythia-160m", PYTHIA_FILE)]
+)
+def test_the_published_configuration_is_the_preset(family, name, file):
+    assert family_of(family).from_hf(file) == preset(name)
+
+
+def test_an_absent_share_of_rotation_is_a_quarter_in_gpt_neox_as_transformers_has_it():
+    entry = family_of("gpt_neox")
+    file = {k: v for k, v in PYTHIA_FILE.items() if k != "rotary_pct"}
+    assert entry.from_hf(file).rope.fraction == 0.25
+    assert entry.from_hf(file | {"rotary_pct": 1.0}).rope.fraction == 1.0
+    assert entry.from_hf(file | {"rope_parameters": {"rope_theta": 5e5}}).rope == Rope(
+        **{**vars(entry.from_hf(PYTHIA_FILE).rope), "theta": 5e5, "local_theta": 5e5}
+    )
+
+
+def test_what_gpt2_does_not_compute_is_refused_by_name():
+    entry = family_of("gpt2")
+    for field, value in (
+        ("scale_attn_weights", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("add_cross_attention", True),
+        ("activation_function", "mish"),
+    ):
+        with pytest.raises(ConfigError, match=f"config.json: {field}={value!r} is not supported"):
+            entry.from_hf(GPT2_FILE | {field: value})
+    small = {"family": "gpt2", "dim": 32, "layers": 1, "heads": 4, "vocab_size": 61, "max_sequence_length": 16}
+    for model, key in ((Model(**small, kv_heads=2), "kv_heads=2"), (Model(**small, rope=Rope(theta=5.0)), "rope.theta=5.0")):
+        with pytest.raises(ConfigError, match=f"model.{key} is not what model.family=gpt2 computes"):
+            entry.to_hf(complete(model))
+
+
+def test_the_rows_of_learned_positions_make_a_run_the_run_it_is(pool, config_file):
+    gpt2 = ("model.family=gpt2", "model.kv_heads=null", "schedule.warmup_steps=1", "model.max_sequence_length=40")
+    run = train(pool, 1, config_file, *gpt2, "run.steps=4")
+    code, printed = run_main(str(config_file), *gpt2[:3], "run.steps=6", "model.max_sequence_length=64")
+    assert code == 1 and "model.max_sequence_length was 40 and is 64" in printed
+    code, printed = run_main(str(config_file), *gpt2[:3], "run.steps=6", "model.max_sequence_length=31")
+    assert code != 0 and "model.max_sequence_length=31 is below data.sequence_length=32" in printed
+    assert train(pool, 2, config_file, *gpt2, "run.steps=6", "parallel.strategy=ddp") == run
+    assert len(losses(run)) == 6

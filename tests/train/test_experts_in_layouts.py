@@ -1,0 +1,127 @@
+"""A mixture of experts computes the same in every layout: gradients, loads, corrections; and continues exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, train
+
+from pretrain.observe.metrics import read_metrics
+
+GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6
+EXPERTS = {"count": 6, "active": 2, "ffn_dim": 24, "shared": 1, "balance_loss": 0.1, "router_z_loss": 0.01, "scoring": "sigmoid",
+           "correction": True, "correction_rate": 0.05, "dense_layers": [0], "groups": 3, "active_groups": 2, "scale": 1.5}  # fmt: skip
+LATENT = {"kv_rank": 16, "query_rank": 12, "rope_dim": 4, "plain_dim": 8, "value_dim": 8}
+LAYOUTS = {
+    "other micro-batch": (1, "batch.micro_sequences=16"),
+    "recomputation": (1, "parallel.activation_checkpointing=true"),
+    "ddp on 2": (2, "parallel.strategy=ddp", "batch.micro_sequences=8"),
+    "ddp on 2, every, recomputation": (
+        2, "parallel.strategy=ddp", "parallel.grad_sync=every", "parallel.activation_checkpointing=true"
+    ),
+    "fsdp on 2": (2, "parallel.strategy=fsdp", "batch.micro_sequences=4"),
+    "fsdp on 2, recomputation": (2, "parallel.strategy=fsdp", "parallel.activation_checkpointing=true"),
+    "fsdp on 4": (4, "parallel.strategy=fsdp", "batch.micro_sequences=4"),
+    "hsdp 2x2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def experts_file(tmp_path_factory, prepared):
+    """A small configuration with latent attention and, in its second layer, experts with all that could go wrong."""
+    path = tmp_path_factory.mktemp("experts")
+    config = {
+        "run": {"dir": str(path / "runs"), "steps": 5, "seed": 7},
+        "model": {"family": "custom", "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "latent": LATENT, "experts": EXPERTS},
+        "data": {"sequence_length": 32, "sources": [{"path": str(prepared)}]},
+        "batch": {"sequences": 16, "micro_sequences": 2},
+        "optim": {"lr": 3e-3},
+        "schedule": {"name": "constant", "warmup_steps": 1},
+        "parallel": {"timeout_seconds": 60},
+        "log": {"every_steps": 1, "tensorboard": False, "gradients_at": [1]},
+    }
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    return path / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def single(pool, experts_file):
+    """The run of one process."""
+    return train(pool, 1, experts_file, "run.name=single")
+
+
+def loads(run):
+    return [record["experts"] for record in read_metrics(run)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_computes_what_one_process_computes(pool, experts_file, single, layout):
+    world_size, *overrides = LAYOUTS[layout]
+    run = train(pool, world_size, experts_file, f"run.name={list(LAYOUTS).index(layout)}", *overrides)
+    assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
+    assert largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
+    assert loads(run) == loads(single)
+    assert corrections(run) == corrections(single)
+    routers = [[record["router_loss"] for record in read_metrics(r)] for r in (run, single)]
+    assert largest_relative_difference(*routers) <= METRIC_TOLERANCE
+
+
+def corrections(run):
+    from pretrain.checkpoint.huggingface import read_checkpoint
+
+    _, weights, _ = read_checkpoint(run)
+    return weights["layers.1.mlp.router.correction"].tolist()
+
+
+def test_every_target_token_is_counted_once_per_active_expert_and_corrections_move_by_whole_rates(single):
+    run = single
+    for record, before in zip(read_metrics(run), [{"tokens": 0}, *read_metrics(run)]):
+        assert list(record["experts"]) == ["1"] and len(record["experts"]["1"]) == 6
+        assert sum(record["experts"]["1"]) == 2 * (record["tokens"] - before["tokens"])
+        assert record["expert_load"]["1"] == pytest.approx(max(record["experts"]["1"]) / (sum(record["experts"]["1"]) / 6))
+    expected = torch.zeros(6)
+    for counts in (torch.tensor(record["experts"]["1"]) for record in read_metrics(run)):
+        expected += 0.05 * (counts.float().mean() - counts).sign()
+    assert corrections(run) == expected.tolist() and expected.abs().max() > 0
+
+
+def test_counts_are_summed_between_reports(pool, experts_file, single):
+    rare = train(pool, 1, experts_file, "run.name=rare", "log.every_steps=3")
+    summed = torch.tensor([counts["1"] for counts in loads(single)])
+    assert loads(rare)[1]["1"] == summed[1:3].sum(0).tolist()  # reports of steps 1, 3 and 5
+    assert loads(rare)[2]["1"] == summed[3:].sum(0).tolist()
+
+
+def test_a_run_with_corrections_resumes_exactly_and_goes_on_under_another_layout(pool, experts_file, single):
+    train(pool, 1, experts_file, "run.name=parts", "run.steps=2")
+    parts = train(pool, 1, experts_file, "run.name=parts")
+    assert losses(parts) == losses(single) and corrections(parts) == corrections(single)
+    train(pool, 2, experts_file, "run.name=moved", "parallel.strategy=fsdp", "run.steps=2")
+    moved = train(pool, 1, experts_file, "run.name=moved")
+    assert corrections(moved) == corrections(single)
+    assert largest_relative_difference(losses(moved), losses(single)) <= METRIC_TOLERANCE
+
+
+def test_validation_loss_is_plain_cross_entropy(pool, experts_file, prepared):
+    validating = (f"data.validation=[{{path: {prepared}, name: held_out}}]", "validation.sequences=13", "optim.lr=1e-12")
+    still = ("model.experts.correction_rate=0", "run.steps=1")
+    runs = [
+        train(pool, 1, experts_file, f"run.name=weight-{weight}", f"model.experts.balance_loss={weight}", *validating, *still)
+        for weight in (0, 5)
+    ]
+    one, other = (read_metrics(run)[-1] for run in runs)
+    assert one["validation"]["held_out"] == pytest.approx(other["validation"]["held_out"], abs=1e-6)
+    assert other["router_loss"] > 5 and other["loss"] - one["loss"] == pytest.approx(
+        other["router_loss"] - one["router_loss"], rel=1e-4
+    )
+    assert [counts["1"] for counts in loads(runs[0])] == [counts["1"] for counts in loads(runs[1])]  # none of validation
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, experts_file, strategy):
+    options = ("precision.compute=bf16", "batch.micro_sequences=8", "run.steps=1")
+    single = train(pool, 1, experts_file, f"run.name=bf16-for-{strategy}", *options)
+    run = train(pool, 2, experts_file, f"run.name=bf16-{strategy}", f"parallel.strategy={strategy}", *options)
+    assert largest_gradient_difference(gradients(run), gradients(single)) == 0.0
+    assert loads(run) == loads(single)

@@ -1,0 +1,137 @@
+"""Runs of `family: hf`: the same mathematics in every layout, checkpoints under transformers' names, resuming without the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from hf_configs import write_config
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train
+
+from pretrain.checkpoint.files import complete_checkpoints
+from pretrain.checkpoint.load import saved_tensors
+from pretrain.config.load import load_config
+
+GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6
+
+
+@pytest.fixture
+def hf_config_file(config_file, tmp_path):
+    """The small configuration with a model of transformers'; `model.hf_config` is given by the tests."""
+    config = yaml.safe_load(config_file.read_text())
+    config["model"] = {"family": "hf"}
+    config["run"]["steps"] = 6
+    config_file.write_text(yaml.safe_dump(config))
+    return config_file
+
+
+def of(tmp_path, kind: str) -> str:
+    return f"model.hf_config={write_config(tmp_path / kind, kind)}"
+
+
+LAYOUTS = {
+    "ddp on 2": (2, "parallel.strategy=ddp"),
+    "fsdp on 2": (2, "parallel.strategy=fsdp"),
+    "fsdp on 3, recomputation": (3, "parallel.strategy=fsdp", "batch.sequences=24", "parallel.activation_checkpointing=true"),
+    "hsdp 2x2, weights kept": (
+        4,
+        "parallel.strategy=fsdp",
+        "parallel.replicate=2",
+        "parallel.shard=2",
+        "parallel.reshard_after_forward=false",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [*((layout, "granite") for layout in LAYOUTS), ("fsdp on 2", "falcon"), ("ddp on 2", "falcon")]
+)
+def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_path, layout, kind):
+    world_size, *overrides = LAYOUTS[layout]
+    common = (of(tmp_path, kind), "log.gradients_at=[1]", *(o for o in overrides if o.startswith("batch.")))
+    single = train(pool, 1, hf_config_file, "run.name=single", *common)
+    run = train(pool, world_size, hf_config_file, "run.name=other", *common, *overrides)
+    assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
+    assert len(losses(run)) == 6 and largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
+    assert losses(single)[-1] < losses(single)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("granite", "fsdp"), ("bloom", "ddp"), ("bloom", "fsdp"), ("qwen2_moe", "fsdp")]
+)
+def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, hf_config_file, tmp_path, strategy, kind):
+    bf16 = (
+        of(tmp_path, kind),
+        "precision.compute=bf16",
+        "log.gradients_at=[1]",
+        "run.steps=2",
+        "schedule.warmup_steps=1",
+        "batch.micro_sequences=8",
+    )
+    single = train(pool, 1, hf_config_file, "run.name=single", *bf16)
+    run = train(pool, 2, hf_config_file, "run.name=other", f"parallel.strategy={strategy}", *bf16)
+    difference = largest_gradient_difference(gradients(run), gradients(single))
+    assert difference == 0.0
+
+
+@pytest.mark.parametrize("kind", ["stablelm", "gpt_bigcode"])
+def test_a_run_goes_on_without_the_file_and_under_another_layout(pool, hf_config_file, tmp_path, kind):
+    given = of(tmp_path, kind)
+    whole = train(pool, 1, hf_config_file, "run.name=whole", given)
+    half = train(pool, 2, hf_config_file, "run.name=half", given, "parallel.strategy=fsdp", "checkpoint.every_steps=3")
+    names = {n.removeprefix("model.") for n in saved_tensors(complete_checkpoints(half / "checkpoints")[0], "model.")}
+    import transformers
+
+    model = load_config(half / "config.yaml")[0].model
+    assert model.hf_config.startswith("{") and dataclasses.is_dataclass(model)
+    fields = transformers.AutoConfig.from_pretrained(tmp_path / kind)
+    theirs = transformers.AutoModelForCausalLM.from_config(fields)
+    assert names == {name for name, _ in theirs.named_parameters()}
+    (tmp_path / kind / "config.json").unlink()
+    start = complete_checkpoints(half / "checkpoints")[0]
+    (hf_config_file.parent / "resumed.yaml").write_text((half / "config.yaml").read_text())
+    resumed = train(
+        pool, 1, hf_config_file.parent / "resumed.yaml", "run.name=resumed", f"run.resume={start}", "parallel.strategy=single"
+    )
+    assert largest_relative_difference(losses(resumed), losses(whole)[3:]) <= METRIC_TOLERANCE
+    for name, weight in saved_tensors(complete_checkpoints(whole / "checkpoints")[-1], "model.").items():
+        other = saved_tensors(complete_checkpoints(resumed / "checkpoints")[-1], "model.")[name]
+        assert torch.allclose(weight, other, rtol=1e-4, atol=1e-5), name
+
+
+def test_another_configuration_is_another_run_and_says_where(hf_config_file, tmp_path):
+    assert run_main(str(hf_config_file), of(tmp_path, "granite"))[0] == 0
+    write_config(tmp_path / "granite", "granite", residual_multiplier=0.25)
+    code, printed = run_main(str(hf_config_file), f"model.hf_config={tmp_path / 'granite'}", "run.steps=7")
+    assert code == 1
+    assert "model.hf_config.residual_multiplier was 0.5 and is 0.25" in printed
+
+
+def test_masks_of_documents_are_refused(hf_config_file, tmp_path):
+    code, printed = run_main(str(hf_config_file), of(tmp_path, "granite"), "data.document_mask=true", "--check")
+    assert code != 0 and "data.document_mask=true: models of model.family=hf take no masks of documents" in printed
+
+
+def test_the_check_describes_the_model_and_says_that_dropout_is_not_applied(hf_config_file, tmp_path):
+    import transformers
+
+    code, printed = run_main(str(hf_config_file), of(tmp_path, "gpt_bigcode"), "--check")
+    assert code == 0
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "gpt_bigcode")
+    parameters = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+    assert f"hf, {parameters:,} parameters: 2 layers of 32, 4 heads, vocabulary 257" in printed
+    assert "GPTBigCodeForCausalLM of transformers; its dropout is not applied" in printed
+
+
+def test_training_other_families_imports_no_transformers(config_file):
+    program = (
+        "import sys; from pretrain.run import main; "
+        f"assert main(['--config', {str(config_file)!r}, 'run.steps=2', 'schedule.warmup_steps=1']) == 0; "
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ, capture_output=True)

@@ -104,7 +104,7 @@ def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str
     except ValueError:
         raise ConfigError(f"{where}: expected {describe_type(hint)}") from None
     for item in _items(value):
-        _check_range(limits, item, where)
+        check_range(limits, item, where)
     return value
 
 
@@ -151,7 +151,8 @@ def _converted(hint: Any, value: Any, text: str | None) -> Any:
     raise ValueError
 
 
-def _check_range(limits: Any, value: Any, where: str) -> None:
+def check_range(limits: Any, value: Any, where: str) -> None:
+    """Raise ConfigError, beginning with `where`, for a number outside the limits of a key (`config/keys.py`)."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
     if not math.isfinite(value):

@@ -12,7 +12,8 @@ from typing import Literal
 from pretrain.config.keys import key, section
 
 FamilyName = Literal[
-    "custom", "hf", "transformer", "deepseek_v3", "gpt2", "gpt_neox", "gpt_oss", "llama", "mixtral", "qwen3_moe",
+    "custom", "hf", "transformer", "deepseek_v3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral", "mixtral", "olmo2", "olmo3",
+    "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3",
 ]  # fmt: skip
 Projection = Literal["query", "key", "value", "output"]
 
@@ -66,7 +67,7 @@ class Rope:
         None, "`yarn` of DeepSeek: the same for all components, on the scores; 0: not used.", ge=0
     )
     truncate: bool | None = key(None, "`yarn`: round the range of components that are blended to whole ones.")
-    scale_local: bool | None = key(None, "Whether layers with a sliding window are scaled as well.")
+    scale_local: bool | None = key(None, "Whether layers with a sliding window are scaled as well; true by default.")
 
 
 @dataclass

@@ -39,8 +39,13 @@ def complete_hf(model: Model, sequence_length: int | None) -> Model:
         raise ConfigError(
             "model.family=hf needs model.hf_config: a config.json of transformers', or the directory that has one"
         )
-    text = model.hf_config if model.hf_config.startswith("{") else read_config(Path(model.hf_config))
-    config = config_of(text)
+    text = read_config(model.hf_config)
+    config = config_of(text).get_text_config()
+    for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise ConfigError(
+                f"model.hf_config: model_type={config.model_type} has no {name}; such a configuration is not supported"
+            )
     dim, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1
     limit = next((n for name in _LONGEST if isinstance(n := getattr(config, name, None), int)), None)
     longest = model.max_sequence_length or limit or sequence_length
@@ -76,19 +81,14 @@ def config_of(text: str) -> Any:
     return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
 
 
-def read_config(path: Path) -> str:
-    """The contents of a config.json, or of a directory's, as one line of JSON in which no default is left open.
+def read_config(given: str) -> str:
+    """The contents of a config.json, a directory's or given as they are, as one line of JSON in which no default is left open.
 
+    What this function gave before is given again as it is: defaults that another version of transformers adds do not get in.
     Raises ConfigError for what transformers does not build as a causal language model by itself; no code of a model's
     repository is ever run.
     """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.hf_config={path}: cannot be read as JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"model.hf_config={path}: not a JSON object")
+    fields, place = _read(given)
     import_transformers()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
@@ -96,33 +96,54 @@ def read_config(path: Path) -> str:
     kind = fields.get("model_type")
     if kind not in CONFIG_MAPPING or kind not in CLASSES:
         code = "; its auto_map names code in the model's repository, which is never run" if "auto_map" in fields else ""
-        raise ConfigError(f"{file}: transformers builds no causal language model of model_type={kind!r}{code}")
-    _check_fields(fields, CONFIG_MAPPING[kind], file)
-    given = {name: value for name, value in fields.items() if name != "auto_map"}
+        raise ConfigError(f"{place}: transformers builds no causal language model of model_type={kind!r}{code}")
+    architectures = [CLASSES[kind]] if isinstance(CLASSES[kind], str) else list(CLASSES[kind])
     try:
-        config = CONFIG_MAPPING[kind].from_dict(given)
+        _check_fields(fields, CONFIG_MAPPING[kind], place)
+        config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in fields.items() if name != "auto_map"})
         written = {name: value for name, value in config.to_dict().items() if name not in _DROPPED}
-        text = json.dumps(written | {"model_type": kind, "architectures": [CLASSES[kind]]}, sort_keys=True)
+        text = json.dumps(written | {"model_type": kind, "architectures": architectures}, sort_keys=True)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever checks of a configuration's own raise, which is of many kinds
-        raise ConfigError(f"{file}: {type(error).__name__}: {' '.join(str(error).split())}") from error
-    _check_causal(config, kind, file)
-    return text
+        raise ConfigError(f"{place}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    _check_causal(config, kind, place)
+    return given if _is_contents(given) and fields.get("architectures") == architectures else text
+
+
+def _is_contents(given: str) -> bool:
+    return given.lstrip().startswith("{")
+
+
+def _read(given: str) -> tuple[dict[str, Any], str]:
+    """The JSON object, and what to call the place it is from."""
+    place, text = "model.hf_config", given
+    try:
+        if not _is_contents(given):
+            path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
+            place, text = str(path), path.read_text(encoding="utf-8")
+        fields = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.hf_config={given}: cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"model.hf_config={given}: not a JSON object")
+    return fields, place
 
 
 _DROPPED = INERT - {"bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "pretraining_tp", "is_encoder_decoder"}
 
 
-def _check_fields(fields: dict[str, Any], kind: type, file: Path) -> None:
+def _check_fields(fields: dict[str, Any], kind: type, place: str) -> None:
     known = set(kind().to_dict()) | set(kind.attribute_map) | INERT | ROPE_FIELDS
     if unknown := sorted(set(fields) - known):
-        raise ConfigError(f"{file}: {unknown[0]}={fields[unknown[0]]!r} is no field of {kind.__name__}; remove it")
+        raise ConfigError(f"{place}: {unknown[0]}={fields[unknown[0]]!r} is no field of {kind.__name__}; remove it")
 
 
-def _check_causal(config: Any, kind: str, file: Path) -> None:
+def _check_causal(config: Any, kind: str, place: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     masked = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     if masked and not getattr(config, "causal", False):
-        raise ConfigError(f"{file}: model_type={kind} sees later tokens too; set is_decoder: true in it, if it has that")
+        raise ConfigError(f"{place}: model_type={kind} sees later tokens too; set is_decoder: true in it, if it has that")
     if kind in _NOT_CAUSAL or getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"{file}: model_type={kind} is no causal language model")
+        raise ConfigError(f"{place}: model_type={kind} is no causal language model")

@@ -65,6 +65,7 @@ class HfModel(nn.Module):
         """Logits [B, T, V]; with targets, the summed token losses of each sequence [B], fp32. Documents cannot be kept apart."""
         if documents_BT is not None:
             raise ValueError("a model of transformers' gets no documents: data.document_mask is refused with model.family=hf")
+        self._bring_buffers(tokens_BT.device)
         try:
             logits_BTV = self._transformers(input_ids=tokens_BT, use_cache=False, return_dict=True).logits
         finally:
@@ -91,6 +92,13 @@ class HfModel(nn.Module):
         for name, buffer in self.named_buffers():
             buffer.copy_(kept[name])
         return self
+
+    def _bring_buffers(self, device: torch.device) -> None:
+        # With parallel.offload the model is filled on the host; FSDP2 brings the weights to the device, and nothing else.
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
 
     def matmul_parameters(self) -> int:
         """Parameters that a token is multiplied with; of experts, which are one tensor each, those of the active ones."""

@@ -15,7 +15,7 @@ PLAIN: dict[str, Any] = {
     "norm.kind": "rms", "norm.placement": "pre", "norm.qk": "none",
     "rope.theta": 10000.0, "rope.fraction": 1.0, "rope.layout": "half", "rope.pattern": [True], "rope.scaling": "none",
     "rope.factor": 1.0, "rope.low_frequency": 1.0, "rope.high_frequency": 4.0, "rope.beta_fast": 32.0, "rope.beta_slow": 1.0,
-    "rope.attention_factor": 0.0, "rope.mscale": 0.0, "rope.mscale_all_dim": 0.0, "rope.truncate": True, "rope.scale_local": False,
+    "rope.attention_factor": 0.0, "rope.mscale": 0.0, "rope.mscale_all_dim": 0.0, "rope.truncate": True, "rope.scale_local": True,
     "attention.bias": [], "attention.soft_cap": 0.0, "attention.window": 0, "attention.window_pattern": [True],
     "attention.sinks": False,
     "latent.kv_rank": 0, "latent.query_rank": 0, "latent.rope_dim": 0, "latent.plain_dim": 0, "latent.value_dim": 0, "latent.norm_eps": 1e-6,
@@ -25,6 +25,9 @@ PLAIN: dict[str, Any] = {
     "experts.router_bias": False, "experts.correction": False, "experts.correction_rate": 0.0, "experts.balance_loss": 0.0,
     "experts.router_z_loss": 0.0,
 }  # fmt: skip
+
+
+PATTERNS = ("rope.pattern", "attention.window_pattern")  # repeated over the layers
 
 
 def flat(model: Any, prefix: str = "") -> dict[str, Any]:
@@ -63,13 +66,23 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
     model = _sizes(model, sequence_length)
     said = {name for name, value in flat(model).items() if value is not None}
     defaults = {name: value for name, value in {**PLAIN, **family_of(model.family).switches(model)}.items() if name not in said}
+    # A family's pattern may be longer than a small model.
+    defaults |= {name: defaults[name][: model.layers] for name in PATTERNS if name in defaults}
     model = with_values(model, defaults)
+    _check_patterns(model)
     last = {
         "rope.local_theta": model.rope.local_theta or model.rope.theta,
         "attention.query_scalar": model.attention.query_scalar or query_scalar(model),
         "ffn_dim": model.ffn_dim or (-(-8 * model.dim // (3 * 64)) * 64 if model.mlp.gated else 4 * model.dim),
     }
     last["experts.ffn_dim"] = model.experts.ffn_dim or (last["ffn_dim"] if model.experts.count else 0)
+    patterns = {name: shortest_period(cycled(pattern, model.layers)) for name, pattern in _patterns(model)}
+    last |= patterns
+    if not (model.attention.window and any(patterns["attention.window_pattern"])):
+        last |= {
+            "attention.window": 0,
+            "attention.window_pattern": [True],
+        }  # there is one way to say that no layer has a window
     if model.rope.scaling != "none":
         last["rope.original_length"] = model.rope.original_length or model.max_sequence_length
     model = with_values(model, last)
@@ -121,7 +134,14 @@ def _check(model: Model) -> None:
             "so it must be even and not 0"
         )
     check_encoder(model)
-    for name, values in (("rope.pattern", model.rope.pattern), ("attention.window_pattern", model.attention.window_pattern)):
+
+
+def _patterns(model: Model) -> list[tuple[str, list[bool]]]:
+    return [(name, flat(model)[name]) for name in PATTERNS]
+
+
+def _check_patterns(model: Model) -> None:
+    for name, values in _patterns(model):
         if not 1 <= len(values) <= model.layers:
             raise ConfigError(
                 f"model.{name} has {len(values)} entries for model.layers={model.layers}; give 1 to {model.layers}"
@@ -228,6 +248,11 @@ def has_rope(model: Model, layer: int) -> bool:
 def has_experts(model: Model, layer: int) -> bool:
     """Whether a layer, from 0, has a mixture of experts in place of the MLP."""
     return model.experts.count > 0 and layer not in model.experts.dense_layers
+
+
+def cycled(pattern: list[Any], layers: int) -> list[Any]:
+    """A pattern repeated over so many layers."""
+    return [pattern[layer % len(pattern)] for layer in range(layers)]
 
 
 def shortest_period(values: list[Any]) -> list[Any]:

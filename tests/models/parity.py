@@ -60,8 +60,9 @@ def pair(family: str, name: str):
     config = transformers.AutoConfig.for_model(**fields, attn_implementation="eager")
     theirs = getattr(transformers, entry.architecture)(config).eval()
     generator = torch.Generator().manual_seed(3)
+    gain = 0.0 if model.norm.kind == "rms_offset" else 1.0  # vectors are drawn so that norms have gains around one
     for parameter in theirs.parameters():
-        spread, centre = (0.2, 1.0) if parameter.dim() == 1 else (0.15, 0.0)
+        spread, centre = (0.2, gain) if parameter.dim() == 1 else (0.15, 0.0)
         parameter.data = centre + spread * torch.randn(parameter.shape, generator=generator)
     kept = theirs.state_dict()
     for buffer in (b for n, b in theirs.named_buffers() if n in kept):  # the balancing biases of DeepSeek's routers

@@ -246,3 +246,15 @@ def test_sizes_that_cannot_be_are_named(switches, named):
     with pytest.raises(ConfigError, match=named) as caught:
         model(**switches)
     assert "\n" not in str(caught.value)
+
+
+def test_blocks_of_multi_token_prediction_have_experts_that_are_counted_and_balanced_as_well():
+    from pretrain.models.shape import with_values
+
+    built = network(with_values(model(layers=2, correction=True, balance_loss=0.1), {"predict_ahead": 1}))
+    ids = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(0))
+    built(ids, targets_BT=ids).sum().backward()
+    reports = built.take_router_reports()
+    assert list(reports) == list(built.routers()) == [0, 1, 2]
+    assert [int(report.counts_E.sum()) for report in reports.values()] == [64] * 3
+    assert all(p.grad is not None for p in built.parameters() if p.requires_grad)

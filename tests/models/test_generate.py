@@ -158,3 +158,20 @@ def test_a_model_of_transformers_generates_as_transformers_does(tmp_path):
     )
     assert generate(ours, PROMPT, 12) == ids[0, len(PROMPT) :].tolist()
     assert uncached_reason(ours) == "model.family=hf has none here"
+
+
+def test_the_tool_gives_the_same_text_with_and_without_a_cache_and_says_how_fast(pool, config_file, capsys):
+    from running import tool, train
+
+    run = train(pool, 1, config_file, "run.steps=2", "schedule.warmup_steps=1")
+    common = ["--model", str(run), "--prompt", "abc", "--max-tokens", "12", "--top-p", "0.9", "--seed", "5", "--json"]
+    printed = []
+    for extra in ([], ["--no-cache"]):
+        assert tool("generate").main([*common, *extra]) == 0
+        out, err = capsys.readouterr()
+        printed.append(out)
+        assert " tokens/s" in err
+    assert printed[0] == printed[1] and '"tokens": [' in printed[0]
+    with pytest.raises(SystemExit) as refused:
+        tool("generate").main([*common, "--top-p", "0"])
+    assert refused.value.code == 2

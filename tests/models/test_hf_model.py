@@ -180,6 +180,19 @@ def test_the_contents_take_the_place_of_the_file(tmp_path):
     assert complete(Model(family="hf", hf_config=str(tmp_path / "again")), 32) == first
 
 
+def test_contents_are_taken_as_the_file_is(tmp_path):
+    file = shape(tmp_path, "bloom")
+    text = json.dumps({"model_type": "bloom", **CONFIGS["bloom"]})
+    assert complete(Model(family="hf", hf_config=text), 32) == file
+    for text, said in (
+        ('{"model_type": "bloom", "n_layerz": 1}', "n_layerz=1 is no field"),
+        ('{"model_type": "mine"}', "model_type='mine'"),
+        ('{"model_type": "bloom"', "cannot be read as JSON"),
+    ):
+        with pytest.raises(ConfigError, match=f"model.hf_config.*: .*{said}"):
+            complete(Model(family="hf", hf_config=text), 32)
+
+
 REFUSED = {
     "an unknown architecture": ({"model_type": "my_model", "auto_map": {"AutoModel": "x.y"}}, "model_type='my_model'; its auto_map names code"),
     "no architecture": ({"model_type": None}, "model_type=None"),

@@ -7,26 +7,36 @@ from typing import Any
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
 from pretrain.models.families.family import Field
-from pretrain.models.families.weights import Entry, entry
-from pretrain.models.shape import shortest_period
+from pretrain.models.families.weights import CONCATENATED, Entry, entry
 
 LAYER, THEIRS = "layers.{layer}", "model.layers.{layer}"
 
-# Width, depth and the like, by the names that nearly every configuration of transformers has.
-SIZES = (
-    Field("vocab_size", "vocab_size"),
-    Field("dim", "hidden_size"),
-    Field("layers", "num_hidden_layers"),
-    Field("heads", "num_attention_heads"),
-    Field("kv_heads", "num_key_value_heads", None),
-    Field("head_dim", "head_dim", None),
-    Field("ffn_dim", "intermediate_size"),
-    Field("max_sequence_length", "max_position_embeddings", 2048),
-    Field("init_std", "initializer_range", 0.02),
-)
 
-# Of families where all heads together are as wide as the residual stream, and each has keys and values of its own.
-WHOLE_HEADS = {"head_dim": lambda model: model.dim // model.heads, "kv_heads": lambda model: model.heads}
+def sizes(kv_heads: int | None = None, head_dim: int | None = None, length: int = 2048) -> tuple[Field, ...]:
+    """Width, depth and the like, by the names that nearly every configuration of transformers has.
+
+    The arguments are what absent fields mean: None derives them.
+    """
+    return (
+        Field("vocab_size", "vocab_size"),
+        Field("dim", "hidden_size"),
+        Field("layers", "num_hidden_layers"),
+        Field("heads", "num_attention_heads"),
+        Field("kv_heads", "num_key_value_heads", kv_heads),
+        Field("head_dim", "head_dim", head_dim),
+        Field("ffn_dim", "intermediate_size"),
+        Field("max_sequence_length", "max_position_embeddings", length),
+        Field("init_std", "initializer_range", 0.02),
+    )
+
+
+SIZES = sizes()
+
+# Blocks of GPT: heads that are together as wide as the residual stream, each with keys and values of its own; LayerNorm; a plain MLP.
+GPT_BLOCK = {
+    "head_dim": lambda model: model.dim // model.heads, "kv_heads": lambda model: model.heads, "norm.kind": "layer",
+    "mlp.gated": False, "mlp.bias": True,
+}  # fmt: skip
 
 
 def tied(default: bool) -> Field:
@@ -74,6 +84,15 @@ def refuse_uneven_heads(model: Model) -> str | None:
     return None
 
 
+def capped(ours: str, theirs: str, default: float | None) -> Field:
+    """A soft-cap: none is null there and 0 here."""
+    return Field(ours, theirs, default, lambda cap, model: cap or None, lambda cap, config: 0.0 if cap is None else cap)
+
+
+def attention_bias() -> Field:
+    return Field("attention.bias", "attention_bias", False, *projections("query", "key", "value", "output"))
+
+
 def projections(*names: str) -> tuple[Any, Any]:
     """`to` and `back` of a field that is true where these projections have a bias."""
 
@@ -110,17 +129,55 @@ def norms(**names: str) -> tuple[Entry, ...]:
     return tuple(entry(f"{LAYER}.{ours}.weight", f"{THEIRS}.{theirs}.weight") for ours, theirs in names.items())
 
 
+FUSED = (
+    entry([f"{LAYER}.attention.{name}.weight" for name in ("query", "key", "value")],
+          f"{THEIRS}.self_attn.qkv_proj.weight", CONCATENATED),
+    entry([f"{LAYER}.mlp.{name}.weight" for name in ("gate", "up")], f"{THEIRS}.mlp.gate_up_proj.weight", CONCATENATED),
+)  # fmt: skip
 PRE_NORMS = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+# The tensors of a whole model, by where its norms are.
 WEIGHTS = ENDS + ATTENTION + MLP + PRE_NORMS
+WEIGHTS_REORDERED = (
+    ENDS
+    + ATTENTION
+    + MLP
+    + norms(attention_output_norm="post_attention_layernorm", mlp_output_norm="post_feedforward_layernorm")
+)
+WEIGHTS_SANDWICH = (*ENDS, *ATTENTION, *MLP, *norms(
+    attention_norm="input_layernorm",
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+))  # fmt: skip
 
 
-def layer_types(model: Model) -> list[str]:
-    """`layer_types` of config.json: which layers have the sliding window."""
-    from pretrain.models.shape import has_window
+def head_width(model: Model) -> str | None:
+    """`refuse` of families whose heads have no width of their own in transformers."""
+    if model.head_dim * model.heads != model.dim:
+        return f"model.head_dim={model.head_dim} is not model.dim / model.heads, and {model.family} of transformers has no head_dim"
+    return None
 
-    return ["sliding_attention" if has_window(model, i) else "full_attention" for i in range(model.layers)]
+
+# What Gemma 2 and 3 share.
+GEMMA: dict[str, Any] = {
+    "norm.kind": "rms_offset",
+    "norm.placement": "sandwich",
+    "mlp.activation": "gelu_tanh",
+    "embedding_multiplier": lambda model: model.dim**0.5,
+}
+# vLLM reads both names of the activation.
+GEMMA_CONSTANTS: dict[str, Any] = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": False,
+}
 
 
-def window_pattern(types: list[str] | None) -> list[bool] | None:
-    """Our pattern of a `layer_types` list; None where there is none."""
-    return None if types is None else shortest_period([kind == "sliding_attention" for kind in types])
+def query_scalar(default: int) -> Field:
+    return Field("attention.query_scalar", "query_pre_attn_scalar", default, lambda scalar, model: int(scalar))
+
+
+def gemma_refuses(model: Model) -> str | None:
+    if model.attention.query_scalar % 1:
+        return f"model.attention.query_scalar={model.attention.query_scalar} is no whole number, as transformers demands"
+    return refuse_uneven_heads(model)

@@ -6,6 +6,8 @@ declaration reads is refused, and so is a switch of ours that the family cannot 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import types
 import typing
@@ -13,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pretrain.config.load import check_range
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
 from pretrain.models.families.rope import ROPE_FIELDS, rope_from_hf, rope_to_hf
@@ -26,6 +29,7 @@ INERT = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "bos_token_id", "eos_token_id",
     "pad_token_id", "use_cache", "pretraining_tp", "_name_or_path", "output_attentions", "output_hidden_states", "return_dict",
     "id2label", "label2id", "is_encoder_decoder", "problem_type", "chunk_size_feed_forward", "attention_dropout",
+    "cache_implementation",
     "auto_map",  # names code in the model's repository, which is never run
 }  # fmt: skip
 
@@ -59,9 +63,12 @@ class Family:
     """How a family is computed and how transformers writes it. Values may be functions of the model.
 
     `fixed`: switches that make the family what it is. `defaults`: what a new model has unless the configuration says otherwise.
-    `constants`: fields of config.json with the one value that we compute; also written. `inert`: more fields without effect.
-    `rope`: how rotary positions are written, None: they are not. `refuse`: says why transformers would not take a model.
-    `dropped`: whether a tensor of theirs is no part of what is computed; an import says which it leaves out.
+    `constants`: fields of config.json with the one value that we compute; also written. `accepted`: the same, but not written.
+    `derived`: fields that say again, for older readers, what `fields` say: written unless None, and read by the `back` of those.
+    `inert`: more fields without effect. `rope`: how rotary positions are written, None: they are not; `theta` and `local_theta`:
+    the bases that a config.json means which names none; `partial`: whether transformers can rotate a share of a head here (elsewhere
+    it ignores the field). `refuse`: says why transformers would not take a model. `dropped`: whether a tensor of theirs is no part
+    of what is computed; an import says which it leaves out.
     """
 
     name: str
@@ -72,8 +79,13 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
+    accepted: dict[str, Any] = field(default_factory=dict)
+    derived: dict[str, Callable[[Model], Any]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     rope: Literal["uniform", "by_layer_type"] | None = "uniform"
+    theta: float = 10000.0
+    local_theta: float | None = None
+    partial: bool = False
     refuse: Callable[[Model], str | None] | None = None
     dropped: Callable[[str, Model], bool] | None = None
 
@@ -82,16 +94,25 @@ class Family:
         return {name: _value(value, model) for name, value in {**self.defaults, **self.fixed}.items()}
 
     def to_hf(self, model: Model) -> dict[str, Any]:
-        """config.json of a complete model. Raises ConfigError naming a switch that the family cannot express."""
+        """config.json of a complete model. Raises ConfigError naming a switch that the family cannot express.
+
+        No token has a special meaning: transformers would give some families tokens of its own, perhaps beyond the vocabulary.
+        """
         self._check_expressible(model)
         values = flat(model)
         config = {"architectures": [self.architecture], "model_type": self.model_type}
         config |= {f.theirs: f.to(values[f.ours], model) for f in self.fields}
+        config |= {name: value for name, make in self.derived.items() if (value := make(model)) is not None}
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         return config | self.constants | (rope_to_hf(model, self.rope) if self.rope else {})
 
     def _check_expressible(self, model: Model) -> None:
         if self.refuse and (why := self.refuse(model)):
             raise ConfigError(f"{why}, so it cannot be exported as model.family={self.name}")
+        if self.rope and not self.partial and model.rope.fraction != 1:
+            raise ConfigError(
+                f"model.rope.fraction={model.rope.fraction}: model.family={self.name} rotates whole heads; remove it"
+            )
         free = {f.ours for f in self.fields} | NOT_EXPORTED
         for name, value in flat(model).items():
             section, _, key = name.partition(".")
@@ -111,7 +132,7 @@ class Family:
     def from_hf(self, config: dict[str, Any]) -> Model:
         """The complete model of a config.json. Raises ConfigError naming a field that is missing, unknown or not supported."""
         rest = {name: value for name, value in config.items() if name not in INERT | self.inert}
-        for name, value in self.constants.items():
+        for name, value in {**self.accepted, **self.constants}.items():
             if rest.pop(name, value) not in (value, None):
                 raise ConfigError(f"config.json: {name}={config[name]!r} is not supported for {self.name}; only {value!r} is")
         values: dict[str, Any] = {}
@@ -121,8 +142,9 @@ class Family:
                 raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
             values[item.ours] = _typed(item, item.back(raw, config), config)
         if self.rope:
-            values |= rope_from_hf(config, values, self.rope, self.name)
+            values |= rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta)
             rest = {name: value for name, value in rest.items() if name not in ROPE_FIELDS}
+        rest = {name: value for name, value in rest.items() if name not in self.derived}
         if unknown := sorted(rest):
             raise ConfigError(
                 f"config.json: {unknown[0]}={rest[unknown[0]]!r} is not known for {self.name}; it may change what is computed"
@@ -136,14 +158,15 @@ def _value(value: Any, model: Model) -> Any:
     return value(model) if callable(value) else value
 
 
-_HINTS: dict[str, Any] = {}
-
-
 def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
-    """The value in the type of our key; config.json is a file like any other, and may hold anything."""
-    if not _HINTS:
-        _HINTS.update(_types(Model))
-    hint = _HINTS[item.ours]
+    """The value in the type and range of our key; config.json is a file like any other, and may hold anything."""
+    hint, limits = _keys()[item.ours]
+    value = _converted(hint, item, value, config)
+    check_range(limits, value, f"config.json: {item.theirs}={config.get(item.theirs)!r}")
+    return value
+
+
+def _converted(hint: Any, item: Field, value: Any, config: dict[str, Any]) -> Any:
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)  # the latter of Literals
     kinds = [a for a in typing.get_args(hint) if a is not type(None)] if optional else [hint]
     shown = f"config.json: {item.theirs}={config.get(item.theirs)!r}"
@@ -166,9 +189,15 @@ def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
     raise ConfigError(f"{shown} is not supported")
 
 
-def _types(kind: type, prefix: str = "") -> dict[str, Any]:
-    hints = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        full = f"{prefix}{name}"
-        hints |= _types(hint, f"{full}.") if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__") else {full: hint}
-    return hints
+@functools.cache
+def _keys() -> dict[str, tuple[Any, Any]]:
+    """Type and limits of every key of the model, by its dotted name."""
+
+    def keys(kind: type, prefix: str) -> dict[str, tuple[Any, Any]]:
+        hints, found = typing.get_type_hints(kind), {}
+        for key in dataclasses.fields(kind):
+            name, hint = f"{prefix}{key.name}", hints[key.name]
+            found |= keys(hint, f"{name}.") if dataclasses.is_dataclass(hint) else {name: (hint, key.metadata)}
+        return found
+
+    return keys(Model, "")

@@ -1,19 +1,12 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm, projections written as [in, out] with queries, keys and values fused."""
 
-from pretrain.models.families.common import WHOLE_HEADS, activation, eps, refuse_uneven_heads, tied
+from pretrain.models.families.common import GPT_BLOCK, activation, eps, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.weights import CONCATENATED, CONCATENATED_TRANSPOSED, SAME, TRANSPOSED, entry
 
 _OURS, _THEIRS = "layers.{layer}", "transformer.h.{layer}"
 _ALL = ("query", "key", "value", "output")
 _FUSED = tuple(f"{_OURS}.attention.{name}." for name in _ALL[:3])
-_FIXED = WHOLE_HEADS | {
-    "positions": "learned",
-    "norm.kind": "layer",
-    "mlp.gated": False,
-    "mlp.bias": True,
-    "attention.bias": list(_ALL),
-}
 # Dropout is for training; the order of scaling changes roundings in half precision only; summaries belong to other heads.
 _INERT = frozenset({
     "n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "summary_type", "summary_use_proj",
@@ -56,7 +49,7 @@ GPT2 = Family(
         *_both(f"{_OURS}.mlp.up", f"{_THEIRS}.mlp.c_fc", TRANSPOSED),
         *_both(f"{_OURS}.mlp.down", f"{_THEIRS}.mlp.c_proj", TRANSPOSED),
     ),
-    fixed=_FIXED,
+    fixed=GPT_BLOCK | {"positions": "learned", "attention.bias": list(_ALL)},
     defaults={"tie_embeddings": True, "mlp.activation": "gelu_tanh"},
     constants={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     inert=_INERT,

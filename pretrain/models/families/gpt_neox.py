@@ -1,6 +1,6 @@
 """GPT-NeoX (arXiv 2204.06745) and Pythia (arXiv 2304.01373): parallel residual, partial rotation, projections fused per head."""
 
-from pretrain.models.families.common import SIZES, WHOLE_HEADS, activation, eps, projections, refuse_uneven_heads, tied
+from pretrain.models.families.common import GPT_BLOCK, SIZES, activation, eps, projections, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.weights import FUSED_PER_HEAD, entry
 
@@ -14,7 +14,6 @@ _MODULES = {
     f"{_OURS}.mlp.up": f"{_THEIRS}.mlp.dense_h_to_4h",
     f"{_OURS}.mlp.down": f"{_THEIRS}.mlp.dense_4h_to_h",
 }
-_FIXED = WHOLE_HEADS | {"norm.kind": "layer", "mlp.gated": False, "mlp.bias": True}
 
 GPT_NEOX = Family(
     name="gpt_neox",
@@ -44,9 +43,10 @@ GPT_NEOX = Family(
             for kind in ("weight", "bias")
         ),
     ),
-    fixed=_FIXED,
+    fixed=GPT_BLOCK,
     defaults={"parallel_residual": True, "rope.fraction": 0.25, "mlp.activation": "gelu", "attention.bias": list(_ALL)},
     # Dropout is for training; the others say nothing about a causal model.
     inert=frozenset({"hidden_dropout", "classifier_dropout", "is_decoder", "gradient_checkpointing"}),
     refuse=refuse_uneven_heads,
+    partial=True,
 )

@@ -8,17 +8,15 @@ from pretrain.models.families.common import (
     SIZES,
     THEIRS,
     eps,
-    layer_types,
     projections,
     tied,
-    window_pattern,
 )
 from pretrain.models.families.experts import TRAINING, needs_experts
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.weights import INTERLEAVED, INTERLEAVED_TRANSPOSED, TRANSPOSED, entry
+from pretrain.models.families.windows import windows
 
 EXPERTS = f"{LAYER}.mlp.experts"
-ALTERNATING = [True, False]
 
 GPT_OSS = Family(
     name="gpt_oss",
@@ -30,14 +28,7 @@ GPT_OSS = Family(
         eps(1e-5),
         tied(False),
         Field("attention.bias", "attention_bias", True, *projections("query", "key", "value", "output")),
-        Field("attention.window", "sliding_window", 128, lambda n, model: n or None, lambda n, config: n or 0),
-        Field(
-            "attention.window_pattern",
-            "layer_types",
-            None,
-            lambda pattern, model: layer_types(model),
-            lambda types, config: window_pattern(types) or ALTERNATING,
-        ),
+        *windows(128, lambda layer, config: layer % 2 == 0, needed=True),
         Field("experts.count", "num_local_experts"),
         Field("experts.active", "num_experts_per_tok"),
     ),
@@ -57,7 +48,7 @@ GPT_OSS = Family(
         "rope.theta": 150000.0,
         "attention.bias": ["query", "key", "value", "output"],
         "attention.window": 128,
-        "attention.window_pattern": lambda model: ALTERNATING[: model.layers],
+        "attention.window_pattern": [True, False],
     },
     fixed={
         "attention.sinks": True,
@@ -70,4 +61,5 @@ GPT_OSS = Family(
     constants={"hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     inert=TRAINING | {"experts_per_token", "initial_context_length"},  # older names of fields that are there as well
     refuse=needs_experts,
+    theta=150000.0,
 )

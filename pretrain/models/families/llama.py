@@ -1,6 +1,6 @@
 """Llama 2, 3 and 3.x (arXiv 2307.09288, 2407.21783)."""
 
-from pretrain.models.families.common import SIZES, WEIGHTS, eps, projections, refuse_uneven_heads, tied
+from pretrain.models.families.common import SIZES, WEIGHTS, attention_bias, eps, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
 
 LLAMA = Family(
@@ -11,10 +11,12 @@ LLAMA = Family(
         *SIZES,
         eps(1e-6),
         tied(False),
-        Field("attention.bias", "attention_bias", False, *projections("query", "key", "value", "output")),
+        attention_bias(),
         Field("mlp.bias", "mlp_bias", False),
     ),
     weights=WEIGHTS,
     constants={"hidden_act": "silu"},
+    accepted={"rope_interleaved": False},
+    inert=frozenset({"is_llama_config"}),
     refuse=refuse_uneven_heads,
 )

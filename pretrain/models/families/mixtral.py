@@ -21,4 +21,5 @@ MIXTRAL = Family(
     constants={"hidden_act": "silu", "router_jitter_noise": 0.0},
     inert=TRAINING,
     refuse=needs_experts,
+    theta=1_000_000.0,
 )

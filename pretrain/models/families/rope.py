@@ -58,6 +58,8 @@ def rope_to_hf(model: Model, kind: str) -> dict[str, Any]:
     if kind == "uniform":
         if rope.local_theta != rope.theta:
             raise ConfigError(f"model.rope.local_theta={rope.local_theta}: model.family={model.family} has one base; remove it")
+        if rope.scaling != "none" and not rope.scale_local:
+            raise ConfigError(f"model.rope.scale_local=false: model.family={model.family} scales every layer; remove it")
         return {"rope_parameters": parameters, **fields}
     local = parameters if rope.scale_local else {"rope_type": "default"}
     local = {**local, "rope_theta": rope.local_theta}
@@ -65,8 +67,10 @@ def rope_to_hf(model: Model, kind: str) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": parameters, "sliding_attention": local}, **fields}
 
 
-def rope_from_hf(config: dict[str, Any], values: dict[str, Any], kind: str, family: str) -> dict[str, Any]:
-    """Our `rope.*` keys. Raises ConfigError for a kind of scaling or a parameter that is not known, and for contradictions."""
+def rope_from_hf(
+    config: dict[str, Any], kind: str, family: str, theta: float, local_theta: float | None = None
+) -> dict[str, Any]:
+    """Our `rope.*` keys; `theta` and `local_theta` are the bases where the file names none. Raises ConfigError for a kind of scaling or a parameter that is not known, and for contradictions."""
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
     for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
@@ -77,21 +81,23 @@ def rope_from_hf(config: dict[str, Any], values: dict[str, Any], kind: str, fami
         if kind != "by_layer_type":
             raise ConfigError(f"config.json: rope_parameters={parameters!r} is not supported for {family}")
         local, parameters = parameters.get("sliding_attention") or {}, parameters.get("full_attention") or {}
+    config = {"rope_theta": config.get("rotary_emb_base", theta), **config}
     ours = _read(parameters, config, family)
     older = _read(scaling, config, family) if scaling else ours
     if scaling and parameters and older != ours:
         raise ConfigError(f"config.json: rope_scaling={scaling!r} contradicts rope_parameters={parameters!r}")
     ours = older if scaling else ours
     if kind == "by_layer_type":
-        ours |= _local(local, ours, config, family)
+        ours |= _local(local, ours, {"rope_local_base_freq": local_theta, **config}, family)
     return {f"rope.{name}": value for name, value in ours.items()}
 
 
 def _local(local: dict[str, Any], ours: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:
     theta = local.get("rope_theta", config.get("rope_local_base_freq"))
+    theta = ours["theta"] if theta is None else _number("rope_local_base_freq or rope_theta", theta)
     if not local:
         return {"local_theta": theta, "scale_local": False}
-    read = _read({**local, "rope_theta": ours["theta"]}, {}, family)
+    read = _read({**local, "rope_theta": ours["theta"]}, config, family)
     scaled = read["scaling"] != "none"
     if scaled and {**read, "theta": ours["theta"]} != ours:
         raise ConfigError(f"config.json: rope_parameters scales layers with a window otherwise than the others: {local!r}")
@@ -109,16 +115,16 @@ def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> di
             f"config.json: rope_scaling or rope_parameters={parameters} is not supported for {family}; only "
             f"{', '.join(['default', *list(SCALING)[1:]])} are"
         )
-    theta = rest.pop("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
+    theta = rest.pop("rope_theta", config["rope_theta"])
     fraction = rest.pop("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
-    ours: dict[str, Any] = {"scaling": kind, "theta": float(theta)}
+    ours: dict[str, Any] = {"scaling": kind, "theta": _number("rope_theta", theta)}
     if fraction is not None:  # else it is what the family has
-        ours["fraction"] = float(fraction)
+        ours["fraction"] = _number("partial_rotary_factor", fraction)
     for name, field in SCALING[kind].items():
         fallback = config.get("original_max_position_embeddings") if name == "original_length" else None
         value = rest.pop(field, fallback)
         if value is not None:
-            ours[name] = value if name in ("original_length", "truncate") else float(value)
+            ours[name] = value if name in ("original_length", "truncate") else _number(field, value)
     if kind == "yarn" and "factor" in ours and rest.get("finetuned") is not None:
         rest.pop("finetuned")  # a remark about how the model was made
     rest.pop("original_max_position_embeddings", None) if kind in ("none", "linear", "dynamic") else None
@@ -128,3 +134,9 @@ def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> di
             f"config.json: rope_scaling or rope_parameters: {name}={rest[name]!r} is not supported for {family} with {kind}"
         )
     return ours
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ConfigError(f"config.json: {name}={value!r} is not supported: expected a number")
+    return float(value)

@@ -1,0 +1,92 @@
+"""Sliding windows in config.json: `sliding_window` says how wide they are, `layer_types` which layers have one.
+
+`layer_types` is younger than most files; where it is absent every family has a rule of its own, which transformers knows by heart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pretrain.config.model_schema import Model
+from pretrain.errors import ConfigError
+from pretrain.models.families.family import Field
+from pretrain.models.shape import has_window
+
+
+def layer_types(model: Model) -> list[str]:
+    """`layer_types` of config.json: which layers have the sliding window."""
+    return ["sliding_attention" if has_window(model, i) else "full_attention" for i in range(model.layers)]
+
+
+def windows(
+    width: int | None,
+    has: Callable[[int, dict[str, Any]], bool] = lambda layer, config: True,
+    switched: bool = False,
+    needed: bool = False,
+) -> tuple[Field, Field]:
+    """The sliding window (`width` where the file names none) and the layers that have it, by `layer_types`.
+
+    `has(layer, config)`: what an absent `layer_types` means; `switched`: there is no window unless `use_sliding_window` says so;
+    `needed`: transformers demands a width even where no layer has a window.
+    """
+
+    def used(value: Any, config: dict[str, Any]) -> Any:
+        flag = config.get("use_sliding_window", False) if switched else True
+        if not isinstance(flag, bool):
+            raise ConfigError(f"config.json: use_sliding_window={flag!r} is not supported: expected true or false")
+        return 0 if value is None or not flag else value
+
+    def write(window: int, model: Model) -> int | None:
+        return window or (model.max_sequence_length if needed else None)
+
+    def pattern(types: Any, config: dict[str, Any]) -> list[bool]:
+        layers, window = int(config["num_hidden_layers"]), used(config.get("sliding_window", width), config)
+        if types is None:
+            return [has(layer, config) for layer in range(layers)]
+        known = isinstance(types, list) and all(kind in ("sliding_attention", "full_attention") for kind in types)
+        if not known or len(types) != layers:
+            raise ConfigError(
+                f"config.json: layer_types={types!r} is not supported: expected sliding_attention or full_attention for each of "
+                f"{layers} layers"
+            )
+        if "sliding_attention" in types and not window:
+            raise ConfigError(
+                "config.json: layer_types has sliding_attention, but sliding_window is off; set it, or change them"
+            )
+        return [kind == "sliding_attention" for kind in types]
+
+    return (
+        Field("attention.window", "sliding_window", width, write, used),
+        Field("attention.window_pattern", "layer_types", None, lambda flags, model: layer_types(model), pattern),
+    )
+
+
+def whole(name: str, default: int, least: int = 1) -> Callable[[dict[str, Any]], int]:
+    """Reads a field of config.json that must be a whole number of at least `least`."""
+
+    def read(config: dict[str, Any]) -> int:
+        value = config.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"config.json: {name}={value!r} is not supported: expected a whole number")
+        return value
+
+    return read
+
+
+_first = whole("max_window_layers", 28, least=0)
+
+
+def suffix_windows(width: int) -> tuple[Field, Field]:
+    """As Qwen has it: no window unless `use_sliding_window`, and none in the first `max_window_layers` layers."""
+    return windows(width, lambda layer, config: layer >= _first(config), switched=True)
+
+
+def first_window(model: Model) -> int | None:
+    """`max_window_layers`; None where the layers with a window are not the last ones."""
+    flags = [has_window(model, layer) for layer in range(model.layers)]
+    first = flags.index(True) if any(flags) else model.layers
+    return first if all(flags[first:]) else None
+
+
+SUFFIX_WINDOWS = {"use_sliding_window": lambda model: model.attention.window > 0, "max_window_layers": first_window}

@@ -1,0 +1,99 @@
+"""The tables of docs/models.md, from the declarations of the families and the files of configs/models/.
+
+    python -m pretrain.models.show docs/models.md configs/models
+
+A table stands between the markers `<!-- NAME -->` and `<!-- /NAME -->`; the rest of the page is left alone.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrain.config.load import load_config
+from pretrain.config.model_schema import Model
+from pretrain.models.families import families
+from pretrain.models.network import build_network
+from pretrain.models.shape import complete
+
+
+def family_table() -> str:
+    """Every family with what it fixes and what it has by default."""
+    rows = ["| `model.family` | transformers | always | unless set |", "|---|---|---|---|"]
+    for family in families():
+        defaults = {name: value for name, value in family.defaults.items() if name not in family.fixed}
+        rows.append(f"| `{family.name}` | `{family.architecture}` | {_switches(family.fixed)} | {_switches(defaults)} |")
+    return "\n".join(rows)
+
+
+def preset_table(presets: dict[str, tuple[Model, int]]) -> str:
+    """Presets by name, each a complete model and its parameters."""
+    rows = [
+        "| preset | family | layers × dim | heads (key-value) | ffn | vocabulary | tied | longest | parameters |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, (model, count) in sorted(presets.items(), key=lambda item: (item[1][0].family, item[1][1], item[0])):
+        cells = [
+            f"`{name}`",
+            model.family,
+            f"{model.layers} × {model.dim}",
+            f"{model.heads} ({model.kv_heads}) of {model.head_dim}",
+            f"{model.ffn_dim:,}",
+            f"{model.vocab_size:,}",
+            "yes" if model.tie_embeddings else "no",
+            f"{model.max_sequence_length:,}",
+            f"{count:,}",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def preset_parameters(path: Path) -> tuple[Model, int]:
+    """The complete model of a preset, and its parameters, a tied head counted once."""
+    model = complete(load_config(path)[0].model)
+    with torch.device("meta"):
+        # Without the corrections that balance experts, which are no weights of the model for those who publish counts.
+        return model, sum(p.numel() for p in build_network(model).parameters() if p.requires_grad)
+
+
+def with_tables(page: str, tables: dict[str, str]) -> str:
+    """The page with these tables between their markers. ValueError for a marker that is missing."""
+    for name, table in tables.items():
+        page, found = re.subn(
+            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+            lambda match, text=table: f"{match[1]}{text}\n{match[2]}",
+            page,
+            flags=re.DOTALL,
+        )
+        if found != 1:
+            raise ValueError(f"the page has {found} places for the table {name}: expected one pair of markers")
+    return page
+
+
+def _switches(values: dict[str, Any]) -> str:
+    return ", ".join(f"`{name}: {_shown(value)}`" for name, value in values.items()) or "–"
+
+
+def _shown(value: Any) -> str:
+    if callable(value):
+        return "derived from the sizes"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(_shown(item) for item in value)}]"
+    return f"{value:g}" if isinstance(value, float) and value < 1e-3 else str(value)
+
+
+def main() -> None:
+    page = Path(sys.argv[1])
+    presets = {path.stem: preset_parameters(path) for path in Path(sys.argv[2]).glob("*.yaml")}
+    tables = {"families": family_table(), "presets": preset_table(presets)}
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

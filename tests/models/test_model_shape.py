@@ -1,0 +1,80 @@
+"""What a model section leaves open has one value, whoever fills it in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from presets import PRESETS, preset
+
+from pretrain.config.model_schema import Attention, Model, Rope
+from pretrain.errors import ConfigError
+from pretrain.models.families import families, family_of
+from pretrain.models.shape import complete, has_rope, has_window
+
+SIZES = {"dim": 32, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}
+NAMES = [family.name for family in families()]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_complete_model_is_completed_to_itself(name):
+    assert complete(preset(name)[0]) == preset(name)[0]
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_the_pattern_of_a_family_fits_any_depth(family, layers):
+    model = complete(Model(family=family, layers=layers, **SIZES))
+    deep = complete(Model(family=family, layers=60, **SIZES))
+    assert [has_window(model, i) for i in range(layers)] == [has_window(deep, i) for i in range(layers)]
+    assert [has_rope(model, i) for i in range(layers)] == [has_rope(deep, i) for i in range(layers)]
+
+
+@given(flags=st.lists(st.booleans(), min_size=1, max_size=6), window=st.sampled_from([0, 8]), layers=st.integers(6, 13))
+@settings(deadline=None)
+def test_a_pattern_is_written_in_one_way_and_means_the_same(flags, window, layers):
+    written = Attention(window=window, window_pattern=flags)
+    model = complete(Model(family="custom", layers=layers, **SIZES, attention=written, rope=Rope(pattern=flags)))
+    repeated = [flags[i % len(flags)] for i in range(layers)]
+    assert [has_rope(model, i) for i in range(layers)] == repeated
+    assert [has_window(model, i) for i in range(layers)] == [bool(window) and flag for flag in repeated]
+    spelled_out = Attention(window=window, window_pattern=repeated)
+    assert complete(Model(family="custom", layers=layers, **SIZES, attention=spelled_out, rope=Rope(pattern=repeated))) == model
+
+
+def test_a_pattern_of_more_layers_than_there_are_is_refused():
+    with pytest.raises(ConfigError, match=r"model.attention.window_pattern has 3 entries for model.layers=2; give 1 to 2"):
+        complete(Model(layers=2, **SIZES, attention=Attention(window=8, window_pattern=[True, False, True])))
+    with pytest.raises(ConfigError, match=r"model.rope.pattern has 0 entries for model.layers=2"):
+        complete(Model(layers=2, **SIZES, rope=Rope(pattern=[])))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            Model(family="mistral", **SIZES, attention=Attention(window=8, window_pattern=[True, False])),
+            r"model.attention.window_pattern=\[True, False\] is not what model.family=mistral computes",
+        ),
+        (
+            Model(family="mistral", **SIZES, attention=Attention(window=8), rope=Rope(scaling="linear", scale_local=False)),
+            "model.rope.scale_local=false: model.family=mistral scales every layer",
+        ),
+        (Model(family="mistral", **SIZES, rope=Rope(local_theta=5.0)), "model.family=mistral has one base"),
+        (Model(family="llama", **SIZES, attention=Attention(window=8)), "model.attention.window=8 is not what"),
+        (
+            Model(family="qwen2", **SIZES, attention=Attention(bias=[])),
+            r"model.attention.bias=\[\] is not what model.family=qwen2",
+        ),
+        (Model(family="qwen2", **SIZES, head_dim=16), "model.head_dim=16 is not model.dim / model.heads"),
+        (Model(family="phi3", **SIZES, rope=Rope(scaling="yarn")), "rope.scaling=yarn is not one that phi3"),
+        (Model(family="gemma2", **SIZES, attention=Attention(query_scalar=1.5)), "query_scalar=1.5 is no whole number"),
+        (Model(family="gemma3", **SIZES, attention=Attention(soft_cap=50.0)), "model.attention.soft_cap=50.0 is not what"),
+        (Model(family="gemma3", **SIZES, embedding_multiplier=1.0), "model.embedding_multiplier=1.0 is not what"),
+        (Model(family="olmo3", **SIZES, rope=Rope(fraction=0.5)), "model.rope.fraction=0.5"),
+    ],
+)
+def test_what_transformers_has_no_name_for_is_refused(model, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        family_of(model.family).to_hf(complete(model))
+    assert "\n" not in str(caught.value)

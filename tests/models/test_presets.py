@@ -1,0 +1,90 @@
+"""Every file of configs/models/ is a published shape, exactly, and can be put under a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from presets import PRESETS, preset
+from published_counts import COUNTS
+
+from pretrain.config.load import load_config
+from pretrain.config.show import to_yaml
+from pretrain.models import show
+from pretrain.models.families import family_of
+from pretrain.models.shape import complete
+from pretrain.train.plan import complete_config
+
+ROOT = Path(__file__).resolve().parents[2]
+every_preset = pytest.mark.parametrize("name", PRESETS)
+by_family = {yaml.safe_load(path.read_text())["model"]["family"]: name for name, path in PRESETS.items()}
+
+
+def test_every_preset_has_a_published_count_and_every_count_a_preset():
+    assert set(PRESETS) == set(COUNTS)
+    assert len(PRESETS) >= 40
+    assert min(COUNTS.values()) < 11e6 and max(COUNTS.values()) > 70e9
+
+
+@every_preset
+def test_a_preset_has_the_published_number_of_parameters(name):
+    assert preset(name)[1] == COUNTS[name]
+
+
+@every_preset
+def test_transformers_counts_the_same_from_our_config_json(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model, _ = preset(name)
+    fields = {k: v for k, v in family_of(model.family).to_hf(model).items() if k != "architectures"}
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    assert type(theirs).__name__ == family_of(model.family).architecture
+    assert theirs.num_parameters() == COUNTS[name]
+
+
+@every_preset
+def test_a_preset_is_a_model_and_the_source_of_its_numbers(name):
+    text = PRESETS[name].read_text(encoding="utf-8")
+    assert text.startswith("# ") and text.split("\n")[0].endswith(".")
+    assert set(yaml.safe_load(text)) == {"model"}
+
+
+@pytest.mark.parametrize("name", by_family.values())
+def test_a_preset_loads_and_what_is_printed_loads_back(name, tmp_path):
+    config = complete_config(load_config(PRESETS[name])[0])
+    (tmp_path / "printed.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(tmp_path / "printed.yaml")[0] == config
+
+
+def test_a_run_includes_a_preset_and_changes_what_it_wants(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"include: {PRESETS['qwen3-0.6b']}\nmodel: {{layers: 3, vocab_size: null}}\ndata: {{sequence_length: 128, sources: [{{path: x}}]}}\n"
+    )
+    config = load_config(path, ["model.rope.theta=5e5"])[0]
+    assert (config.model.family, config.model.dim, config.model.layers) == ("qwen3", 1024, 3)
+    assert config.model.vocab_size is None and config.model.rope.theta == 5e5
+    assert complete(config.model, config.data.sequence_length).head_dim == 128
+
+
+def test_a_preset_can_be_the_configuration_itself_with_everything_else_as_overrides():
+    config = load_config(
+        PRESETS["gemma3-1b"], ["data.sources=[{path: prepared}]", "data.sequence_length=2048", "run.steps=10"]
+    )[0]
+    assert config.data.sources[0].path == "prepared"
+    model = complete_config(config).model
+    assert (model.attention.window, model.rope.local_theta, model.norm.qk) == (512, 1e4, "head")
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_code():
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    tables = {"families": show.family_table(), "presets": show.preset_table({name: preset(name) for name in PRESETS})}
+    assert show.with_tables(page, tables) == page, "run: python -m pretrain.models.show docs/models.md configs/models"
+
+
+def test_a_page_without_a_place_for_a_table_is_refused():
+    with pytest.raises(ValueError, match="0 places for the table presets"):
+        show.with_tables("# Models\n", {"presets": "| |"})

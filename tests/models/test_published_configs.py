@@ -1,0 +1,225 @@
+"""The config.json files of published models, old and new, mean to us what they mean to transformers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from presets import preset
+from published_configs import PUBLISHED, llama, phi3, qwen2
+from published_counts import COUNTS
+
+from pretrain.config.model_schema import Attention, Model
+from pretrain.errors import ConfigError
+from pretrain.models.families import families, family_of, family_of_hf
+from pretrain.models.shape import complete
+
+every_file = pytest.mark.parametrize("name", PUBLISHED)
+
+
+def read(config):
+    return family_of_hf(config).from_hf(config)
+
+
+@every_file
+def test_a_published_file_is_its_preset_with_the_published_number_of_parameters(name):
+    assert preset(name) == (read(PUBLISHED[name]), COUNTS[name])
+
+
+@every_file
+def test_transformers_understands_a_published_file_as_we_do(name):
+    config = PUBLISHED[name]
+    assert read({**written_again(config), "architectures": config["architectures"]}) == read(config)
+
+
+def written_again(config):
+    """What the transformers of today makes of a file, as it would save it."""
+    from transformers import AutoConfig
+
+    fields = {
+        k: v
+        for k, v in copy.deepcopy(config).items()
+        if k not in ("architectures", "model_type", "auto_map", "transformers_version")
+    }
+    return AutoConfig.for_model(family_of_hf(config).model_type, **fields).to_dict()
+
+
+# Those of the families that follow Llama; the others have test files of their own.
+LLAMA_LIKE = sorted({family_of_hf(config).name for config in PUBLISHED.values()})
+
+
+@pytest.mark.parametrize("family", LLAMA_LIKE)
+def test_an_absent_field_means_what_transformers_takes_it_for(family):
+    entry = family_of(family)
+    sizes = {"vocab_size": 61, "hidden_size": 256, "num_hidden_layers": 13, "num_attention_heads": 32, "intermediate_size": 48}
+    sparse = {"architectures": [entry.architecture], "model_type": entry.model_type, **sizes}
+    assert read(sparse) == read({**written_again(sparse), "architectures": [entry.architecture]})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, ("linear", 4.0)),
+        ({"rope_type": "linear", "type": "linear", "factor": 4}, ("linear", 4.0)),
+        ({"type": "dynamic", "factor": 2.0}, ("dynamic", 2.0)),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, ("yarn", 4.0)),
+        ({"type": "default"}, ("none", 1.0)),
+        (None, ("none", 1.0)),
+    ],
+)
+def test_scaling_in_the_older_spelling_is_understood(scaling, expected):
+    model = read(llama(32, 48, 2, 4, 4, 61, max_position_embeddings=512, rope_scaling=scaling))
+    assert (model.rope.scaling, model.rope.factor) == expected
+
+
+LAYERS = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": LAYERS}, "layer_types has sliding_attention, but sliding_window is off"),
+        ({"use_sliding_window": True, "layer_types": LAYERS[:1]}, r"layer_types=\['full_attention'\] is not supported"),
+        ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2}, "layer_types=.* is not supported"),
+        ({"use_sliding_window": True, "layer_types": "sliding_attention"}, "layer_types='sliding_attention' is not supported"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window='yes' is not supported"),
+        ({"use_sliding_window": True, "max_window_layers": 1.5}, "max_window_layers=1.5 is not supported"),
+        ({"use_sliding_window": True, "sliding_window": -4}, "sliding_window=-4: must be at least 0"),
+        ({"use_sliding_window": True, "sliding_window": "4"}, "sliding_window is missing or no whole number"),
+        ({"use_mrope": True}, "use_mrope=True is not supported for qwen2"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: must be at least 1"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads=-2: must be at least 1"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0: must be above 0"),
+        ({"rope_theta": None}, "rope_theta=None is not supported"),
+        ({"rope_theta": "1e6"}, "rope_theta='1e6' is not supported"),
+    ],
+)
+def test_a_field_with_a_value_that_nobody_wrote_before_is_named_and_refused(change, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(qwen2(32, 48, 2, 4, 2, 61, tied=False, length=64) | change)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers=.* expected 0 or 1 for each of 36 layers"),
+        ({"no_rope_layers": [2] * 36}, "no_rope_layers="),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
+    ],
+)
+def test_layers_without_rotation_that_make_no_sense_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        read(PUBLISHED["smollm3-3b"] | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemma3-1b", {"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+        ("gemma3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported for gemma3"),
+        ("gemma3-1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("gemma2-2b", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
+        ("phi3-mini", {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}, "rope_scaling"),
+        ("phi3-mini", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope.scaling=yarn is not one that phi3"),
+        ("qwen3-0.6b", {"partial_rotary_factor": 0.5}, "rope.fraction=0.5: model.family=qwen3 rotates whole heads"),
+        ("phi3-mini", {"attention_bias": True}, "attention_bias=True is not supported for phi3"),
+        ("qwen2.5-0.5b", {"head_dim": 32}, "head_dim=32 is not model.dim / model.heads"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_named_and_refused(name, change, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(PUBLISHED[name] | change)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_with_a_window_follow_the_older_fields():
+    qwen = qwen2(32, 48, 4, 4, 2, 61, tied=False, length=64) | {"use_sliding_window": True, "max_window_layers": 3}
+    assert read(qwen).attention.window_pattern == [False, False, False, True]
+    gemma = PUBLISHED["gemma3-1b"] | {"sliding_window_pattern": 2}
+    assert read(gemma).attention.window_pattern == [True, False]
+    smollm = PUBLISHED["smollm3-3b"] | {"layer_types": None, "use_sliding_window": True, "sliding_window": 512}
+    assert read(smollm).attention.window_pattern == [False, False, False, True]
+
+
+# What readers other than transformers look up by name and do without, or fail without: vLLM's and SGLang's model files of 2024
+# to 2026 and llama.cpp's convert_hf_to_gguf.py.
+EVERYONE = {
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_parameters", "hidden_act",
+    "tie_word_embeddings", "initializer_range",
+}  # fmt: skip
+WINDOWS = {"sliding_window", "layer_types"}
+GEMMA = {
+    *WINDOWS,
+    "attention_bias",
+    "query_pre_attn_scalar",
+    "hidden_activation",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+}
+READ = {
+    "llama": {"attention_bias", "mlp_bias"},
+    "mistral": {"sliding_window"},
+    "qwen2": {*WINDOWS, "use_sliding_window", "max_window_layers"},
+    "qwen3": {*WINDOWS, "use_sliding_window", "max_window_layers", "attention_bias"},
+    "phi3": {"sliding_window", "original_max_position_embeddings"},
+    "olmo2": {"attention_bias"},
+    "olmo3": {*WINDOWS, "attention_bias"},
+    "smollm3": {*WINDOWS, "no_rope_layers", "use_sliding_window", "attention_bias", "mlp_bias"},
+    "gemma2": GEMMA,
+    "gemma3": {*GEMMA, "rope_local_base_freq", "sliding_window_pattern"},
+}
+
+
+@every_file
+def test_an_export_has_the_fields_that_vllm_and_llama_cpp_read(name):
+    model = read(PUBLISHED[name])
+    written = family_of(model.family).to_hf(model)
+    assert not (EVERYONE | READ[model.family]) - set(written)
+    # Every field of the published file that says something of the network is there again, with the same value.
+    derived = {
+        "rope_scaling",
+        "sliding_window_pattern",
+        "max_window_layers",
+        "sliding_window",
+        "original_max_position_embeddings",
+    }
+    for field in set(written) & set(PUBLISHED[name]) - derived - {"bos_token_id", "eos_token_id"}:
+        assert written[field] == PUBLISHED[name][field], field
+    if scaling := PUBLISHED[name].get("rope_scaling"):
+        assert scaling.items() <= written["rope_scaling"].items()
+    else:
+        assert "rope_scaling" not in written
+
+
+def test_every_family_that_follows_llama_is_among_the_published_files():
+    assert set(LLAMA_LIKE) == set(READ) <= {family.name for family in families()}
+
+
+def test_partial_rotation_of_phi_is_written_where_older_readers_look():
+    config = phi3(64, 48, 2, 4, 4, 61) | {"partial_rotary_factor": 0.75}
+    model = read(config)
+    written = family_of("phi3").to_hf(model)
+    assert model.rope.fraction == 0.75
+    assert written["partial_rotary_factor"] == written["rope_parameters"]["partial_rotary_factor"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("layers", "window", "pattern", "expected"),
+    [
+        (12, 8, [True] * 5 + [False], 6),
+        (4, 8, [True], 6),  # the first four of six
+        (7, 8, [True], 8),
+        (4, 8, [True, False], 2),
+        (4, 0, None, 1),
+        (4, 8, [False, True], None),
+    ],
+)
+def test_gemma_says_to_readers_without_layer_types_what_one_number_can_say(layers, window, pattern, expected):
+    sizes = {"dim": 32, "layers": layers, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}
+    model = complete(Model(family="gemma3", **sizes, attention=Attention(window=window, window_pattern=pattern)))
+    written = family_of("gemma3").to_hf(model)
+    assert written.get("sliding_window_pattern") == expected
+    if expected:
+        assert read({k: v for k, v in written.items() if k != "layer_types"}) == model

@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--special-tokens", nargs="+", default=[], metavar="TOKEN", help="ids that no text gives, e.g. '<|fim_prefix|>'"
     )
+    parser.add_argument("--lowercase", action="store_true", help="learn from the text in lower case")
     parser.add_argument("--text-field", default="text", help="JSON field or Parquet column (default: %(default)s)")
     parser.add_argument("--documents", choices=TEXT_MODES, default="file", help="what a document is in plain text files")
     parser.add_argument(
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
                 text_mode=arguments.documents,
                 sample_pieces=arguments.sample_pieces,
                 special_tokens=arguments.special_tokens,
+                lowercase=arguments.lowercase,
             )
         )
     )

@@ -13,6 +13,7 @@ from pretrain.checkpoint.load import load_state, saved_tensors
 from pretrain.config.model_schema import Model
 from pretrain.config.recorded import build_section
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.errors import ConfigError
 
 
 def open_model(path: Path) -> tuple[nn.Module, Tokenizer]:
@@ -21,6 +22,8 @@ def open_model(path: Path) -> tuple[nn.Module, Tokenizer]:
         model, weights = read_hf(path)
         return build(model, weights), load_tokenizer(path)
     model, weights, checkpoint = read_checkpoint(path)
+    if model.encoder_layers:
+        raise ConfigError(f"{checkpoint} is an encoder-decoder; use tools/translate.py")
     return build(model, weights), load_tokenizer(checkpoint / "tokenizer")
 
 
@@ -37,3 +40,11 @@ def read_checkpoint(path: Path) -> tuple[Model, dict[str, Tensor], Path]:
     model = build_section(Model, load_state(checkpoint)["model"])
     weights = saved_tensors(checkpoint, "model.")
     return model, {name.removeprefix("model."): tensor for name, tensor in weights.items()}, checkpoint
+
+
+def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
+    """The encoder-decoder of a checkpoint or of a run's newest one, in fp32 on the CPU, and the tokenizers of its two sides."""
+    model, weights, checkpoint = read_checkpoint(path)
+    if not model.encoder_layers:
+        raise ConfigError(f"{checkpoint} is a decoder alone; use tools/generate.py")
+    return build(model, weights), load_tokenizer(checkpoint / "source_tokenizer"), load_tokenizer(checkpoint / "tokenizer")

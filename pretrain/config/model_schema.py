@@ -12,7 +12,7 @@ from typing import Literal
 from pretrain.config.keys import key, section
 
 FamilyName = Literal[
-    "custom", "hf", "deepseek_v3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral", "mixtral", "olmo2", "olmo3",
+    "custom", "hf", "transformer", "deepseek_v3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral", "mixtral", "olmo2", "olmo3",
     "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3",
 ]  # fmt: skip
 Projection = Literal["query", "key", "value", "output"]
@@ -171,9 +171,10 @@ class Model:
     )
     tie_embeddings: bool | None = key(None, "Use the embedding's matrix as the output head too, instead of one of its own.")
     norm_eps: float | None = key(None, "Added to the mean square in a norm, so that it is never zero; 1e-5 by default.", gt=0)
-    positions: Literal["rope", "learned", "none"] | None = key(
+    positions: Literal["rope", "learned", "sinusoidal", "none"] | None = key(
         None,
-        "How positions enter: by rotation, or as learned vectors for `max_sequence_length` positions (GPT-2), or not at all.",
+        "How positions enter: by rotation, as learned vectors for `max_sequence_length` positions (GPT-2), as sines and cosines that "
+        "are added (arXiv 1706.03762), or not at all.",
     )
     parallel_residual: bool | None = key(
         None, "x + attention(norm(x)) + mlp(norm(x)) in place of one after the other (GPT-NeoX)."
@@ -182,6 +183,23 @@ class Model:
     residual_multiplier: float | None = key(None, "Factor on what a sublayer adds to the residual stream.", gt=0)
     logit_multiplier: float | None = key(None, "Factor on the logits.", gt=0)
     logit_soft_cap: float | None = key(None, "Logits are squashed to this range: cap × tanh(logit / cap); 0: not.", ge=0)
+    encoder_layers: int | None = key(
+        None,
+        "Blocks of an encoder, whose output the decoder's blocks attend to; trained on `data.pairs`. 0: a decoder alone. "
+        "`layers` by default with family `transformer`.",
+        ge=0,
+    )
+    source_vocab_size: int | None = key(
+        None, "Token ids the encoder knows; those of the tokenizer of the sources by default.", ge=2
+    )
+    tie_source: bool | None = key(None, "Use one embedding for sources and targets; they then have one tokenizer.")
+    dropout: float = key(
+        0.0,
+        "Share of zeroes in what a sublayer adds to the residual stream and in the embeddings (arXiv 1706.03762, section 5.4), in "
+        "training; of an encoder-decoder.",
+        ge=0,
+        lt=1,
+    )
     predict_ahead: int = key(
         0,
         "Tokens beyond the next one that are predicted in training, each by a block of its own (DeepSeek-V3's multi-token prediction, arXiv "

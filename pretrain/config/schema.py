@@ -155,6 +155,11 @@ class Data:
         "full", "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only."
     )
     text: Text = section(Text)
+    pairs: str | None = key(
+        None,
+        "Instead of `sources`: sentence pairs for an encoder-decoder, a directory written by tools/prepare_pairs.py. A step then takes "
+        "`batch.tokens`, and `validation` names such directories too.",
+    )
     exact_resume: bool = key(
         True, "Demand that resuming gives the same samples on any number of ranks; `text` cannot, and needs this to be false."
     )
@@ -181,7 +186,33 @@ class Batch:
     micro_sequences: int = key(
         16, "Samples per rank in one forward and backward (a micro-step). Decides memory and speed, not the result.", ge=1
     )
+    tokens: int | None = key(
+        None,
+        "On `data.pairs`, instead of `sequences`: most tokens of an optimizer step over all ranks, (longest source + longest target) × "
+        "pairs.",
+        ge=1,
+    )
+    micro_tokens: int | None = key(
+        None,
+        "On `data.pairs`, instead of `micro_sequences`: most tokens per rank in one forward and backward, counted alike; by default "
+        "a rank's whole share. Decides memory and speed, not the result.",
+        ge=1,
+    )
     ramp: list[BatchStage] = key([], "Other sizes before `sequences` is reached: a batch-size ramp, stage after stage.")
+
+
+@dataclass
+class Translation:
+    """Translations of validation pairs, decoded by all ranks together and scored: BLEU and chrF (sacrebleu), character and word error rate."""
+
+    every_steps: int = key(0, "Optimizer steps between them; 0: never.", ge=0)
+    sequences: int = key(0, "Pairs per validation source: its first ones; 0 takes all.", ge=0)
+    beam: int = key(1, "Hypotheses kept per sentence; 1 is greedy.", ge=1)
+    length_penalty: float = key(0.6, "Exponent of the length normalisation (arXiv 1609.08144, equation 14); 0: none.", ge=0)
+    max_ratio: float = key(2.0, "Longest translation, as a multiple of the source's tokens, plus `max_extra`.", ge=0)
+    max_extra: int = key(10, "Tokens that a translation may have beyond that.", ge=1)
+    lowercase: bool = key(False, "Whether scores ignore case.")
+    samples: int = key(3, "Translations that are written to the log.", ge=0)
 
 
 @dataclass
@@ -218,6 +249,7 @@ class Validation:
         0, "Optimizer steps between validations; 0: only after the last step. `data.validation` names what is validated.", ge=0
     )
     sequences: int = key(64, "Samples per validation source: its first ones; 0 takes all.", ge=0)
+    translation: Translation = section(Translation)
 
 
 @dataclass
@@ -238,13 +270,16 @@ class Optim:
 class Schedule:
     """Learning rate as a pure function of the step."""
 
-    name: Literal["cosine", "linear", "constant", "wsd"] = key(
+    name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = key(
         "cosine",
         "Shape after the warmup. `cosine` and `linear` fall until the last step, `constant` stays, `wsd` (warmup-stable-decay, "
-        "arXiv 2405.18392) stays and then falls linearly for `decay_steps`.",
+        "arXiv 2405.18392) stays and then falls linearly for `decay_steps`, `inverse_sqrt` (arXiv 1706.03762, section 5.3) falls with the "
+        "square root of the step, from `optim.lr` at `warmup_steps`.",
     )
     warmup_steps: int = key(0, "Steps of linear warmup, from `optim.lr / warmup_steps` at step 1 to `optim.lr`.", ge=0)
-    min_ratio: float = key(0.1, "Learning rate at the last step, as a share of the peak; not of `constant`.", ge=0, le=1)
+    min_ratio: float = key(
+        0.1, "Learning rate at the last step, as a share of the peak; not of `constant` and `inverse_sqrt`.", ge=0, le=1
+    )
     decay_steps: int | None = key(None, "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.", ge=1)
 
 

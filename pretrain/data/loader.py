@@ -5,9 +5,10 @@ its position in the stream, and steps are handed out in order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,10 @@ class StepBatch:
     targets_BT: Tensor
     documents_BT: Tensor | None
     cursor: list[int] | None = None
+
+    def micro_steps(self, sequences: int) -> int:
+        """How many micro-steps of `sequences` samples the batch is; equal on all ranks."""
+        return len(self.positions) // sequences
 
     def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
         """The network's inputs of a micro-step, by name, on the device."""
@@ -90,18 +95,30 @@ class Loader:
 
     def batches(self, consumed: int) -> Iterator[StepBatch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
-        if self.workers == 0:
-            while True:
-                yield self.read(consumed)
-                consumed += self.schedule.at(consumed)
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="loader")
-        ahead: deque[Future[StepBatch]] = deque()
-        try:
-            while True:
-                while len(ahead) < self.workers + 1:
-                    ahead.append(pool.submit(self.read, consumed))
-                    consumed += self.schedule.at(consumed)
-                    self._prefetch(consumed)
-                yield ahead.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        return read_ahead(self.read, self.schedule.at, consumed, self.workers, self._prefetch)
+
+
+def read_ahead(
+    read: Callable[[int], Any],
+    size_at: Callable[[int], int],
+    consumed: int,
+    workers: int,
+    prefetch: Callable[[int], None] | None = None,
+) -> Iterator[Any]:
+    """`read(consumed)` of step after step, by `workers` threads; `size_at(consumed)` samples come in between."""
+    if workers == 0:
+        while True:
+            yield read(consumed)
+            consumed += size_at(consumed)
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="loader")
+    ahead: deque[Future[Any]] = deque()
+    try:
+        while True:
+            while len(ahead) < workers + 1:
+                ahead.append(pool.submit(read, consumed))
+                consumed += size_at(consumed)
+                if prefetch:
+                    prefetch(consumed)
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

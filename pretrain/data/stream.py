@@ -44,10 +44,16 @@ class Shuffle:
 class Stream:
     """Training samples in their global order."""
 
+    kind = "prepared"
+
     def __init__(self, sources: list[Samples], mixture: Mixture, shuffle: Shuffle) -> None:
         self.sources, self.mixture, self.shuffle = sources, mixture, shuffle
         self.sequence_length = sources[0].sequence_length
         self._order = functools.lru_cache(_ORDERS)(lambda source, epoch: shuffle.order(sources[source], epoch))
+
+    @property
+    def attachments(self) -> dict[str, Path]:
+        return {"tokenizer": self.tokenizer_path}
 
     @property
     def tokenizer_path(self) -> Path:

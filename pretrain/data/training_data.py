@@ -1,4 +1,6 @@
-"""What a trainer knows of its data: prepared (`stream.Stream`) or text that is tokenized on the way (`text_training.TextTraining`)."""
+"""What a trainer knows of its data: prepared (`stream.Stream`), text that is tokenized on the way (`text.training.TextTraining`), or
+sentence pairs (`pairs.training.PairTraining`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,9 @@ from typing import Any, Protocol
 from pretrain.config.schema import Config, Text
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, StepBatch
+from pretrain.data.pairs.order import PairOrder
+from pretrain.data.pairs.prepared import PreparedPairs
+from pretrain.data.pairs.training import PairLoader, PairTraining, open_validation
 from pretrain.data.samples import Samples
 from pretrain.data.sources import cache_folder, check_names, check_tokenizers, open_samples, open_sources
 from pretrain.data.text.training import TextLoader, TextTraining
@@ -18,6 +23,10 @@ from pretrain.errors import ConfigError
 class TrainingData(Protocol):
     """The samples of a run."""
 
+    kind: str
+    """`prepared`, `text` or `pairs`."""
+    attachments: dict[str, Path]
+    """Directories that checkpoints keep a copy of, by name."""
     tokenizer_path: Path
     """A directory with the files of the tokenizer, which checkpoints keep a copy of."""
     tokenizer_sha256: str
@@ -49,12 +58,16 @@ class BatchLoader(Protocol):
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
 
 
-def open_data(config: Config) -> tuple[list[Samples] | TextTraining, list[Samples]]:
+def open_data(config: Config) -> tuple[list[Samples] | TextTraining | PairTraining, list[Samples] | list[PreparedPairs]]:
     """What is trained on, opened, and the validation sources. Raises ConfigError or DataError."""
     data = config.data
     text = data.text
     if text != Text() and data.sources:
         raise ConfigError("data.sources and data.text both say what is trained on; keep one")
+    if data.pairs is not None:
+        return _open_pairs(config)
+    if config.batch.tokens is not None or config.batch.micro_tokens is not None:
+        raise ConfigError("batch.tokens and batch.micro_tokens have an effect on data.pairs only; use batch.sequences")
     validation = [open_samples(source, data) for source in data.validation]
     check_names("data.validation", validation)
     if text != Text():
@@ -65,6 +78,16 @@ def open_data(config: Config) -> tuple[list[Samples] | TextTraining, list[Sample
     sources = open_sources(config)
     check_tokenizers(sources + validation)
     return sources, validation
+
+
+def _open_pairs(config: Config) -> tuple[PairTraining, list[PreparedPairs]]:
+    data = config.data
+    if data.sources or data.text != Text():
+        raise ConfigError("data.pairs and another key of data (sources or text) both say what is trained on; keep one")
+    training = PairTraining.open(config)
+    validation = [open_validation(source, training) for source in data.validation]
+    check_names("data.validation", validation)
+    return training, validation
 
 
 def _check_text(config: Config) -> None:
@@ -91,7 +114,7 @@ def _check_text(config: Config) -> None:
 def build_loader(
     config: Config,
     data: TrainingData,
-    schedule: BatchSchedule,
+    schedule: BatchSchedule | PairOrder,
     data_rank: int,
     data_size: int,
     cursor: list[int] | None,
@@ -99,6 +122,8 @@ def build_loader(
 ) -> BatchLoader:
     """The batches of one data-parallel rank. `cursor`: where the text of this rank goes on; `pin`: in page-locked memory."""
     mask, workers = config.data.document_mask, config.data.workers
+    if isinstance(data, PairTraining):
+        return PairLoader(data, data_rank, data_size, workers, config.batch.micro_tokens or 0, pin)
     if isinstance(data, TextTraining):
         return TextLoader(data.stream, schedule, data_rank, data_size, workers, cursor, mask, pin)
     return Loader(data, schedule, data_rank, data_size, workers, mask, pin)

@@ -29,6 +29,11 @@ class LayerCache:
         self.length = stop
         return self._keys[:, :, :stop], self._values[:, :, :stop]
 
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, in this order; one may come several times."""
+        if self._keys is not None:
+            self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
+
 
 class Cache:
     """The caches of a model's layers; `length` positions are in it."""

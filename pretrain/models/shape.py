@@ -10,7 +10,7 @@ from pretrain.errors import ConfigError, nearest_multiples
 
 # Switches of a plain pre-norm decoder, where neither the configuration nor the family says anything.
 PLAIN: dict[str, Any] = {
-    "tie_embeddings": False, "norm_eps": 1e-5, "positions": "rope", "parallel_residual": False, "embedding_multiplier": 1.0,
+    "encoder_layers": 0, "tie_source": False, "tie_embeddings": False, "norm_eps": 1e-5, "positions": "rope", "parallel_residual": False, "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0, "logit_multiplier": 1.0, "logit_soft_cap": 0.0,
     "norm.kind": "rms", "norm.placement": "pre", "norm.qk": "none",
     "rope.theta": 10000.0, "rope.fraction": 1.0, "rope.layout": "half", "rope.pattern": [True], "rope.scaling": "none",
@@ -133,6 +133,7 @@ def _check(model: Model) -> None:
             f"model.rope.fraction={model.rope.fraction} of model.head_dim={model.head_dim} is {width}: rotary positions turn pairs, "
             "so it must be even and not 0"
         )
+    check_encoder(model)
 
 
 def _patterns(model: Model) -> list[tuple[str, list[bool]]]:
@@ -145,6 +146,38 @@ def _check_patterns(model: Model) -> None:
             raise ConfigError(
                 f"model.{name} has {len(values)} entries for model.layers={model.layers}; give 1 to {model.layers}"
             )
+
+
+def check_encoder(model: Model) -> None:
+    """Raise ConfigError where an encoder-decoder is asked for what it is not built with, or a decoder for an encoder's."""
+    if not model.encoder_layers:
+        for name, given in (
+            ("dropout", model.dropout),
+            ("source_vocab_size", model.source_vocab_size),
+            ("tie_source", model.tie_source),
+            ("positions", model.positions if model.positions == "sinusoidal" else None),
+        ):
+            if given:
+                raise ConfigError(f"model.{name}={given} is of an encoder-decoder; set model.encoder_layers, or remove it")
+        return
+    plain: dict[str, Any] = {
+        "norm.qk": "none", "parallel_residual": False, "attention.soft_cap": 0.0, "attention.window": 0, "attention.sinks": False,
+        "latent.kv_rank": 0, "experts.count": 0, "residual_multiplier": 1.0, "predict_ahead": 0,
+    }  # fmt: skip
+    values = flat(model)
+    for name, value in plain.items():
+        if values[name] != value:
+            raise ConfigError(f"model.{name}={values[name]} is not built for an encoder-decoder; remove it")
+    for name, legal in (("norm.placement", ("pre", "post")), ("positions", ("sinusoidal", "none"))):
+        if values[name] not in legal:
+            raise ConfigError(f"model.{name}={values[name]} is not built for an encoder-decoder; legal: {', '.join(legal)}")
+    if model.tie_source and model.source_vocab_size not in (None, model.vocab_size):
+        raise ConfigError(
+            f"model.tie_source=true with model.source_vocab_size={model.source_vocab_size} and model.vocab_size={model.vocab_size}: "
+            "one table has one size; remove source_vocab_size"
+        )
+    if model.positions == "sinusoidal" and model.dim % 2:
+        raise ConfigError(f"model.dim={model.dim} must be even: sinusoidal positions come in pairs")
 
 
 def _check_latent(model: Model) -> None:

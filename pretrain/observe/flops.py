@@ -77,6 +77,20 @@ def flops_per_token(model: Model, sequence_length: int) -> int:
     return 6 * matmul_parameters(model) + attention_flops(model, sequence_length)
 
 
+def flops_per_target_token(model: Model, source: float, target: float) -> int:
+    """FLOPs of forward and backward of an encoder-decoder per target token, on sources and targets of on average so many tokens."""
+    with torch.device("meta"):
+        network = build_network(model)
+    tables = {id(module.weight) for module in network.modules() if isinstance(module, Embedding)}
+    ratio, total = source / target, float(model.vocab_size * model.dim if model.tie_embeddings else 0)
+    for name, parameter in network.named_parameters():
+        if parameter.dim() > 1 and id(parameter) not in tables:
+            of_sources = name.startswith("encoder.") or name.endswith(("cross.key.weight", "cross.value.weight"))
+            total += parameter.numel() * (ratio if of_sources else 1)
+    seen = model.encoder_layers * ratio * source + model.layers * (target + source)
+    return round(6 * total + 12 * model.heads * model.head_dim * seen)
+
+
 def peak_flops(device: torch.device, compute: str) -> float | None:
     """Peak of a device in FLOP/s; None where it is not known, which makes MFU unknown rather than guessed."""
     if device.type != "cuda" or compute != "bf16":

@@ -89,6 +89,10 @@ def progress_line(record: dict[str, Any], steps: int, seconds_left: float) -> st
     if record["mfu"] is not None:
         parts.append(f"mfu {record['mfu']:.1%}")
     parts += [f"validation {name} {loss:.4f}" for name, loss in record.get("validation", {}).items()]
+    for name, scores in record.get("translation", {}).items():
+        parts.append(
+            f"translation {name} BLEU {scores['bleu']:.2f} chrF {scores['chrf']:.2f} CER {scores['cer']:.1f} WER {scores['wer']:.1f}"
+        )
     return "  ".join([*parts, f"eta {duration(seconds_left)}"])
 
 

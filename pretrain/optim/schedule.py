@@ -11,12 +11,15 @@ def learning_rate(schedule: Schedule, peak: float, steps: int, step: int) -> flo
     """Learning rate of optimizer step `step`, counted from 1, in a run of `steps` steps.
 
     Warmup rises linearly and reaches `peak` at step `warmup_steps`. The last step has `peak * min_ratio`, except with
-    `constant`. `wsd` keeps the peak until `decay_steps` before the end (arXiv 2405.18392).
+    `constant` and `inverse_sqrt`. `wsd` keeps the peak until `decay_steps` before the end (arXiv 2405.18392). `inverse_sqrt` is
+    peak × sqrt(warmup_steps / step) (arXiv 1706.03762, equation 3, whose peak is dim^-0.5 × warmup_steps^-0.5).
     """
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
     if schedule.name == "constant":
         return peak
+    if schedule.name == "inverse_sqrt":
+        return peak * math.sqrt(max(1, schedule.warmup_steps) / step)
     if schedule.name == "wsd":
         decay = schedule.decay_steps or max(1, steps // 10)
         start = max(schedule.warmup_steps, steps - decay)

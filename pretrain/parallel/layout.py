@@ -25,7 +25,7 @@ class Layout:
     replicate: int
     shard: int
     micro_steps: int
-    """Micro-steps of a step of `batch.sequences`; a step of a ramp has others."""
+    """Micro-steps of a step of `batch.sequences`; a step of a ramp has others. 0 on pairs, where each step has its own number."""
 
     @property
     def data_size(self) -> int:
@@ -121,6 +121,8 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
 
 def check_micro_steps(config: Config, data_size: int) -> int:
     """Micro-steps of a step of `batch.sequences`. Raises ConfigError for a size, there or in the ramp, that so many ranks cannot share."""
+    if config.data.pairs is not None:
+        return 0
     micro_steps = _micro_steps(config, "batch.sequences", config.batch.sequences, data_size)
     for i, stage in enumerate(config.batch.ramp):
         _micro_steps(config, f"batch.ramp.{i}.sequences", stage.sequences, data_size)

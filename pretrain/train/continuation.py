@@ -68,7 +68,7 @@ class Continuation:
             "identity": self.plan.identity(progress.samples),
             "torch": torch.__version__,
         }
-        attachments = {"config.yaml": self.directory.path / "config.yaml", "tokenizer": self.plan.data.tokenizer_path}
+        attachments = {"config.yaml": self.directory.path / "config.yaml", **self.plan.data.attachments}
         folder, policy = self.directory.checkpoints, self.plan.config.checkpoint
         path = save_checkpoint(folder, progress.step, tensors, state, attachments, policy, self.ranks)
         self.last_saved, self.saved_at = progress.step, time.monotonic()
@@ -128,7 +128,7 @@ class Continuation:
 
     def _generators(self, checkpoint: Path, world_size: int) -> dict[str, torch.Tensor]:
         # Generators belong to ranks: on another number of them this rank keeps the one it was seeded with. Nothing in training
-        # draws from it unless the model has dropout.
+        # draws from it: dropout is a function of the sample.
         if world_size != self.ranks.world_size:
             return {}
         saved = set(saved_names(checkpoint, "rng."))

@@ -12,6 +12,9 @@ import torch
 from pretrain.checkpoint.export_check import check_map, has_export
 from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.pairs.order import PairOrder
+from pretrain.data.pairs.prepared import PreparedPairs
+from pretrain.data.pairs.training import PairTraining
 from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, check_length, open_stream
 from pretrain.data.stream import Stream
@@ -23,12 +26,14 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.network import build_network
 from pretrain.models.shape import complete
+from pretrain.observe.flops import flops_per_target_token, flops_per_token
+from pretrain.observe.translation import require_sacrebleu
 from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.identity import check_accepted
 
 # Keys of the model that change no tensor of a run under way (see `model_identity`).
 NO_IDENTITY = {
-    "init_std", "max_sequence_length", "attention_backend",
+    "init_std", "dropout", "max_sequence_length", "attention_backend",
     "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
 }  # fmt: skip
 
@@ -40,9 +45,16 @@ class Plan:
     config: Config
     layout: Layout
     data: TrainingData
-    schedule: BatchSchedule
-    validation: list[Samples]
+    schedule: BatchSchedule | PairOrder
+    validation: list[Samples] | list[PreparedPairs]
     parameters: int
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of forward and backward; on pairs per target token, of which `tokens_per_second` counts."""
+        if isinstance(self.data, PairTraining):
+            return flops_per_target_token(self.config.model, *self.data.mean_lengths)
+        return flops_per_token(self.config.model, self.config.data.sequence_length)
 
     def identity(self, samples: int) -> dict[str, Any]:
         """What makes a run this run after so many samples: a checkpoint that differs in any of these is another's.
@@ -54,7 +66,7 @@ class Plan:
         identity["optim.name"] = self.config.optim.name
         cut = {name: getattr(data, name) for name in ("packing", "document_mask", "boundary_loss")}
         cut["tokenizer"] = self.data.tokenizer_sha256
-        cut["kind"] = "prepared" if isinstance(self.data, Stream) else "text"
+        cut["kind"] = self.data.kind
         return identity | {f"data.{k}": v for k, v in flatten(cut | self.data.identity(samples)).items()}
 
 
@@ -62,7 +74,8 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     """Open the data and derive what the configuration leaves open. Raises ConfigError, DataError or LaunchError."""
     check_accepted(config.run.accept_changes)
     opened, validation = open_data(config)
-    config = complete_config(config, _vocabulary(config, opened))
+    config = complete_config(config, *_vocabularies(config, opened))
+    _check_encoder(config, opened)
     if has_export(config.model):
         family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
         if config.checkpoint.export_check:
@@ -71,7 +84,7 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
-    schedule = batch_schedule(config)
+    schedule = opened.order if isinstance(opened, PairTraining) else batch_schedule(config)
     data = open_stream(config, opened, schedule) if isinstance(opened, list) else opened
     return Plan(config, layout, data, schedule, validation, parameters)
 
@@ -98,11 +111,13 @@ def check_data_suffices(plan: Plan, step: int = 0, samples: int = 0) -> None:
         check_length(plan.config, plan.data.mixture, plan.schedule, step, samples)
 
 
-def complete_config(config: Config, vocab_size: int | None = None) -> Config:
-    """The configuration with its derived values; the vocabulary only where it is given."""
+def complete_config(config: Config, vocab_size: int | None = None, source_vocab_size: int | None = None) -> Config:
+    """The configuration with its derived values; the vocabularies only where they are given."""
     model = complete(config.model, config.data.sequence_length)
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=vocab_size)
+    if model.encoder_layers and model.source_vocab_size is None and not model.tie_source:
+        model = dataclasses.replace(model, source_vocab_size=source_vocab_size)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, seed=seed))
 
@@ -113,19 +128,52 @@ def model_size(config: Config) -> int:
         return count_parameters(build_network(config.model))
 
 
-def _vocabulary(config: Config, opened: list[Samples] | TextTraining) -> int:
+def _vocabularies(config: Config, opened: list[Samples] | TextTraining | PairTraining) -> tuple[int, int | None]:
+    """Token ids of the data's tokenizer; of pairs those of the targets' and of the sources'."""
+    if isinstance(opened, PairTraining):
+        where, sources = opened.pairs.target.path, opened.pairs.source.path
+        return (
+            _at_least("model.vocab_size", config.model.vocab_size, opened.vocab_size, where),
+            _at_least("model.source_vocab_size", config.model.source_vocab_size, opened.source_vocab_size, sources),
+        )
     needed, where = (
         (opened[0].data.vocab_size, opened[0].data.path)
         if isinstance(opened, list)
         else (opened.vocab_size, config.data.text.tokenizer)
     )
-    size = config.model.vocab_size
+    return _at_least("model.vocab_size", config.model.vocab_size, needed, where), None
+
+
+def _at_least(key: str, size: int | None, needed: int, where: object) -> int:
     if size is not None and size < needed:
         raise ConfigError(
-            f"model.vocab_size={size} is below the {needed} tokens of the tokenizer of {where}; "
-            "remove the key to take the data's, or raise it"
+            f"{key}={size} is below the {needed} tokens of the tokenizer of {where}; remove the key to take the data's, or raise it"
         )
     return needed
+
+
+def _check_encoder(config: Config, opened: list[Samples] | TextTraining | PairTraining) -> None:
+    """An encoder needs pairs, one table for both languages one tokenizer, and what is about pairs only has no effect elsewhere."""
+    pairs = opened.pairs if isinstance(opened, PairTraining) else None
+    translation = config.validation.translation
+    if pairs is None:
+        if config.model.encoder_layers:
+            raise ConfigError(
+                f"model.encoder_layers={config.model.encoder_layers} is trained on sentence pairs; set data.pairs"
+            )
+        if translation.every_steps:
+            raise ConfigError("validation.translation.every_steps is about data.pairs; remove it")
+        return
+    if config.model.tie_source and pairs.source.tokenizer_sha256 != pairs.target.tokenizer_sha256:
+        raise ConfigError(
+            f"model.tie_source=true, but {pairs.path} has a tokenizer for each side; prepare the pairs with one, or set it to false"
+        )
+    if translation.every_steps and not config.data.validation:
+        raise ConfigError(
+            f"validation.translation.every_steps={translation.every_steps}, but data.validation is empty; name pairs or set 0"
+        )
+    if translation.every_steps:
+        require_sacrebleu()
 
 
 def model_identity(model: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from pretrain.distributed import ranks as distributed
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
-from pretrain.observe.flops import flops_per_token
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
@@ -175,16 +174,19 @@ def describe(plan: Plan, world_size: int) -> list[str]:
     """The run in a few lines."""
     config, layout = plan.config, plan.layout
     model, batch, precision = config.model, config.batch, config.precision
-    tokens = batch.sequences * config.data.sequence_length
+    tokens = batch.tokens or batch.sequences * config.data.sequence_length
     ramp = "".join(f"{stage.sequences} sequences until {stage.until_tokens:,} tokens, then " for stage in batch.ramp)
+    shares = f"{ramp}{batch.sequences} sequences = {layout.data_size} ranks x {layout.micro_steps} micro-steps x {batch.micro_sequences}"
+    if batch.tokens:
+        shares = f"{batch.tokens} tokens over {layout.data_size} ranks, each in micro-steps of at most {batch.micro_tokens or 'its share'}"
+    blocks = f"{model.encoder_layers} + {model.layers}" if model.encoder_layers else model.layers
     return [
         f"run      {_path_of(config)}: {config.run.steps} steps of {tokens} tokens",
-        f"model    {model.family}, {plan.parameters:,} parameters: {model.layers} layers of {model.dim}, {model.heads} heads, "
-        f"vocabulary {model.vocab_size}; {flops_per_token(model, config.data.sequence_length):.3g} FLOPs per token",
+        f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
+        f"vocabulary {model.vocab_size}; {plan.flops_per_token:.3g} FLOPs per token",
         *_describe_hf(model),
         *plan.data.describe(plan.schedule.consumed(config.run.steps)),
-        f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {ramp}{batch.sequences} sequences = "
-        f"{layout.data_size} ranks x {layout.micro_steps} micro-steps x {batch.micro_sequences}",
+        f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
     ]

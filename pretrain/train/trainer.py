@@ -19,13 +19,14 @@ import torch.distributed as dist
 
 from pretrain.checkpoint.export_check import ExportCheck
 from pretrain.data.loader import StepBatch
+from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.samples import Samples
 from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.data.training_data import build_loader
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, TrainingError
 from pretrain.models.network import build_network
-from pretrain.observe.flops import flops_per_token, peak_flops
+from pretrain.observe.flops import peak_flops
 from pretrain.observe.metrics import Metrics, Window, progress_line
 from pretrain.optim.clip import clip_gradients
 from pretrain.optim.optimizer import build_optimizer
@@ -38,6 +39,7 @@ from pretrain.train.gradients import write_gradients
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.stop import StopRequest
+from pretrain.train.translation import translate_and_score
 from pretrain.train.validation import validate
 
 log = logging.getLogger(__name__)
@@ -87,7 +89,7 @@ class Trainer:
             raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
         peak = peak_flops(self.ranks.device, config.precision.compute)
         self.peak_flops = peak * self.ranks.world_size if peak else None
-        self.flops_per_token = flops_per_token(config.model, config.data.sequence_length)
+        self.flops_per_token = self.plan.flops_per_token
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
@@ -97,7 +99,7 @@ class Trainer:
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        micro_steps = len(batch.positions) // config.batch.micro_sequences
+        micro_steps = batch.micro_steps(config.batch.micro_sequences)
         losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
         if number in config.log.gradients_at:
             write_gradients(self.directory.path, number, self.model, self.ranks)
@@ -196,15 +198,26 @@ class Trainer:
         every = config.validation.every_steps
         if self.plan.validation and (last or (every and step % every == 0)):
             record["validation"] = {source.name: self._validate(source) for source in self.plan.validation}
-        if step % config.log.every_steps == 0 or last or step == 1 or "validation" in record:
+        every = config.validation.translation.every_steps
+        if every and (last or step % every == 0):
+            record["translation"] = {source.name: self._translate(source) for source in self.plan.validation}
+        if step % config.log.every_steps == 0 or last or step == 1 or "validation" in record or "translation" in record:
             self._report(record)
         if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
             self.continuation.save(self.progress)
 
-    def _validate(self, source: Samples) -> float:
-        sizes = self.config.validation.sequences, self.config.batch.micro_sequences
+    def _validate(self, source: Samples | PreparedPairs) -> float:
+        batch, rows = self.config.batch, self.config.batch.micro_sequences
+        if isinstance(source, PreparedPairs):
+            rows = max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
         try:
-            return validate(self.call, source, *sizes, self.loader, self.ranks)
+            return validate(self.call, source, self.config.validation.sequences, rows, self.loader, self.ranks)
+        finally:
+            self.strategy.release()
+
+    def _translate(self, source: PreparedPairs) -> dict[str, float] | None:
+        try:
+            return translate_and_score(self.call, source, self.config, self.ranks)
         finally:
             self.strategy.release()
 

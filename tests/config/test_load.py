@@ -147,7 +147,7 @@ def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(override, remedy):
     "override, legal",
     [
         ("parallel.strategy=fsdp2", "one of auto, single, ddp, fsdp"),
-        ("schedule.name=Cosine", "one of cosine, linear, constant, wsd"),
+        ("schedule.name=Cosine", "one of cosine, linear, constant, wsd, inverse_sqrt"),
         ("precision.compute=16", "one of fp32, bf16"),
         ("precision.compute=null", "one of fp32, bf16"),
         ("optim.name=[adamw]", "one of adamw"),

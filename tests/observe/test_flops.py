@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.schema import Model
 from pretrain.models.decoder import Decoder
+from pretrain.models.network import build_network
 from pretrain.models.shape import complete
-from pretrain.observe.flops import flops_per_token, matmul_parameters, peak_flops
+from pretrain.observe.flops import flops_per_target_token, flops_per_token, matmul_parameters, peak_flops
 
 
 @pytest.mark.parametrize("length", [16, 128])
@@ -85,3 +86,27 @@ def test_a_cpu_and_a_format_without_a_known_peak_have_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert peak_flops(torch.device("cpu"), "bf16") is None
     assert peak_flops(torch.device("cuda", 0), "fp32") is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_of_an_encoder_decoder_are_those_that_torch_counts(tied):
+    model = complete(
+        Model(
+            family="transformer",
+            dim=64,
+            layers=3,
+            encoder_layers=2,
+            heads=4,
+            vocab_size=500,
+            source_vocab_size=300,
+            tie_embeddings=tied,
+        )
+    )
+    source, target = 24, 16
+    with torch.device("meta"):
+        network = build_network(model)
+        inputs = {"source_BS": torch.zeros(3, source, dtype=torch.long), "source_lengths_B": torch.full((3,), source)}
+        inputs |= {name: torch.zeros(3, target, dtype=torch.long) for name in ("tokens_BT", "targets_BT")}
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            network(**inputs).sum().backward()
+    assert flops_per_target_token(model, source, target) * 3 * target == pytest.approx(counter.get_total_flops(), rel=0.01)

@@ -19,7 +19,7 @@ def rate(step: int, **schedule) -> float:
     return learning_rate(Schedule(**schedule), PEAK, STEPS, step)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd", "inverse_sqrt"])
 def test_warmup_rises_linearly_from_a_first_step_above_zero_to_the_peak(name):
     rates = [rate(step, name=name, warmup_steps=40) for step in range(1, 41)]
     assert rates == pytest.approx([PEAK * step / 40 for step in range(1, 41)], rel=1e-12)
@@ -98,3 +98,14 @@ def test_any_schedule_stays_between_zero_and_the_peak_and_never_rises_after_the_
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in zip(after, after[1:]))
     if name != "constant" and warmup < steps:
         assert rates[-1] == pytest.approx(PEAK * min_ratio, abs=1e-15)
+
+
+def test_inverse_square_root_is_the_transformers_schedule():
+    # arXiv 1706.03762, equation 3: dim^-0.5 * min(step^-0.5, step * warmup^-1.5); its peak is at the end of the warmup.
+    dim, warmup = 512, 40
+    peak = dim**-0.5 * warmup**-0.5
+    schedule = Schedule(name="inverse_sqrt", warmup_steps=warmup)
+    for step in (1, 7, 39, 40, 41, 160, 1000):
+        assert learning_rate(schedule, peak, STEPS, step) == pytest.approx(dim**-0.5 * min(step**-0.5, step * warmup**-1.5))
+    assert rate(160, name="inverse_sqrt", warmup_steps=40) == pytest.approx(PEAK / 2)
+    assert rate(4, name="inverse_sqrt") == pytest.approx(PEAK / 2)  # without a warmup as if that were one step

@@ -64,8 +64,12 @@ class Stretch:
 
     @functools.cached_property
     def stream(self) -> Stream:
-        """Opened when first needed. Raises ConfigError for a run on text, and DataError for data that is not there."""
+        """Opened when first needed. Raises ConfigError for a run on text or on pairs, and DataError for data that is not there."""
         data = self.config.data
+        if data.pairs is not None:
+            raise ConfigError(
+                "the run reads sentence pairs (data.pairs), which inspection does not show; batches are in metrics.jsonl"
+            )
         if data.text != Text():
             raise ConfigError(
                 "the run reads text that is not prepared (data.text), of which no order is known beforehand; "

@@ -162,6 +162,22 @@ class PreparedData:
             first = upto
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
+    def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Stream positions (starts, ends) of these documents, in any order, int64. Raises IndexError outside."""
+        documents = np.asarray(documents, dtype=np.int64)
+        if documents.size and not 0 <= documents.min() <= documents.max() < self.documents:
+            raise IndexError(f"{self.path}: documents {documents.min()} to {documents.max()} are outside 0..{self.documents}")
+        starts, ends = np.empty((2, len(documents)), dtype=np.int64)
+        shards = np.searchsorted(self._document_starts, documents, side="right") - 1
+        for shard in np.unique(shards):
+            here = np.flatnonzero(shards == shard)
+            local, index = documents[here] - self._document_starts[shard], self._map(int(shard), True)
+            ends[here] = index[local].astype(np.int64)
+            starts[here] = np.where(local > 0, index[np.maximum(local - 1, 0)].astype(np.int64), 0)
+            starts[here] += self._token_starts[shard]
+            ends[here] += self._token_starts[shard]
+        return starts, ends
+
     def document_at(self, position: int) -> int:
         """The document that holds the token at a stream position. Raises IndexError outside."""
         if not 0 <= position < self.tokens:

@@ -28,6 +28,8 @@ class TextTraining:
     stream: TextStream
     tokenizer_path: Path
 
+    kind = "text"
+
     @classmethod
     def open(cls, text: Text, sequence_length: int, cache: Path) -> TextTraining:
         """Find the corpus and load the tokenizer. Raises ConfigError or DataError."""
@@ -51,6 +53,10 @@ class TextTraining:
                 if not copy.is_dir():  # else another rank was first, with the same content
                     raise
         return cls(TextStream(corpus, tokenizer, sequence_length), copy)
+
+    @property
+    def attachments(self) -> dict[str, Path]:
+        return {"tokenizer": self.tokenizer_path}
 
     @property
     def tokenizer_sha256(self) -> str:

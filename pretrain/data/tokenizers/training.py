@@ -65,12 +65,14 @@ def train_tokenizer(
     text_mode: str = "file",
     sample_pieces: int = SAMPLE_PIECES,
     special_tokens: Sequence[str] = (),
+    lowercase: bool = False,
 ) -> TrainedTokenizer:
     """Train on the files that the glob patterns `inputs` match and write the tokenizer into the new directory `output`.
 
     `vocab_size` counts every id, those of `special_tokens` included. It is exact for bpe, unigram and byte_bpe, an upper limit for
     char, and 257 plus the special tokens or None for byte, which learns nothing and needs no input. Of more than `sample_pieces`
-    stretches of 2 kB a uniform sample is learned from.
+    stretches of 2 kB a uniform sample is learned from. `lowercase`: learn from the text in lower case, for data that is prepared so;
+    the tokenizer itself changes no text.
 
     Raises ConfigError for arguments that do not fit, DataError for the corpus; nothing is left behind then.
     """
@@ -78,7 +80,7 @@ def train_tokenizer(
     output = Path(output)
     files = find_inputs(inputs) if model_type != "byte" else []
     with staged_directory(output) as directory, CorpusProgress("reading") as progress:
-        documents = _counted(read_documents(files, text_field, text_mode), progress)
+        documents = _counted(read_documents(files, text_field, text_mode), progress, lowercase)
         if model_type == "byte":
             size = _save_bytes(directory, special_tokens)
         elif model_type == "char":
@@ -124,12 +126,12 @@ def _check_special_tokens(tokens: Sequence[str], model_type: str) -> None:
         taken.append(token)
 
 
-def _counted(documents: Iterator[Document], progress: CorpusProgress) -> Iterator[str]:
+def _counted(documents: Iterator[Document], progress: CorpusProgress, lowercase: bool) -> Iterator[str]:
     for document in documents:
         # Half a surrogate pair, which JSON can spell, has no UTF-8; preparation refuses it with its line.
         text = document.text.encode("utf-8", "replace")
         progress.add(1, 0, len(text))
-        yield text.decode()
+        yield text.decode().lower() if lowercase else text.decode()
 
 
 def pieces(text: str, limit: int = PIECE_BYTES) -> Iterator[str]:

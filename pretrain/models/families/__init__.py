@@ -17,7 +17,7 @@ def family_of(name: str) -> Family:
 
 def families() -> list[Family]:
     """Those that our network computes and transformers has."""
-    return [family_of(name) for name in get_args(FamilyName) if name not in ("custom", "hf")]
+    return [family_of(name) for name in get_args(FamilyName) if name not in ("custom", "hf", "transformer")]
 
 
 def family_of_hf(config: dict[str, Any]) -> Family:

@@ -36,7 +36,7 @@ INERT = {
 # Keys of ours that change no logit of an export: how it is trained and computed.
 NOT_EXPORTED = {
     "family", "hf_config", "attention_backend", "predict_ahead", "experts.correction_rate", "experts.balance_loss",
-    "experts.router_z_loss",
+    "experts.router_z_loss", "dropout",
 }  # fmt: skip
 
 

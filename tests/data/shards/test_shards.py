@@ -81,9 +81,14 @@ def test_document_spans_are_where_the_documents_are(prepared):
     for number, expected in enumerate(documents()):
         start, end = data.document_span(number)
         assert np.array_equal(data.read(start, end - start), expected)
+    numbers = np.random.default_rng(1).permutation(np.repeat(np.arange(40), 2))
+    assert np.array_equal(np.stack(data.spans(numbers)).T, [data.document_span(n) for n in numbers.tolist()])
+    assert [x.size for x in data.spans(np.empty(0, dtype=np.int64))] == [0, 0]
     for outside in (-1, 40):
         with pytest.raises(IndexError):
             data.document_span(outside)
+        with pytest.raises(IndexError):
+            data.spans(np.array([0, outside]))
 
 
 def test_shards_end_at_documents_and_keep_to_their_size(tmp_path):

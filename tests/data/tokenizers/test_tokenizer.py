@@ -357,3 +357,12 @@ def test_a_model_that_adds_a_leading_space_adds_it_once(corpus, tmp_path):
     )
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     assert tokenizer.encode("a\u2581b") == tokenizer.encode("a b")
+
+
+def test_a_tokenizer_can_learn_from_lower_case(tmp_path):
+    (tmp_path / "text.txt").write_text("Ein HUND\nÜber\n", encoding="utf-8")
+    train_tokenizer([str(tmp_path / "text.txt")], tmp_path / "tokenizer", "char", text_mode="line", lowercase=True)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert tokenizer.decode(tokenizer.encode("ein hundüber")) == "ein hundüber"
+    with pytest.raises(DataError, match="character 'E'"):
+        tokenizer.encode("Ein")

@@ -1,0 +1,124 @@
+"""Prepared sentence pairs on disk: two prepared directories, in which documents of one number belong together, and what ties them.
+
+DIR/pairs.json           counts, how they were made, and the sha256 of both manifests
+DIR/source/              a prepared directory (data/shards): a document per sentence, closed by the end-of-document token
+DIR/target/              likewise
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
+from pretrain.errors import DataError
+from pretrain.storage import sha256_of
+
+FORMAT, VERSION, NAME = "pretrain-pairs", 1, "pairs.json"
+SIDES = ("source", "target")
+_KEYS = {"format", "version", "pairs", "source_sha256", "target_sha256", "preparation"}
+
+
+def write_pairs(directory: Path, pairs: int, preparation: dict[str, Any]) -> None:
+    """Write `directory`/pairs.json over the two prepared directories that are there."""
+    content = {"format": FORMAT, "version": VERSION, "pairs": pairs}
+    content |= {f"{side}_sha256": sha256_of(directory / side / "manifest.json") for side in SIDES}
+    (directory / NAME).write_text(json.dumps(content | {"preparation": preparation}, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_pairs(directory: Path) -> dict[str, Any]:
+    file = directory / NAME
+    if not file.is_file():
+        splits = [name for name in ("train", "validation") if (directory / name / NAME).is_file()]
+        hint = f"did you mean {directory / splits[0]}?" if splits else "prepare pairs with tools/prepare_pairs.py"
+        raise DataError(f"{file}: missing; {hint}")
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: not valid JSON ({str(error).splitlines()[0]})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f"{file}: not a {FORMAT} manifest")
+    if content.get("version") != VERSION or isinstance(content["version"], bool):
+        raise DataError(
+            f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; prepare the pairs again"
+        )
+    for key in sorted(_KEYS ^ content.keys()):
+        raise DataError(f"{file}: {key} is {'missing' if key in _KEYS else 'not a known key'}")
+    if not isinstance(content["preparation"], dict):
+        raise DataError(f"{file}: preparation must be an object, got {content['preparation']!r}")
+    for side in SIDES:
+        if not (directory / side / "manifest.json").is_file():
+            raise DataError(f"{directory / side / 'manifest.json'}: missing; restore it or prepare the pairs again")
+        if content[f"{side}_sha256"] != sha256_of(directory / side / "manifest.json"):
+            raise DataError(
+                f"{directory / side / 'manifest.json'}: not the manifest that {NAME} ties to the other side; prepare the pairs again"
+            )
+    return content
+
+
+@dataclass(frozen=True)
+class PreparedPairs:
+    """Pairs of documents, read at random. `PreparedPairs.open` makes one."""
+
+    name: str
+    path: Path
+    source: PreparedData
+    target: PreparedData
+    preparation: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: str | Path, name: str | None = None) -> PreparedPairs:
+        """Read the manifests and check that the two sides belong together. Raises DataError naming what does not."""
+        path = Path(path)
+        content = _read_pairs(path)
+        sides = [PreparedData.open(path / side) for side in SIDES]
+        for side, data in zip(SIDES, sides):
+            if data.documents != content["pairs"]:
+                raise DataError(f"{path / NAME}: pairs is {content['pairs']!r}, and {side} has {data.documents} documents")
+            if tokenizer_fingerprint(data.tokenizer_path) != data.tokenizer_sha256:
+                raise DataError(
+                    f"{data.tokenizer_path} is not the tokenizer that {data.path} was prepared with; restore it or prepare again"
+                )
+        split = path.name in ("train", "validation") and path.parent.name
+        return cls(name or split or path.name, path, *sides, content["preparation"])
+
+    def __len__(self) -> int:
+        return self.source.documents
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The content's identity, wherever it lies."""
+        return hashlib.sha256(f"{self.source.fingerprint}\n{self.target.fingerprint}".encode()).hexdigest()
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest source and of the longest target, end tokens included; known without reading the shards."""
+        return tuple(max(shard.longest for shard in data.manifest.shards) for data in (self.source, self.target))
+
+    def lengths(self, pairs: np.ndarray) -> np.ndarray:
+        """Tokens of source and target of these pairs, end tokens included, int64 [2, pairs]."""
+        spans = [data.spans(pairs) for data in (self.source, self.target)]
+        return np.stack([ends - starts for starts, ends in spans])
+
+    def read(self, pairs: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The tokens of the sources and of the targets of these pairs, each closed by its end token, int64."""
+        return tuple(_documents(data, pairs) for data in (self.source, self.target))
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Hash this part of the files; DataError naming one whose content is not what was written."""
+        self.source.verify(part, parts)
+        self.target.verify(part, parts)
+
+
+def _documents(data: PreparedData, numbers: np.ndarray) -> list[np.ndarray]:
+    starts, ends = data.spans(numbers)
+    documents = [np.empty(length, dtype=np.int64) for length in (ends - starts).tolist()]
+    data.read_each(starts, documents)
+    return documents

@@ -1,0 +1,86 @@
+"""Dropout (Srivastava et al., JMLR 2014) whose mask is a pure function of (sample, layer, position, component).
+
+torch's own draws from a generator, so that a mask would depend on the rank, the micro-batch and on what was drawn before. Here it
+is a hash, as in counter-based generators (Salmon et al., SC'11): gradients are the same in every layout, padding changes nothing, a
+resumed run goes on exactly, and a recomputed block gets the mask it had.
+
+    key of the sample, name of the layer, position --64-bit finaliser--> a number per row --xor--> a number per two components
+    --multiply, xor-shift, multiply--> 2 x 16 bits, each compared with the rate
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as an int64: what positions are apart
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)  # splitmix64
+_THIRD, _FOURTH = 0x7FEB352D, 0x846CA68B - (1 << 32)  # lowbias32 (Wellons, "Prospecting for Hash Functions", 2018)
+_LEVELS = 1 << 16
+
+
+class Dropout:
+    """Dropout of one forward pass. `keys_B`: an int64 per sample, see `sample_keys`; `rate`: share of zeroed elements, rounded to a
+    multiple of 2^-16; the others are scaled up by what is right for the rounded rate.
+    """
+
+    def __init__(self, rate: float, keys_B: Tensor) -> None:
+        self.dropped = round(rate * _LEVELS)
+        self.keys_B = keys_B
+        self.scale = _LEVELS / (_LEVELS - self.dropped)
+
+    def __call__(self, x_BTD: Tensor, name: str) -> Tensor:
+        """`x_BTD` with elements zeroed. Every call of a forward pass has a name of its own."""
+        kept_BTD = self.kept(name, x_BTD.shape[1], x_BTD.shape[2])
+        # The factor comes last: in bf16 a mask that is already scaled would be off by its rounding everywhere.
+        return x_BTD * kept_BTD.to(x_BTD.dtype) * self.scale
+
+    def kept(self, name: str, length: int, dim: int) -> Tensor:
+        """False where an element is zeroed, [B, T, D]."""
+        keys_B = self.keys_B
+        steps_T = torch.arange(length, device=keys_B.device) * _STEP
+        rows_BT = _finalise(_finalise(keys_B ^ _hash_of(name))[:, None] + steps_T)
+        # Two elements to a hash, its halves; in place, because this is the whole cost.
+        z = rows_BT.to(torch.int32)[:, :, None] ^ _columns(-(-dim // 2), keys_B.device)
+        z.mul_(_THIRD)
+        z ^= z >> 15
+        z.mul_(_FOURTH)
+        halves = z.view(torch.int16)
+        halves[..., 0::2] ^= halves[..., 1::2]  # low bits of a product depend on low bits alone
+        return halves[..., :dim] >= self.dropped - _LEVELS // 2
+
+
+def make_dropout(rate: float, keys_B: Tensor | None) -> Dropout | None:
+    """None where nothing is dropped: at rate 0, and without keys, which is how a network is evaluated."""
+    return Dropout(rate, keys_B) if rate and keys_B is not None else None
+
+
+def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
+    """The key of each sample, int64, from its position in the stream, so that a sample has another mask in every epoch."""
+    from pretrain.data.order import scramble
+
+    start = int.from_bytes(hashlib.blake2b(f"dropout/{seed}".encode(), digest_size=8).digest(), "little")
+    return scramble(positions.astype(np.uint64) + np.uint64(start)).view(np.int64)
+
+
+def _finalise(z: Tensor) -> Tensor:
+    """splitmix64's, but for its shifts, which in torch are signed."""
+    z = (z ^ (z >> 30)) * _FIRST
+    z = (z ^ (z >> 27)) * _SECOND
+    return z ^ (z >> 31)
+
+
+@functools.cache
+def _hash_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@functools.lru_cache(32)
+def _columns(count: int, device: torch.device) -> Tensor:
+    """A random number per pair of components, int32."""
+    numbers = np.frombuffer(hashlib.shake_128(b"pretrain/dropout").digest(4 * count), dtype="<i4")
+    return torch.from_numpy(numbers.astype(np.int32)).to(device)

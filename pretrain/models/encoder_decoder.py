@@ -1,0 +1,245 @@
+"""The encoder-decoder transformer (Vaswani et al., arXiv 1706.03762), as single-device code.
+
+    source ids --embedding, positions--> encoder blocks --> memory [B, S, D]
+                                                              | keys and values of cross-attention
+    target ids --embedding, positions--> decoder blocks ------+--> logits [B, T, V]
+
+Shapes: B batch, S source time, T target time, D model, H heads, K key/value heads, G head width, V vocabulary of the targets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pretrain.config.model_schema import Model
+from pretrain.config.schema import Loss
+from pretrain.models.attend import attend
+from pretrain.models.attention import Attention
+from pretrain.models.cache import LayerCache
+from pretrain.models.dropout import Dropout, make_dropout
+from pretrain.models.head import OutputHead
+from pretrain.models.layers import Embedding, Linear, make_norm
+from pretrain.models.loss import LossOptions
+from pretrain.models.mlp import Mlp
+from pretrain.models.network import Parts
+
+
+class DecodingLayerCache:
+    """What decoding keeps of a layer: keys and values of the target positions so far, and of the encoder's output."""
+
+    def __init__(self, capacity: int) -> None:
+        self.own = LayerCache(capacity)
+        self.cross: tuple[Tensor, Tensor] | None = None
+
+
+class DecodingCache:
+    """State of decoding, filled by the network: of each decoder layer, and which source positions are real, [B, 1, 1, S]."""
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        self.layers = [DecodingLayerCache(capacity) for _ in range(layers)]
+        self.source_mask: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Target positions that are in it."""
+        return self.layers[0].own.length
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, in this order; one may come several times (hypotheses of a beam)."""
+        self.reorder(rows)
+        self.source_mask = self.source_mask.index_select(0, rows)
+        for layer in self.layers:
+            layer.cross = tuple(x.index_select(0, rows) for x in layer.cross)
+
+    def reorder(self, rows: Tensor) -> None:
+        """`select` where a sequence is only replaced by another one of the same source: what is kept of sources stays."""
+        for layer in self.layers:
+            layer.own.select(rows)
+
+
+class CrossAttention(nn.Module):
+    """Attention of target positions to the encoder's output."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        dim, head_dim, switches = config.dim, config.head_dim, config.attention
+        self.head_dim = head_dim
+        self.scale = switches.query_scalar**-0.5
+        self.query = Linear(dim, config.heads * head_dim, "query" in switches.bias)
+        self.key = Linear(dim, config.kv_heads * head_dim, "key" in switches.bias)
+        self.value = Linear(dim, config.kv_heads * head_dim, "value" in switches.bias)
+        self.output = Linear(config.heads * head_dim, dim, "output" in switches.bias)
+
+    def keys_values(self, memory_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, S, G] of the encoder's output."""
+        return self._heads(self.key(memory_BSD)), self._heads(self.value(memory_BSD))
+
+    def forward(self, x_BTD: Tensor, keys_values: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        y_BHTG = attend(self._heads(self.query(x_BTD)), *keys_values, mask, self.scale)
+        return self.output(y_BHTG.transpose(1, 2).flatten(2))
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """A block of the encoder, or with cross-attention one of the decoder. By `norm.placement`, of each sublayer f:
+
+    pre    x + dropout(f(norm(x)))
+    post   norm(x + dropout(f(x)))
+    """
+
+    def __init__(self, config: Model, name: str, cross: bool) -> None:
+        super().__init__()
+        self.name = name
+        self.post = config.norm.placement == "post"
+        self.attention_norm, self.attention = make_norm(config), Attention(config)
+        self.cross_norm, self.cross = (make_norm(config), CrossAttention(config)) if cross else (None, None)
+        self.mlp_norm = make_norm(config)
+        self.mlp = Mlp(config.dim, config.ffn_dim, config.mlp.activation, config.mlp.gated, config.mlp.bias)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        mask: Tensor | None,
+        dropout: Dropout | None,
+        memory_BSD: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: DecodingLayerCache | None = None,
+    ) -> Tensor:
+        """`mask` of self-attention: see models/masks.py, None for causal; `memory_BSD`: the encoder's output, unless it is in the cache."""
+        own = cache.own if cache else None
+        x_BTD = self._add(x_BTD, lambda y: self.attention(y, None, mask, own), self.attention_norm, dropout, "attention")
+        if self.cross is not None:
+            pair = cache.cross if cache and cache.cross else self.cross.keys_values(memory_BSD)
+            if cache:
+                cache.cross = pair
+            x_BTD = self._add(x_BTD, lambda y: self.cross(y, pair, memory_mask), self.cross_norm, dropout, "cross")
+        return self._add(x_BTD, self.mlp, self.mlp_norm, dropout, "mlp")
+
+    def _add(
+        self, x_BTD: Tensor, run: Callable[[Tensor], Tensor], norm: nn.Module, dropout: Dropout | None, sublayer: str
+    ) -> Tensor:
+        y_BTD = run(x_BTD if self.post else norm(x_BTD))
+        if dropout is not None:
+            y_BTD = dropout(y_BTD, f"{self.name}.{sublayer}")
+        return norm(x_BTD + y_BTD) if self.post else x_BTD + y_BTD
+
+
+class EncoderDecoder(nn.Module):
+    """Source and target ids in; logits of the next target tokens, or the summed loss of each pair, out. A network
+    (`models/network.py`).
+    """
+
+    def __init__(self, config: Model, loss: Loss | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute_blocks = False
+        post = config.norm.placement == "post"
+        self.embedding = Embedding(config.vocab_size, config.dim)
+        self.source_embedding = None if config.tie_source else Embedding(config.source_vocab_size, config.dim)
+        self.encoder = nn.ModuleList(Layer(config, f"encoder.{i}", cross=False) for i in range(config.encoder_layers))
+        self.encoder_norm = None if post else make_norm(config)
+        self.decoder = nn.ModuleList(Layer(config, f"decoder.{i}", cross=True) for i in range(config.layers))
+        self.norm = None if post else make_norm(config)
+        options = LossOptions.of(loss, config.logit_soft_cap, config.logit_multiplier)
+        self.output = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        source_BS: Tensor | None = None,
+        source_lengths_B: Tensor | None = None,
+        targets_BT: Tensor | None = None,
+        keys_B: Tensor | None = None,
+        cache: DecodingCache | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V] in the compute format; with targets, the summed token losses of each pair [B], fp32.
+
+        `tokens_BT`: the target so far, from its start token on; `source_lengths_B`: real tokens of each source, the rest is padding
+        (padding of targets needs no mask: nothing attends to what comes later, and its target is IGNORED). `keys_B`: see
+        `models/dropout.py`; without them nothing is dropped. With a `cache` the tokens, one after the first call, continue those that
+        are in it; the sources are then read in the first call only.
+        """
+        dropout = make_dropout(self.config.dropout, keys_B)
+        memory_BSD, memory_mask = None, cache.source_mask if cache else None
+        if memory_mask is None:
+            memory_mask = _real(source_lengths_B, source_BS.shape[1])
+            memory_BSD = self.encode(source_BS, memory_mask, dropout)
+        start, mask = 0, None
+        if cache:
+            cache.source_mask, start = memory_mask, cache.length
+            if start:
+                mask = torch.ones(1, 1, 1, start + 1, dtype=torch.bool, device=tokens_BT.device)
+        x_BTD = self._embed(self.embedding, tokens_BT, start, dropout, "decoder.embedding")
+        for i, layer in enumerate(self.decoder):
+            x_BTD = self._run(layer, x_BTD, mask, dropout, memory_BSD, memory_mask, cache.layers[i] if cache else None)
+        x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
+        return self.output(x_BTD, targets_BT, self.embedding.weight if self.config.tie_embeddings else None)
+
+    def encode(self, source_BS: Tensor, mask: Tensor, dropout: Dropout | None) -> Tensor:
+        """The encoder's output [B, S, D]; `mask` [B, 1, 1, S] is true at real tokens."""
+        table = self.embedding if self.source_embedding is None else self.source_embedding
+        x_BSD = self._embed(table, source_BS, 0, dropout, "encoder.embedding")
+        for layer in self.encoder:
+            x_BSD = self._run(layer, x_BSD, mask, dropout)
+        return x_BSD if self.encoder_norm is None else self.encoder_norm(x_BSD)
+
+    def _run(self, layer: Layer, x_BTD: Tensor, *others: Tensor | Dropout | DecodingLayerCache | None) -> Tensor:
+        if self.recompute_blocks and torch.is_grad_enabled():
+            return checkpoint(layer, x_BTD, *others, use_reentrant=False)
+        return layer(x_BTD, *others)
+
+    def _embed(self, table: Embedding, tokens_BT: Tensor, start: int, dropout: Dropout | None, name: str) -> Tensor:
+        config = self.config
+        x_BTD = table(tokens_BT)
+        if config.embedding_multiplier != 1:
+            x_BTD = x_BTD * config.embedding_multiplier
+        if config.positions == "sinusoidal":
+            x_BTD = x_BTD + sinusoids(start, start + tokens_BT.shape[1], config.dim, tokens_BT.device).to(x_BTD.dtype)
+        return x_BTD if dropout is None else dropout(x_BTD, name)
+
+    def parts(self) -> Parts:
+        """See `models/network.py`. A table that is used at several places belongs to none."""
+        embeddings = [] if self.source_embedding is None else [self.source_embedding]
+        if self.config.tie_embeddings:
+            return Parts(embeddings, [*self.encoder, *self.decoder], [])
+        # A table that the encoder uses as well is used by two units' forward passes, so it stays with the root.
+        embeddings = embeddings and [self.embedding, *embeddings]
+        head = [self.output] if self.norm is None else [self.norm, self.output]
+        return Parts(embeddings, [*self.encoder, *self.decoder], head)
+
+    def initial(self, name: str) -> tuple[float, float]:
+        """Mean and standard deviation of a parameter's initial values, by its name.
+
+        Tables whose rows are multiplied start so that a row's components have variance one after that. Projections into the
+        residual stream are scaled down by the square root of their number, as in the decoder-only network.
+        """
+        config = self.config
+        if name.endswith("bias"):
+            return 0.0, 0.0
+        if "norm" in name:
+            return (0.0 if config.norm.kind == "rms_offset" else 1.0), 0.0
+        if "embedding" in name and config.embedding_multiplier != 1:
+            return 0.0, 1 / config.embedding_multiplier
+        if name.endswith(("attention.output.weight", "cross.output.weight", "mlp.down.weight")):
+            sublayers = 2 * config.encoder_layers if name.startswith("encoder") else 3 * config.layers
+            return 0.0, config.init_std / math.sqrt(sublayers)
+        return 0.0, config.init_std
+
+
+def _real(lengths_B: Tensor, length: int) -> Tensor:
+    """True at the first `lengths_B` positions, [B, 1, 1, S]."""
+    return (torch.arange(length, device=lengths_B.device) < lengths_B[:, None])[:, None, None]
+
+
+def sinusoids(start: int, stop: int, dim: int, device: torch.device) -> Tensor:
+    """Position encodings [T, D], fp32: sin and cos of position / 10000^(2i / D), interleaved (arXiv 1706.03762, section 3.5)."""
+    exponent = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
+    angle_TD = torch.outer(torch.arange(start, stop, device=device, dtype=torch.float32), 10000.0**-exponent)
+    return torch.stack((angle_TD.sin(), angle_TD.cos()), dim=-1).flatten(1)

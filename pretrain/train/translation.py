@@ -1,0 +1,125 @@
+"""Translations of validation pairs: decoded by all ranks together, scored and shown by the main one."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pretrain.checkpoint.open_model import open_translator
+from pretrain.config.schema import Config
+from pretrain.data.pairs.preparation import read_lines
+from pretrain.data.pairs.prepared import PreparedPairs
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.distributed.ranks import Ranks
+from pretrain.errors import DataError
+from pretrain.models.translate import Search, translate
+from pretrain.observe.translation import Scores, score
+
+log = logging.getLogger(__name__)
+
+CHUNK = 64
+"""Sentences that are decoded together. Fixed, so that no sentence is in other company at another world size."""
+
+
+def translate_and_score(call: nn.Module, pairs: PreparedPairs, config: Config, ranks: Ranks) -> dict[str, float] | None:
+    """Scores of the translations of a validation source, on the main rank; None on the others, who decode their share.
+
+    References are what the tokenizer makes of the targets' tokens: preparation counts those that differ from the text.
+    """
+    options = config.validation.translation
+    numbers = np.arange(min(options.sequences, len(pairs)) if options.sequences else len(pairs))
+    search = Search(options.beam, options.length_penalty, options.max_ratio, options.max_extra)
+    problem, sources, targets = None, [], []
+    try:
+        sources, targets = pairs.read(numbers)
+    except (DataError, OSError) as error:
+        problem = str(error)
+    ranks.agree(problem, DataError)
+    translations = translate_sources(call, sources, config.model.layers, pairs.target.eod_id, search, ranks)
+    if not ranks.is_main:
+        return None
+    source_tokenizer, tokenizer = (_tokenizer(str(side.tokenizer_path)) for side in (pairs.source, pairs.target))
+    hypotheses = [text_of(tokenizer, tokens) for tokens in translations]
+    references = [text_of(tokenizer, target[:-1].tolist()) for target in targets]
+    for i in np.linspace(0, len(numbers), options.samples, endpoint=False).astype(int).tolist():
+        log.info("source     %s", text_of(source_tokenizer, sources[i][:-1].tolist()))
+        log.info("reference  %s", references[i])
+        log.info("hypothesis %s", hypotheses[i])
+    return score(hypotheses, references, options.lowercase).numbers()
+
+
+def translate_sources(
+    call: nn.Module, sources: list[np.ndarray], layers: int, end_id: int, search: Search, ranks: Ranks
+) -> list[list[int]]:
+    """The translation of each source (token ids, its end token included), the same on every rank.
+
+    Chunks of sentences of about one length are dealt to the ranks, which make the same number of calls.
+    """
+    by_length = sorted(range(len(sources)), key=lambda i: (-len(sources[i]), i))
+    chunks = [by_length[i : i + CHUNK] for i in range(0, len(by_length), CHUNK)]
+    results: dict[int, list[int]] = {}
+    for first in range(0, len(chunks), ranks.world_size):
+        mine = chunks[first + ranks.rank] if first + ranks.rank < len(chunks) else []
+        rows = [sources[i] for i in mine] or [np.array([end_id])]
+        lengths_B = torch.tensor([len(row) for row in rows])
+        source_BS = torch.full((len(rows), int(lengths_B.max())), end_id)
+        for row, source in enumerate(rows):
+            source_BS[row, : len(source)] = torch.from_numpy(source)
+        inputs = source_BS.to(ranks.device), lengths_B.to(ranks.device)
+        found = translate(call, *inputs, layers, end_id, end_id, search, functools.partial(_largest, ranks))
+        results |= dict(zip(mine, found))
+    together = {i: tokens for part in ranks.gather(results) for i, tokens in part.items()}
+    return [together[i] for i in range(len(sources))]
+
+
+def translate_file(
+    model: Path, source: str, reference: str | None, search: Search, lowercase: bool
+) -> tuple[list[str], Scores | None]:
+    """The translation of each line of a file, and with references their scores. An empty line is translated by an empty line.
+
+    Raises DataError for lines that are not UTF-8 and for a reference of another number of lines.
+    """
+    network, source_tokenizer, tokenizer = open_translator(model)
+    lines = [line.text for line in read_lines([source], lowercase)]
+    references = [line.text for line in read_lines([reference], lowercase)] if reference else None
+    if references is not None and len(references) != len(lines):
+        raise DataError(
+            f"{reference}: {len(references)} lines, and {source}: {len(lines)}; line i of one translates line i of the other"
+        )
+    if not lines:
+        raise DataError(f"{source}: has no lines")
+    filled = [i for i, line in enumerate(lines) if line]
+    sources = [
+        np.append(ids, source_tokenizer.eod_id).astype(np.int64)
+        for ids in source_tokenizer.encode_arrays([lines[i] for i in filled])
+    ]
+    alone = Ranks(0, 0, 1, torch.device("cpu"))
+    found = translate_sources(network, sources, network.config.layers, tokenizer.eod_id, search, alone)
+    translations = [""] * len(lines)
+    for i, tokens in zip(filled, found):
+        translations[i] = text_of(tokenizer, tokens)
+    return translations, score(translations, references, lowercase) if references else None
+
+
+def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """A sentence. A vocabulary may have more rows than the tokenizer has tokens; such a token has no text."""
+    return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size and token != tokenizer.eod_id]).strip()
+
+
+def _largest(ranks: Ranks, number: int) -> int:
+    if ranks.control is None:
+        return number
+    value = torch.tensor(number)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=ranks.control)
+    return int(value)
+
+
+@functools.lru_cache(4)
+def _tokenizer(path: str) -> Tokenizer:
+    return load_tokenizer(path)

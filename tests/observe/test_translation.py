@@ -1,0 +1,67 @@
+"""Scores of translations against sacrebleu's own numbers and a plain edit distance."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretrain.observe.translation import edit_distance, error_rate, score
+
+HYPOTHESES = ["the dog bit the man .", "it was not a surprise .", "the man had just bitten him ."]
+REFERENCES = ["the dog bit the man .", "it was not unexpected .", "the man bit him first ."]
+
+
+def plain_distance(one, other) -> int:
+    """Wagner and Fischer, JACM 1974."""
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        before, row[0] = row[0], i
+        for j, b in enumerate(other, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (a != b))
+    return row[-1]
+
+
+@given(st.text("abcä ", max_size=80), st.text("abcä ", max_size=80))
+@settings(deadline=None)
+def test_the_edit_distance_is_the_plain_one(one, other):
+    assert edit_distance(list(one), list(other)) == plain_distance(one, other) == edit_distance(list(other), list(one))
+
+
+def test_the_edit_distance_counts_what_is_known():
+    assert edit_distance(list("kitten"), list("sitting")) == 3
+    assert edit_distance([], ["a"]) == 1 and edit_distance(["a"], []) == 1 and edit_distance([], []) == 0
+
+
+def test_error_rates_are_of_the_whole_corpus():
+    assert error_rate([["a", "b"], ["c"]], [["a", "x", "y"], ["c", "d", "e"]]) == pytest.approx(100 * 4 / 6)
+    assert error_rate([["a", "b"]], [["c"]]) == 200.0
+    assert error_rate([[]], [[]]) == 0.0
+
+
+def test_scores_are_those_of_sacrebleus_functions():
+    import sacrebleu
+
+    scores = score(HYPOTHESES, REFERENCES)
+    assert scores.bleu == sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score
+    assert scores.chrf == sacrebleu.corpus_chrf(HYPOTHESES, [REFERENCES]).score
+    assert scores.wer == pytest.approx(100 * (0 + 2 + 4) / 17)
+    letters = sum(plain_distance(*pair) for pair in zip(HYPOTHESES, REFERENCES))
+    assert scores.cer == pytest.approx(100 * letters / sum(map(len, REFERENCES)))
+    assert "tok:13a" in scores.signature and "case:mixed" in scores.signature
+
+
+def test_scores_ignore_case_when_asked():
+    shouted = [text.upper() for text in REFERENCES]
+    perfect = score(shouted, REFERENCES, lowercase=True)
+    assert (round(perfect.bleu, 6), round(perfect.chrf, 6), perfect.cer, perfect.wer) == (100, 100, 0, 0)
+    assert "case:lc" in perfect.signature
+    assert score(shouted, REFERENCES).wer > 80
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    import sys
+
+    from pretrain.errors import ConfigError
+
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(ConfigError, match="pip install 'pretrain\\[translation\\]'"):
+        score(HYPOTHESES, REFERENCES)

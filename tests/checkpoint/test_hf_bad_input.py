@@ -79,7 +79,7 @@ def test_a_damaged_config_json_is_refused(copied, tmp_path, content):
 @pytest.mark.parametrize(
     "changes, problem",
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architectures=['GPT2LMHeadModel'] is not supported"),
+        ({"architectures": ["BertLMHeadModel"]}, "architectures=['BertLMHeadModel'] is not supported"),
         ({"attention_bias": 3}, "attention_bias=3 is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "is not supported for llama; only default, linear"),
         ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0 is not known for llama; it may change what is computed"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -16,14 +17,16 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def sha256_of(path: Path) -> str:
-    """sha256 of a file's content, in hexadecimal; memory bounded."""
+def sha256_of(path: Path, seen: Callable[[int], object] | None = None) -> str:
+    """sha256 of a file's content, in hexadecimal; memory bounded. `seen` is told how many bytes were read, piece by piece."""
     digest = hashlib.sha256()
     buffer = bytearray(1 << 20)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
             digest.update(view[:size])
+            if seen is not None:
+                seen(size)
     return digest.hexdigest()
 
 

@@ -72,6 +72,9 @@ def config_file(tmp_path, prepared) -> Path:
         "optim": {"lr": 3e-3},
         "schedule": {"warmup_steps": 5},
         "parallel": {"timeout_seconds": 60},
+        "checkpoint": {
+            "export_check": False
+        },  # seconds of transformers' imports, and tests/train/test_export_check.py is about it
         "log": {"every_steps": 1, "tensorboard": False},
     }
     path = tmp_path / "config.yaml"

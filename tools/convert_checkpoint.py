@@ -17,28 +17,41 @@ def main(argv: list[str] | None = None) -> int:
     to_hf.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)"
     )
+    to_hf.add_argument(
+        "--shard-gb", type=float, default=5.0, metavar="GB", help="most of a weight file, 10^9 bytes (default: %(default)s)"
+    )
     from_hf = directions.add_parser("from-hf", help="a checkpoint with weights only, for run.init_from and the tools")
     from_hf.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
     for direction in (to_hf, from_hf):
         direction.add_argument("--output", type=Path, required=True, help="new directory")
         direction.add_argument(
-            "--verify", action="store_true", help="compare logits with transformers before it is put in place"
+            "--verify",
+            action="store_true",
+            help="also compare logits with transformers before it is put in place; takes memory for the whole model in fp32",
         )
     arguments = parser.parse_args(argv)
+    if arguments.direction == "to-hf" and not arguments.shard_gb >= 0.001:
+        parser.error("--shard-gb must be 0.001 or more")
     return run_tool(lambda: convert(arguments))
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    from pretrain.checkpoint.huggingface import export, import_model
-
     if arguments.direction == "to-hf":
-        done = export(arguments.checkpoint, arguments.output, arguments.dtype, arguments.verify)
-        print(f"exported {done['checkpoint']}: {done['parameters']:,} parameters, {arguments.dtype}")
+        from pretrain.checkpoint.hf_export import export
+
+        shard_bytes = round(arguments.shard_gb * 1e9)
+        done = export(arguments.checkpoint, arguments.output, arguments.dtype, arguments.verify, shard_bytes)
+        print(f"exported {done.checkpoint}: {done.parameters:,} parameters, {arguments.dtype}, weights in {done.files} file(s)")
+        print("verified: every tensor reads back as it was written; names and shapes are what transformers expects")
+        if done.note:
+            print(f"note: {done.note}")
     else:
+        from pretrain.checkpoint.hf_import import import_model
+
         done = import_model(arguments.model, arguments.output, arguments.verify)
-        print(f"imported {arguments.model}: {done['parameters']:,} parameters; tokenizer: {done['tokenizer']}")
-    if done["difference"] is not None:
-        print(f"verified: transformers' logits differ from ours by at most {done['difference']:.2e}")
+        print(f"imported {arguments.model}: {done.parameters:,} parameters; tokenizer: {done.tokenizer}")
+    if done.difference is not None:
+        print(f"verified: transformers' logits differ from ours by at most {done.difference:.2e}")
     print(arguments.output)
 
 

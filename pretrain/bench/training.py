@@ -86,6 +86,7 @@ def _train(options: Options) -> Path:
         "log.every_steps=1",
         "log.tensorboard=false",
         "checkpoint.every_steps=0",
+        "checkpoint.export_check=false",
     ]
     typed = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(_QUICKSTART), *values]
     done = subprocess.run(typed, capture_output=True, text=True, env=environment(_THREADS))

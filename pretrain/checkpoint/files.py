@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,20 @@ def resolve(path: Path) -> list[Path]:
     if (path / MANIFEST).is_file() and (path / STATE).is_file():
         return [path]
     found = complete_checkpoints(path / "checkpoints")
+    if not found and (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path}: is a Hugging Face directory, no checkpoint; make one of it with "
+            f"python tools/convert_checkpoint.py from-hf --model {path} --output DIR"
+        )
     if not found:
         reason = "does not exist" if not path.exists() else "is neither a complete checkpoint nor a run directory with one"
         raise CheckpointError(f"{path}: {reason}")
     return found
 
 
-def describe_file(path: Path) -> dict[str, Any]:
+def describe_file(path: Path, seen: Callable[[int], object] | None = None) -> dict[str, Any]:
     """What a manifest says about a file: its size and sha256."""
-    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path, seen)}
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -90,8 +96,10 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
+def verify(checkpoint: Path, part: int = 0, parts: int = 1, seen: Callable[[int], object] | None = None) -> None:
     """Compare files with the manifest: every `parts`-th one from `part`, so that ranks can share the work.
+
+    `seen` is told how many bytes were read, piece by piece.
 
     Raises CheckpointError naming the first file that is missing, cut short or altered.
     """
@@ -102,7 +110,7 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path}: missing")
         try:
-            actual = describe_file(path)
+            actual = describe_file(path, seen)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         if actual["bytes"] != expected["bytes"]:

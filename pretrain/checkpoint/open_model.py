@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
-from pretrain.checkpoint.huggingface import build, read_checkpoint, read_hf
+from pretrain.checkpoint import files
+from pretrain.checkpoint.hf_directory import HfDirectory
+from pretrain.checkpoint.hf_verify import build
+from pretrain.checkpoint.load import load_state, saved_tensors
+from pretrain.config.model_schema import Model
+from pretrain.config.recorded import build_section
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
@@ -28,3 +33,18 @@ def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
     if not model.encoder_layers:
         raise ConfigError(f"{checkpoint} is a decoder alone; use tools/generate.py")
     return build(model, weights), load_tokenizer(checkpoint / "source_tokenizer"), load_tokenizer(checkpoint / "tokenizer")
+
+
+def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
+    """Shape and weights (whole, in fp32, by our names) of a Hugging Face model directory."""
+    source = HfDirectory(directory)
+    return source.model, source.whole()
+
+
+def read_checkpoint(path: Path) -> tuple[Model, dict[str, Tensor], Path]:
+    """Shape, weights (whole, on the CPU, by our names) and directory of a checkpoint, or of a run's newest; hashes verified."""
+    checkpoint = files.resolve(path)[-1]
+    files.verify(checkpoint)
+    model = build_section(Model, load_state(checkpoint)["model"])
+    weights = saved_tensors(checkpoint, "model.")
+    return model, {name.removeprefix("model."): tensor for name, tensor in weights.items()}, checkpoint

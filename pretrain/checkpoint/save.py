@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.safe_dcp import METADATA_FILE
+from pretrain.checkpoint.streamed import StreamingPlanner, StreamingWriter
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError
@@ -50,17 +51,23 @@ def save_checkpoint(
 
 
 def write_checkpoint(
-    target: Path, tensors: dict[str, Tensor], state: dict[str, Any], attachments: dict[str, Path], ranks: Ranks
+    target: Path,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    attachments: dict[str, Path],
+    ranks: Ranks,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write one checkpoint directory on all ranks together.
 
-    `state` becomes state.json, `attachments` are files or directories copied in under their names. After a failure on any rank
+    `state` becomes state.json, `attachments` are files or directories copied in under their names. With `read`, the tensors have
+    shapes only, and it gives their values one by one, in their order, to a process that never holds them all. After a failure on any rank
     every rank raises CheckpointError, nothing of this save is visible and earlier checkpoints are untouched.
     """
     writing = files.writing_directory_of(target)
     try:
         _together(ranks, lambda: _start(writing, tensors) if ranks.is_main else None)
-        hashes = _together(ranks, lambda: _write_payload(writing, tensors, ranks))
+        hashes = _together(ranks, lambda: _write_payload(writing, tensors, ranks, read))
         written = {name: h for part in hashes for name, h in part.items()}
         _together(ranks, lambda: _commit(writing, target, written, state, attachments) if ranks.is_main else None)
     except CheckpointError as error:
@@ -97,15 +104,20 @@ def _start(writing: Path, tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _write_payload(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, dict[str, Any]]:
+def _write_payload(
+    directory: Path, tensors: dict[str, Tensor], ranks: Ranks, read: Callable[[str], Tensor] | None
+) -> dict[str, dict[str, Any]]:
     """Sizes and hashes of the files that this rank wrote."""
-    writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+    if read is not None:
+        writer, planner = StreamingWriter(directory), StreamingPlanner(read)
+    else:
+        writer, planner = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1), None
     if ranks.control is None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process, which is what no_dist says
-            dcp.save(tensors, storage_writer=writer, no_dist=True)
+            dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
     else:
-        dcp.save(tensors, storage_writer=writer, process_group=ranks.control)
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=ranks.control)
     return {path.name: _flushed(path) for path in sorted(directory.glob(f"__{ranks.rank}_*"))}
 
 

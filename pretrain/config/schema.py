@@ -347,6 +347,11 @@ class Checkpoint:
     every_seconds: float = key(1800.0, "Seconds between checkpoints; 0: not by time.", ge=0)
     keep_last: int = key(2, "Newest checkpoints kept; 0 keeps all.", ge=0)
     keep_every_steps: int = key(0, "Checkpoints at multiples of this step are kept for ever; 0: none.", ge=0)
+    export_check: bool = key(
+        True,
+        "Try the export to Hugging Face's format when a run starts, without weights and beside the first steps; the run ends if it "
+        "would fail.",
+    )
 
 
 @dataclass

@@ -103,6 +103,7 @@ def _run(case: Case, config: Path, overrides: list[str], output: Path, number: i
         "log.gradients_at=[1]",
         "log.every_steps=1",
         "log.tensorboard=false",
+        "checkpoint.export_check=false",
     ]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     environment.setdefault("OMP_NUM_THREADS", "1")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.export_check import check_map, has_export
 from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.pairs.order import PairOrder
@@ -75,8 +76,10 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     opened, validation = open_data(config)
     config = complete_config(config, *_vocabularies(config, opened))
     _check_encoder(config, opened)
-    if config.model.family not in ("custom", "transformer"):
+    if has_export(config.model):
         family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
+        if config.checkpoint.export_check:
+            check_map(config.model)
     _check_backend(config, device)
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

@@ -8,10 +8,12 @@ import logging
 import os
 import time
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from pretrain.checkpoint.export_check import start_export_check
 from pretrain.checkpoint.files import complete_checkpoints
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
@@ -45,8 +47,17 @@ def check(config: Config) -> int:
     check_data_suffices(plan)
     if rank == 0:
         print("\n".join(describe(plan, world_size)))
+        _check_export(plan)
         print("the configuration is valid")
     return 0
+
+
+def _check_export(plan: Plan) -> None:
+    export = start_export_check(plan.config, plan.data.tokenizer_path, print)
+    if export is not None:
+        with export:
+            if problem := export.finish():
+                raise CheckpointError(problem)
 
 
 def train(config: Config) -> int:
@@ -68,8 +79,13 @@ def train(config: Config) -> int:
         check_data_suffices(plan, trainer.progress.step, trainer.progress.samples)
         _record_start(directory, plan, ranks, trainer.progress)
         # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
-        with StopRequest() as stop:
-            outcome = trainer.fit(stop)
+        with ExitStack() as stack:
+            stop = stack.enter_context(StopRequest())
+            export = None
+            if ranks.is_main and trainer.progress.step == 0:
+                export = start_export_check(plan.config, plan.data.tokenizer_path, log.info)
+                stack.callback(lambda: export and export.close())
+            outcome = trainer.fit(stop, export)
             ranks.barrier("end of the run", plan.config.parallel.timeout_seconds)
             if ranks.is_main:
                 directory.write_status(outcome, trainer.progress.step, _REASONS[outcome])

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pretrain.checkpoint.export_check import ExportCheck
 from pretrain.data.loader import StepBatch
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.samples import Samples
 from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.data.training_data import build_loader
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import DataError, TrainingError
+from pretrain.errors import CheckpointError, DataError, TrainingError
 from pretrain.models.network import build_network
 from pretrain.observe.flops import peak_flops
 from pretrain.observe.metrics import Metrics, Window, progress_line
@@ -141,8 +142,11 @@ class Trainer:
 
     # ---- the loop -----------------------------------------------------------------------------------------------------
 
-    def fit(self, stop: StopRequest) -> str:
-        """Train to the last step. Returns `finished`, or `preempted` when a stop was asked for; both leave a checkpoint."""
+    def fit(self, stop: StopRequest, export: ExportCheck | None = None) -> str:
+        """Train to the last step. Returns `finished`, or `preempted` when a stop was asked for; both leave a checkpoint.
+
+        `export`: a check that goes on beside the first steps, on the main rank; the run ends when it finds something.
+        """
         config, progress = self.config, self.progress
         with ExitStack() as stack:
             batches = stack.enter_context(closing(self.loader.batches(progress.samples)))
@@ -151,7 +155,7 @@ class Trainer:
             self.window = Window()
             while progress.step < config.run.steps:
                 started = time.monotonic()
-                batch, problem = self._next(batches)
+                batch, problem = self._next(batches, export)
                 waited = time.monotonic() - started
                 verdict = self._agree(batch, problem, stop)
                 if verdict.stop or verdict.save:
@@ -162,11 +166,12 @@ class Trainer:
                 self.window.add(time.monotonic() - started, waited, verdict.target_tokens)
                 self._after_step(record)
             self.continuation.save(progress)
+            self.ranks.agree(export.finish() if export else None, CheckpointError)
         return "finished"
 
-    def _next(self, batches: Iterator[StepBatch]) -> tuple[StepBatch | None, str | None]:
+    def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, str | None]:
         try:
-            return next(batches), None
+            return next(batches), export.problem() if export else None
         except (DataError, OSError) as error:
             return None, str(error)
 

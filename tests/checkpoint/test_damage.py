@@ -222,7 +222,7 @@ def test_the_verify_tool_names_what_is_damaged(run, capsys):
 
 def test_a_save_that_would_not_fit_says_how_much_is_missing_and_leaves_nothing(tmp_path, monkeypatch):
     from pretrain.checkpoint import save
-    from pretrain.checkpoint.huggingface import ALONE
+    from pretrain.checkpoint.hf_import import ALONE
 
     class Usage:
         free = 1_000_000

@@ -8,7 +8,7 @@ from parity import cases, pair, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.huggingface import read_hf
+from pretrain.checkpoint.open_model import read_hf
 from pretrain.errors import CheckpointError
 from pretrain.models.families import family_of
 from pretrain.models.families.weights import resolve
@@ -76,6 +76,21 @@ def test_layers_of_deepseek_that_predict_further_ahead_are_left_out_and_that_is_
     save_file(tensors | {"model.layers.1.extra.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model.layers.1.extra.weight has no place in deepseek_v3"):
         read_hf(tmp_path)
+
+
+def test_corrections_of_an_export_in_bf16_stay_in_fp32(tmp_path, pool):
+    from pretrain.checkpoint.hf_export import export
+    from pretrain.checkpoint.hf_import import import_model
+
+    ours, theirs = pair("deepseek_v3", "plain")
+    theirs.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "exported", "bf16")
+    written = load_file(tmp_path / "exported" / "model.safetensors")
+    kinds = {name: tensor.dtype for name, tensor in written.items()}
+    corrections = [name for name in kinds if name.endswith("e_score_correction_bias")]
+    assert corrections and all(kinds.pop(name) == torch.float32 for name in corrections)
+    assert set(kinds.values()) == {torch.bfloat16}
 
 
 def test_an_expert_of_another_shape_is_named(tmp_path):

@@ -93,11 +93,12 @@ def test_fewer_steps_than_the_checkpoint_has_is_an_error(pool, config_file):
 
 
 def test_a_checkpoint_with_weights_only_names_the_key_that_takes_it(pool, config_file, tmp_path):
-    from pretrain.checkpoint.huggingface import export, import_model
+    from pretrain.checkpoint.hf_export import export
+    from pretrain.checkpoint.hf_import import import_model
 
     run = train(pool, 1, config_file)
-    export(run, tmp_path / "exported", "fp32", verify=False)
-    import_model(tmp_path / "exported", tmp_path / "imported", verify=False)
+    export(run, tmp_path / "exported")
+    import_model(tmp_path / "exported", tmp_path / "imported")
     line = refusal(pool, config_file, "run.name=second", f"run.resume={tmp_path / 'imported'}")
     assert "has weights only and cannot be resumed; use run.init_from=" in line
     second = train(pool, 1, config_file, "run.name=second", f"run.init_from={tmp_path / 'imported'}")

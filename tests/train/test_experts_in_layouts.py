@@ -68,7 +68,7 @@ def test_a_layout_computes_what_one_process_computes(pool, experts_file, single,
 
 
 def corrections(run):
-    from pretrain.checkpoint.huggingface import read_checkpoint
+    from pretrain.checkpoint.open_model import read_checkpoint
 
     _, weights, _ = read_checkpoint(run)
     return weights["layers.1.mlp.router.correction"].tolist()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,9 +20,9 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.sources import cache_folder, open_prepared
 from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from pretrain.errors import DataError
+from pretrain.observe.byte_progress import ByteProgress
 from pretrain.storage import sha256_of
 
-_EVERY_SECONDS = 10.0
 _THREADS = min(4, os.cpu_count() or 1)  # hashing releases the interpreter's lock
 
 
@@ -103,7 +101,7 @@ def check_integrity(path: str) -> Integrity:
     for files, problem in _of_run(Path(path)) if (Path(path) / STARTS_FILE).exists() else _of_directory(path):
         listed |= {str(file.path): file for file in files}
         damaged += [problem] if problem else []
-    with _Progress(sum(file.size for file in listed.values())) as progress, ThreadPoolExecutor(_THREADS) as pool:
+    with ByteProgress("checking", sum(file.size for file in listed.values())) as progress, ThreadPoolExecutor(_THREADS) as pool:
         for file, problem in zip(listed.values(), pool.map(lambda file: file.problem(), listed.values())):
             damaged += [Damage(str(file.path), problem)] if problem else []
             progress.add(file.size)
@@ -174,30 +172,3 @@ def _of_index(path: str, data: Data) -> _Found:
         return [_Listed(index / name, sha256) for name, sha256 in hashes.items()], None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [], Damage(str(index / "manifest.json"), f"not the manifest of a packing index ({error!r}); remove {index}")
-
-
-class _Progress:
-    """Bytes hashed, on standard error: a bar on a terminal, plain lines anywhere else."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self._bar = total, 0, None
-        self._shown = time.monotonic()
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, desc="checking", unit="B", unit_scale=True, leave=False)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def add(self, size: int) -> None:
-        self.done += size
-        if self._bar is not None:
-            self._bar.update(size)
-        elif time.monotonic() - self._shown >= _EVERY_SECONDS:
-            self._shown = time.monotonic()
-            print(f"checking: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pretrain.config.model_schema import Model
@@ -73,6 +74,11 @@ def activation(name: str, default: str) -> Field:
         )  # others are refused by their type
 
     return Field("mlp.activation", name, default, to, back)
+
+
+def buffers(*endings: str) -> Callable[[str, Model], bool]:
+    """`dropped` of families whose older files hold masks and rotary frequencies, which follow from the configuration."""
+    return lambda name, model: name.endswith(endings)
 
 
 def refuse_uneven_heads(model: Model) -> str | None:

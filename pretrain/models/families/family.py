@@ -68,7 +68,7 @@ class Family:
     `inert`: more fields without effect. `rope`: how rotary positions are written, None: they are not; `theta` and `local_theta`:
     the bases that a config.json means which names none; `partial`: whether transformers can rotate a share of a head here (elsewhere
     it ignores the field). `refuse`: says why transformers would not take a model. `dropped`: whether a tensor of theirs is no part
-    of what is computed; an import says which it leaves out.
+    of what is computed; an import says which it leaves out. `prefix`: what older files leave out before every name.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Family:
     partial: bool = False
     refuse: Callable[[Model], str | None] | None = None
     dropped: Callable[[str, Model], bool] | None = None
+    prefix: str = ""
 
     def switches(self, model: Model) -> dict[str, Any]:
         """What the family says of switches that the configuration leaves open."""

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm, projections written as [in, out] with queries, keys and values fused."""
 
-from pretrain.models.families.common import GPT_BLOCK, activation, eps, refuse_uneven_heads, tied
+from pretrain.models.families.common import GPT_BLOCK, activation, buffers, eps, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.weights import CONCATENATED, CONCATENATED_TRANSPOSED, SAME, TRANSPOSED, entry
 
@@ -55,4 +55,6 @@ GPT2 = Family(
     inert=_INERT,
     rope=None,
     refuse=refuse_uneven_heads,
+    dropped=buffers(".attn.bias", ".attn.masked_bias"),
+    prefix="transformer.",
 )

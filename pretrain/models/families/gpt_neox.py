@@ -1,6 +1,6 @@
 """GPT-NeoX (arXiv 2204.06745) and Pythia (arXiv 2304.01373): parallel residual, partial rotation, projections fused per head."""
 
-from pretrain.models.families.common import GPT_BLOCK, SIZES, activation, eps, projections, refuse_uneven_heads, tied
+from pretrain.models.families.common import GPT_BLOCK, SIZES, activation, buffers, eps, projections, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.weights import FUSED_PER_HEAD, entry
 
@@ -48,5 +48,6 @@ GPT_NEOX = Family(
     # Dropout is for training; the others say nothing about a causal model.
     inert=frozenset({"hidden_dropout", "classifier_dropout", "is_decoder", "gradient_checkpointing"}),
     refuse=refuse_uneven_heads,
+    dropped=buffers(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     partial=True,
 )

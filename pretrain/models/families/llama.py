@@ -1,6 +1,6 @@
 """Llama 2, 3 and 3.x (arXiv 2307.09288, 2407.21783)."""
 
-from pretrain.models.families.common import SIZES, WEIGHTS, attention_bias, eps, refuse_uneven_heads, tied
+from pretrain.models.families.common import SIZES, WEIGHTS, attention_bias, buffers, eps, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
 
 LLAMA = Family(
@@ -19,4 +19,5 @@ LLAMA = Family(
     accepted={"rope_interleaved": False},
     inert=frozenset({"is_llama_config"}),
     refuse=refuse_uneven_heads,
+    dropped=buffers(".rotary_emb.inv_freq"),
 )

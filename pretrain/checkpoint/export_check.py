@@ -1,0 +1,173 @@
+"""A dry run of the export: whether what a run is going to save can leave for transformers is known in its first minute.
+
+    at once, every start     the weight map against the network itself, config.json there and back
+    beside the first steps   names and shapes against transformers' own class, the tokenizer's export and its proof
+
+The second part imports transformers, which training does not: a process of its own does it, of the main rank of a new run, and a
+failure ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint import files
+from pretrain.checkpoint.weight_plan import check_round_trip, plan_weights
+from pretrain.config.model_schema import Model
+from pretrain.config.recorded import build_section
+from pretrain.config.schema import Config
+from pretrain.errors import UserError
+from pretrain.models.families import family_of
+
+LIMIT_SECONDS = 300.0
+_ROOT = Path(__file__).resolve().parents[2]
+# Of the launcher and accelerate: the process is no rank, and transformers acts on some of them when it is imported.
+_LEFT_OUT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_", "ACCELERATE_", "FSDP_", "PARALLELISM_")
+_REMEDY = "checkpoint.export_check=false trains without that"
+
+
+def has_export(model: Model) -> bool:
+    """Whether transformers has a name for the family."""
+    return bool(family_of(model.family).architecture)
+
+
+def check_map(model: Model) -> None:
+    """The part that needs nothing but our own code. Raises CheckpointError or ConfigError."""
+    check_round_trip(plan_weights(model).family, family_of(model.family).to_hf(model))
+
+
+class ExportCheck:
+    """The part that needs transformers, in a process beside this one. Close it, or use it as a context."""
+
+    def __init__(
+        self, model: Model, tokenizer: Path, say: Callable[[str], object], limit_seconds: float = LIMIT_SECONDS
+    ) -> None:
+        self.say, self.limit_seconds = say, limit_seconds
+        self.started = time.monotonic()
+        self._said, self._complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            [sys.executable, "-m", "pretrain.checkpoint.export_check"],
+            stdin=subprocess.PIPE,
+            stdout=self._said,
+            stderr=self._complained,
+            env=environment,
+            start_new_session=True,  # a notice of preemption is for the run
+        )
+        task = json.dumps({"model": dataclasses.asdict(model), "tokenizer": str(tokenizer.absolute())})
+        with contextlib.suppress(BrokenPipeError):  # it ended at once, and its exit code says so
+            self._process.stdin.write(task.encode())
+            self._process.stdin.close()
+
+    def __enter__(self) -> ExportCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def problem(self) -> str | None:
+        """What would keep the run from being exported, once it is known; never waits."""
+        if self._process is None or (self._process.poll() is None and self._seconds_left() > 0):
+            return None
+        return self._verdict()
+
+    def finish(self) -> str | None:
+        """The same, waited for."""
+        if self._process is None:
+            return None
+        try:
+            self._process.wait(max(0.0, self._seconds_left()))
+        except subprocess.TimeoutExpired:
+            pass  # `_verdict` says so
+        return self._verdict()
+
+    def close(self) -> None:
+        """End the process, whatever it is at."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._said.close()
+        self._complained.close()
+
+    def _seconds_left(self) -> float:
+        return self.limit_seconds - (time.monotonic() - self.started)
+
+    def _verdict(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        self._said.seek(0)
+        self._complained.seek(0)
+        if code is None or code < 0:
+            what = f"not done after {self.limit_seconds:g} s" if code is None else f"ended by signal {-code}"
+            self.say(f"export check: {what}; whether this run can be exported is not known")
+            return None
+        if code > 0:
+            last = (self._complained.read().decode(errors="replace").strip() or f"exit code {code}").splitlines()[-1]
+            return f"export check: this run could not be exported: {last}; {_REMEDY}"
+        answer = json.loads(self._said.read())
+        if answer["problem"]:
+            return f"export check: this run could not be exported: {answer['problem']}; {_REMEDY}"
+        self.say(f"export check: {answer['said']}")
+        return None
+
+
+def start_export_check(config: Config, tokenizer: Path, say: Callable[[str], object]) -> ExportCheck | None:
+    """Begin the check of a new run; None, and why is said, where there is nothing to check."""
+    if not config.checkpoint.export_check:
+        say("export check: switched off by checkpoint.export_check=false")
+    elif not has_export(config.model):
+        say(f"export check: model.family={config.model.family} has no export to transformers")
+    elif importlib.util.find_spec("transformers") is None:
+        say("export check: transformers is not installed, so names and shapes were not held against its own")
+    else:
+        # The other ranks wait for the verdict in a collective.
+        return ExportCheck(config.model, tokenizer, say, min(LIMIT_SECONDS, config.parallel.timeout_seconds / 2))
+    return None
+
+
+def _check_with_transformers(model: Model, tokenizer: Path) -> str:
+    """What was found good. Raises UserError where something is not."""
+    from pretrain.checkpoint.hf_export import SAMPLES
+    from pretrain.checkpoint.hf_verify import check_expected
+    from pretrain.data.tokenizers.export import export_tokenizer
+
+    plan, config = plan_weights(model), family_of(model.family).to_hf(model)
+    check_expected(config, plan.theirs)
+    with tempfile.TemporaryDirectory(prefix="export-check-") as folder:
+        files.write_json(Path(folder) / "config.json", config)
+        export_tokenizer(tokenizer, Path(folder), SAMPLES)
+    return f"{len(plan.theirs)} tensors and the tokenizer are what transformers' {plan.family.architecture} expects"
+
+
+def main() -> None:
+    """The process: a task on standard input, the answer on standard output."""
+    os.nice(10)  # training goes first
+    task: dict[str, Any] = json.load(sys.stdin)
+    started = time.monotonic()
+    said, problem = "", None
+    try:
+        said = _check_with_transformers(build_section(Model, task["model"]), Path(task["tokenizer"]))
+    except UserError as error:
+        problem = str(error)
+    print(json.dumps({"said": f"{said} ({time.monotonic() - started:.1f} s)", "problem": problem}))
+
+
+if __name__ == "__main__":
+    main()

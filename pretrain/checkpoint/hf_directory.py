@@ -1,0 +1,158 @@
+"""A Hugging Face model directory, checked before any weight is read: configuration, index, names, shapes, number formats."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint import files
+from pretrain.checkpoint.safetensors_file import DTYPES, INDEX, WEIGHTS, SafetensorsFile
+from pretrain.checkpoint.weight_plan import plan_weights
+from pretrain.config.model_schema import Model
+from pretrain.errors import CheckpointError
+from pretrain.models.families import family_of_hf
+from pretrain.models.families.weights import Entry
+
+log = logging.getLogger(__name__)
+
+
+class HfDirectory:
+    """The model that a directory holds; `read` gives the tensors of one entry of its weight map, by our names, in fp32.
+
+    Raises CheckpointError or ConfigError for an architecture, field, tensor, shape or number format that is missing, surplus or
+    unknown, and for files that are damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        config = read_config(directory)
+        self.model: Model = family_of_hf(config).from_hf(config)
+        self.plan = plan_weights(self.model)
+        self.files = _placed(directory)
+        self._rename()
+        self._drop_tied_head()
+        self._check_names()
+        self._check_tensors()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        places = [self.files[name].places[self._stored(name)] for name in self.plan.theirs]
+        return sum(place.end - place.start for place in places)
+
+    def read(self, line: Entry) -> dict[str, Tensor]:
+        """The tensors of an entry by our names, fp32."""
+        theirs = [self._tensor(name).float() for name in line.theirs]
+        return dict(zip(line.ours, line.layout.to_ours(theirs, [self.plan.ours[name] for name in line.ours], self.model)))
+
+    def whole(self) -> dict[str, Tensor]:
+        """All tensors by our names."""
+        return {name: tensor for line in self.plan.entries for name, tensor in self.read(line).items()}
+
+    def _rename(self) -> None:
+        """Older files leave a word out before all names of the trunk, and hold buffers and layers that are not computed."""
+        family = self.plan.family
+        known = self.plan.theirs.keys()
+        if family.prefix and not any(name.startswith(family.prefix) for name in self.files):
+            self.files = {name if name in known else f"{family.prefix}{name}": file for name, file in self.files.items()}
+        left = sorted(name for name in self.files.keys() - known if family.dropped and family.dropped(name, self.model))
+        if left:
+            log.warning("%s: left out, as transformers does: %s (%d tensors)", self.directory, left[0], len(left))
+            self.files = {name: file for name, file in self.files.items() if name not in left}
+
+    def _stored(self, name: str) -> str:
+        """The name of a tensor in its file."""
+        return name if name in self.files[name].places else name.removeprefix(self.plan.family.prefix)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.files[name].read(self._stored(name))
+
+    def _drop_tied_head(self) -> None:
+        """A tied head may be written twice. Where it is not the same tensor, there is no telling which is meant."""
+        if not self.model.tie_embeddings:
+            return
+        heads = [line.theirs[0] for line in self.plan.family.weights if line.ours == ("output.weight",)]
+        embedding = next(line.theirs[0] for line in self.plan.entries if line.ours == ("embedding.weight",))
+        for head in heads:
+            if head not in self.files or embedding not in self.files:
+                continue
+            self._check_format(head)
+            self._check_format(embedding)
+            if not torch.equal(self._tensor(head), self._tensor(embedding)):
+                raise CheckpointError(
+                    f"{self.files[head].path}: {head} differs from {embedding}, and config.json says that they are tied; "
+                    "set tie_word_embeddings to false if both are meant"
+                )
+            del self.files[head]
+
+    def _check_names(self) -> None:
+        missing, surplus = (
+            sorted(self.plan.theirs.keys() - self.files.keys()),
+            sorted(self.files.keys() - self.plan.theirs.keys()),
+        )
+        if missing or surplus:
+            which = f"{missing[0]} is missing" if missing else f"{surplus[0]} has no place in {self.plan.family.name}"
+            raise CheckpointError(f"{self.directory}: {which} ({len(missing)} missing, {len(surplus)} surplus tensors)")
+
+    def _check_tensors(self) -> None:
+        for name, shape in self.plan.theirs.items():
+            self._check_format(name)
+            actual = self.files[name].places[self._stored(name)].shape
+            if actual != shape:
+                raise CheckpointError(f"{self.directory}: {name} has shape {list(actual)}, config.json says {list(shape)}")
+
+    def _check_format(self, name: str) -> None:
+        code = self.files[name].places[self._stored(name)].code
+        if code not in DTYPES:
+            raise CheckpointError(
+                f"{self.files[name].path}: {name} is {code}; only {', '.join(DTYPES)} are read: weights in other formats are quantised, "
+                "or would lose digits in fp32"
+            )
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory."""
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory}: no config.json; not a Hugging Face model directory")
+    config = files.read_json(directory / "config.json")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{directory / 'config.json'}: not a JSON object")
+    return config
+
+
+def _placed(directory: Path) -> dict[str, SafetensorsFile]:
+    """Tensor name -> its file, of all tensors in the directory's weights. Nothing but headers is read."""
+    index = _read_index(directory)
+    opened = {name: SafetensorsFile(directory / name) for name in sorted(set(index.values()) or {WEIGHTS})}
+    placed: dict[str, SafetensorsFile] = {}
+    for file in opened.values():
+        for name in file.places:
+            if name in placed:
+                raise CheckpointError(f"{file.path}: {name} is in {placed[name].path.name} as well")
+            placed[name] = file
+    for name in sorted(index.keys() | placed.keys() if index else ()):
+        if name not in placed or index.get(name) != placed[name].path.name:
+            said, found = index.get(name, "no file"), placed[name].path.name if name in placed else "none of them"
+            raise CheckpointError(f"{directory / INDEX}: {name} is said to be in {said} and is in {found}")
+    return placed
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Tensor name -> file name; empty where there is one file without index."""
+    path = directory / INDEX
+    if not path.is_file():
+        return {}
+    index = files.read_json(path)
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise CheckpointError(f"{path}: has no weight_map of tensor names to file names")
+    for name, file in places.items():
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise CheckpointError(f"{path}: {name} is said to be in {file!r}, which is no file of this directory")
+    if (directory / WEIGHTS).is_file() and WEIGHTS not in places.values():
+        raise CheckpointError(f"{directory}: has both {WEIGHTS} and an index of other files; remove the one that is not meant")
+    return places

@@ -1,0 +1,219 @@
+"""Checkpoint -> directory that transformers loads: safetensors, config.json and tokenizer files, and nothing that runs code.
+
+    payload of the checkpoint --the tensors of one entry of the weight map at a time--> number format, layout --> safetensors
+
+The names and shapes of everything follow from the configuration, so that files are written from their first byte to their last and
+memory holds one entry. Output is written aside, read back, compared with what transformers expects, and renamed into place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint import files
+from pretrain.checkpoint.hf_verify import check_expected, read_back, verified_difference
+from pretrain.checkpoint.load import load_state
+from pretrain.checkpoint.safetensors_file import ShardedWriter, Spec
+from pretrain.checkpoint.streamed import SavedTensors
+from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_weights
+from pretrain.config.model_schema import Model
+from pretrain.config.recorded import build_section
+from pretrain.data.shards.staging import refuse_existing, staged_directory
+from pretrain.data.tokenizers.export import export_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.errors import CheckpointError
+from pretrain.models.families import family_of
+from pretrain.models.families.weights import TRAINING_ONLY, Entry
+from pretrain.observe.byte_progress import ByteProgress
+from pretrain.storage import sha256_of
+
+SHARD_BYTES = 5 * 10**9
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RECORD = "pretrain_export.json"
+SAMPLES = ("import os\n\n\ndef main():\n    return 1\n", "To be, or not to be: that is the question.\n")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export did. `difference`: of the logits, None where they were not compared."""
+
+    checkpoint: Path
+    parameters: int
+    files: int
+    difference: float | None
+    note: str | None
+
+
+def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, shard_bytes: int = SHARD_BYTES) -> Exported:
+    """Write a checkpoint, or a run's newest, as a directory that transformers loads.
+
+    Every tensor is read back from the output and compared, and the output's names and shapes with what transformers' class expects;
+    with `verify` also its logits with ours in fp32, which takes memory for the model. Raises CheckpointError or ConfigError, and
+    leaves nothing behind, when anything of this fails. What was verified is recorded in pretrain_export.json.
+    """
+    refuse_existing(output)
+    checkpoint = files.resolve(path)[-1]
+    with ByteProgress(
+        "verifying the checkpoint", sum(item["bytes"] for item in files.read_manifest(checkpoint).values())
+    ) as seen:
+        files.verify(checkpoint, seen=seen.add)
+    state = load_state(checkpoint)
+    model = build_section(Model, state["model"])
+    tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
+    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    config = _config(model, loaded, dtype)
+    source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype])
+    note = _padding(model, loaded, checkpoint)
+    with _named(output), staged_directory(output) as writing:
+        # In this order: transformers chooses the tokenizer's class by the config.json beside it.
+        files.write_json(writing / "config.json", config)
+        generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")} | {"do_sample": False}
+        files.write_json(writing / "generation_config.json", generation)
+        if tokenizer:
+            export_tokenizer(tokenizer, writing, SAMPLES)
+        check_expected(config, source.plan.theirs)
+        shards = _write_weights(source, writing, shard_bytes)
+        check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
+        difference = verified_difference(writing, model, source.whole) if verify else None
+        record = _record(source, state, tokenizer is not None, difference, note, writing)
+        files.write_json(writing / RECORD, record)
+    return Exported(checkpoint, source.plan.parameters, shards, difference, note)
+
+
+@contextlib.contextmanager
+def _named(output: Path) -> Iterator[None]:
+    """Say what could not be written, a full disk mostly."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or output}: {error.strerror or error}") from error
+
+
+class _Source:
+    """The tensors of a checkpoint in the export's number format, entry by entry."""
+
+    def __init__(self, checkpoint: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
+        self.checkpoint, self.plan, self.dtype = checkpoint, plan, dtype
+        self.saved = SavedTensors(checkpoint, "model.")
+        there = {name: item for name, item in self.saved.items.items() if not name.startswith(TRAINING_ONLY)}
+        if odd := sorted(there.keys() ^ plan.ours.keys()):
+            name = plan.model.family
+            raise CheckpointError(f"{checkpoint}: {odd[0]} is on one side only of {name}'s weight map; nothing was written")
+        for name, item in there.items():
+            if tuple(item.size) != plan.ours[name]:
+                raise CheckpointError(
+                    f"{checkpoint}: {name} has shape {list(item.size)}, its model needs {list(plan.ours[name])}; nothing was written"
+                )
+
+    def ours(self, line: Entry) -> list[Tensor]:
+        return [self._cast(name, tensor) for name, tensor in zip(line.ours, self.saved.read(line.ours))]
+
+    def theirs(self, line: Entry) -> list[Tensor]:
+        return line.layout.to_theirs(self.ours(line), self.plan.model)
+
+    def whole(self) -> dict[str, Tensor]:
+        """All of them, by our names."""
+        return {name: tensor for line in self.plan.entries for name, tensor in zip(line.ours, self.ours(line))}
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        if self.dtype == torch.float16 and max(map(abs, torch.aminmax(tensor))) > torch.finfo(torch.float16).max:
+            raise CheckpointError(f"{self.checkpoint}: {name} has values beyond fp16's range; use --dtype bf16 or fp32")
+        return tensor.to(self.dtype_of(name))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """fp32 for the corrections that balance experts, as transformers keeps them: small steps would be lost otherwise."""
+        return torch.float32 if name.endswith(".correction") else self.dtype
+
+
+def _config(model: Model, tokenizer: Tokenizer | None, dtype: str) -> dict[str, Any]:
+    name = str(EXPORT_DTYPES[dtype]).removeprefix("torch.")
+    eod = tokenizer.eod_id if tokenizer else None
+    # transformers 5 writes `dtype`; older readers, vLLM's and llama.cpp's among them, look for `torch_dtype`.
+    return family_of(model.family).to_hf(model) | {
+        "dtype": name, "torch_dtype": name, "bos_token_id": None, "eos_token_id": eod,
+    }  # fmt: skip
+
+
+def _padding(model: Model, tokenizer: Tokenizer | None, checkpoint: Path) -> str | None:
+    """What to say of rows of the vocabulary that are no token's. Raises CheckpointError where a token has no row."""
+    if tokenizer is None:
+        return "the checkpoint has no tokenizer, so none was written, and config.json names no end-of-text token"
+    if model.vocab_size < tokenizer.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint}: the vocabulary has {model.vocab_size} rows and the tokenizer {tokenizer.vocab_size} tokens; "
+            "this is not the tokenizer it was trained with"
+        )
+    if model.vocab_size == tokenizer.vocab_size:
+        return None
+    return (
+        f"the last {model.vocab_size - tokenizer.vocab_size} of {model.vocab_size} rows of the vocabulary are no token of the "
+        "tokenizer; config.json's vocab_size counts them"
+    )
+
+
+def _write_weights(source: _Source, directory: Path, shard_bytes: int) -> int:
+    """The number of files."""
+    specs = [
+        Spec(name, source.plan.theirs[name], source.dtype_of(line.ours[0]))
+        for line in source.plan.entries
+        for name in line.theirs
+    ]
+    total = sum(spec.nbytes for spec in specs)
+    with ShardedWriter(directory, specs, shard_bytes) as writer, ByteProgress("writing", total) as done:
+        for line in source.plan.entries:
+            _write_entry(source, line, writer, done)
+    with ByteProgress("reading back", total) as done:
+        read_back(directory, writer.shards, writer.hashes, done.add)
+    return len(writer.shards)
+
+
+def _write_entry(source: _Source, line: Entry, writer: ShardedWriter, done: ByteProgress) -> None:
+    # A function of its own, so that nothing of one entry is alive when the next is read.
+    for name, tensor in zip(line.theirs, source.theirs(line)):
+        writer.write(name, tensor)
+        done.add(tensor.nbytes)
+
+
+def _record(
+    source: _Source, state: dict[str, Any], tokenizer: bool, difference: float | None, note: str | None, directory: Path
+) -> dict[str, Any]:
+    plan = source.plan
+    return {
+        "source": {
+            "checkpoint": source.checkpoint.resolve().name,
+            "manifest_sha256": sha256_of(source.checkpoint / files.MANIFEST),
+            **{name: state.get(name) for name in ("step", "samples", "tokens", "layout")},
+        },
+        "family": plan.family.name,
+        "dtype": str(source.dtype).removeprefix("torch."),
+        "parameters": plan.parameters,
+        "tensors": len(plan.theirs),
+        "vocabulary": {"rows": plan.model.vocab_size, "note": note},
+        "verified": {
+            "checkpoint": "every file matched its sha256 in the checkpoint's manifest",
+            "weights": "every tensor was read back with the safetensors library and is what was written, bit by bit",
+            "structure": f"names and shapes are those of transformers' {plan.family.architecture}",
+            "config": "config.json is read as the same model",
+            "tokenizer": "transformers' AutoTokenizer gives the same ids on sample texts" if tokenizer else None,
+            "logits": None if difference is None else "transformers' logits were compared with ours in fp32",
+        },
+        "max_logit_difference": difference,
+        "files": {path.name: files.describe_file(path) for path in sorted(directory.iterdir()) if path.is_file()},
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that took part."""
+    return {"python": platform.python_version()} | {
+        name: metadata.version(name) for name in ("torch", "transformers", "safetensors", "tokenizers")
+    }

@@ -1,0 +1,105 @@
+"""Hugging Face model directory -> checkpoint with weights only, to start a run from (`run.init_from`) or to look at.
+
+    safetensors --the tensors of one entry of the weight map at a time--> fp32, our layout --pieces of rows--> payload
+
+Nothing that executes code is read, and memory holds one entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint.hf_directory import HfDirectory
+from pretrain.checkpoint.hf_verify import verified_difference
+from pretrain.checkpoint.save import write_checkpoint
+from pretrain.checkpoint.streamed import on_meta
+from pretrain.data.shards.staging import refuse_existing
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.distributed.ranks import Ranks
+from pretrain.errors import CheckpointError, DataError
+from pretrain.observe.byte_progress import ByteProgress
+
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did. `difference`: of the logits, None where they were not compared; `tokenizer`: a word on it."""
+
+    parameters: int
+    difference: float | None
+    tokenizer: str
+
+
+def import_model(directory: Path, output: Path, verify: bool = False) -> Imported:
+    """Write a Hugging Face model as a checkpoint with weights only.
+
+    With `verify`, transformers' logits are compared with ours before anything is written, which takes memory for the model. Raises
+    CheckpointError, ConfigError or DataError, and leaves nothing behind, when anything fails.
+    """
+    refuse_existing(output)
+    source = HfDirectory(directory)
+    difference = verified_difference(directory, source.model, source.whole) if verify else None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    state = {
+        "step": 0,
+        "samples": 0,
+        "tokens": 0,
+        "world_size": 1,
+        "layout": "imported",
+        "model": dataclasses.asdict(source.model),
+        "imported": {"directory": directory.resolve().name, "max_logit_difference": difference},
+    }
+    writing_tokenizer = output.with_name(f".tokenizer-{output.name}")
+    tensors = on_meta({f"model.{n}": source.plan.ours[n] for line in source.plan.entries for n in line.ours}, torch.float32)
+    try:
+        attachments, tokenizer = _copy_tokenizer(source, writing_tokenizer)
+        with ByteProgress("converting", source.nbytes) as done:
+            write_checkpoint(output, tensors, state, attachments, ALONE, _Reader(source, done).read)
+    finally:
+        shutil.rmtree(writing_tokenizer, ignore_errors=True)
+    return Imported(source.plan.parameters, difference, tokenizer)
+
+
+class _Reader:
+    """Tensors one by one, in the order of the weight map; holds those of the entry it is at."""
+
+    def __init__(self, source: HfDirectory, done: ByteProgress) -> None:
+        self.source, self.done = source, done
+        self.line_of = {name: line for line in source.plan.entries for name in line.ours}
+        self.current: dict[str, Tensor] = {}
+
+    def read(self, name: str) -> Tensor:
+        name = name.removeprefix("model.")
+        if name not in self.current:
+            self.current = {}  # before the next is read
+            line = self.line_of[name]
+            self.current = self.source.read(line)
+            places = [self.source.files[theirs].places[theirs] for theirs in line.theirs]
+            self.done.add(sum(place.end - place.start for place in places))
+        return self.current[name]
+
+
+def _copy_tokenizer(source: HfDirectory, target: Path) -> tuple[dict[str, Path], str]:
+    """Attachments of the checkpoint, and what to tell the user: training needs no tokenizer, so a model without one is no error."""
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        tokenizer = load_tokenizer(source.directory)
+    except DataError as error:
+        return {}, f"none ({error})"
+    if tokenizer.vocab_size > source.model.vocab_size:
+        raise CheckpointError(
+            f"{source.directory}: the tokenizer has {tokenizer.vocab_size} tokens and the vocabulary "
+            f"{source.model.vocab_size} rows; it is not this model's"
+        )
+    tokenizer.save(target)
+    unused = source.model.vocab_size - tokenizer.vocab_size
+    return {"tokenizer": target}, "copied" + (
+        f" (the last {unused} rows of the vocabulary are none of its tokens)" if unused else ""
+    )

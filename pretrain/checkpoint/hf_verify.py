@@ -1,0 +1,127 @@
+"""What is proved about an exported directory, by programs that others wrote: the safetensors library and transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pretrain.checkpoint.safetensors_file import Spec, raw_bytes
+from pretrain.config.model_schema import Model
+from pretrain.errors import CheckpointError
+from pretrain.models.families.weights import TRAINING_ONLY
+from pretrain.models.network import build_network
+
+LOGIT_TOLERANCE = 1e-4
+
+
+# ---- structure --------------------------------------------------------------------------------------------------------
+
+
+def expected_by_transformers(config: dict[str, Any]) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """The class that AutoModelForCausalLM makes of a config.json, and the tensors, with shapes, that it has on disk.
+
+    On the meta device: nothing is allocated. Of tied tensors, those that are written once.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "dtype", "torch_dtype")}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    tied = set(model.all_tied_weights_keys)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    # In memory, transformers holds the experts of a layer as one tensor; on disk they are apart.
+    return type(model).__name__, {n: tuple(t.shape) for n, t in revert_weight_conversion(model, state).items()}
+
+
+def check_expected(config: dict[str, Any], theirs: dict[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError naming a tensor that transformers' class of this config.json lacks, misses, or has in another shape."""
+    [architecture] = config["architectures"]
+    name, expected = expected_by_transformers(config)
+    if name != architecture:
+        raise CheckpointError(f"config.json: architectures names {architecture}, and transformers makes a {name} of it")
+    for tensor in sorted(expected.keys() ^ theirs.keys()):
+        problem = "is missing from the export" if tensor in expected else "is unknown to it"
+        raise CheckpointError(f"transformers' {name}: {tensor} {problem}")
+    for tensor, shape in expected.items():
+        if shape != theirs[tensor]:
+            raise CheckpointError(
+                f"transformers' {name}: {tensor} has shape {list(shape)}, and the export has {list(theirs[tensor])}"
+            )
+
+
+def read_back(directory: Path, shards: dict[str, list[Spec]], hashes: dict[str, str], seen: Callable[[int], object]) -> None:
+    """Raise CheckpointError unless the safetensors library reads from each file what was handed to the writer, bit by bit."""
+    from safetensors import SafetensorError, safe_open
+
+    for file, specs in shards.items():
+        path = directory / file
+        try:
+            with safe_open(path, framework="pt") as opened:
+                if set(opened.keys()) != {spec.name for spec in specs}:
+                    raise CheckpointError(f"{path}: holds other tensors than were written")
+            for spec in specs:
+                # Opened anew for each: the pages of a memory map that was read stay resident until it is closed.
+                with safe_open(path, framework="pt") as opened:
+                    _compare(path, spec, opened.get_tensor(spec.name), hashes[spec.name])
+                seen(spec.nbytes)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: cannot be read back: {str(error).splitlines()[0]}") from error
+
+
+def _compare(path: Path, spec: Spec, tensor: Tensor, sha256: str) -> None:
+    if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+        raise CheckpointError(f"{path}: {spec.name} reads back as {list(tensor.shape)} {tensor.dtype}")
+    if hashlib.sha256(raw_bytes(tensor)).hexdigest() != sha256:
+        raise CheckpointError(f"{path}: {spec.name} does not read back as it was written")
+
+
+# ---- logits -----------------------------------------------------------------------------------------------------------
+
+
+def verified_difference(directory: Path, model: Model, weights: Callable[[], dict[str, Tensor]]) -> float:
+    """`logit_difference`, or CheckpointError where it is above 1e-4 or no number."""
+    difference = logit_difference(directory, model, weights)
+    if not difference <= LOGIT_TOLERANCE:
+        raise CheckpointError(
+            f"transformers' logits differ from ours by {difference:.2e} (limit {LOGIT_TOLERANCE}); nothing was written"
+        )
+    return difference
+
+
+def logit_difference(directory: Path, model: Model, weights: Callable[[], dict[str, Tensor]]) -> float:
+    """Largest absolute difference between transformers' logits of a directory and ours of `weights`, both in fp32.
+
+    One after the other, so that one model at a time is in memory, in fp32.
+    """
+    ids = torch.randint(model.vocab_size, (2, min(64, model.max_sequence_length)), generator=torch.Generator().manual_seed(0))
+    theirs = _their_logits(directory, ids)
+    with torch.no_grad():
+        return float((theirs - build(model, weights())(ids)).abs().max())
+
+
+def _their_logits(directory: Path, ids: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
+    ).eval()
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def build(model: Model, weights: dict[str, Tensor]) -> nn.Module:
+    """A network that holds these weights, in fp32 on the CPU, without what is for training only."""
+    weights = {name: tensor.float() for name, tensor in weights.items() if not name.startswith(TRAINING_ONLY)}
+    with torch.device("meta"):
+        network = build_network(dataclasses.replace(model, predict_ahead=0))
+    network.load_state_dict(weights, strict=True, assign=True)
+    return network.eval().requires_grad_(False)

@@ -1,0 +1,200 @@
+"""Every new run tries its export before it has anything to export, in a process that training does not wait for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from running import run_main
+
+from pretrain.checkpoint import export_check
+from pretrain.checkpoint.export_check import ExportCheck, check_map
+from pretrain.checkpoint.hf_verify import check_expected
+from pretrain.checkpoint.weight_plan import plan_weights
+from pretrain.config.schema import Model
+from pretrain.errors import CheckpointError, ConfigError
+from pretrain.models.families import family_of, llama
+from pretrain.models.families.weights import entry
+from pretrain.models.shape import complete
+
+ROOT = Path(__file__).resolve().parents[2]
+ON = "checkpoint.export_check=true"
+PATIENT = "parallel.timeout_seconds=600"  # half of which the check may take
+SMALL = complete(Model(dim=32, layers=2, heads=4, ffn_dim=48, vocab_size=257), 64)
+
+ALONE = """
+import sys
+from pretrain.run import main
+code = main(sys.argv[1:])
+print("transformers imported:", any(name in sys.modules for name in ("transformers", "tokenizers", "datasets")))
+raise SystemExit(code)
+"""
+
+
+def test_a_new_run_is_checked_once_and_training_imports_nothing_for_it(config_file):
+    command = [sys.executable, "-c", ALONE, "--config", str(config_file), ON, PATIENT, "checkpoint.every_steps=10"]
+    said = []
+    for steps in (20, 30):
+        done = subprocess.run([*command, f"run.steps={steps}"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "transformers imported: False" in done.stdout
+        said.append(done.stdout + done.stderr)
+    assert "export check: 21 tensors and the tokenizer are what transformers' LlamaForCausalLM expects (" in said[0]
+    assert "resumed from" in said[1] and "export check" not in said[1]
+
+
+def test_check_tries_the_export_as_well(pool, config_file):
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), ON, PATIENT, "--check")
+    assert code == 0 and "export check: 21 tensors and the tokenizer are what" in printed
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check")
+    assert code == 0 and "export check: switched off by checkpoint.export_check=false" in printed
+
+
+def test_a_family_without_export_says_so_once(pool, config_file):
+    results = pool.launch(2, run_main, str(config_file), ON, "model.family=custom", "parallel.strategy=ddp")
+    printed = "".join(text for _, text in results)
+    assert [code for code, _ in results] == [0, 0]
+    assert printed.count("export check: model.family=custom has no export to transformers") == 1
+
+
+def run_with_modules_from(folder: str, config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose export check finds the Python modules of a folder before the installed ones."""
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, before])
+    try:
+        return run_main(config_file, *overrides)
+    finally:
+        os.environ["PYTHONPATH"] = before
+
+
+def pretend(tmp_path: Path, source: str) -> str:
+    """A folder with a `transformers` that does this when it is imported."""
+    (tmp_path / "modules" / "transformers").mkdir(parents=True)
+    (tmp_path / "modules" / "transformers" / "__init__.py").write_text(source)
+    return str(tmp_path / "modules")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("steps", [6, 100_000])
+def test_a_failure_ends_the_run_in_one_line_whether_it_is_long_or_over_by_then(pool, config_file, tmp_path, world_size, steps):
+    folder = pretend(tmp_path, "raise RuntimeError('no class of that name')")
+    overrides = (ON, PATIENT, f"run.steps={steps}", "parallel.strategy=auto", "schedule.warmup_steps=0")
+    for code, printed in pool.launch(world_size, run_with_modules_from, folder, str(config_file), *overrides):
+        assert code == 1
+        [line] = [line for line in printed.splitlines() if line.startswith("error: ")]
+        assert (
+            "export check: this run could not be exported: RuntimeError: no class of that name; checkpoint.export_check=false"
+            in line
+        )
+    status = json.loads((config_file.parent / "runs" / "run" / "status.json").read_text())
+    assert status["state"] == "failed" and status["step"] <= min(steps, 50_000) and "no class of that name" in status["reason"]
+    assert len(list((config_file.parent / "runs" / "run" / "checkpoints").glob("step-*"))) == (steps == 6)
+
+
+def test_a_check_that_takes_too_long_or_is_killed_is_said_and_fails_nothing(byte_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", pretend(tmp_path, "import time\ntime.sleep(60)"))
+    said: list[str] = []
+    with ExportCheck(SMALL, byte_tokenizer, said.append, limit_seconds=0.5) as check:
+        assert check.problem() is None and not said
+        assert check.finish() is None and check.problem() is None and check.finish() is None
+    assert said == ["export check: not done after 0.5 s; whether this run can be exported is not known"]
+    with ExportCheck(SMALL, byte_tokenizer, said.append) as check:
+        os.kill(check._process.pid, signal.SIGTERM)
+        assert check.finish() is None
+    assert said[1:] == ["export check: ended by signal 15; whether this run can be exported is not known"]
+
+
+def test_a_run_that_ends_before_the_check_ends_it_too(byte_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", pretend(tmp_path, "import time\ntime.sleep(60)"))
+    started = time.monotonic()
+    with ExportCheck(SMALL, byte_tokenizer, print) as check:
+        number = check._process.pid
+    assert time.monotonic() - started < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+
+
+# ---- what it finds ----------------------------------------------------------------------------------------------------
+
+
+def changed(monkeypatch, **changes) -> None:
+    monkeypatch.setattr(llama, "LLAMA", dataclasses.replace(llama.LLAMA, **changes))
+
+
+def test_a_weight_map_without_a_parameter_of_the_network_is_found(monkeypatch):
+    changed(monkeypatch, weights=tuple(e for e in llama.LLAMA.weights if "mlp.up" not in e.ours[0]))
+    with pytest.raises(CheckpointError, match="no entry for layers.0.mlp.up.weight"):
+        check_map(SMALL)
+
+
+def test_a_layout_whose_shapes_do_not_come_back_is_found(monkeypatch):
+    class Cut:
+        def to_theirs(self, ours, model):
+            return [ours[0][1:]]
+
+        def to_ours(self, theirs, shapes, model):
+            return theirs
+
+    changed(
+        monkeypatch,
+        weights=tuple(dataclasses.replace(e, layout=Cut()) if e.ours == ("norm.weight",) else e for e in llama.LLAMA.weights),
+    )
+    with pytest.raises(CheckpointError, match=r"norm.weight \[32\] does not come back from model.norm.weight \[\[31\]\]"):
+        check_map(SMALL)
+
+
+def test_two_parameters_under_one_name_are_found(monkeypatch):
+    weights = tuple(entry(e.ours, "model.norm.weight") if e.ours == ("embedding.weight",) else e for e in llama.LLAMA.weights)
+    changed(monkeypatch, weights=weights)
+    with pytest.raises(CheckpointError, match="does not come back from model.norm.weight"):
+        check_map(SMALL)
+
+
+def test_a_field_of_the_configuration_that_does_not_come_back_is_found(monkeypatch):
+    fields = [
+        dataclasses.replace(f, to=lambda v, m: v * 2) if f.theirs == "initializer_range" else f for f in llama.LLAMA.fields
+    ]
+    changed(monkeypatch, fields=tuple(fields))
+    with pytest.raises(ConfigError, match="initializer_range=0.04 comes back as 0.08 for llama"):
+        check_map(SMALL)
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing from the export"),
+        (lambda t: t.update({"model.norm.bias": (32,)}), "model.norm.bias is unknown to it"),
+        (lambda t: t.update({"model.norm.weight": (31,)}), r"model.norm.weight has shape \[32\], and the export has \[31\]"),
+    ],
+)
+def test_names_and_shapes_that_transformers_does_not_expect_are_found(change, problem):
+    plan, config = plan_weights(SMALL), family_of("llama").to_hf(SMALL)
+    check_expected(config, plan.theirs)
+    theirs = dict(plan.theirs)
+    change(theirs)
+    with pytest.raises(CheckpointError, match=f"transformers' LlamaForCausalLM: {problem}"):
+        check_expected(config, theirs)
+
+
+def test_another_architecture_than_transformers_makes_is_found(monkeypatch):
+    changed(monkeypatch, architecture="LlamaForEverything")
+    config = family_of("llama").to_hf(SMALL)
+    with pytest.raises(
+        CheckpointError, match="architectures names LlamaForEverything, and transformers makes a LlamaForCausalLM"
+    ):
+        check_expected(config, plan_weights(SMALL).theirs)
+
+
+def test_tied_tensors_are_expected_once(monkeypatch):
+    tied = dataclasses.replace(SMALL, tie_embeddings=True)
+    theirs = plan_weights(tied).theirs
+    assert "lm_head.weight" not in theirs
+    check_expected(family_of("llama").to_hf(tied), theirs)
+    assert export_check.has_export(tied) and not export_check.has_export(dataclasses.replace(tied, family="custom"))

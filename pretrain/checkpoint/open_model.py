@@ -17,7 +17,7 @@ from pretrain.errors import ConfigError
 
 
 def open_model(path: Path) -> tuple[nn.Module, Tokenizer]:
-    """The decoder, in fp32 on the CPU, and the tokenizer it was trained with. Of a run: its newest checkpoint."""
+    """The network, in fp32 on the CPU, and the tokenizer it was trained with. Of a run: its newest checkpoint."""
     if (path / "config.json").is_file():
         model, weights = read_hf(path)
         return build(model, weights), load_tokenizer(path)
@@ -25,14 +25,6 @@ def open_model(path: Path) -> tuple[nn.Module, Tokenizer]:
     if model.encoder_layers:
         raise ConfigError(f"{checkpoint} is an encoder-decoder; use tools/translate.py")
     return build(model, weights), load_tokenizer(checkpoint / "tokenizer")
-
-
-def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
-    """The encoder-decoder of a checkpoint or of a run's newest one, in fp32 on the CPU, and the tokenizers of its two sides."""
-    model, weights, checkpoint = read_checkpoint(path)
-    if not model.encoder_layers:
-        raise ConfigError(f"{checkpoint} is a decoder alone; use tools/generate.py")
-    return build(model, weights), load_tokenizer(checkpoint / "source_tokenizer"), load_tokenizer(checkpoint / "tokenizer")
 
 
 def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
@@ -48,3 +40,11 @@ def read_checkpoint(path: Path) -> tuple[Model, dict[str, Tensor], Path]:
     model = build_section(Model, load_state(checkpoint)["model"])
     weights = saved_tensors(checkpoint, "model.")
     return model, {name.removeprefix("model."): tensor for name, tensor in weights.items()}, checkpoint
+
+
+def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
+    """The encoder-decoder of a checkpoint or of a run's newest one, in fp32 on the CPU, and the tokenizers of its two sides."""
+    model, weights, checkpoint = read_checkpoint(path)
+    if not model.encoder_layers:
+        raise ConfigError(f"{checkpoint} is a decoder alone; use tools/generate.py")
+    return build(model, weights), load_tokenizer(checkpoint / "source_tokenizer"), load_tokenizer(checkpoint / "tokenizer")

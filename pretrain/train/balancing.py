@@ -18,7 +18,8 @@ class ExpertLoads:
     def __init__(self, model: nn.Module, config: Model, ranks: Ranks) -> None:
         self.model, self.config, self.ranks = model, config.experts, ranks
         self.routers = model.routers() if config.experts.count else {}
-        self.since_report = torch.zeros(len(self.routers), config.experts.count, dtype=torch.int64)
+        # None in a model of transformers', whose routers are its own affair.
+        self.since_report = torch.zeros(len(self.routers), config.experts.count or 0, dtype=torch.int64)
 
     def after_step(self, target_tokens: int) -> dict[str, Any]:
         """Balance by the step's loads; the mean auxiliary loss of a target token, to be reported."""

@@ -114,8 +114,8 @@ def _profile(one: Loader, batches: int = 8) -> str:
         "digest": spent["digest"],
         "documents": spent.get("documents_of", 0.0),
     }
-    shares["rest"] = spent["batches"] - sum(shares.values())
-    return ", ".join(f"{name} {seconds / spent['batches']:.0%}" for name, seconds in shares.items())
+    shares["rest"] = spent["read_ahead"] - sum(shares.values())
+    return ", ".join(f"{name} {seconds / spent['read_ahead']:.0%}" for name, seconds in shares.items())
 
 
 # ---- the start --------------------------------------------------------------------------------------------------------

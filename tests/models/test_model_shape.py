@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from presets import PRESETS, preset
 
-from pretrain.config.model_schema import Attention, Model, Rope
+from pretrain.config.model_schema import Attention, Experts, Model, Rope
 from pretrain.errors import ConfigError
 from pretrain.models.families import families, family_of
 from pretrain.models.shape import complete, has_rope, has_window
 
 SIZES = {"dim": 32, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}
 NAMES = [family.name for family in families()]
+WITH_EXPERTS = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -24,8 +25,9 @@ def test_a_complete_model_is_completed_to_itself(name):
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_the_pattern_of_a_family_fits_any_depth(family, layers):
-    model = complete(Model(family=family, layers=layers, **SIZES))
-    deep = complete(Model(family=family, layers=60, **SIZES))
+    experts = Experts(count=4, active=2) if family in WITH_EXPERTS else Experts()
+    model = complete(Model(family=family, layers=layers, **SIZES, experts=experts))
+    deep = complete(Model(family=family, layers=60, **SIZES, experts=experts))
     assert [has_window(model, i) for i in range(layers)] == [has_window(deep, i) for i in range(layers)]
     assert [has_rope(model, i) for i in range(layers)] == [has_rope(deep, i) for i in range(layers)]
 

@@ -262,7 +262,7 @@ def test_an_accepted_change_that_came_to_nothing_leaves_the_checkpoint_as_it_was
     assert [record["step"] for record in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
 
 
-def _die(self, stop):
+def _die(self, stop, export):
     raise TrainingError("the node is gone")
 
 

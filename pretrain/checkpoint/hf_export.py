@@ -68,6 +68,8 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
         files.verify(checkpoint, seen=seen.add)
     state = load_state(checkpoint)
     model = build_section(Model, state["model"])
+    if family_of(model.family).weights is None:
+        raise CheckpointError(f"{checkpoint}: the export of model.family={model.family} is not built")
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     config = _config(model, loaded, dtype)

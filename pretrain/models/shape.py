@@ -120,7 +120,8 @@ def _check(model: Model) -> None:
         _check_experts(model)
     elif odd := [name for name, value in flat(model.experts).items() if value != PLAIN[f"experts.{name}"]]:
         raise ConfigError(
-            f"model.experts.{odd[0]} is set, and model.experts.count=0: there are no experts; set count, or remove it"
+            f"model.experts.{odd[0]} is set, by the configuration or by model.family={model.family}, and model.experts.count=0: there are "
+            "no experts; set model.experts.count and model.experts.active, or remove it"
         )
     width = rotated_width(model)
     if model.positions == "rope" and (width % 2 or not width):

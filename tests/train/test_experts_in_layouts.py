@@ -55,7 +55,11 @@ def loads(run):
     return [record["experts"] for record in read_metrics(run)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The others with `-m slow`: python -m pytest tests/train/test_experts_in_layouts.py -m slow
+QUICK = {"other micro-batch", "ddp on 2, every, recomputation", "fsdp on 2", "hsdp 2x2"}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])
 def test_a_layout_computes_what_one_process_computes(pool, experts_file, single, layout):
     world_size, *overrides = LAYOUTS[layout]
     run = train(pool, world_size, experts_file, f"run.name={list(LAYOUTS).index(layout)}", *overrides)

@@ -49,7 +49,16 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind"), [*((layout, "granite") for layout in LAYOUTS), ("fsdp on 2", "falcon"), ("ddp on 2", "falcon")]
+    ("layout", "kind"),
+    [
+        ("ddp on 2", "granite"),
+        ("fsdp on 3, recomputation", "granite"),
+        ("fsdp on 2", "falcon"),
+        # The others with `-m slow`: python -m pytest tests/train/test_hf_runs.py -m slow
+        pytest.param("fsdp on 2", "granite", marks=pytest.mark.slow),
+        pytest.param("hsdp 2x2, weights kept", "granite", marks=pytest.mark.slow),
+        pytest.param("ddp on 2", "falcon", marks=pytest.mark.slow),
+    ],
 )
 def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_path, layout, kind):
     world_size, *overrides = LAYOUTS[layout]
@@ -62,7 +71,13 @@ def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [("granite", "fsdp"), ("bloom", "ddp"), ("bloom", "fsdp"), ("qwen2_moe", "fsdp")]
+    ("kind", "strategy"),
+    [
+        ("granite", "fsdp"),
+        ("bloom", "ddp"),
+        pytest.param("bloom", "fsdp", marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "fsdp", marks=pytest.mark.slow),
+    ],
 )
 def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, hf_config_file, tmp_path, strategy, kind):
     bf16 = (

@@ -78,7 +78,17 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The others with `-m slow`: python -m pytest tests/train/test_pair_runs.py -m slow
+QUICK = {
+    "single, accumulation",
+    "ddp on 3, accumulation",
+    "fsdp on 4, more ranks than pairs",
+    "fsdp on 2, a table for each side and a head",
+    "fsdp on 2, post-norm, recomputation",
+}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])
 def test_a_layout_computes_what_one_process_computes(pool, pair_config, layout):
     world_size, *overrides = LAYOUTS[layout]
     shared = [o for o in overrides if o.startswith(("model.", "batch.tokens"))] + ["log.gradients_at=[1]", "run.steps=3"]

@@ -34,7 +34,7 @@ class HfDirectory:
         self.plan = plan_weights(self.model)
         self.files = _placed(directory)
         self._rename()
-        self._drop_tied_head()
+        self._drop_copies()
         self._check_names()
         self._check_tensors()
 
@@ -71,23 +71,21 @@ class HfDirectory:
     def _tensor(self, name: str) -> Tensor:
         return self.files[name].read(self._stored(name))
 
-    def _drop_tied_head(self) -> None:
-        """A tied head may be written twice. Where it is not the same tensor, there is no telling which is meant."""
-        if not self.model.tie_embeddings:
-            return
+    def _drop_copies(self) -> None:
+        """An embedding may be written several times, as a tied head above all. Where they differ, there is no telling which is meant."""
         heads = [line.theirs[0] for line in self.plan.family.weights if line.ours == ("output.weight",)]
         embedding = next(line.theirs[0] for line in self.plan.entries if line.ours == ("embedding.weight",))
-        for head in heads:
-            if head not in self.files or embedding not in self.files:
+        for copy in [*(heads if self.model.tie_embeddings else []), *self.plan.family.copies]:
+            if copy not in self.files or embedding not in self.files:
                 continue
-            self._check_format(head)
+            self._check_format(copy)
             self._check_format(embedding)
-            if not torch.equal(self._tensor(head), self._tensor(embedding)):
+            if not torch.equal(self._tensor(copy), self._tensor(embedding)):
+                remedy = "; set tie_word_embeddings to false if both are meant" if copy in heads else ""
                 raise CheckpointError(
-                    f"{self.files[head].path}: {head} differs from {embedding}, and config.json says that they are tied; "
-                    "set tie_word_embeddings to false if both are meant"
+                    f"{self.files[copy].path}: {copy} differs from {embedding}, and config.json says that they are tied{remedy}"
                 )
-            del self.files[head]
+            del self.files[copy]
 
     def _check_names(self) -> None:
         missing, surplus = (

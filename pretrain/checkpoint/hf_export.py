@@ -78,7 +78,8 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
     with _named(output), staged_directory(output) as writing:
         # In this order: transformers chooses the tokenizer's class by the config.json beside it.
         files.write_json(writing / "config.json", config)
-        generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")} | {"do_sample": False}
+        special = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+        generation = {name: config[name] for name in special if name in config} | {"do_sample": False}
         files.write_json(writing / "generation_config.json", generation)
         if tokenizer:
             export_tokenizer(tokenizer, writing, SAMPLES)
@@ -140,9 +141,14 @@ def _config(model: Model, tokenizer: Tokenizer | None, dtype: str) -> dict[str, 
     name = str(EXPORT_DTYPES[dtype]).removeprefix("torch.")
     eod = tokenizer.eod_id if tokenizer else None
     # transformers 5 writes `dtype`; older readers, vLLM's and llama.cpp's among them, look for `torch_dtype`.
-    return family_of(model.family).to_hf(model) | {
+    config = family_of(model.family).to_hf(model) | {
         "dtype": name, "torch_dtype": name, "bos_token_id": None, "eos_token_id": eod,
     }  # fmt: skip
+    if model.encoder_layers:
+        # A decoder starts from one token, and transformers wants a name for padding, which for T5 is the same token.
+        start = eod if model.start_id is None else model.start_id
+        config |= {"decoder_start_token_id": start, "pad_token_id": start}
+    return config
 
 
 def _padding(model: Model, tokenizer: Tokenizer | None, checkpoint: Path) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pretrain.checkpoint import files
 from pretrain.checkpoint.safetensors_file import Spec, raw_bytes
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError
@@ -24,17 +25,20 @@ LOGIT_TOLERANCE = 1e-4
 
 
 def expected_by_transformers(config: dict[str, Any]) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """The class that AutoModelForCausalLM makes of a config.json, and the tensors, with shapes, that it has on disk.
+    """The class that transformers makes of a config.json, and the tensors, with shapes, that it has on disk.
 
-    On the meta device: nothing is allocated. Of tied tensors, those that are written once.
+    On the meta device: nothing is allocated. Of tied tensors, those that are written once, but a head that is said to be no copy (T5's
+    class ties it all the same, unless the file has both).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
 
     fields = {name: value for name, value in config.items() if name not in ("architectures", "dtype", "torch_dtype")}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+        model = _auto_class(config).from_config(AutoConfig.for_model(**fields))
     tied = set(model.all_tied_weights_keys)
+    if config.get("tie_word_embeddings") is False:
+        tied.discard("lm_head.weight")
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     # In memory, transformers holds the experts of a layer as one tensor; on disk they are apart.
     return type(model).__name__, {n: tuple(t.shape) for n, t in revert_weight_conversion(model, state).items()}
@@ -100,22 +104,32 @@ def logit_difference(directory: Path, model: Model, weights: Callable[[], dict[s
 
     One after the other, so that one model at a time is in memory, in fp32.
     """
-    ids = torch.randint(model.vocab_size, (2, min(64, model.max_sequence_length)), generator=torch.Generator().manual_seed(0))
-    theirs = _their_logits(directory, ids)
+    generator = torch.Generator().manual_seed(0)
+    ids, source = (torch.randint(model.vocab_size, (2, min(64, model.max_sequence_length)), generator=generator) for _ in range(2))
+    theirs = _their_logits(directory, ids, source if model.encoder_layers else None)
+    inputs = {"source_BS": source} if model.encoder_layers else {}
     with torch.no_grad():
-        return float((theirs - build(model, weights())(ids)).abs().max())
+        return float((theirs - build(model, weights())(ids, **inputs)).abs().max())
 
 
-def _their_logits(directory: Path, ids: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
+def _their_logits(directory: Path, ids: Tensor, source: Tensor | None) -> Tensor:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
-    ).eval()
+    model = (
+        _auto_class(files.read_json(directory / "config.json"))
+        .from_pretrained(directory, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False)
+        .eval()
+    )
     with torch.no_grad():
-        return model(ids).logits
+        return (model(ids) if source is None else model(source, decoder_input_ids=ids)).logits
+
+
+def _auto_class(config: dict[str, Any]) -> Any:
+    """transformers' class of classes for a config.json: of a decoder alone, or of an encoder and a decoder."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if config.get("is_encoder_decoder") is True else AutoModelForCausalLM
 
 
 def build(model: Model, weights: dict[str, Tensor]) -> nn.Module:

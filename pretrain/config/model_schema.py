@@ -13,7 +13,7 @@ from pretrain.config.keys import key, section
 
 FamilyName = Literal[
     "custom", "hf", "transformer", "deepseek_v3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral", "mixtral", "olmo2", "olmo3",
-    "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3",
+    "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "t5",
 ]  # fmt: skip
 Projection = Literal["query", "key", "value", "output"]
 
@@ -68,6 +68,19 @@ class Rope:
     )
     truncate: bool | None = key(None, "`yarn`: round the range of components that are blended to whole ones.")
     scale_local: bool | None = key(None, "Whether layers with a sliding window are scaled as well; true by default.")
+
+
+@dataclass
+class Relative:
+    """Relative position bias (T5, Raffel et al., arXiv 1910.10683, section 2.1): a number per head and distance, added to the scores."""
+
+    buckets: int | None = key(
+        None,
+        "Distances are told apart in so many buckets: exactly up to half of them, then by logarithm; an encoder's are halved again, one "
+        "half for each direction. 32 by default.",
+        ge=4,
+    )
+    max_distance: int | None = key(None, "From this distance on, tokens, all are in the last bucket; 128 by default.", ge=2)
 
 
 @dataclass
@@ -171,10 +184,11 @@ class Model:
     )
     tie_embeddings: bool | None = key(None, "Use the embedding's matrix as the output head too, instead of one of its own.")
     norm_eps: float | None = key(None, "Added to the mean square in a norm, so that it is never zero; 1e-5 by default.", gt=0)
-    positions: Literal["rope", "learned", "sinusoidal", "none"] | None = key(
+    positions: Literal["rope", "learned", "sinusoidal", "relative", "none"] | None = key(
         None,
         "How positions enter: by rotation, as learned vectors for `max_sequence_length` positions (GPT-2), as sines and cosines that "
-        "are added (arXiv 1706.03762), or not at all.",
+        "are added (arXiv 1706.03762), as biases of the scores by distance (T5), or not at all. An encoder-decoder has sinusoidal or "
+        "relative ones, or none; a decoder alone any other.",
     )
     parallel_residual: bool | None = key(
         None, "x + attention(norm(x)) + mlp(norm(x)) in place of one after the other (GPT-NeoX)."
@@ -185,14 +199,20 @@ class Model:
     logit_soft_cap: float | None = key(None, "Logits are squashed to this range: cap × tanh(logit / cap); 0: not.", ge=0)
     encoder_layers: int | None = key(
         None,
-        "Blocks of an encoder, whose output the decoder's blocks attend to; trained on `data.pairs`. 0: a decoder alone. "
-        "`layers` by default with family `transformer`.",
+        "Blocks of an encoder, whose output the decoder's blocks attend to; trained on `data.pairs` or with `data.objective: "
+        "span_corruption`. 0: a decoder alone. `layers` by default with families `transformer` and `t5`.",
         ge=0,
     )
     source_vocab_size: int | None = key(
         None, "Token ids the encoder knows; those of the tokenizer of the sources by default.", ge=2
     )
     tie_source: bool | None = key(None, "Use one embedding for sources and targets; they then have one tokenizer.")
+    start_id: int | None = key(
+        None,
+        "Token that a decoder with an encoder starts from; the end-of-document token of the targets' tokenizer by default. T5's own "
+        "models start from their padding token, 0.",
+        ge=0,
+    )
     dropout: float = key(
         0.0,
         "Share of zeroes in what a sublayer adds to the residual stream and in the embeddings (arXiv 1706.03762, section 5.4), in "
@@ -209,6 +229,7 @@ class Model:
     )
     norm: Norm = section(Norm)
     rope: Rope = section(Rope)
+    relative: Relative = section(Relative)
     attention: Attention = section(Attention)
     latent: Latent = section(Latent)
     mlp: Mlp = section(Mlp)
@@ -226,8 +247,10 @@ class Model:
         "tools/generate.py; `data.sequence_length` by default. With learned positions, as many as there are.",
         ge=1,
     )
-    init_std: float = key(
-        0.02,
-        "Standard deviation of initial weights; projections into the residual stream get it over sqrt(2 × layers).",
-        gt=0,
+    init: Literal["fixed", "fan_in"] | None = key(
+        None,
+        "Initial weights. `fixed`: of standard deviation `init_std`, and over sqrt(2 × layers) for projections into the residual stream "
+        "(GPT-2). `fan_in`, of an encoder-decoder: `init_std` over the root of a matrix's inputs, embeddings `init_std` itself; where "
+        "scores are not divided (attention.query_scalar=1) queries are, over sqrt(head_dim) (T5). `fixed` by default.",
     )
+    init_std: float | None = key(None, "Scale of initial weights; 0.02 by default, 1 with family `t5`.", gt=0)

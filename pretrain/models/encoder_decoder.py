@@ -27,6 +27,7 @@ from pretrain.models.layers import Embedding, Linear, make_norm
 from pretrain.models.loss import LossOptions
 from pretrain.models.mlp import Mlp
 from pretrain.models.network import Parts
+from pretrain.models.relative import RelativeBias
 
 
 class DecodingLayerCache:
@@ -38,7 +39,7 @@ class DecodingLayerCache:
 
 
 class DecodingCache:
-    """State of decoding, filled by the network: of each decoder layer, and which source positions are real, [B, 1, 1, S]."""
+    """State of decoding, filled by the network: of each decoder layer, and which source positions are real, [B or 1, 1, 1, S]."""
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.layers = [DecodingLayerCache(capacity) for _ in range(layers)]
@@ -52,7 +53,8 @@ class DecodingCache:
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order; one may come several times (hypotheses of a beam)."""
         self.reorder(rows)
-        self.source_mask = self.source_mask.index_select(0, rows)
+        if len(self.source_mask) > 1:
+            self.source_mask = self.source_mask.index_select(0, rows)
         for layer in self.layers:
             layer.cross = tuple(x.index_select(0, rows) for x in layer.cross)
 
@@ -143,6 +145,10 @@ class EncoderDecoder(nn.Module):
         post = config.norm.placement == "post"
         self.embedding = Embedding(config.vocab_size, config.dim)
         self.source_embedding = None if config.tie_source else Embedding(config.source_vocab_size, config.dim)
+        relative, heads = config.relative, config.heads
+        if config.positions == "relative":
+            self.encoder_bias = RelativeBias(heads, relative.buckets, relative.max_distance, causal=False)
+            self.decoder_bias = RelativeBias(heads, relative.buckets, relative.max_distance, causal=True)
         self.encoder = nn.ModuleList(Layer(config, f"encoder.{i}", cross=False) for i in range(config.encoder_layers))
         self.encoder_norm = None if post else make_norm(config)
         self.decoder = nn.ModuleList(Layer(config, f"decoder.{i}", cross=True) for i in range(config.layers))
@@ -161,21 +167,20 @@ class EncoderDecoder(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each pair [B], fp32.
 
-        `tokens_BT`: the target so far, from its start token on; `source_lengths_B`: real tokens of each source, the rest is padding
-        (padding of targets needs no mask: nothing attends to what comes later, and its target is IGNORED). `keys_B`: see
+        `tokens_BT`: the target so far, from its start token on; `source_lengths_B`: real tokens of each source, the rest is padding; all
+        are real without it (padding of targets needs no mask: nothing attends to what comes later, and its target is IGNORED). `keys_B`: see
         `models/dropout.py`; without them nothing is dropped. With a `cache` the tokens, one after the first call, continue those that
         are in it; the sources are then read in the first call only.
         """
         dropout = make_dropout(self.config.dropout, keys_B)
         memory_BSD, memory_mask = None, cache.source_mask if cache else None
         if memory_mask is None:
-            memory_mask = _real(source_lengths_B, source_BS.shape[1])
+            memory_mask = _real(source_lengths_B, source_BS)
             memory_BSD = self.encode(source_BS, memory_mask, dropout)
-        start, mask = 0, None
+        start = 0
         if cache:
             cache.source_mask, start = memory_mask, cache.length
-            if start:
-                mask = torch.ones(1, 1, 1, start + 1, dtype=torch.bool, device=tokens_BT.device)
+        mask = self._causal(start, start + tokens_BT.shape[1], tokens_BT.device)
         x_BTD = self._embed(self.embedding, tokens_BT, start, dropout, "decoder.embedding")
         for i, layer in enumerate(self.decoder):
             x_BTD = self._run(layer, x_BTD, mask, dropout, memory_BSD, memory_mask, cache.layers[i] if cache else None)
@@ -183,12 +188,22 @@ class EncoderDecoder(nn.Module):
         return self.output(x_BTD, targets_BT, self.embedding.weight if self.config.tie_embeddings else None)
 
     def encode(self, source_BS: Tensor, mask: Tensor, dropout: Dropout | None) -> Tensor:
-        """The encoder's output [B, S, D]; `mask` [B, 1, 1, S] is true at real tokens."""
+        """The encoder's output [B, S, D]; `mask` [B or 1, 1, 1, S] is true at real tokens."""
         table = self.embedding if self.source_embedding is None else self.source_embedding
         x_BSD = self._embed(table, source_BS, 0, dropout, "encoder.embedding")
+        if self.config.positions == "relative":
+            bias = self.encoder_bias(0, source_BS.shape[1], source_BS.device)
+            # A mask of one row is that of sources without padding.
+            mask = bias if len(mask) == 1 < len(source_BS) else bias.masked_fill(~mask, -torch.inf)
         for layer in self.encoder:
             x_BSD = self._run(layer, x_BSD, mask, dropout)
         return x_BSD if self.encoder_norm is None else self.encoder_norm(x_BSD)
+
+    def _causal(self, start: int, stop: int, device: torch.device) -> Tensor | None:
+        """The mask of the decoder's own attention; None is a causal one from the first position on."""
+        if self.config.positions == "relative":
+            return self.decoder_bias(start, stop, device)
+        return torch.ones(1, 1, 1, stop, dtype=torch.bool, device=device) if start else None
 
     def _run(self, layer: Layer, x_BTD: Tensor, *others: Tensor | Dropout | DecodingLayerCache | None) -> Tensor:
         if self.recompute_blocks and torch.is_grad_enabled():
@@ -221,10 +236,12 @@ class EncoderDecoder(nn.Module):
         residual stream are scaled down by the square root of their number, as in the decoder-only network.
         """
         config = self.config
-        if name.endswith("bias"):
+        if name.endswith(".bias"):
             return 0.0, 0.0
         if "norm" in name:
             return (0.0 if config.norm.kind == "rms_offset" else 1.0), 0.0
+        if config.init == "fan_in":
+            return 0.0, config.init_std * self._fan_in_scale(name)
         if "embedding" in name and config.embedding_multiplier != 1:
             return 0.0, 1 / config.embedding_multiplier
         if name.endswith(("attention.output.weight", "cross.output.weight", "mlp.down.weight")):
@@ -232,10 +249,26 @@ class EncoderDecoder(nn.Module):
             return 0.0, config.init_std / math.sqrt(sublayers)
         return 0.0, config.init_std
 
+    def _fan_in_scale(self, name: str) -> float:
+        config = self.config
+        if name in ("embedding.weight", "source_embedding.weight"):
+            return 1.0
+        inputs = config.dim  # of the biases of positions as well, as in T5
+        if name.endswith("attention.output.weight") or name.endswith("cross.output.weight"):
+            inputs = config.heads * config.head_dim
+        elif name.endswith("mlp.down.weight"):
+            inputs = config.ffn_dim
+        elif name.endswith("query.weight"):
+            inputs *= config.head_dim / config.attention.query_scalar
+        return inputs**-0.5
 
-def _real(lengths_B: Tensor, length: int) -> Tensor:
-    """True at the first `lengths_B` positions, [B, 1, 1, S]."""
-    return (torch.arange(length, device=lengths_B.device) < lengths_B[:, None])[:, None, None]
+
+def _real(lengths_B: Tensor | None, tokens_BS: Tensor) -> Tensor:
+    """True at the first `lengths_B` positions, [B, 1, 1, S]; without lengths at all, [1, 1, 1, S]."""
+    places_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    if lengths_B is None:
+        return (places_S >= 0)[None, None, None]
+    return (places_S < lengths_B[:, None])[:, None, None]
 
 
 def sinusoids(start: int, stop: int, dim: int, device: torch.device) -> Tensor:

@@ -10,12 +10,13 @@ from pretrain.errors import ConfigError, nearest_multiples
 
 # Switches of a plain pre-norm decoder, where neither the configuration nor the family says anything.
 PLAIN: dict[str, Any] = {
-    "encoder_layers": 0, "tie_source": False, "tie_embeddings": False, "norm_eps": 1e-5, "positions": "rope", "parallel_residual": False, "embedding_multiplier": 1.0,
+    "encoder_layers": 0, "tie_source": False, "tie_embeddings": False, "norm_eps": 1e-5, "init": "fixed", "init_std": 0.02, "positions": "rope", "parallel_residual": False, "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0, "logit_multiplier": 1.0, "logit_soft_cap": 0.0,
     "norm.kind": "rms", "norm.placement": "pre", "norm.qk": "none",
     "rope.theta": 10000.0, "rope.fraction": 1.0, "rope.layout": "half", "rope.pattern": [True], "rope.scaling": "none",
     "rope.factor": 1.0, "rope.low_frequency": 1.0, "rope.high_frequency": 4.0, "rope.beta_fast": 32.0, "rope.beta_slow": 1.0,
     "rope.attention_factor": 0.0, "rope.mscale": 0.0, "rope.mscale_all_dim": 0.0, "rope.truncate": True, "rope.scale_local": True,
+    "relative.buckets": 32, "relative.max_distance": 128,
     "attention.bias": [], "attention.soft_cap": 0.0, "attention.window": 0, "attention.window_pattern": [True],
     "attention.sinks": False,
     "latent.kv_rank": 0, "latent.query_rank": 0, "latent.rope_dim": 0, "latent.plain_dim": 0, "latent.value_dim": 0, "latent.norm_eps": 1e-6,
@@ -135,6 +136,22 @@ def _check(model: Model) -> None:
             "so it must be even and not 0"
         )
     check_encoder(model)
+    _check_relative(model)
+
+
+def _check_relative(model: Model) -> None:
+    relative = model.relative
+    if model.positions != "relative":
+        for name, value in flat(relative).items():
+            if value != PLAIN[f"relative.{name}"]:
+                raise ConfigError(
+                    f"model.relative.{name}={value} has no effect with model.positions={model.positions}; set relative, or remove it"
+                )
+    elif relative.max_distance <= relative.buckets // 2:
+        raise ConfigError(
+            f"model.relative.max_distance={relative.max_distance} is within the {relative.buckets // 2} distances that "
+            f"model.relative.buckets={relative.buckets} tell apart exactly; raise it"
+        )
 
 
 def _patterns(model: Model) -> list[tuple[str, list[bool]]]:
@@ -153,12 +170,15 @@ def check_encoder(model: Model) -> None:
     """Raise ConfigError where an encoder-decoder is asked for what it is not built with, or a decoder for an encoder's."""
     if not model.encoder_layers:
         for name, given in (
-            ("dropout", model.dropout),
-            ("source_vocab_size", model.source_vocab_size),
+            ("dropout", model.dropout > 0),
+            ("source_vocab_size", model.source_vocab_size is not None),
             ("tie_source", model.tie_source),
-            ("positions", model.positions if model.positions == "sinusoidal" else None),
+            ("start_id", model.start_id is not None),
+            ("init", model.init == "fan_in"),
+            ("positions", model.positions in ("sinusoidal", "relative")),
         ):
             if given:
+                given = getattr(model, name)
                 raise ConfigError(f"model.{name}={given} is of an encoder-decoder; set model.encoder_layers, or remove it")
         return
     plain: dict[str, Any] = {
@@ -169,7 +189,7 @@ def check_encoder(model: Model) -> None:
     for name, value in plain.items():
         if values[name] != value:
             raise ConfigError(f"model.{name}={values[name]} is not built for an encoder-decoder; remove it")
-    for name, legal in (("norm.placement", ("pre", "post")), ("positions", ("sinusoidal", "none"))):
+    for name, legal in (("norm.placement", ("pre", "post")), ("positions", ("sinusoidal", "relative", "none"))):
         if values[name] not in legal:
             raise ConfigError(f"model.{name}={values[name]} is not built for an encoder-decoder; legal: {', '.join(legal)}")
     if model.tie_source and model.source_vocab_size not in (None, model.vocab_size):
@@ -177,6 +197,8 @@ def check_encoder(model: Model) -> None:
             f"model.tie_source=true with model.source_vocab_size={model.source_vocab_size} and model.vocab_size={model.vocab_size}: "
             "one table has one size; remove source_vocab_size"
         )
+    if model.start_id is not None and model.vocab_size is not None and model.start_id >= model.vocab_size:
+        raise ConfigError(f"model.start_id={model.start_id} is no token of model.vocab_size={model.vocab_size}")
     if model.positions == "sinusoidal" and model.dim % 2:
         raise ConfigError(f"model.dim={model.dim} must be even: sinusoidal positions come in pairs")
 

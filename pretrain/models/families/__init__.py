@@ -16,7 +16,7 @@ def family_of(name: str) -> Family:
 
 
 def families() -> list[Family]:
-    """Those that our network computes and transformers has."""
+    """Those that our networks compute and transformers has."""
     return [family_of(name) for name in get_args(FamilyName) if name not in ("custom", "hf", "transformer")]
 
 

@@ -36,7 +36,7 @@ INERT = {
 # Keys of ours that change no logit of an export: how it is trained and computed.
 NOT_EXPORTED = {
     "family", "hf_config", "attention_backend", "predict_ahead", "experts.correction_rate", "experts.balance_loss",
-    "experts.router_z_loss", "dropout",
+    "experts.router_z_loss", "dropout", "init", "init_std",
 }  # fmt: skip
 
 
@@ -68,7 +68,8 @@ class Family:
     `inert`: more fields without effect. `rope`: how rotary positions are written, None: they are not; `theta` and `local_theta`:
     the bases that a config.json means which names none; `partial`: whether transformers can rotate a share of a head here (elsewhere
     it ignores the field). `refuse`: says why transformers would not take a model. `dropped`: whether a tensor of theirs is no part
-    of what is computed; an import says which it leaves out. `prefix`: what older files leave out before every name.
+    of what is computed; an import says which it leaves out. `copies`: names under which files may hold the embedding again. `prefix`:
+    what older files leave out before every name.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Family:
     partial: bool = False
     refuse: Callable[[Model], str | None] | None = None
     dropped: Callable[[str, Model], bool] | None = None
+    copies: tuple[str, ...] = ()
     prefix: str = ""
 
     def switches(self, model: Model) -> dict[str, Any]:
@@ -134,7 +136,8 @@ class Family:
         """The complete model of a config.json. Raises ConfigError naming a field that is missing, unknown or not supported."""
         rest = {name: value for name, value in config.items() if name not in INERT | self.inert}
         for name, value in {**self.accepted, **self.constants}.items():
-            if rest.pop(name, value) not in (value, None):
+            rest.pop(name, None)
+            if config.get(name, value) not in (value, None):
                 raise ConfigError(f"config.json: {name}={config[name]!r} is not supported for {self.name}; only {value!r} is")
         values: dict[str, Any] = {}
         for item in self.fields:

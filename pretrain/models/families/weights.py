@@ -7,7 +7,7 @@ that one map serves models with and without biases, or with dense layers among t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,19 +115,25 @@ CONCATENATED, CONCATENATED_TRANSPOSED = Concatenated(), Concatenated(transposed=
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a weight map: `ours` and `theirs` are one name or several."""
+    """A line of a weight map: `ours` and `theirs` are one name or several. `when`: the models it is for, by default all that have ours."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     layout: Layout = SAME
+    when: Callable[[Model], bool] | None = None
 
 
 TRAINING_ONLY = "multi_token."
 """Parameters of ours that have no place in Hugging Face's model of the family; exports leave them out."""
 
 
-def entry(ours: str | Sequence[str], theirs: str | Sequence[str], layout: Layout = SAME) -> Entry:
-    return Entry(*((names,) if isinstance(names, str) else tuple(names) for names in (ours, theirs)), layout)
+def entry(
+    ours: str | Sequence[str],
+    theirs: str | Sequence[str],
+    layout: Layout = SAME,
+    when: Callable[[Model], bool] | None = None,
+) -> Entry:
+    return Entry(*((names,) if isinstance(names, str) else tuple(names) for names in (ours, theirs)), layout, when)
 
 
 def resolve(entries: Sequence[Entry] | None, model: Model, parameters: Sequence[str]) -> list[Entry]:
@@ -140,8 +146,11 @@ def resolve(entries: Sequence[Entry] | None, model: Model, parameters: Sequence[
         return [entry(name, name) for name in parameters]
     existing = {name for name in parameters if not name.startswith(TRAINING_ONLY)}
     resolved, owner = [], {}
+    depth = max(model.layers, model.encoder_layers)
     for line in entries:
-        layers = range(model.layers) if any("{layer}" in name for name in line.ours) else range(1)
+        if line.when is not None and not line.when(model):
+            continue
+        layers = range(depth) if any("{layer}" in name for name in line.ours) else range(1)
         for layer in layers:
             ours = tuple(name.format(layer=layer) for name in line.ours)
             present = [name for name in ours if name in existing]

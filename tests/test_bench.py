@@ -49,7 +49,7 @@ def test_a_wrong_result_is_an_error(options, tmp_path, monkeypatch):
 
     def other_tokens(self, consumed):
         batch = documents_of(self, consumed)
-        batch.tokens_BT[0, 0] += 1
+        batch.inputs["tokens_BT"][0, 0] += 1
         return batch
 
     monkeypatch.setattr(loading.Loader, "read", other_tokens)

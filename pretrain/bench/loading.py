@@ -21,6 +21,7 @@ from pretrain.bench.measure import MILLION, Options, Row, environment, in_turns,
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, StepBatch
 from pretrain.data.mixture import Mixture, Stage
+from pretrain.data.objective import NextToken
 from pretrain.data.packing import open_index
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.reader import PreparedData
@@ -37,7 +38,8 @@ def _loader(data: PreparedData, packing: str, length: int, mask: bool, work: Pat
     samples: Samples = Windows("data", data, length)
     if packing == "best_fit":
         samples = Packed("data", data, length, open_index(data, "best_fit", length, work))
-    return Loader(_stream_of(samples), BatchSchedule(max(1, BATCH_TOKENS // length)), 0, 1, 0, mask)
+    objective = NextToken(data.eod_id if mask else None)
+    return Loader(_stream_of(samples), BatchSchedule(max(1, BATCH_TOKENS // length)), 0, 1, 0, objective)
 
 
 def loader(options: Options) -> list[Row]:
@@ -92,7 +94,7 @@ def _is_as_stored(batch: StepBatch, stream: Stream) -> bool:
     samples, data = stream.locate(batch.positions[:4])[1], stream.sources[0].data
     for row, sample in enumerate(samples.tolist()):
         stored = np.concatenate([data.read(start, size) for start, size in stream.sources[0].pieces(sample)])
-        if not np.array_equal(batch.tokens_BT[row, : len(stored)].numpy(), stored):
+        if not np.array_equal(batch.inputs["tokens_BT"][row, : len(stored)].numpy(), stored):
             return False
     return True
 

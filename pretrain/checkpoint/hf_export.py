@@ -74,15 +74,15 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     config = _config(model, loaded, dtype)
     source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype])
-    note = _padding(model, loaded, checkpoint)
+    note = _padding(model, loaded, state, checkpoint)
     with _named(output), staged_directory(output) as writing:
         # In this order: transformers chooses the tokenizer's class by the config.json beside it.
         files.write_json(writing / "config.json", config)
-        special = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-        generation = {name: config[name] for name in special if name in config} | {"do_sample": False}
+        of_encoder = ("pad_token_id", "decoder_start_token_id") if model.encoder_layers else ()
+        generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", *of_encoder)} | {"do_sample": False}
         files.write_json(writing / "generation_config.json", generation)
         if tokenizer:
-            export_tokenizer(tokenizer, writing, SAMPLES)
+            export_tokenizer(tokenizer, writing, SAMPLES, _sentinels(state, loaded.vocab_size))
         check_expected(config, source.plan.theirs)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
@@ -151,7 +151,13 @@ def _config(model: Model, tokenizer: Tokenizer | None, dtype: str) -> dict[str, 
     return config
 
 
-def _padding(model: Model, tokenizer: Tokenizer | None, checkpoint: Path) -> str | None:
+def _sentinels(state: dict[str, Any], vocab_size: int) -> list[str]:
+    """The names, in the order of their ids, of the tokens beyond the tokenizer's that stood for spans in training, as T5 has them."""
+    first = state.get("identity", {}).get("data.objective.first_sentinel", -1)
+    return [f"<extra_id_{first - token}>" for token in range(vocab_size, first + 1)]
+
+
+def _padding(model: Model, tokenizer: Tokenizer | None, state: dict[str, Any], checkpoint: Path) -> str | None:
     """What to say of rows of the vocabulary that are no token's. Raises CheckpointError where a token has no row."""
     if tokenizer is None:
         return "the checkpoint has no tokenizer, so none was written, and config.json names no end-of-text token"
@@ -160,12 +166,10 @@ def _padding(model: Model, tokenizer: Tokenizer | None, checkpoint: Path) -> str
             f"{checkpoint}: the vocabulary has {model.vocab_size} rows and the tokenizer {tokenizer.vocab_size} tokens; "
             "this is not the tokenizer it was trained with"
         )
-    if model.vocab_size == tokenizer.vocab_size:
+    unused = model.vocab_size - tokenizer.vocab_size - len(_sentinels(state, tokenizer.vocab_size))
+    if not unused:
         return None
-    return (
-        f"the last {model.vocab_size - tokenizer.vocab_size} of {model.vocab_size} rows of the vocabulary are no token of the "
-        "tokenizer; config.json's vocab_size counts them"
-    )
+    return f"the last {unused} of {model.vocab_size} rows of the vocabulary are no token of the tokenizer; config.json's vocab_size counts them"
 
 
 def _write_weights(source: _Source, directory: Path, shard_bytes: int) -> int:

@@ -105,7 +105,9 @@ def logit_difference(directory: Path, model: Model, weights: Callable[[], dict[s
     One after the other, so that one model at a time is in memory, in fp32.
     """
     generator = torch.Generator().manual_seed(0)
-    ids, source = (torch.randint(model.vocab_size, (2, min(64, model.max_sequence_length)), generator=generator) for _ in range(2))
+    ids, source = (
+        torch.randint(model.vocab_size, (2, min(64, model.max_sequence_length)), generator=generator) for _ in range(2)
+    )
     theirs = _their_logits(directory, ids, source if model.encoder_layers else None)
     inputs = {"source_BS": source} if model.encoder_layers else {}
     with torch.no_grad():

@@ -20,6 +20,8 @@ def open_model(path: Path) -> tuple[nn.Module, Tokenizer]:
     """The network, in fp32 on the CPU, and the tokenizer it was trained with. Of a run: its newest checkpoint."""
     if (path / "config.json").is_file():
         model, weights = read_hf(path)
+        if model.encoder_layers:
+            raise ConfigError(f"{path} is an encoder-decoder; use tools/translate.py")
         return build(model, weights), load_tokenizer(path)
     model, weights, checkpoint = read_checkpoint(path)
     if model.encoder_layers:
@@ -43,8 +45,17 @@ def read_checkpoint(path: Path) -> tuple[Model, dict[str, Tensor], Path]:
 
 
 def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
-    """The encoder-decoder of a checkpoint or of a run's newest one, in fp32 on the CPU, and the tokenizers of its two sides."""
-    model, weights, checkpoint = read_checkpoint(path)
+    """The encoder-decoder of a checkpoint, of a run's newest one or of a Hugging Face directory, in fp32 on the CPU, and the tokenizers of
+    its two sides.
+    """
+    if (path / "config.json").is_file():
+        model, weights = read_hf(path)
+        place = source = target = path
+    else:
+        model, weights, place = read_checkpoint(path)
+        source, target = place / "source_tokenizer", place / "tokenizer"
+        if model.tie_source and not source.is_dir():  # trained on spans, or imported
+            source = target
     if not model.encoder_layers:
-        raise ConfigError(f"{checkpoint} is a decoder alone; use tools/generate.py")
-    return build(model, weights), load_tokenizer(checkpoint / "source_tokenizer"), load_tokenizer(checkpoint / "tokenizer")
+        raise ConfigError(f"{place} is a decoder alone; use tools/generate.py")
+    return build(model, weights), load_tokenizer(source), load_tokenizer(target)

@@ -120,15 +120,46 @@ class Cache:
 
 
 @dataclass
+class SpanCorruption:
+    """The objective of T5 (arXiv 1910.10683, section 3.1.4): spans are taken out of a sample, the encoder reads the rest, the decoder writes
+    the spans. The number of tokens that are lost, and of spans, is the same in every sample.
+    """
+
+    noise_density: float = key(0.15, "Share of a sample's tokens that is taken out.", gt=0, lt=1)
+    mean_span_length: float = key(3.0, "Tokens of a span on average.", ge=1)
+    sentinels: int = key(
+        100,
+        "Ids at the end of the vocabulary that stand for a span each, beyond those of the tokenizer; a sample's spans at most.",
+        ge=1,
+    )
+    first_sentinel: int | None = key(
+        None,
+        "Id that stands for the first span of a sample, where the tokenizer has sentinels itself (32099 with T5's own); those of the "
+        "others count down. By default the last id of the vocabulary with `sentinels`.",
+        ge=0,
+    )
+
+
+@dataclass
 class Data:
     """What is read and in which order."""
 
-    sequence_length: int = key(256, "Tokens per sample: so many are read, and each has the token after it as its target.", ge=1)
+    sequence_length: int = key(
+        256,
+        "Tokens per sample: so many are read, and each has the token after it as its target. With `objective: span_corruption`, before "
+        "corruption: 568 make T5's sources of 512 and targets of 114.",
+        ge=1,
+    )
     sources: list[Source] = key([], "Training data: one or more prepared directories, mixed by weight.")
     stages: list[MixtureStage] = key(
         [], "Weights that change during the run, stage after stage. Stages, and sources, may be added to a run under way."
     )
     validation: list[ValidationSource] = key([], "Validation data; each source gets a loss of its own.")
+    objective: Literal["next_token", "span_corruption"] = key(
+        "next_token",
+        "What is learnt from a sample: each token from those before it, or, by an encoder-decoder, spans that were taken out.",
+    )
+    span_corruption: SpanCorruption = section(SpanCorruption)
     packing: Literal["concatenate", "best_fit", "padded"] = key(
         "concatenate",
         "How documents become samples: end to end and cut into windows; as many whole documents as fit (arXiv 2404.10830); or one "

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from pretrain.data.batch_schedule import BatchSchedule
-from pretrain.data.stream import Stream, digest, documents_of, rank_positions
+from pretrain.data.objective import NextToken, Objective
+from pretrain.data.samples import Samples
+from pretrain.data.stream import Stream, digest, rank_positions
 from pretrain.data.targets import IGNORED
 
 PREFETCH_STEPS = 32
@@ -24,20 +26,17 @@ PREFETCH_STEPS = 32
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank computes in one optimizer step, on the host. All tensors are int64 [its samples, sequence_length].
+    """What one rank computes in one optimizer step, on the host. `inputs`: the network's by name, each with a row per sample.
 
     `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
-    `target_tokens`: targets that carry a loss; `documents_BT`: which document each token belongs to, where attention ends with it;
-    `cursor`: where the rank's text goes on after this batch, of data that is not prepared.
+    `target_tokens`: targets that carry a loss; `cursor`: where the rank's text goes on after this batch, of data that is not prepared.
     """
 
     positions: np.ndarray
     sequences: int
     digest: int
     target_tokens: int
-    tokens_BT: Tensor
-    targets_BT: Tensor
-    documents_BT: Tensor | None
+    inputs: dict[str, Tensor]
     cursor: list[int] | None = None
 
     def micro_steps(self, sequences: int) -> int:
@@ -47,35 +46,42 @@ class StepBatch:
     def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
         """The network's inputs of a micro-step, by name, on the device."""
         part = slice(index * sequences, (index + 1) * sequences)
-        tensors = {"tokens_BT": self.tokens_BT, "targets_BT": self.targets_BT, "documents_BT": self.documents_BT}
-        return {name: t[part].to(device, non_blocking=True) for name, t in tensors.items() if t is not None}
+        return {name: tensor[part].to(device, non_blocking=True) for name, tensor in self.inputs.items()}
 
 
 def make_batch(
-    positions: np.ndarray, sequences: int, tokens_BT: Tensor, targets_BT: Tensor, mask_eod_id: int | None
+    positions: np.ndarray, sequences: int, tokens_BT: Tensor, targets_BT: Tensor, objective: Objective, pin: bool
 ) -> StepBatch:
-    """A batch from its tokens and targets. `mask_eod_id`: the token that closes a document, where attention ends with it."""
-    tokens, targets = tokens_BT.numpy(), targets_BT.numpy()
-    documents_BT = None
-    if mask_eod_id is not None:
-        documents_BT = torch.from_numpy(documents_of(tokens, mask_eod_id))
-        documents_BT = documents_BT.pin_memory() if tokens_BT.is_pinned() else documents_BT
-    target_tokens = int(np.count_nonzero(targets != IGNORED))
-    return StepBatch(
-        positions, sequences, digest(positions, tokens, targets), target_tokens, tokens_BT, targets_BT, documents_BT
-    )
+    """A batch from the tokens of its samples and the tokens after each. `pin`: in page-locked memory."""
+    name = digest(positions, tokens_BT.numpy(), targets_BT.numpy())
+    inputs = objective.inputs(tokens_BT, targets_BT, positions)
+    target_tokens = int(np.count_nonzero(inputs["targets_BT"].numpy() != IGNORED))
+    if pin:
+        inputs = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in inputs.items()}
+    return StepBatch(positions, sequences, name, target_tokens, inputs)
+
+
+def validation_inputs(objective: Objective, source: Samples, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
+    """The network's inputs on these samples of a validation source, filled up to `rows` with some that carry no loss."""
+    tokens_BT, targets_BT = torch.zeros((2, rows, source.sequence_length), dtype=torch.int64)
+    filled = np.pad(samples, (0, rows - len(samples)))
+    if len(samples):
+        source.fill(filled, np.arange(rows), tokens_BT.numpy(), targets_BT.numpy())
+    inputs = objective.for_validation().inputs(tokens_BT, targets_BT, filled)
+    inputs["targets_BT"][len(samples) :] = IGNORED
+    return inputs
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of `data_rank` among `data_size`. `mask_documents`: say which document each token belongs to."""
+    """Batches of `data_rank` among `data_size`. `objective`: what becomes of a sample."""
 
     stream: Stream
     schedule: BatchSchedule
     data_rank: int
     data_size: int
     workers: int
-    mask_documents: bool = False
+    objective: Objective = NextToken()
     pin_memory: bool = False
 
     def read(self, consumed: int) -> StepBatch:
@@ -86,8 +92,10 @@ class Loader:
         tokens_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
         targets_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
         self.stream.read(positions, tokens_BT.numpy(), targets_BT.numpy())
-        eod_id = self.stream.sources[0].data.eod_id if self.mask_documents else None
-        return make_batch(positions, sequences, tokens_BT, targets_BT, eod_id)
+        return make_batch(positions, sequences, tokens_BT, targets_BT, self.objective, self.pin_memory)
+
+    def validation_inputs(self, source: Samples, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
+        return validation_inputs(self.objective, source, samples, rows)
 
     def _prefetch(self, consumed: int) -> None:
         later = self.schedule.after(consumed, PREFETCH_STEPS)

@@ -8,16 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from torch import Tensor
+
 from pretrain.config.schema import Config, Text
+from pretrain.config.schema import SpanCorruption as SpanCorruptionOptions
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, StepBatch
+from pretrain.data.objective import NextToken, Objective
 from pretrain.data.pairs.order import PairOrder
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.pairs.training import PairLoader, PairTraining, open_validation
 from pretrain.data.samples import Samples
 from pretrain.data.sources import cache_folder, check_names, check_tokenizers, open_samples, open_sources
+from pretrain.data.span_corruption import SpanCorruption, Spans
 from pretrain.data.text.training import TextLoader, TextTraining
 from pretrain.errors import ConfigError
+from pretrain.models.families import family_of
+from pretrain.models.shape import start_token
 
 
 class TrainingData(Protocol):
@@ -52,7 +60,11 @@ class BatchLoader(Protocol):
 
     data_rank: int
     data_size: int
-    mask_documents: bool
+
+    def validation_inputs(self, source: Samples | PreparedPairs, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
+        """The network's inputs on these samples of a validation source, perhaps none; samples of one length are filled up to `rows` with
+        some that carry no loss.
+        """
 
     def batches(self, consumed: int) -> Iterator[StepBatch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
@@ -68,6 +80,7 @@ def open_data(config: Config) -> tuple[list[Samples] | TextTraining | PairTraini
         return _open_pairs(config)
     if config.batch.tokens is not None or config.batch.micro_tokens is not None:
         raise ConfigError("batch.tokens and batch.micro_tokens have an effect on data.pairs only; use batch.sequences")
+    _check_objective(config)
     validation = [open_samples(source, data) for source in data.validation]
     check_names("data.validation", validation)
     if text != Text():
@@ -114,6 +127,7 @@ def _check_text(config: Config) -> None:
 def build_loader(
     config: Config,
     data: TrainingData,
+    objective: Objective,
     schedule: BatchSchedule | PairOrder,
     data_rank: int,
     data_size: int,
@@ -121,9 +135,64 @@ def build_loader(
     pin: bool,
 ) -> BatchLoader:
     """The batches of one data-parallel rank. `cursor`: where the text of this rank goes on; `pin`: in page-locked memory."""
-    mask, workers = config.data.document_mask, config.data.workers
+    workers = config.data.workers
     if isinstance(data, PairTraining):
         return PairLoader(data, data_rank, data_size, workers, config.batch.micro_tokens or 0, pin)
     if isinstance(data, TextTraining):
-        return TextLoader(data.stream, schedule, data_rank, data_size, workers, cursor, mask, pin)
-    return Loader(data, schedule, data_rank, data_size, workers, mask, pin)
+        return TextLoader(data.stream, schedule, data_rank, data_size, workers, cursor, objective, pin)
+    return Loader(data, schedule, data_rank, data_size, workers, objective, pin)
+
+
+def open_objective(config: Config, data: TrainingData) -> Objective:
+    """What becomes of a sample, of a configuration whose model is complete. Raises ConfigError where it cannot be done."""
+    if config.data.objective == "next_token":
+        return NextToken(eod_of(data) if config.data.document_mask else None)
+    options, eod_id = config.data.span_corruption, eod_of(data)
+    spans = Spans.of(config.data.sequence_length, options.noise_density, options.mean_span_length)
+    if spans.count > options.sentinels:
+        raise ConfigError(
+            f"data.span_corruption.sentinels={options.sentinels}: data.sequence_length={config.data.sequence_length} makes {spans.count} spans; "
+            "raise it, or mean_span_length"
+        )
+    first = sentinel_ids(config, data.vocab_size)[-1]
+    return SpanCorruption(spans, first, eod_id, start_token(config.model, eod_id), config.data.seed, config.run.seed)
+
+
+def sentinel_ids(config: Config, vocab_size: int) -> range:
+    """The ids that stand for spans, rising, where the tokenizer has `vocab_size` tokens; empty where there are no spans."""
+    options = config.data.span_corruption
+    if config.data.objective != "span_corruption":
+        return range(0)
+    if options.first_sentinel is None:
+        return range(vocab_size, vocab_size + options.sentinels)
+    if options.first_sentinel < options.sentinels:
+        raise ConfigError(
+            f"data.span_corruption.first_sentinel={options.first_sentinel}: {options.sentinels} sentinels that count down from there reach "
+            "below 0; it is the id of the first span's, lower sentinels, or remove it"
+        )
+    return range(options.first_sentinel - options.sentinels + 1, options.first_sentinel + 1)
+
+
+def eod_of(data: TrainingData) -> int:
+    """The token that closes a document."""
+    if isinstance(data, PairTraining):
+        return data.pairs.target.eod_id
+    return data.stream.tokenizer.eod_id if isinstance(data, TextTraining) else data.sources[0].data.eod_id
+
+
+def _check_objective(config: Config) -> None:
+    data = config.data
+    if data.objective == "next_token":
+        if data.span_corruption != SpanCorruptionOptions():
+            raise ConfigError(
+                "data.span_corruption has no effect with data.objective=next_token; set span_corruption, or remove it"
+            )
+        return
+    if not config.model.encoder_layers and "encoder_layers" not in family_of(config.model.family).defaults:
+        raise ConfigError(
+            f"data.objective=span_corruption is for an encoder-decoder, and model.family={config.model.family} is none; use t5"
+        )
+    for name, only in (("packing", "concatenate"), ("document_mask", False), ("boundary_loss", True), ("text", Text())):
+        if (value := getattr(data, name)) != only:
+            shown = "prepare the data" if name == "text" else f"{name}={value} is not built for it, remove it"
+            raise ConfigError(f"data.objective=span_corruption takes samples as they are cut: data.{shown}")

@@ -169,17 +169,7 @@ def _check_patterns(model: Model) -> None:
 def check_encoder(model: Model) -> None:
     """Raise ConfigError where an encoder-decoder is asked for what it is not built with, or a decoder for an encoder's."""
     if not model.encoder_layers:
-        for name, given in (
-            ("dropout", model.dropout > 0),
-            ("source_vocab_size", model.source_vocab_size is not None),
-            ("tie_source", model.tie_source),
-            ("start_id", model.start_id is not None),
-            ("init", model.init == "fan_in"),
-            ("positions", model.positions in ("sinusoidal", "relative")),
-        ):
-            if given:
-                given = getattr(model, name)
-                raise ConfigError(f"model.{name}={given} is of an encoder-decoder; set model.encoder_layers, or remove it")
+        _check_no_encoder(model)
         return
     plain: dict[str, Any] = {
         "norm.qk": "none", "parallel_residual": False, "attention.soft_cap": 0.0, "attention.window": 0, "attention.sinks": False,
@@ -201,6 +191,21 @@ def check_encoder(model: Model) -> None:
         raise ConfigError(f"model.start_id={model.start_id} is no token of model.vocab_size={model.vocab_size}")
     if model.positions == "sinusoidal" and model.dim % 2:
         raise ConfigError(f"model.dim={model.dim} must be even: sinusoidal positions come in pairs")
+
+
+def _check_no_encoder(model: Model) -> None:
+    for name, given in (
+        ("dropout", model.dropout > 0),
+        ("source_vocab_size", model.source_vocab_size is not None),
+        ("tie_source", model.tie_source),
+        ("start_id", model.start_id is not None),
+        ("init", model.init == "fan_in"),
+        ("positions", model.positions in ("sinusoidal", "relative")),
+    ):
+        if given:
+            raise ConfigError(
+                f"model.{name}={getattr(model, name)} is of an encoder-decoder; set model.encoder_layers, or remove it"
+            )
 
 
 def _check_latent(model: Model) -> None:
@@ -255,6 +260,11 @@ def _check_experts(model: Model) -> None:
 def query_scalar(model: Model) -> float:
     """What scores are divided by the square root of, unless it is set: the width of a query."""
     return float(model.latent.plain_dim + model.latent.rope_dim if model.latent.kv_rank else model.head_dim)
+
+
+def start_token(model: Model, eod_id: int) -> int:
+    """What a decoder with an encoder starts from. `eod_id`: the end-of-document token of its tokenizer."""
+    return eod_id if model.start_id is None else model.start_id
 
 
 def has_window(model: Model, layer: int) -> bool:

@@ -19,6 +19,7 @@ _CONSEQUENCES = {
     "data.sequence_length": "samples would be cut elsewhere: of this epoch, some text would come twice and some not at all",
     "data.packing": "samples would be cut elsewhere: of this epoch, some text would come twice and some not at all",
     "data.document_mask": "attention would see other tokens than in the steps before",
+    "data.objective": "another task would be learnt than in the steps before",
     "data.boundary_loss": "other targets would carry the loss than in the steps before",
     "data.tokenizer": "the token ids would stand for other text than in the steps before",
     "data.sources": "another text would be read under the order of the old one, partly again and partly not at all",

@@ -12,20 +12,22 @@ import torch
 from pretrain.checkpoint.export_check import check_map, has_export
 from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.objective import Objective
 from pretrain.data.pairs.order import PairOrder
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.pairs.training import PairTraining
 from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, check_length, open_stream
+from pretrain.data.span_corruption import SpanCorruption
 from pretrain.data.stream import Stream
 from pretrain.data.text.training import TextTraining
-from pretrain.data.training_data import TrainingData, open_data
+from pretrain.data.training_data import TrainingData, open_data, open_objective, sentinel_ids
 from pretrain.errors import ConfigError
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.network import build_network
-from pretrain.models.shape import complete
+from pretrain.models.shape import check_encoder, complete
 from pretrain.observe.flops import flops_per_target_token, flops_per_token
 from pretrain.observe.translation import require_sacrebleu
 from pretrain.parallel.layout import Layout, plan_layout
@@ -45,15 +47,19 @@ class Plan:
     config: Config
     layout: Layout
     data: TrainingData
+    objective: Objective
     schedule: BatchSchedule | PairOrder
     validation: list[Samples] | list[PreparedPairs]
     parameters: int
 
     @property
     def flops_per_token(self) -> int:
-        """Of forward and backward; on pairs per target token, of which `tokens_per_second` counts."""
+        """Of forward and backward; of an encoder-decoder per target token, of which `tokens_per_second` counts."""
         if isinstance(self.data, PairTraining):
             return flops_per_target_token(self.config.model, *self.data.mean_lengths)
+        if isinstance(self.objective, SpanCorruption):
+            spans = self.objective.spans
+            return flops_per_target_token(self.config.model, spans.source_length, spans.target_length)
         return flops_per_token(self.config.model, self.config.data.sequence_length)
 
     def identity(self, samples: int) -> dict[str, Any]:
@@ -67,6 +73,9 @@ class Plan:
         cut = {name: getattr(data, name) for name in ("packing", "document_mask", "boundary_loss")}
         cut["tokenizer"] = self.data.tokenizer_sha256
         cut["kind"] = self.data.kind
+        cut["objective"] = {"name": data.objective}
+        if isinstance(self.objective, SpanCorruption):
+            cut["objective"] |= {"first_sentinel": self.objective.first_sentinel} | dataclasses.asdict(self.objective.spans)
         return identity | {f"data.{k}": v for k, v in flatten(cut | self.data.identity(samples)).items()}
 
 
@@ -86,7 +95,7 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     layout = plan_layout(config, world_size, parameters, memory)
     schedule = opened.order if isinstance(opened, PairTraining) else batch_schedule(config)
     data = open_stream(config, opened, schedule) if isinstance(opened, list) else opened
-    return Plan(config, layout, data, schedule, validation, parameters)
+    return Plan(config, layout, data, open_objective(config, data), schedule, validation, parameters)
 
 
 def _check_backend(config: Config, device: torch.device) -> None:
@@ -118,6 +127,8 @@ def complete_config(config: Config, vocab_size: int | None = None, source_vocab_
         model = dataclasses.replace(model, vocab_size=vocab_size)
     if model.encoder_layers and model.source_vocab_size is None and not model.tie_source:
         model = dataclasses.replace(model, source_vocab_size=source_vocab_size)
+    if model.encoder_layers:
+        check_encoder(model)  # what depends on the vocabulary
     seed = config.run.seed if config.data.seed is None else config.data.seed
     return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, seed=seed))
 
@@ -136,12 +147,11 @@ def _vocabularies(config: Config, opened: list[Samples] | TextTraining | PairTra
             _at_least("model.vocab_size", config.model.vocab_size, opened.vocab_size, where),
             _at_least("model.source_vocab_size", config.model.source_vocab_size, opened.source_vocab_size, sources),
         )
-    needed, where = (
-        (opened[0].data.vocab_size, opened[0].data.path)
-        if isinstance(opened, list)
-        else (opened.vocab_size, config.data.text.tokenizer)
-    )
-    return _at_least("model.vocab_size", config.model.vocab_size, needed, where), None
+    if not isinstance(opened, list):
+        return _at_least("model.vocab_size", config.model.vocab_size, opened.vocab_size, config.data.text.tokenizer), None
+    own = opened[0].data.vocab_size
+    needed = max(own, sentinel_ids(config, own).stop)
+    return _at_least("model.vocab_size", config.model.vocab_size, needed, opened[0].data.path), None
 
 
 def _at_least(key: str, size: int | None, needed: int, where: object) -> int:
@@ -153,13 +163,18 @@ def _at_least(key: str, size: int | None, needed: int, where: object) -> int:
 
 
 def _check_encoder(config: Config, opened: list[Samples] | TextTraining | PairTraining) -> None:
-    """An encoder needs pairs, one table for both languages one tokenizer, and what is about pairs only has no effect elsewhere."""
+    """An encoder needs pairs or spans, one table for both languages one tokenizer, and what is about pairs only has no effect elsewhere."""
     pairs = opened.pairs if isinstance(opened, PairTraining) else None
     translation = config.validation.translation
     if pairs is None:
-        if config.model.encoder_layers:
+        if config.model.encoder_layers and config.data.objective != "span_corruption":
             raise ConfigError(
-                f"model.encoder_layers={config.model.encoder_layers} is trained on sentence pairs; set data.pairs"
+                f"model.encoder_layers={config.model.encoder_layers} is trained on sentence pairs or on spans; set data.pairs, or "
+                "data.objective=span_corruption"
+            )
+        if config.model.encoder_layers and not config.model.tie_source:
+            raise ConfigError(
+                "data.objective=span_corruption has one vocabulary for sources and targets; set model.tie_source=true"
             )
         if translation.every_steps:
             raise ConfigError("validation.translation.every_steps is about data.pairs; remove it")

@@ -186,6 +186,7 @@ def describe(plan: Plan, world_size: int) -> list[str]:
         f"vocabulary {model.vocab_size}; {plan.flops_per_token:.3g} FLOPs per token",
         *_describe_hf(model),
         *plan.data.describe(plan.schedule.consumed(config.run.steps)),
+        *plan.objective.describe(),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",

@@ -67,6 +67,7 @@ class Trainer:
         self.loader = build_loader(
             plan.config,
             plan.data,
+            plan.objective,
             plan.schedule,
             self.strategy.data_rank,
             plan.layout.data_size,

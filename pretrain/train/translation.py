@@ -18,6 +18,7 @@ from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
+from pretrain.models.shape import start_token
 from pretrain.models.translate import Search, translate
 from pretrain.observe.translation import Scores, score
 
@@ -41,7 +42,8 @@ def translate_and_score(call: nn.Module, pairs: PreparedPairs, config: Config, r
     except (DataError, OSError) as error:
         problem = str(error)
     ranks.agree(problem, DataError)
-    translations = translate_sources(call, sources, config.model.layers, pairs.target.eod_id, search, ranks)
+    end = pairs.target.eod_id
+    translations = translate_sources(call, sources, config.model.layers, start_token(config.model, end), end, search, ranks)
     if not ranks.is_main:
         return None
     source_tokenizer, tokenizer = (_tokenizer(str(side.tokenizer_path)) for side in (pairs.source, pairs.target))
@@ -55,7 +57,7 @@ def translate_and_score(call: nn.Module, pairs: PreparedPairs, config: Config, r
 
 
 def translate_sources(
-    call: nn.Module, sources: list[np.ndarray], layers: int, end_id: int, search: Search, ranks: Ranks
+    call: nn.Module, sources: list[np.ndarray], layers: int, start_id: int, end_id: int, search: Search, ranks: Ranks
 ) -> list[list[int]]:
     """The translation of each source (token ids, its end token included), the same on every rank.
 
@@ -72,7 +74,7 @@ def translate_sources(
         for row, source in enumerate(rows):
             source_BS[row, : len(source)] = torch.from_numpy(source)
         inputs = source_BS.to(ranks.device), lengths_B.to(ranks.device)
-        found = translate(call, *inputs, layers, end_id, end_id, search, functools.partial(_largest, ranks))
+        found = translate(call, *inputs, layers, start_id, end_id, search, functools.partial(_largest, ranks))
         results |= dict(zip(mine, found))
     together = {i: tokens for part in ranks.gather(results) for i, tokens in part.items()}
     return [together[i] for i in range(len(sources))]
@@ -100,7 +102,8 @@ def translate_file(
         for ids in source_tokenizer.encode_arrays([lines[i] for i in filled])
     ]
     alone = Ranks(0, 0, 1, torch.device("cpu"))
-    found = translate_sources(network, sources, network.config.layers, tokenizer.eod_id, search, alone)
+    model, end = network.config, tokenizer.eod_id
+    found = translate_sources(network, sources, model.layers, start_token(model, end), end, search, alone)
     translations = [""] * len(lines)
     for i, tokens in zip(filled, found):
         translations[i] = text_of(tokenizer, tokens)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import PREFETCH_STEPS, Loader
 from pretrain.data.mixture import BLOCK, Mixture, Stage
+from pretrain.data.objective import NextToken
 from pretrain.data.samples import Windows
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import DIGEST_MODULUS, Shuffle, Stream, digest, rank_positions
@@ -219,8 +220,8 @@ def test_batches_are_the_same_for_any_number_of_workers_and_ranks(real, workers,
     ranks = [take(loader(real, 16, rank, data_size, workers), 32, 20) for rank in range(data_size)]
     for step in range(20):
         tokens, targets = read(real, np.arange(32 + 16 * step, 32 + 16 * (step + 1)))
-        assert torch.cat([rank[step].tokens_BT for rank in ranks]).tolist() == tokens.tolist()
-        assert torch.cat([rank[step].targets_BT for rank in ranks]).tolist() == targets.tolist()
+        assert torch.cat([rank[step].inputs["tokens_BT"] for rank in ranks]).tolist() == tokens.tolist()
+        assert torch.cat([rank[step].inputs["targets_BT"] for rank in ranks]).tolist() == targets.tolist()
         assert np.concatenate([rank[step].positions for rank in ranks]).tolist() == list(range(32 + 16 * step, 48 + 16 * step))
         assert sum(rank[step].target_tokens for rank in ranks) == 16 * 32
 
@@ -236,9 +237,9 @@ def test_a_ramp_gives_every_step_its_size_without_gap(real, workers):
 
 
 def test_what_is_read_after_a_point_does_not_depend_on_where_reading_began(real):
-    whole = torch.cat([batch.tokens_BT for batch in take(loader(real, 16, 0, 1, 1), 0, 12)])
-    later = torch.cat([batch.tokens_BT for batch in take(loader(real, 16, 0, 1, 2), 96, 6)])
-    other_size = torch.cat([batch.tokens_BT for batch in take(loader(real, 24, 0, 1, 0), 0, 8)])
+    whole = torch.cat([batch.inputs["tokens_BT"] for batch in take(loader(real, 16, 0, 1, 1), 0, 12)])
+    later = torch.cat([batch.inputs["tokens_BT"] for batch in take(loader(real, 16, 0, 1, 2), 96, 6)])
+    other_size = torch.cat([batch.inputs["tokens_BT"] for batch in take(loader(real, 24, 0, 1, 0), 0, 8)])
     assert torch.equal(whole[96:], later)
     assert torch.equal(whole, other_size)
 
@@ -246,12 +247,12 @@ def test_what_is_read_after_a_point_does_not_depend_on_where_reading_began(real)
 def test_micro_steps_of_a_batch_are_its_rows_in_order(real):
     batch = loader(real, 16, 1, 2, 0).read(0)
     parts = [batch.micro(i, 2, torch.device("cpu")) for i in range(4)]
-    assert torch.equal(torch.cat([part["tokens_BT"] for part in parts]), batch.tokens_BT)
-    assert torch.equal(torch.cat([part["targets_BT"] for part in parts]), batch.targets_BT)
+    assert torch.equal(torch.cat([part["tokens_BT"] for part in parts]), batch.inputs["tokens_BT"])
+    assert torch.equal(torch.cat([part["targets_BT"] for part in parts]), batch.inputs["targets_BT"])
     assert not any("documents_BT" in part for part in parts)
-    masked = dataclasses.replace(loader(real, 16, 1, 2, 0), mask_documents=True).read(0)
+    masked = dataclasses.replace(loader(real, 16, 1, 2, 0), objective=NextToken(256)).read(0)
     documents = torch.cat([masked.micro(i, 2, torch.device("cpu"))["documents_BT"] for i in range(4)])
-    ends = (masked.tokens_BT == 256).long()
+    ends = (masked.inputs["tokens_BT"] == 256).long()
     assert torch.equal(documents, ends.cumsum(1) - ends)
 
 

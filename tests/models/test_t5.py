@@ -9,7 +9,6 @@ import pytest
 import torch
 from parity import tokens, translate
 from safetensors.torch import load_file, save_file
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -55,7 +54,9 @@ def untied(theirs):
 
 def written(theirs, model: Model) -> dict[str, torch.Tensor]:
     """The tensors that transformers would write: a shared one once."""
-    copies = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"} | ({"lm_head.weight"} if model.tie_embeddings else set())
+    copies = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"} | (
+        {"lm_head.weight"} if model.tie_embeddings else set()
+    )
     return {name: tensor for name, tensor in theirs.state_dict().items() if name not in copies}
 
 
@@ -66,7 +67,9 @@ def both(name: str):
 
     model, family = COMPLETE[name], family_of("t5")
     fields = {k: v for k, v in family.to_hf(model).items() if k != "architectures"}
-    theirs = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields | {"pad_token_id": 0, "decoder_start_token_id": 0})).eval()
+    theirs = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**fields | {"pad_token_id": 0, "decoder_start_token_id": 0})
+    ).eval()
     if not model.tie_embeddings:
         untied(theirs)
     generator = torch.Generator().manual_seed(3)
@@ -195,21 +198,37 @@ def test_initial_weights_have_the_spread_of_transformers(tmp_path):
 
     from pretrain.parallel.initialise import initialise
 
-    model = complete(dataclasses.replace(SMALL, dim=256, heads=8, head_dim=32, ffn_dim=640, vocab_size=3000, relative=Relative(buckets=512, max_distance=1000)), 64)
+    model = complete(
+        dataclasses.replace(
+            SMALL,
+            dim=256,
+            heads=8,
+            head_dim=32,
+            ffn_dim=640,
+            vocab_size=3000,
+            relative=Relative(buckets=512, max_distance=1000),
+        ),
+        64,
+    )
     fields = {k: v for k, v in family_of("t5").to_hf(model).items() if k != "architectures"}
     theirs = T5ForConditionalGeneration(T5Config(**fields))
     ours = build_network(model)
     initialise(ours, 5)
     expected = translate("t5", model, written(theirs, model))
     for name, parameter in ours.named_parameters():
-        assert parameter.mean().item() == pytest.approx(expected[name].mean().item(), abs=0.1 * expected[name].std().item() + 1e-6)
+        assert parameter.mean().item() == pytest.approx(
+            expected[name].mean().item(), abs=0.1 * expected[name].std().item() + 1e-6
+        )
         assert parameter.std().item() == pytest.approx(expected[name].std().item(), rel=0.05), name
 
 
 @pytest.mark.parametrize(
     "model, problem",
     [
-        (dataclasses.replace(SMALL, attention=Attention(bias=["query"])), "model.attention.bias=['query'] is not what model.family=t5 computes"),
+        (
+            dataclasses.replace(SMALL, attention=Attention(bias=["query"])),
+            "model.attention.bias=['query'] is not what model.family=t5 computes",
+        ),
         (dataclasses.replace(SMALL, norm=Norm(kind="layer")), "model.norm.kind=layer is not what model.family=t5 computes"),
         (dataclasses.replace(SMALL, mlp=Mlp(activation="gelu", gated=True)), "has no exact one that is gated; use gelu_tanh"),
         (dataclasses.replace(SMALL, positions="sinusoidal"), "model.positions=sinusoidal is not what model.family=t5 computes"),
@@ -227,13 +246,25 @@ def test_what_t5_cannot_express_is_refused_by_name(model, problem):
 @pytest.mark.parametrize(
     "model, problem",
     [
-        (Model(vocab_size=61, positions="relative"), "model.positions=relative is of an encoder-decoder; set model.encoder_layers"),
+        (
+            Model(vocab_size=61, positions="relative"),
+            "model.positions=relative is of an encoder-decoder; set model.encoder_layers",
+        ),
         (Model(vocab_size=61, start_id=0), "model.start_id=0 is of an encoder-decoder"),
         (Model(vocab_size=61, init="fan_in"), "model.init=fan_in is of an encoder-decoder"),
-        (Model(vocab_size=61, relative=Relative(buckets=16)), "model.relative.buckets=16 has no effect with model.positions=rope"),
-        (dataclasses.replace(SMALL, relative=Relative(max_distance=16)), "model.relative.max_distance=16 is within the 16 distances"),
+        (
+            Model(vocab_size=61, relative=Relative(buckets=16)),
+            "model.relative.buckets=16 has no effect with model.positions=rope",
+        ),
+        (
+            dataclasses.replace(SMALL, relative=Relative(max_distance=16)),
+            "model.relative.max_distance=16 is within the 16 distances",
+        ),
         (dataclasses.replace(SMALL, start_id=61), "model.start_id=61 is no token of model.vocab_size=61"),
-        (dataclasses.replace(SMALL, positions="rope"), "model.positions=rope is not built for an encoder-decoder; legal: sinusoidal, relative"),
+        (
+            dataclasses.replace(SMALL, positions="rope"),
+            "model.positions=rope is not built for an encoder-decoder; legal: sinusoidal, relative",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -255,11 +286,24 @@ def config_json(**changes) -> dict:
 
 def test_the_config_json_of_the_hub_is_read():
     old = family_of_hf(config_json()).from_hf(config_json())
-    assert (old.encoder_layers, old.layers, old.start_id, old.tie_embeddings, old.mlp.gated, old.mlp.activation) == (2, 2, 0, True, False, "relu")
+    assert (old.encoder_layers, old.layers, old.start_id, old.tie_embeddings, old.mlp.gated, old.mlp.activation) == (
+        2,
+        2,
+        0,
+        True,
+        False,
+        "relu",
+    )
     new = family_of("t5").from_hf(config_json(
         feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_decoder_layers=3, dense_act_fn="gelu_new", is_gated_act=True,
     ))  # fmt: skip
-    assert (new.layers, new.tie_embeddings, new.logit_multiplier, new.mlp.gated, new.mlp.activation) == (3, False, 1.0, True, "gelu_tanh")
+    assert (new.layers, new.tie_embeddings, new.logit_multiplier, new.mlp.gated, new.mlp.activation) == (
+        3,
+        False,
+        1.0,
+        True,
+        "gelu_tanh",
+    )
 
 
 @pytest.mark.parametrize(
@@ -287,7 +331,9 @@ def test_a_config_json_that_is_not_computed_is_refused_by_name(changes, problem)
 
 
 def test_relative_positions_serve_the_original_transformer_as_well():
-    base = Model(family="transformer", dim=32, layers=2, heads=4, vocab_size=61, positions="relative", rope=Rope(), source_vocab_size=50)
+    base = Model(
+        family="transformer", dim=32, layers=2, heads=4, vocab_size=61, positions="relative", rope=Rope(), source_vocab_size=50
+    )
     model = complete(base, 64)
     network = build_network(model)
     assert flat(model)["relative.buckets"] == 32
@@ -341,7 +387,9 @@ def test_files_that_hold_the_embedding_again_are_read_where_the_copies_are_equal
         import_model(tmp_path / "old", tmp_path / "again")
 
 
-@pytest.mark.parametrize("missing", ["lm_head.weight", "decoder.final_layer_norm.weight", "encoder.block.1.layer.1.DenseReluDense.wi_0.weight"])
+@pytest.mark.parametrize(
+    "missing", ["lm_head.weight", "decoder.final_layer_norm.weight", "encoder.block.1.layer.1.DenseReluDense.wi_0.weight"]
+)
 def test_a_missing_tensor_is_named(missing, tmp_path):
     both("version 1.1")[1].save_pretrained(tmp_path / "theirs")
     weights = load_file(tmp_path / "theirs" / "model.safetensors")

@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused_in_one_line(pair_config, overrides, messag
 
 def test_a_decoder_alone_refuses_what_is_about_pairs(config_file):
     for override, message in (
-        ("batch.tokens=400", "have an effect on data.pairs only"), ("model.family=transformer", "is trained on sentence pairs; set data.pairs"),
+        ("batch.tokens=400", "have an effect on data.pairs only"), ("model.family=transformer", "is trained on sentence pairs or on spans; set data.pairs"),
         ("validation.translation.every_steps=3", "is about data.pairs"),
     ):  # fmt: skip
         code, printed = run_main(str(config_file), override)

@@ -37,15 +37,14 @@ class PairBatch:
         return {name: tensor.to(device, non_blocking=True) for name, tensor in self.micro_inputs[index].items()}
 
 
-def pair_inputs(pairs: PreparedPairs, numbers: np.ndarray) -> dict[str, np.ndarray]:
-    """These pairs as inputs of models/encoder_decoder.py, int64, padded to the longest of them.
-
-    The target's end token is also what decoding starts from, as in fairseq: inputs are [end, y1, ... yn], targets [y1, ... yn, end].
-    Without numbers, one row that carries no loss.
+def pair_inputs(pairs: PreparedPairs, numbers: np.ndarray, start_id: int) -> dict[str, np.ndarray]:
+    """These pairs as inputs of models/encoder_decoder.py, int64, padded to the longest of them: inputs are [start, y1, ... yn], targets
+    [y1, ... yn, end]. Without numbers, one row that carries no loss.
     """
     sources, targets = pairs.read(numbers) if len(numbers) else ([np.array([pairs.source.eod_id])], [np.empty(0, np.int64)])
-    start, width = pairs.target.eod_id, max(1, *map(len, targets))
-    tokens_BT = np.full((len(sources), width + 1), start, dtype=np.int64)
+    width = max(1, *map(len, targets))
+    tokens_BT = np.full((len(sources), width + 1), pairs.target.eod_id, dtype=np.int64)
+    tokens_BT[:, 0] = start_id
     targets_BT = np.full((len(sources), width), IGNORED, dtype=np.int64)
     source_BS = np.full((len(sources), max(map(len, sources))), pairs.source.eod_id, dtype=np.int64)
     for row, (source, target) in enumerate(zip(sources, targets)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from pretrain.config.schema import Batch, Config, Data
 from pretrain.data.loader import read_ahead
@@ -17,15 +18,18 @@ from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.targets import IGNORED
 from pretrain.errors import ConfigError, DataError
 from pretrain.models.dropout import sample_keys
+from pretrain.models.families import family_of
+from pretrain.models.shape import start_token
 
 
 @dataclass(frozen=True)
 class PairTraining:
-    """A run's data. `seed`: of the run, for dropout."""
+    """A run's data. `seed`: of the run, for dropout; `start_id`: what decoding starts from."""
 
     pairs: PreparedPairs
     order: PairOrder
     seed: int
+    start_id: int
 
     kind = "pairs"
 
@@ -41,7 +45,9 @@ class PairTraining:
                 f"{pairs.longest[0]} + {pairs.longest[1]}; raise it"
             )
         seed = config.run.seed if config.data.seed is None else config.data.seed
-        return cls(pairs, PairOrder(pairs, config.batch.tokens, seed), config.run.seed)
+        # The target's end token is also what decoding starts from, as in fairseq, unless the model says otherwise.
+        start = start_token(config.model, pairs.target.eod_id)
+        return cls(pairs, PairOrder(pairs, config.batch.tokens, seed), config.run.seed, start)
 
     @property
     def attachments(self) -> dict[str, Path]:
@@ -108,12 +114,26 @@ def _check(config: Config) -> None:
         raise ConfigError(
             "batch.tokens is missing: tokens of source and target in a step on data.pairs, padding included, e.g. 4096"
         )
-    if not config.model.encoder_layers and config.model.family != "transformer":
+    if not config.model.encoder_layers and "encoder_layers" not in family_of(config.model.family).defaults:
         raise ConfigError(
-            f"data.pairs is for an encoder-decoder, and model.family={config.model.family} is none; use transformer"
+            f"data.pairs is for an encoder-decoder, and model.family={config.model.family} is none; use transformer or t5"
         )
     for section, value, names in (
-        ("data", data, ("sequence_length", "packing", "document_mask", "boundary_loss", "shuffle", "shuffle_shards", "stages")),
+        (
+            "data",
+            data,
+            (
+                "sequence_length",
+                "objective",
+                "span_corruption",
+                "packing",
+                "document_mask",
+                "boundary_loss",
+                "shuffle",
+                "shuffle_shards",
+                "stages",
+            ),
+        ),
         ("batch", batch, ("sequences", "micro_sequences", "ramp")),
     ):
         neutral = Data() if section == "data" else Batch()
@@ -144,7 +164,6 @@ class PairLoader:
     workers: int
     micro_tokens: int = 0
     pin_memory: bool = False
-    mask_documents: bool = False
 
     def read(self, consumed: int) -> PairBatch:
         """The batch of the step that starts after `consumed` pairs."""
@@ -154,7 +173,7 @@ class PairLoader:
         micro_inputs, positions = [], []
         mine = shares(sources, targets, self.data_size, self.micro_tokens)[self.data_rank]
         for part in mine:
-            inputs = pair_inputs(pairs, numbers[part])
+            inputs = pair_inputs(pairs, numbers[part], self.data.start_id)
             places = consumed + part if len(part) else np.array([-1])
             inputs["keys_B"] = sample_keys(self.data.seed, places)
             micro_inputs.append(to_tensors(inputs, self.pin_memory))
@@ -163,6 +182,9 @@ class PairLoader:
         tokens = sum(int((inputs["targets_BT"] != IGNORED).sum()) for inputs in micro_inputs)
         name = pair_digest(pairs, numbers[own], consumed + own)
         return PairBatch(np.concatenate(positions), len(numbers), name, tokens, micro_inputs)
+
+    def validation_inputs(self, source: PreparedPairs, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
+        return to_tensors(pair_inputs(source, samples, self.data.start_id), pin=False)
 
     def batches(self, consumed: int) -> Iterator[PairBatch]:
         """Batches from `consumed` pairs on, without end. Close the iterator to stop its threads."""

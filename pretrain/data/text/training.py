@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from pretrain.config.schema import Text
 from pretrain.data.batch_schedule import BatchSchedule
-from pretrain.data.loader import StepBatch, make_batch
+from pretrain.data.loader import StepBatch, make_batch, validation_inputs
+from pretrain.data.objective import NextToken, Objective
+from pretrain.data.samples import Samples
 from pretrain.data.shards.staging import staged_directory
 from pretrain.data.stream import rank_positions
 from pretrain.data.text.corpus import FileCorpus, HubCorpus
@@ -97,21 +101,21 @@ class TextLoader:
     data_size: int
     workers: int
     cursor: list[int] | None = None
-    mask_documents: bool = False
+    objective: Objective = NextToken()
     pin_memory: bool = False
+
+    def validation_inputs(self, source: Samples, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
+        return validation_inputs(self.objective, source, samples, rows)
 
     def batches(self, consumed: int) -> Iterator[StepBatch]:
         stream = replace(self.stream, data_rank=self.data_rank, data_size=self.data_size)
         sequences = self.schedule.sequences
         cursor = START if self.cursor is None else Cursor.from_list(self.cursor)
-        eod_id = stream.tokenizer.eod_id if self.mask_documents else None
         with closing(stream.batches(sequences // self.data_size, cursor, max(1, self.workers))) as windows_of_steps:
             for windows, after in windows_of_steps:
                 windows_BT = torch.from_numpy(windows)
                 tokens_BT, targets_BT = windows_BT[:, :-1].contiguous(), windows_BT[:, 1:].contiguous()
-                if self.pin_memory:
-                    tokens_BT, targets_BT = tokens_BT.pin_memory(), targets_BT.pin_memory()
                 positions = rank_positions(consumed, sequences, self.data_rank, self.data_size)
-                batch = make_batch(positions, sequences, tokens_BT, targets_BT, eod_id)
+                batch = make_batch(positions, sequences, tokens_BT, targets_BT, self.objective, self.pin_memory)
                 yield replace(batch, cursor=after.to_list())
                 consumed += sequences

@@ -47,10 +47,11 @@ EDGE_CASES = (
 )
 
 
-def export_tokenizer(tokenizer_dir: Path, output: Path, samples: Sequence[str] = ()) -> None:
+def export_tokenizer(tokenizer_dir: Path, output: Path, samples: Sequence[str] = (), added: Sequence[str] = ()) -> None:
     """Write the tokenizer of `tokenizer_dir` into the directory `output` for transformers.
 
-    `samples` are texts of the corpus on which the exported tokenizer has to agree, besides the edge cases above.
+    `samples` are texts of the corpus on which the exported tokenizer has to agree, besides the edge cases above; `added`: special tokens
+    that follow its own, in the order of their ids.
     The model's config.json has to be in `output` before: AutoTokenizer reads the model type from it and gives some types a
     tokenizer class of its own choice, which only then can be prevented and proved.
 
@@ -68,6 +69,9 @@ def export_tokenizer(tokenizer_dir: Path, output: Path, samples: Sequence[str] =
     else:
         tokenizer.save(output)
     _keep_class(output)
+    if added:
+        _add_tokens(tokenizer, output, added)
+        _keep_class(output)
     _prove(tokenizer, output, samples)
 
 
@@ -161,11 +165,30 @@ def _keep_class(output: Path) -> None:
         tokenizer_config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _prove(tokenizer: Tokenizer, output: Path, samples: Sequence[str]) -> None:
+def _add_tokens(tokenizer: Tokenizer, output: Path, added: Sequence[str]) -> None:
+    exported = _load(output)
+    known = exported.get_vocab()
+    if double := next((token for token in added if token in known), None):
+        raise DataError(
+            f"{output}: the tokenizer has {double} as token {known[double]} already; where it has the sentinels itself, set "
+            "data.span_corruption.first_sentinel"
+        )
+    exported.add_special_tokens({"extra_special_tokens": [*exported.extra_special_tokens, *added]})
+    ids = exported.convert_tokens_to_ids(list(added))
+    if ids != list(range(tokenizer.vocab_size, tokenizer.vocab_size + len(added))):
+        raise DataError(f"{output}: transformers gives {added[0]} the id {ids[0]}, not {tokenizer.vocab_size}")
+    exported.save_pretrained(output)
+
+
+def _load(output: Path) -> Any:
     from transformers import AutoTokenizer
 
+    return AutoTokenizer.from_pretrained(str(output), local_files_only=True, trust_remote_code=False)
+
+
+def _prove(tokenizer: Tokenizer, output: Path, samples: Sequence[str]) -> None:
     try:
-        exported = AutoTokenizer.from_pretrained(str(output), local_files_only=True, trust_remote_code=False)
+        exported = _load(output)
     except Exception as error:
         reason = str(error).split("\n")[0]
         remedy = "export it to a directory without the model's config.json, or train a tokenizer of type bpe"

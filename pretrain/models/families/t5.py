@@ -33,7 +33,9 @@ def _tied(theirs: Any, config: dict[str, Any]) -> bool:
     """A tied head goes with logits over the root of the width. transformers 5 says that apart, and always calls the head tied."""
     scaled = config.get("scale_decoder_outputs", theirs)
     if theirs is False and scaled is not False:
-        raise ConfigError("config.json: tie_word_embeddings=False and scale_decoder_outputs=True are not supported together for t5")
+        raise ConfigError(
+            "config.json: tie_word_embeddings=False and scale_decoder_outputs=True are not supported together for t5"
+        )
     return scaled is not False
 
 
@@ -85,6 +87,7 @@ T5 = Family(
         Field("relative.max_distance", "relative_attention_max_distance", 128),
         Field("max_sequence_length", "n_positions", 512),
         Field("init_std", "initializer_factor", 1.0),
+        Field("dropout", "dropout_rate", 0.1),
         Field("mlp.activation", "feed_forward_proj", "relu", _projection, _activation),
         Field("mlp.gated", "feed_forward_proj", "relu", _projection,
               lambda _, config: str(config.get("feed_forward_proj")).startswith("gated-")),
@@ -118,7 +121,6 @@ T5 = Family(
     constants={"is_encoder_decoder": True},
     accepted={"is_decoder": False},
     derived={
-        "dropout_rate": lambda model: model.dropout,
         "dense_act_fn": lambda model: _ACTIVATION.to(model.mlp.activation, model),
         "is_gated_act": _gated,
         "scale_decoder_outputs": lambda model: model.tie_embeddings,

@@ -101,14 +101,15 @@ def test_ranks_share_a_batch_in_equally_many_micro_steps(values, ranks, tokens):
 
 def test_inputs_are_shifted_targets_and_padding_carries_no_loss(pairs):
     numbers = np.array([3, 11, 40])
-    inputs, end = pair_inputs(pairs, numbers), pairs.target.eod_id
+    end = pairs.target.eod_id
+    inputs = pair_inputs(pairs, numbers, end)
     for row, (source, target) in enumerate(zip(*pairs.read(numbers))):
         n = len(target)
         assert inputs["source_lengths_B"][row] == len(source)
         assert np.array_equal(inputs["source_BS"][row, : len(source)], source)
         assert inputs["tokens_BT"][row, 0] == end and np.array_equal(inputs["tokens_BT"][row, 1:n], target[:-1])
         assert np.array_equal(inputs["targets_BT"][row, :n], target) and (inputs["targets_BT"][row, n:] == IGNORED).all()
-    nothing = pair_inputs(pairs, np.empty(0, dtype=np.int64))
+    nothing = pair_inputs(pairs, np.empty(0, dtype=np.int64), end)
     assert (nothing["targets_BT"] == IGNORED).all() and all(len(array) == 1 for array in nothing.values())
 
 

@@ -1,0 +1,144 @@
+"""Span corruption, the objective of T5 (Raffel et al., arXiv 1910.10683, sections 3.1.4 and 3.3.4), for an encoder-decoder.
+
+    sample   Thank you for inviting me to your party last week <eod>
+    source   Thank you <s0> me to your party <s1> week <eod>            the encoder reads it
+    target   <s0> for inviting <s1> last <eod>                          the decoder is to write it
+
+A sample of L tokens always loses round(L x density) tokens in the same number of spans, so that all sources have one length and all
+targets another, and nothing is padded. It begins with a stretch that is kept and ends with one that is not. Which tokens those are is a
+pure function of the seed and the sample's position in the stream: of nothing that a layout or a restart could change, and other ones in
+every epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pretrain.data.order import scramble
+from pretrain.errors import ConfigError
+from pretrain.models.dropout import sample_keys
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+
+
+@dataclass(frozen=True)
+class Spans:
+    """How a sample of `length` tokens is corrupted: `noise` of them are taken out, in `count` spans."""
+
+    length: int
+    noise: int
+    count: int
+
+    @classmethod
+    def of(cls, length: int, density: float, mean_span: float) -> Spans:
+        """As T5 counts: rounded, and at least one token is taken out and one is left. Raises ConfigError where nothing fits."""
+        if length < 2:
+            raise ConfigError(
+                f"data.sequence_length={length}: data.objective=span_corruption takes at least 2 tokens; raise it"
+            )
+        noise = min(max(round(length * density), 1), length - 1)
+        count = max(round(noise / mean_span), 1)
+        if count > length - noise:
+            raise ConfigError(
+                f"data.span_corruption: {noise} of {length} tokens in {count} spans leave no token between the spans; lower noise_density, or "
+                "raise mean_span_length"
+            )
+        return cls(length, noise, count)
+
+    @property
+    def source_length(self) -> int:
+        """Tokens that the encoder reads: what is left, a sentinel per span, the end."""
+        return self.length - self.noise + self.count + 1
+
+    @property
+    def target_length(self) -> int:
+        """Tokens that the decoder is to write: a sentinel before each span, the end."""
+        return self.noise + self.count + 1
+
+    def masks(self, keys_B: np.ndarray) -> np.ndarray:
+        """Which tokens are taken out of samples with these keys (uint64), [B, L]. All ways to place the spans are equally likely."""
+        kept_BN = compositions(self.length - self.noise, self.count, scramble(keys_B))
+        lost_BN = compositions(self.noise, self.count, scramble(keys_B + _STEP))
+        lengths = np.stack((kept_BN, lost_BN), axis=-1)  # kept, lost, kept, lost, ...
+        return np.repeat(np.tile([False, True], lengths.size // 2), lengths.ravel()).reshape(-1, self.length)
+
+
+def compositions(total: int, parts: int, keys_B: np.ndarray) -> np.ndarray:
+    """`total` as a sum of `parts` whole numbers of at least 1, per key one of all such sums, [B, parts]."""
+    # The parts end at the places with the smallest of random numbers.
+    numbers = scramble(keys_B[:, None] + np.arange(total - 1, dtype=np.uint64) * _STEP)
+    ends = np.sort(np.argsort(numbers, axis=1, kind="stable")[:, : parts - 1], axis=1) + 1
+    return np.diff(ends, axis=1, prepend=0, append=total)
+
+
+@dataclass(frozen=True)
+class SpanCorruption:
+    """The objective (`data/objective.py`). `first_sentinel`: id of the sentinel of the first span, those of the others count down;
+    `end_id`: what ends sources and targets; `start_id`: what decoding starts from; `seed`: of the data's order, None for validation;
+    `dropout_seed`: of the masks of dropout, None for none.
+    """
+
+    spans: Spans
+    first_sentinel: int
+    end_id: int
+    start_id: int
+    seed: int | None
+    dropout_seed: int | None
+
+    def inputs(self, tokens_BT: Tensor, targets_BT: Tensor, positions_B: np.ndarray) -> dict[str, Tensor]:
+        source_BS, targets_BT = self.corrupt(tokens_BT.numpy(), positions_B)
+        tokens_BT = np.roll(targets_BT, 1, axis=1)
+        tokens_BT[:, 0] = self.start_id
+        inputs = {"source_BS": source_BS, "tokens_BT": tokens_BT, "targets_BT": targets_BT}
+        if self.dropout_seed is not None:
+            inputs["keys_B"] = sample_keys(self.dropout_seed, positions_B)
+        return {name: torch.from_numpy(array) for name, array in inputs.items()}
+
+    def corrupt(self, tokens_BT: np.ndarray, positions_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Source [B, source_length] and target [B, target_length] of samples at these positions, int64."""
+        spans, rows = self.spans, len(tokens_BT)
+        lost_BT = spans.masks(self._keys(positions_B))
+        first_BT = lost_BT & ~np.pad(lost_BT, ((0, 0), (1, 0)))[:, :-1]
+        number_BT = first_BT.cumsum(axis=1) - 1  # of the span
+        source_BS = np.full((rows, spans.source_length), self.end_id, dtype=np.int64)
+        replaced_BT = np.where(first_BT, self.first_sentinel - number_BT, tokens_BT)
+        source_BS[:, :-1] = replaced_BT[~lost_BT | first_BT].reshape(rows, -1)
+        targets_BT = np.full((rows, spans.target_length), self.end_id, dtype=np.int64)
+        row, _ = np.nonzero(lost_BT)
+        place = (lost_BT.cumsum(axis=1) + number_BT)[lost_BT]  # a sentinel stands before each of the spans up to here
+        targets_BT[row, place] = tokens_BT[lost_BT]
+        starts = first_BT[lost_BT]
+        targets_BT[row[starts], place[starts] - 1] = replaced_BT[first_BT]
+        return source_BS, targets_BT
+
+    def restore(self, source: Sequence[int], target: Sequence[int]) -> list[int]:
+        """The sample that a source and a target were made of."""
+        sentinels = range(self.first_sentinel - self.spans.count + 1, self.first_sentinel + 1)
+        lost: dict[int, list[int]] = {}
+        for token in list(target)[:-1]:
+            if token in sentinels and token not in lost:
+                lost[token] = current = []
+            else:
+                current.append(token)
+        return [token for place in list(source)[:-1] for token in lost.get(place, [place])]
+
+    def for_validation(self) -> SpanCorruption:
+        return replace(self, seed=None, dropout_seed=None)
+
+    def describe(self) -> list[str]:
+        spans = self.spans
+        return [
+            f"task     span corruption: of {spans.length} tokens {spans.noise} are taken out in {spans.count} spans; sources of "
+            f"{spans.source_length} tokens, targets of {spans.target_length}"
+        ]
+
+    def _keys(self, positions_B: np.ndarray) -> np.ndarray:
+        name = f"spans/{'validation' if self.seed is None else self.seed}"
+        start = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        return scramble(np.asarray(positions_B).astype(np.uint64) + np.uint64(start))

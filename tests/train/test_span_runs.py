@@ -1,0 +1,175 @@
+"""T5 trained on corrupted spans under the trainer: the same gradients in every layout, exact and elastic resume, export and import."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from running import (
+    gradients,
+    largest_gradient_difference,
+    largest_relative_difference,
+    losses,
+    run_main,
+    tool,
+    train,
+    write_prepared,
+)
+
+from pretrain.checkpoint.load import saved_tensors
+from pretrain.observe.metrics import read_metrics
+
+GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6
+
+
+@pytest.fixture
+def span_config(tmp_path, config_file, prepared):
+    """2 + 2 layers of 32, samples of 40 tokens of which 6 are lost in 3 spans, with dropout."""
+    config = yaml.safe_load(config_file.read_text())
+    config["model"] = {"family": "t5", "dim": 32, "layers": 2, "heads": 4, "head_dim": 8, "ffn_dim": 64, "dropout": 0.1}
+    config["data"] = {
+        "sequence_length": 40, "sources": [{"path": str(prepared)}], "validation": [{"path": str(prepared)}], "objective": "span_corruption",
+        "span_corruption": {"mean_span_length": 2.0, "sentinels": 4},
+    }  # fmt: skip
+    config["validation"] = {"sequences": 10}
+    config["run"]["steps"], config["schedule"]["warmup_steps"] = 4, 2
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+DDP, FSDP = "parallel.strategy=ddp", "parallel.strategy=fsdp"
+V11 = ("model.mlp={activation: gelu_tanh, gated: true}", "model.tie_embeddings=false")
+LAYOUTS = {
+    "single, whole batch": (1, "batch.micro_sequences=16"),
+    "single, recomputation": (1, "parallel.activation_checkpointing=true"),
+    "ddp on 2, version 1.1": (2, DDP, *V11),
+    "ddp on 4": (4, DDP),
+    "fsdp on 2, version 1.1, recomputation": (2, FSDP, *V11, "parallel.activation_checkpointing=true"),
+    "fsdp on 4": (4, FSDP),
+    "hsdp 2x2": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
+}  # fmt: skip
+# The others with `-m slow`: python -m pytest tests/train/test_span_runs.py -m slow
+QUICK = {"single, whole batch", "ddp on 2, version 1.1", "fsdp on 2, version 1.1, recomputation", "fsdp on 4"}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])
+def test_a_layout_computes_what_one_process_computes(pool, span_config, layout):
+    world_size, *overrides = LAYOUTS[layout]
+    shared = [o for o in overrides if o.startswith("model.")] + ["log.gradients_at=[1]"]
+    single = train(pool, 1, span_config, "run.name=single", "parallel.strategy=single", *shared)
+    run = train(pool, world_size, span_config, "run.name=other", *shared, *overrides)
+    ours, theirs = gradients(run), gradients(single)
+    assert {"encoder_bias.table.weight", "decoder_bias.table.weight"} <= set(ours)
+    assert all(g.norm() > 0 for g in ours.values())
+    assert largest_gradient_difference(ours, theirs) <= GRADIENT_TOLERANCE
+    assert largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
+    records = [read_metrics(r) for r in (run, single)]
+    assert [r["batch"] for r in records[0]] == [r["batch"] for r in records[1]]
+    assert records[0][-1]["tokens"] == 4 * 16 * 10  # 6 tokens that were lost, 3 sentinels, the end
+    validation = [next(iter(r[-1]["validation"].values())) for r in records]
+    assert validation[0] == pytest.approx(validation[1], rel=2e-6)
+
+
+def state_of(run, step):
+    checkpoint = run / "checkpoints" / f"step-{step:08d}"
+    return saved_tensors(checkpoint, "model.") | saved_tensors(checkpoint, "optim.")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "exact"), [((1,), (1,), True), ((2, FSDP), (2, FSDP), True), ((4, FSDP), (2, DDP), False)]
+)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(pool, span_config, before, after, exact):
+    options = ("run.deterministic=true", "checkpoint.every_steps=3", "checkpoint.keep_last=0", "run.steps=6")
+    whole = train(pool, before[0], span_config, "run.name=whole", *options, *before[1:])
+    parts = span_config.parent / "runs" / "parts"
+    (parts / "checkpoints").mkdir(parents=True)
+    shutil.copytree(whole / "checkpoints" / "step-00000003", parts / "checkpoints" / "step-00000003")
+    train(pool, after[0], span_config, "run.name=parts", *options, *after[1:])
+    batches = [[r["batch"] for r in read_metrics(run)] for run in (whole, parts)]
+    assert batches[1] == batches[0][3:]
+    if exact:
+        assert losses(parts) == losses(whole)[3:]
+        one, other = state_of(whole, 6), state_of(parts, 6)
+        assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    else:
+        assert largest_relative_difference(losses(parts), losses(whole)[3:]) <= 1e-5
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["data.span_corruption={noise_density: 0.3, mean_span_length: 4}"], "data.objective.noise was 6 and is 12 (another task would be learnt than in the steps before)"),
+    (["data.span_corruption.sentinels=5", "model.vocab_size=270"], "data.objective.first_sentinel was 260 and is 261"),
+    (["data.seed=8"], "data.seed was 7 and is 8"),
+])  # fmt: skip
+def test_another_objective_makes_another_run(pool, span_config, overrides, message):
+    train(pool, 1, span_config, "run.steps=5", "model.vocab_size=270")
+    code, printed = run_main(str(span_config), "run.steps=6", "model.vocab_size=270", *overrides)
+    assert code == 1 and message in printed
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["model.family=llama", "model.dropout=0"], "data.objective=span_corruption is for an encoder-decoder, and model.family=llama is none"),
+    (["model.family=transformer", "model.head_dim=null", "model.tie_source=false"], "set model.tie_source=true"),
+    (["data.packing=best_fit"], "data.packing=best_fit is not built for it"),
+    (["data.document_mask=true"], "data.document_mask=True is not built for it"),
+    (["data.boundary_loss=false"], "data.boundary_loss=False is not built for it"),
+    (["data.objective=next_token"], "data.span_corruption has no effect with data.objective=next_token"),
+    (["data.objective=next_token", "data.span_corruption={mean_span_length: 3.0, sentinels: 100}"], "is trained on sentence pairs or on spans"),
+    (["data.span_corruption.sentinels=2"], "data.span_corruption.sentinels=2: data.sequence_length=40 makes 3 spans"),
+    (["data.span_corruption.first_sentinel=2"], "4 sentinels that count down from there reach below 0"),
+    (["data.span_corruption={noise_density: 0.9, mean_span_length: 1}"], "leave no token between the spans"),
+    (["data.span_corruption.noise_density=1"], "data.span_corruption.noise_density=1"),
+    (["model.vocab_size=257"], "model.vocab_size=257 is below the 261"),
+    (["model.start_id=999"], "model.start_id=999 is no token of model.vocab_size=261"),
+    (["data.objective=spans"], "data.objective=spans"),
+    (["batch.tokens=100"], "have an effect on data.pairs only"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_in_one_line(span_config, overrides, message):
+    code, printed = run_main(str(span_config), *overrides)
+    assert code in (1, 2) and message in printed and printed.count("\n") == 1
+
+
+def test_check_says_what_the_task_is(span_config):
+    code, printed = run_main(str(span_config), "--check")
+    assert code == 0, printed
+    assert "span corruption: of 40 tokens 6 are taken out in 3 spans; sources of 38 tokens, targets of 10" in printed
+    assert "2 + 2 layers of 32" in printed and "vocabulary 261" in printed
+
+
+def test_a_run_is_exported_generates_in_transformers_and_comes_back_for_another_run(pool, span_config, tmp_path):
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    run = train(pool, 2, span_config, FSDP, *V11)
+    convert = tool("convert_checkpoint").main
+    assert convert(["to-hf", "--checkpoint", str(run), "--output", str(tmp_path / "hf"), "--verify"]) == 0
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf"), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    eod = model.config.eos_token_id
+    assert (model.config.decoder_start_token_id, model.config.pad_token_id) == (eod, eod)
+    # The sentinels of training are the tokens that T5 has for spans.
+    assert tokenizer.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(4)]) == [260, 259, 258, 257]
+    inputs = tokenizer("ab<extra_id_0>cd<extra_id_1>", return_tensors="pt").input_ids
+    assert inputs.tolist() == [[97, 98, 260, 99, 100, 259]]
+    assert model.generate(inputs, max_new_tokens=4).shape[0] == 1
+    labels = torch.tensor([[5, 6, -100]])
+    assert torch.isfinite(model(inputs, labels=labels).loss)
+    assert convert(["from-hf", "--model", str(tmp_path / "hf"), "--output", str(tmp_path / "imported"), "--verify"]) == 0
+    # The exported tokenizer has the sentinels, so data that is prepared with it says where they are.
+    data = write_prepared(tmp_path / "data", tmp_path / "imported" / "tokenizer", 0, 300)
+    own = (f"data.sources=[{{path: {data}}}]", f"data.validation=[{{path: {data}}}]", "data.span_corruption.first_sentinel=260")
+    again = train(
+        pool,
+        2,
+        span_config,
+        DDP,
+        *V11,
+        *own,
+        "run.name=again",
+        f"run.init_from={tmp_path / 'imported'}",
+        f"model.start_id={eod}",
+    )
+    assert losses(again)[0] < losses(run)[0]
+    record = json.loads((tmp_path / "hf" / "pretrain_export.json").read_text())
+    assert record["family"] == "t5" and record["max_logit_difference"] <= 1e-5

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,12 @@ class ExportCheck:
     """The part that needs transformers, in a process beside this one. Close it, or use it as a context."""
 
     def __init__(
-        self, model: Model, tokenizer: Path, say: Callable[[str], object], limit_seconds: float = LIMIT_SECONDS
+        self,
+        model: Model,
+        tokenizer: Path,
+        added: Sequence[str],
+        say: Callable[[str], object],
+        limit_seconds: float = LIMIT_SECONDS,
     ) -> None:
         self.say, self.limit_seconds = say, limit_seconds
         self.started = time.monotonic()
@@ -67,7 +72,7 @@ class ExportCheck:
             env=environment,
             start_new_session=True,  # a notice of preemption is for the run
         )
-        task = json.dumps({"model": dataclasses.asdict(model), "tokenizer": str(tokenizer.absolute())})
+        task = json.dumps({"model": dataclasses.asdict(model), "tokenizer": str(tokenizer.absolute()), "added": list(added)})
         with contextlib.suppress(BrokenPipeError):  # it ended at once, and its exit code says so
             self._process.stdin.write(task.encode())
             self._process.stdin.close()
@@ -128,8 +133,12 @@ class ExportCheck:
         return None
 
 
-def start_export_check(config: Config, tokenizer: Path, say: Callable[[str], object]) -> ExportCheck | None:
-    """Begin the check of a new run; None, and why is said, where there is nothing to check."""
+def start_export_check(
+    config: Config, tokenizer: Path, added: Sequence[str], say: Callable[[str], object]
+) -> ExportCheck | None:
+    """Begin the check of a new run; None, and why is said, where there is nothing to check. `added`: tokens that the export gives the
+    tokenizer.
+    """
     if not config.checkpoint.export_check:
         say("export check: switched off by checkpoint.export_check=false")
     elif not has_export(config.model):
@@ -138,11 +147,11 @@ def start_export_check(config: Config, tokenizer: Path, say: Callable[[str], obj
         say("export check: transformers is not installed, so names and shapes were not held against its own")
     else:
         # The other ranks wait for the verdict in a collective.
-        return ExportCheck(config.model, tokenizer, say, min(LIMIT_SECONDS, config.parallel.timeout_seconds / 2))
+        return ExportCheck(config.model, tokenizer, added, say, min(LIMIT_SECONDS, config.parallel.timeout_seconds / 2))
     return None
 
 
-def _check_with_transformers(model: Model, tokenizer: Path) -> str:
+def _check_with_transformers(model: Model, tokenizer: Path, added: Sequence[str]) -> str:
     """What was found good. Raises UserError where something is not."""
     from pretrain.checkpoint.hf_export import SAMPLES
     from pretrain.checkpoint.hf_verify import check_expected
@@ -152,7 +161,7 @@ def _check_with_transformers(model: Model, tokenizer: Path) -> str:
     check_expected(config, plan.theirs)
     with tempfile.TemporaryDirectory(prefix="export-check-") as folder:
         files.write_json(Path(folder) / "config.json", config)
-        export_tokenizer(tokenizer, Path(folder), SAMPLES)
+        export_tokenizer(tokenizer, Path(folder), SAMPLES, added)
     return f"{len(plan.theirs)} tensors and the tokenizer are what transformers' {plan.family.architecture} expects"
 
 
@@ -163,7 +172,7 @@ def main() -> None:
     started = time.monotonic()
     said, problem = "", None
     try:
-        said = _check_with_transformers(build_section(Model, task["model"]), Path(task["tokenizer"]))
+        said = _check_with_transformers(build_section(Model, task["model"]), Path(task["tokenizer"]), task["added"])
     except UserError as error:
         problem = str(error)
     print(json.dumps({"said": f"{said} ({time.monotonic() - started:.1f} s)", "problem": problem}))

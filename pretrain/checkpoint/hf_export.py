@@ -28,6 +28,7 @@ from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_w
 from pretrain.config.model_schema import Model
 from pretrain.config.recorded import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
+from pretrain.data.span_corruption import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import CheckpointError
@@ -152,9 +153,8 @@ def _config(model: Model, tokenizer: Tokenizer | None, dtype: str) -> dict[str, 
 
 
 def _sentinels(state: dict[str, Any], vocab_size: int) -> list[str]:
-    """The names, in the order of their ids, of the tokens beyond the tokenizer's that stood for spans in training, as T5 has them."""
-    first = state.get("identity", {}).get("data.objective.first_sentinel", -1)
-    return [f"<extra_id_{first - token}>" for token in range(vocab_size, first + 1)]
+    """The tokens beyond the tokenizer's that stood for spans in training, as T5 calls them."""
+    return added_tokens(state.get("identity", {}).get("data.objective.first_sentinel", -1), vocab_size)
 
 
 def _padding(model: Model, tokenizer: Tokenizer | None, state: dict[str, Any], checkpoint: Path) -> str | None:

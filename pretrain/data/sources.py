@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.config.schema import Config, Data, MixtureStage, Source, ValidationSource
+from pretrain.config.data_schema import Data, MixtureStage, Source, ValidationSource
+from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index

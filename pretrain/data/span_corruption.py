@@ -77,6 +77,11 @@ def compositions(total: int, parts: int, keys_B: np.ndarray) -> np.ndarray:
     return np.diff(ends, axis=1, prepend=0, append=total)
 
 
+def added_tokens(first_sentinel: int, vocab_size: int) -> list[str]:
+    """What transformers calls the sentinels that a tokenizer of `vocab_size` tokens has not, in the order of their ids."""
+    return [f"<extra_id_{first_sentinel - token}>" for token in range(vocab_size, first_sentinel + 1)]
+
+
 @dataclass(frozen=True)
 class SpanCorruption:
     """The objective (`data/objective.py`). `first_sentinel`: id of the sentinel of the first span, those of the others count down;

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from pretrain.config.schema import Config, Text
-from pretrain.config.schema import SpanCorruption as SpanCorruptionOptions
+from pretrain.config.data_schema import SpanCorruption as SpanCorruptionOptions
+from pretrain.config.data_schema import Text
+from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, StepBatch
 from pretrain.data.objective import NextToken, Objective

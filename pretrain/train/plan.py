@@ -18,7 +18,7 @@ from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.pairs.training import PairTraining
 from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, check_length, open_stream
-from pretrain.data.span_corruption import SpanCorruption
+from pretrain.data.span_corruption import SpanCorruption, added_tokens
 from pretrain.data.stream import Stream
 from pretrain.data.text.training import TextTraining
 from pretrain.data.training_data import TrainingData, open_data, open_objective, sentinel_ids
@@ -61,6 +61,13 @@ class Plan:
             spans = self.objective.spans
             return flops_per_target_token(self.config.model, spans.source_length, spans.target_length)
         return flops_per_token(self.config.model, self.config.data.sequence_length)
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """What an export adds to the data's tokenizer."""
+        if not isinstance(self.objective, SpanCorruption):
+            return []
+        return added_tokens(self.objective.first_sentinel, self.data.vocab_size)
 
     def identity(self, samples: int) -> dict[str, Any]:
         """What makes a run this run after so many samples: a checkpoint that differs in any of these is another's.

@@ -53,7 +53,7 @@ def check(config: Config) -> int:
 
 
 def _check_export(plan: Plan) -> None:
-    export = start_export_check(plan.config, plan.data.tokenizer_path, print)
+    export = start_export_check(plan.config, plan.data.tokenizer_path, plan.added_tokens, print)
     if export is not None:
         with export:
             if problem := export.finish():
@@ -83,7 +83,7 @@ def train(config: Config) -> int:
             stop = stack.enter_context(StopRequest())
             export = None
             if ranks.is_main and trainer.progress.step == 0:
-                export = start_export_check(plan.config, plan.data.tokenizer_path, log.info)
+                export = start_export_check(plan.config, plan.data.tokenizer_path, plan.added_tokens, log.info)
                 stack.callback(lambda: export and export.close())
             outcome = trainer.fit(stop, export)
             ranks.barrier("end of the run", plan.config.parallel.timeout_seconds)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from pretrain.config.data_schema import Data, Source
 from pretrain.config.load import load_config
 from pretrain.config.read import dump, origin_of
-from pretrain.config.schema import Config, Data, Model, Run, Source
+from pretrain.config.schema import Config, Model, Run
 from pretrain.config.show import to_yaml
 from pretrain.errors import ConfigError
 from pretrain.run import main

@@ -101,11 +101,11 @@ def test_a_failure_ends_the_run_in_one_line_whether_it_is_long_or_over_by_then(p
 def test_a_check_that_takes_too_long_or_is_killed_is_said_and_fails_nothing(byte_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", pretend(tmp_path, "import time\ntime.sleep(60)"))
     said: list[str] = []
-    with ExportCheck(SMALL, byte_tokenizer, said.append, limit_seconds=0.5) as check:
+    with ExportCheck(SMALL, byte_tokenizer, [], said.append, limit_seconds=0.5) as check:
         assert check.problem() is None and not said
         assert check.finish() is None and check.problem() is None and check.finish() is None
     assert said == ["export check: not done after 0.5 s; whether this run can be exported is not known"]
-    with ExportCheck(SMALL, byte_tokenizer, said.append) as check:
+    with ExportCheck(SMALL, byte_tokenizer, [], said.append) as check:
         os.kill(check._process.pid, signal.SIGTERM)
         assert check.finish() is None
     assert said[1:] == ["export check: ended by signal 15; whether this run can be exported is not known"]
@@ -114,7 +114,7 @@ def test_a_check_that_takes_too_long_or_is_killed_is_said_and_fails_nothing(byte
 def test_a_run_that_ends_before_the_check_ends_it_too(byte_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", pretend(tmp_path, "import time\ntime.sleep(60)"))
     started = time.monotonic()
-    with ExportCheck(SMALL, byte_tokenizer, print) as check:
+    with ExportCheck(SMALL, byte_tokenizer, [], print) as check:
         number = check._process.pid
     assert time.monotonic() - started < 10
     with pytest.raises(ProcessLookupError):

@@ -132,10 +132,11 @@ def test_what_does_not_fit_is_refused_in_one_line(span_config, overrides, messag
     assert code in (1, 2) and message in printed and printed.count("\n") == 1
 
 
-def test_check_says_what_the_task_is(span_config):
-    code, printed = run_main(str(span_config), "--check")
+def test_check_says_what_the_task_is_and_tries_the_export_with_the_sentinels(span_config):
+    code, printed = run_main(str(span_config), "--check", "checkpoint.export_check=true")
     assert code == 0, printed
     assert "span corruption: of 40 tokens 6 are taken out in 3 spans; sources of 38 tokens, targets of 10" in printed
+    assert "tensors and the tokenizer are what transformers' T5ForConditionalGeneration expects" in printed
     assert "2 + 2 layers of 32" in printed and "vocabulary 261" in printed
 
 

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.config.data_schema import Text
 from pretrain.config.recorded import from_recorded
-from pretrain.config.schema import Config, Text
+from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Samples

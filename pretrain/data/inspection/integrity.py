@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.schema import Config, Data, Text
+from pretrain.config.data_schema import Data, Text
+from pretrain.config.schema import Config
 from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.packing import index_path
 from pretrain.data.remote.transfer import is_url

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from pretrain.config.schema import Batch, Config, Data
+from pretrain.config.data_schema import Data
+from pretrain.config.schema import Batch, Config
 from pretrain.data.loader import read_ahead
 from pretrain.data.pairs.batch import PairBatch, pair_digest, pair_inputs, to_tensors
 from pretrain.data.pairs.order import PairOrder, shares

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.config.schema import Text
+from pretrain.config.data_schema import Text
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import StepBatch, make_batch, validation_inputs
 from pretrain.data.objective import NextToken, Objective

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.config.schema import Batch, Config, Data
+from pretrain.config.data_schema import Data
+from pretrain.config.schema import Batch, Config
 from pretrain.data.pairs.batch import pair_inputs
 from pretrain.data.pairs.order import PairOrder, cut, shares
 from pretrain.data.pairs.prepared import PreparedPairs

@@ -1,0 +1,163 @@
+"""The data's sections: what is read, how it is cut into samples, in which order, and what is asked of a sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pretrain.config.keys import key, section
+
+
+@dataclass
+class Source:
+    """One prepared directory."""
+
+    path: str = key(
+        "???", "Directory written by tools/prepare_data.py; one with `train` and `validation` in it is two of them."
+    )
+    name: str | None = key(
+        None, "Name in logs and in `data.stages`; by default the directory's, or its parent's where that is `train`."
+    )
+    weight: float | None = key(
+        None,
+        "Share of the samples, relative to the weights of the other sources; 1 by default, 0 to be named in a stage only.",
+        ge=0,
+        le=1e15,
+    )
+    tokens: int | None = key(
+        None,
+        "Instead of a weight, for every source: tokens of it in a run that reads the tokens of all sources together.",
+        ge=1,
+        le=2**62,
+    )
+    max_epochs: int | None = key(
+        None,
+        "Most repetitions: a source that has come so often leaves the mixture, and its share goes to the others.",
+        ge=1,
+        le=2**31,
+    )
+
+
+@dataclass
+class ValidationSource:
+    """One prepared directory that is not trained on."""
+
+    path: str = key("???", "Directory written by tools/prepare_data.py.")
+    name: str | None = key(None, "Name in logs; by default the directory's, or its parent's where that is `validation`.")
+
+
+@dataclass
+class MixtureStage:
+    """A part of the stream with weights of its own."""
+
+    until_tokens: int | None = key(
+        None,
+        "Where the stage ends, in tokens since the start of the run (samples × sequence_length); null: never.",
+        ge=1,
+        le=2**62,
+    )
+    weights: dict[str, float] = key(
+        {}, "Weight of each source by name; 0 where none is given. Empty: the sources' own weights.", ge=0
+    )
+
+
+@dataclass
+class Text:
+    """Text that is tokenized while training, instead of prepared `sources`: no preparation, but no shuffle and no elastic resume."""
+
+    input: list[str] = key([], "Files and globs of text, JSON lines or Parquet.")
+    dataset: str | None = key(None, "Instead of files, a Hugging Face dataset, streamed.")
+    dataset_config: str | None = key(None, "Configuration of the dataset.")
+    revision: str | None = key(None, "Revision of the dataset; give one, so that it cannot change during the run.")
+    split: str = key("train", "Split of the dataset.")
+    tokenizer: str | None = key(None, "Directory or file of the tokenizer.")
+    text_field: str = key("text", "JSON field, or column, that holds the text.")
+    documents: Literal["file", "line"] = key("file", "What a document is in plain text.")
+
+
+@dataclass
+class Cache:
+    """Local copies of what lies on remote storage, and packing indices."""
+
+    dir: str | None = key(
+        None, "Folder on a local disk; `pretrain` in the user's cache folder ($XDG_CACHE_HOME, ~/.cache) by default."
+    )
+    limit_gb: float = key(100.0, "Most that is kept of remote shards, GB; the least recently used are dropped.", gt=0)
+
+
+@dataclass
+class SpanCorruption:
+    """The objective of T5 (arXiv 1910.10683, section 3.1.4): spans are taken out of a sample, the encoder reads the rest, the decoder writes
+    the spans. The number of tokens that are lost, and of spans, is the same in every sample.
+    """
+
+    noise_density: float = key(0.15, "Share of a sample's tokens that is taken out.", gt=0, lt=1)
+    mean_span_length: float = key(3.0, "Tokens of a span on average.", ge=1)
+    sentinels: int = key(
+        100,
+        "Ids at the end of the vocabulary that stand for a span each, beyond those of the tokenizer; a sample's spans at most.",
+        ge=1,
+    )
+    first_sentinel: int | None = key(
+        None,
+        "Id that stands for the first span of a sample, where the tokenizer has sentinels itself (32099 with T5's own); those of the "
+        "others count down. By default the last id of the vocabulary with `sentinels`.",
+        ge=0,
+    )
+
+
+@dataclass
+class Data:
+    """What is read and in which order."""
+
+    sequence_length: int = key(
+        256,
+        "Tokens per sample: so many are read, and each has the token after it as its target. With `objective: span_corruption`, before "
+        "corruption: 568 make T5's sources of 512 and targets of 114.",
+        ge=1,
+    )
+    sources: list[Source] = key([], "Training data: one or more prepared directories, mixed by weight.")
+    stages: list[MixtureStage] = key(
+        [], "Weights that change during the run, stage after stage. Stages, and sources, may be added to a run under way."
+    )
+    validation: list[ValidationSource] = key([], "Validation data; each source gets a loss of its own.")
+    objective: Literal["next_token", "span_corruption"] = key(
+        "next_token",
+        "What is learnt from a sample: each token from those before it, or, by an encoder-decoder, spans that were taken out.",
+    )
+    span_corruption: SpanCorruption = section(SpanCorruption)
+    packing: Literal["concatenate", "best_fit", "padded"] = key(
+        "concatenate",
+        "How documents become samples: end to end and cut into windows; as many whole documents as fit (arXiv 2404.10830); or one "
+        "document per sample. The latter two cut only documents longer than a sample, and pad.",
+    )
+    document_mask: bool = key(
+        False, "No token attends to another document in its sample, and positions start at 0 in each document."
+    )
+    boundary_loss: bool = key(
+        True, "Whether the first token of a document is a target where another document stands before it."
+    )
+    shuffle: Literal["full", "shards"] = key(
+        "full", "Order of an epoch: any sample anywhere, or a few shards at a time, mixed among themselves, for remote storage."
+    )
+    shuffle_shards: int = key(8, "Shards that are mixed at a time with `shuffle: shards`.", ge=1)
+    seed: int | None = key(None, "Seed of the data order; `run.seed` by default.", ge=0, le=2**63 - 1)
+    workers: int = key(
+        1,
+        "Prefetching threads per rank; changes nothing but speed. 0 reads in the training thread.",
+        ge=0,
+        le=64,
+    )
+    verify: Literal["full", "size"] = key(
+        "full", "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only."
+    )
+    text: Text = section(Text)
+    pairs: str | None = key(
+        None,
+        "Instead of `sources`: sentence pairs for an encoder-decoder, a directory written by tools/prepare_pairs.py. A step then takes "
+        "`batch.tokens`, and `validation` names such directories too.",
+    )
+    exact_resume: bool = key(
+        True, "Demand that resuming gives the same samples on any number of ranks; `text` cannot, and needs this to be false."
+    )
+    cache: Cache = section(Cache)

@@ -174,3 +174,70 @@ def test_a_run_is_exported_generates_in_transformers_and_comes_back_for_another_
     assert losses(again)[0] < losses(run)[0]
     record = json.loads((tmp_path / "hf" / "pretrain_export.json").read_text())
     assert record["family"] == "t5" and record["max_logit_difference"] <= 1e-5
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """T5 1.1 as the hub has it, in small: Unigram pieces with padding and end first, sentinels after them, spare rows, a head of its own."""
+    from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
+
+    pieces = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", 0.0),
+        ("\u2581", -2.0),
+        *((c, -3.0) for c in "abcdefghijklmnopqrstuvwxyz"),
+    ]
+    tokenizer = T5Tokenizer(vocab=[*pieces, *((f"<extra_id_{i}>", 0.0) for i in range(99, -1, -1))], extra_ids=100)
+    assert tokenizer.convert_tokens_to_ids(["<pad>", "</s>", "<extra_id_0>", "<extra_id_99>"]) == [0, 1, 129, 30]
+    config = T5Config(
+        vocab_size=160, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu", decoder_start_token_id=0,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(160, 32) * 0.1)
+    model.save_pretrained(tmp_path / "hub")
+    tokenizer.save_pretrained(tmp_path / "hub")
+    return tmp_path / "hub"
+
+
+def test_a_t5_of_the_hub_goes_on_with_its_own_tokenizer_and_sentinels(pool, span_config, hub, tmp_path):
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    convert = tool("convert_checkpoint").main
+    assert convert(["from-hf", "--model", str(hub), "--output", str(tmp_path / "start"), "--verify"]) == 0
+    data = write_prepared(tmp_path / "data", tmp_path / "start" / "tokenizer", 0, 300)
+    options = (
+        *V11, f"data.sources=[{{path: {data}}}]", f"data.validation=[{{path: {data}}}]", "data.span_corruption.first_sentinel=129",
+        "model.vocab_size=160", "model.start_id=0", f"run.init_from={tmp_path / 'start'}", "checkpoint.export_check=true",
+    )  # fmt: skip
+    run = train(pool, 2, span_config, FSDP, *options)
+    assert convert(["to-hf", "--checkpoint", str(run), "--output", str(tmp_path / "out"), "--verify"]) == 0
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (model.config.decoder_start_token_id, model.config.eos_token_id, model.config.pad_token_id) == (0, 1, 0)
+    assert tokenizer("ab <extra_id_1>").input_ids == AutoTokenizer.from_pretrained(hub)("ab <extra_id_1>").input_ids
+    code, printed = run_main(str(span_config), *options, "run.name=other", "data.span_corruption.first_sentinel=null")
+    assert code == 1 and "the tokenizer has <extra_id_" in printed and "set data.span_corruption.first_sentinel" in printed
+
+
+def test_the_loss_of_a_run_is_that_of_transformers_on_the_same_spans(pool, span_config, hub, tmp_path):
+    from transformers import AutoModelForSeq2SeqLM
+
+    from pretrain.config.load import load_config
+    from pretrain.data.training_data import build_loader
+    from pretrain.train.plan import make_plan
+
+    tool("convert_checkpoint").main(["from-hf", "--model", str(hub), "--output", str(tmp_path / "start")])
+    data = write_prepared(tmp_path / "data", tmp_path / "start" / "tokenizer", 0, 300)
+    options = (
+        *V11, f"data.sources=[{{path: {data}}}]", "data.validation=[]", "data.span_corruption.first_sentinel=129", "model.vocab_size=160",
+        "model.start_id=0", f"run.init_from={tmp_path / 'start'}", "model.dropout=0",
+    )  # fmt: skip
+    run = train(pool, 1, span_config, *options)
+    plan = make_plan(load_config(span_config, list(options))[0], 1, torch.device("cpu"))
+    batch = build_loader(plan.config, plan.data, plan.objective, plan.schedule, 0, 1, None, pin=False).read(0)
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(hub).eval()
+    with torch.no_grad():
+        # transformers shifts the labels itself.
+        expected = theirs(batch.inputs["source_BS"], labels=batch.inputs["targets_BT"]).loss
+    assert losses(run)[0] == pytest.approx(float(expected), rel=1e-6)

@@ -8,6 +8,8 @@ A sample of L tokens always loses round(L x density) tokens in the same number o
 targets another, and nothing is padded. It begins with a stretch that is kept and ends with one that is not. Which tokens those are is a
 pure function of the seed and the sample's position in the stream: of nothing that a layout or a restart could change, and other ones in
 every epoch.
+
+Without torch but for the tensors at the end, so that tools which look at data answer at once.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from pretrain.config.data_schema import Data
 from pretrain.data.order import scramble
 from pretrain.errors import ConfigError
-from pretrain.models.dropout import sample_keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
 
@@ -34,6 +38,20 @@ class Spans:
     length: int
     noise: int
     count: int
+
+    @classmethod
+    def of_data(cls, data: Data) -> Spans | None:
+        """Those of a configuration; None with another objective. Raises ConfigError where nothing fits."""
+        if data.objective != "span_corruption":
+            return None
+        options = data.span_corruption
+        spans = cls.of(data.sequence_length, options.noise_density, options.mean_span_length)
+        if spans.count > options.sentinels:
+            raise ConfigError(
+                f"data.span_corruption.sentinels={options.sentinels}: data.sequence_length={data.sequence_length} makes {spans.count} spans; "
+                "raise it, or mean_span_length"
+            )
+        return spans
 
     @classmethod
     def of(cls, length: int, density: float, mean_span: float) -> Spans:
@@ -61,8 +79,13 @@ class Spans:
         """Tokens that the decoder is to write: a sentinel before each span, the end."""
         return self.noise + self.count + 1
 
-    def masks(self, keys_B: np.ndarray) -> np.ndarray:
-        """Which tokens are taken out of samples with these keys (uint64), [B, L]. All ways to place the spans are equally likely."""
+    def masks(self, seed: int | None, positions_B: np.ndarray) -> np.ndarray:
+        """Which tokens are taken out of the samples at these positions, [B, L]. All ways to place the spans are equally likely. `seed`: of
+        the data's order; None in validation.
+        """
+        name = f"spans/{'validation' if seed is None else seed}"
+        start = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        keys_B = scramble(np.asarray(positions_B).astype(np.uint64) + np.uint64(start))
         kept_BN = compositions(self.length - self.noise, self.count, scramble(keys_B))
         lost_BN = compositions(self.noise, self.count, scramble(keys_B + _STEP))
         lengths = np.stack((kept_BN, lost_BN), axis=-1)  # kept, lost, kept, lost, ...
@@ -97,6 +120,10 @@ class SpanCorruption:
     dropout_seed: int | None
 
     def inputs(self, tokens_BT: Tensor, targets_BT: Tensor, positions_B: np.ndarray) -> dict[str, Tensor]:
+        import torch
+
+        from pretrain.models.dropout import sample_keys
+
         source_BS, targets_BT = self.corrupt(tokens_BT.numpy(), positions_B)
         tokens_BT = np.roll(targets_BT, 1, axis=1)
         tokens_BT[:, 0] = self.start_id
@@ -108,7 +135,7 @@ class SpanCorruption:
     def corrupt(self, tokens_BT: np.ndarray, positions_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source [B, source_length] and target [B, target_length] of samples at these positions, int64."""
         spans, rows = self.spans, len(tokens_BT)
-        lost_BT = spans.masks(self._keys(positions_B))
+        lost_BT = spans.masks(self.seed, positions_B)
         first_BT = lost_BT & ~np.pad(lost_BT, ((0, 0), (1, 0)))[:, :-1]
         number_BT = first_BT.cumsum(axis=1) - 1  # of the span
         source_BS = np.full((rows, spans.source_length), self.end_id, dtype=np.int64)
@@ -142,8 +169,3 @@ class SpanCorruption:
             f"task     span corruption: of {spans.length} tokens {spans.noise} are taken out in {spans.count} spans; sources of "
             f"{spans.source_length} tokens, targets of {spans.target_length}"
         ]
-
-    def _keys(self, positions_B: np.ndarray) -> np.ndarray:
-        name = f"spans/{'validation' if self.seed is None else self.seed}"
-        start = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-        return scramble(np.asarray(positions_B).astype(np.uint64) + np.uint64(start))

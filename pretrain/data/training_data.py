@@ -146,15 +146,9 @@ def build_loader(
 
 def open_objective(config: Config, data: TrainingData) -> Objective:
     """What becomes of a sample, of a configuration whose model is complete. Raises ConfigError where it cannot be done."""
-    if config.data.objective == "next_token":
-        return NextToken(eod_of(data) if config.data.document_mask else None)
-    options, eod_id = config.data.span_corruption, eod_of(data)
-    spans = Spans.of(config.data.sequence_length, options.noise_density, options.mean_span_length)
-    if spans.count > options.sentinels:
-        raise ConfigError(
-            f"data.span_corruption.sentinels={options.sentinels}: data.sequence_length={config.data.sequence_length} makes {spans.count} spans; "
-            "raise it, or mean_span_length"
-        )
+    spans, eod_id = Spans.of_data(config.data), eod_of(data)
+    if spans is None:
+        return NextToken(eod_id if config.data.document_mask else None)
     first = sentinel_ids(config, data.vocab_size)[-1]
     return SpanCorruption(spans, first, eod_id, start_token(config.model, eod_id), config.data.seed, config.run.seed)
 

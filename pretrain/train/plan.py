@@ -18,7 +18,7 @@ from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.pairs.training import PairTraining
 from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, check_length, open_stream
-from pretrain.data.span_corruption import SpanCorruption, added_tokens
+from pretrain.data.span_corruption import SpanCorruption, Spans, added_tokens
 from pretrain.data.stream import Stream
 from pretrain.data.text.training import TextTraining
 from pretrain.data.training_data import TrainingData, open_data, open_objective, sentinel_ids
@@ -129,7 +129,9 @@ def check_data_suffices(plan: Plan, step: int = 0, samples: int = 0) -> None:
 
 def complete_config(config: Config, vocab_size: int | None = None, source_vocab_size: int | None = None) -> Config:
     """The configuration with its derived values; the vocabularies only where they are given."""
-    model = complete(config.model, config.data.sequence_length)
+    spans = Spans.of_data(config.data)
+    longest = max(spans.source_length, spans.target_length) if spans else config.data.sequence_length
+    model = complete(config.model, longest)
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=vocab_size)
     if model.encoder_layers and model.source_vocab_size is None and not model.tie_source:

@@ -106,8 +106,7 @@ def test_another_position_or_seed_or_validation_is_corrupted_otherwise():
 
 def test_the_spans_of_a_position_are_what_they_were():
     """The definition of the data's order: a change makes every run under way another one."""
-    task = objective(Spans.of(40, 0.2, 2.0))
-    masks = task.spans.masks(task._keys(np.array([0, 1, 10**12])))
+    masks = Spans.of(40, 0.2, 2.0).masks(7, np.array([0, 1, 10**12]))
     assert ["".join(".x"[int(lost)] for lost in row) for row in masks] == [
         ".................x...xxxx.........xx...x",
         ".....................xx......xx.x....xxx",
@@ -130,7 +129,7 @@ def test_every_composition_is_equally_likely(total, parts):
 
 def test_tokens_are_lost_as_often_as_said_and_about_evenly_over_the_sample():
     spans = Spans.of(568, 0.15, 3.0)
-    masks = spans.masks(objective(spans)._keys(np.arange(20_000)))
+    masks = spans.masks(7, np.arange(20_000))
     assert (masks.sum(axis=1) == 85).all() and ((masks[:, 1:] & ~masks[:, :-1]).sum(axis=1) == 28).all()
     assert not masks[:, 0].any() and masks[:, -1].all()
     middle = masks[:, 60:500].mean(axis=0)
@@ -144,7 +143,7 @@ def test_tokens_are_lost_as_often_as_said_and_about_evenly_over_the_sample():
 
 def test_neighbouring_positions_have_nothing_in_common():
     spans = Spans.of(568, 0.15, 3.0)
-    masks = spans.masks(objective(spans)._keys(np.arange(4000)))[:, 50:500].astype(float)
+    masks = spans.masks(7, np.arange(4000))[:, 50:500].astype(float)
     masks -= masks.mean(axis=0)
     correlation = (masks[1:] * masks[:-1]).mean() / masks.var()
     assert abs(correlation) < 5 / masks[1:].size ** 0.5 * 2  # spans make neighbours within a sample dependent

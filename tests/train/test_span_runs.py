@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,3 +242,32 @@ def test_the_loss_of_a_run_is_that_of_transformers_on_the_same_spans(pool, span_
         # transformers shifts the labels itself.
         expected = theirs(batch.inputs["source_BS"], labels=batch.inputs["targets_BT"]).loss
     assert losses(run)[0] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_inspection_shows_what_a_run_takes_out(pool, span_config, capsys):
+    from pretrain.config.load import load_config
+    from pretrain.data.training_data import build_loader
+    from pretrain.train.plan import make_plan
+
+    run = train(pool, 2, span_config, DDP)
+    inspect = tool("inspect_data").main
+    assert inspect(["--run", str(run), "--step", "3", "--samples", "0", "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert step["digest_matches"] and step["objective"] == "span_corruption" and step["target_tokens"] == 16 * 6
+    plan = make_plan(load_config(span_config)[0], 1, torch.device("cpu"))
+    batch = build_loader(plan.config, plan.data, plan.objective, plan.schedule, 0, 1, None, pin=False).read(32)
+    for sample, target in zip(step["shown"], batch.inputs["targets_BT"].tolist(), strict=True):
+        assert [token for token in sample["targets"] if token is not None] == [token for token in target[:-1] if token < 257]
+    assert inspect(["--run", str(run), "--step", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "96 of 640 tokens are taken out in spans and carry a loss, as do sentinels and ends" in printed
+    assert "taken out: tokens " in printed
+
+
+def test_a_preset_of_512_positions_takes_the_568_tokens_that_make_sources_of_512(prepared, capsys):
+    preset = Path(__file__).resolve().parents[2] / "configs" / "models" / "t5-v1.1-small.yaml"
+    options = [f"data.sources=[{{path: {prepared}}}]", "data.objective=span_corruption", "checkpoint.export_check=false"]
+    code, printed = run_main(str(preset), "--check", *options, "data.sequence_length=568")
+    assert code == 0 and "sources of 512 tokens, targets of 114" in printed
+    code, printed = run_main(str(preset), "--check", *options, "data.sequence_length=569")
+    assert code == 2 and "model.max_sequence_length=512 is below" in printed

@@ -15,6 +15,7 @@ import numpy as np
 from pretrain.data.inspection.history import History, Stretch
 from pretrain.data.samples import Samples
 from pretrain.data.shards.reader import PreparedData
+from pretrain.data.span_corruption import Spans
 from pretrain.data.stream import DIGEST_MODULUS, Stream, digest
 from pretrain.data.targets import IGNORED
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -45,7 +46,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class InspectedSample:
-    """A sample of a batch. Ranks, micro-steps, samples and epochs are counted from 0. `targets`: None where there is no loss."""
+    """A sample of a batch. Ranks, micro-steps, samples and epochs are counted from 0. `targets`: what follows each token, None where there
+    is no loss; with span corruption, where that is not taken out.
+    """
 
     position: int
     rank: int
@@ -79,6 +82,7 @@ class InspectedStep:
     rank: int | None
     sequence_length: int
     packing: str
+    objective: str
     document_mask: bool
     boundary_loss: bool
     seed: int
@@ -113,11 +117,16 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
     wanted = np.arange(first, after) if rank is None else first + rank * share + np.arange(share)
     shown = wanted if most is None else wanted[:most]
     reader = _Reader(stretch, first, share)
+    spans = Spans.of_data(config.data)
     target_tokens, total, samples = 0, 0, []
     for positions in np.split(np.arange(first, after), range(_ROWS, after - first, _ROWS)):
         tokens_BT, targets_BT = np.empty((2, len(positions), stream.sequence_length), dtype=np.int64)
         stream.read(positions, tokens_BT, targets_BT)
         total += digest(positions, tokens_BT, targets_BT)
+        if spans is not None:  # what is taken out is what is learnt
+            lost_BT = spans.masks(stretch.stream.shuffle.seed, positions)[:, 1:]
+            targets_BT[:, -1] = IGNORED
+            targets_BT[:, :-1] = np.where(lost_BT, tokens_BT[:, 1:], IGNORED)
         target_tokens += int(np.count_nonzero(targets_BT != IGNORED))
         here = np.isin(positions, shown)
         samples += reader.samples(positions[here], tokens_BT[here], targets_BT[here])
@@ -138,6 +147,7 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
         rank=rank,
         sequence_length=stream.sequence_length,
         packing=config.data.packing,
+        objective=config.data.objective,
         document_mask=config.data.document_mask,
         boundary_loss=config.data.boundary_loss,
         seed=stream.shuffle.seed,

@@ -83,7 +83,7 @@ def page(step: InspectedStep) -> Iterator[str]:
     yield f"</dl>\n{_KEY}\n"
     texts = functools.lru_cache(1 << 16)(lambda ids: decode(ids))
     for sample in step.shown:
-        yield from _sample(sample, texts)
+        yield from _sample(sample, step.objective, texts)
     if note := unshown_of(step):
         yield f'<p class="key">{_text(note)}</p>\n'
     yield "</body>\n</html>\n"
@@ -92,8 +92,8 @@ def page(step: InspectedStep) -> Iterator[str]:
 Decode = Callable[[tuple[int, ...]], str]
 
 
-def _sample(sample: InspectedSample, decode: Decode) -> Iterator[str]:
-    note = notes_of(sample)
+def _sample(sample: InspectedSample, objective: str, decode: Decode) -> Iterator[str]:
+    note = notes_of(sample, objective)
     yield f"<details open>\n<summary>{_text(heading_of(sample))}{f'<small>{_text(note)}</small>' if note else ''}</summary>\n"
     for piece in sample.pieces:
         hue = piece.document * _GOLDEN_ANGLE % 360

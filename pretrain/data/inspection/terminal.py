@@ -37,9 +37,15 @@ def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
             f"packing {step.packing}, document mask {'on' if step.document_mask else 'off'}, "
             f"loss on boundaries {'on' if step.boundary_loss else 'off'}, order of seed {step.seed}",
         ),
-        ("targets", f"{step.target_tokens:,} of {inputs:,} carry a loss"),
+        ("targets", _targets(step, inputs)),
         ("digest", f"{step.digest} {digest}"),
     ]
+
+
+def _targets(step: InspectedStep, inputs: int) -> str:
+    if step.objective == "span_corruption":
+        return f"{step.target_tokens:,} of {inputs:,} tokens are taken out in spans and carry a loss, as do sentinels and ends"
+    return f"{step.target_tokens:,} of {inputs:,} carry a loss"
 
 
 def heading_of(sample: InspectedSample) -> str:
@@ -59,13 +65,26 @@ def label_of(piece: Piece) -> str:
     return f"document {piece.document:,}{where}, {part} of {_count(piece.document_tokens, 'token')}"
 
 
-def notes_of(sample: InspectedSample) -> str:
-    """What of the sample carries no loss; empty where all does."""
+def notes_of(sample: InspectedSample, objective: str) -> str:
+    """What of the sample carries no loss; empty where all does. Of spans, where they are."""
+    if objective == "span_corruption":
+        return f"taken out: tokens {', '.join(_ranges(i + 1 for i, target in enumerate(sample.targets) if target is not None))}"
     ignored = sample.targets.count(None)
     if not ignored:
         return ""
     padding = f", {sample.padding:,} of them padding" if sample.padding else ""
     return f"{ignored:,} of {len(sample.targets):,} targets carry no loss{padding}"
+
+
+def _ranges(numbers: Iterable[int]) -> list[str]:
+    """Rising numbers as first..last of each run of neighbours."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [f"{first}..{last}" if last > first else str(first) for first, last in runs]
 
 
 def unshown_of(step: InspectedStep) -> str:
@@ -88,7 +107,7 @@ def step_lines(step: InspectedStep, width: int, most_lines: int, ids: bool) -> I
                 yield from _wrapped(f"ids {numbers}", width, "│ ", "│     ")
             left = piece.document_tokens - piece.offset - piece.length
             yield "└ end of document" if piece.ends else f"└ cut: {_count(left, 'token')} of the document to follow"
-        if note := notes_of(sample):
+        if note := notes_of(sample, step.objective):
             yield f"  {note}"
     if note := unshown_of(step):
         yield ""

@@ -22,6 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     from_hf = directions.add_parser("from-hf", help="a checkpoint with weights only, for run.init_from and the tools")
     from_hf.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
+    from_hf.add_argument(
+        "--family", choices=("hf",), help="read it as model.family=hf: whatever transformers builds from a configuration"
+    )
     for direction in (to_hf, from_hf):
         direction.add_argument("--output", type=Path, required=True, help="new directory")
         direction.add_argument(
@@ -48,7 +51,7 @@ def convert(arguments: argparse.Namespace) -> None:
     else:
         from pretrain.checkpoint.hf_import import import_model
 
-        done = import_model(arguments.model, arguments.output, arguments.verify)
+        done = import_model(arguments.model, arguments.output, arguments.verify, arguments.family)
         print(f"imported {arguments.model}: {done.parameters:,} parameters; tokenizer: {done.tokenizer}")
     if done.difference is not None:
         print(f"verified: transformers' logits differ from ours by at most {done.difference:.2e}")

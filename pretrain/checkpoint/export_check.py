@@ -39,7 +39,7 @@ _REMEDY = "checkpoint.export_check=false trains without that"
 
 def has_export(model: Model) -> bool:
     """Whether transformers has a name for the family."""
-    return bool(family_of(model.family).architecture)
+    return model.family == "hf" or bool(family_of(model.family).architecture)
 
 
 def check_map(model: Model) -> None:
@@ -162,7 +162,7 @@ def _check_with_transformers(model: Model, tokenizer: Path, added: Sequence[str]
     with tempfile.TemporaryDirectory(prefix="export-check-") as folder:
         files.write_json(Path(folder) / "config.json", config)
         export_tokenizer(tokenizer, Path(folder), SAMPLES, added)
-    return f"{len(plan.theirs)} tensors and the tokenizer are what transformers' {plan.family.architecture} expects"
+    return f"{len(plan.theirs)} tensors and the tokenizer are what transformers' {config['architectures'][0]} expects"
 
 
 def main() -> None:

@@ -14,23 +14,24 @@ from pretrain.checkpoint.safetensors_file import DTYPES, INDEX, WEIGHTS, Safeten
 from pretrain.checkpoint.weight_plan import plan_weights
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError
-from pretrain.models.families import family_of_hf
+from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.weights import Entry
 
 log = logging.getLogger(__name__)
 
 
 class HfDirectory:
-    """The model that a directory holds; `read` gives the tensors of one entry of its weight map, by our names, in fp32.
+    """The model that a directory holds; `read` gives the tensors of one entry of its weight map, by our names, in fp32. `family`: which
+    family is to read it, by default the one that knows the architecture.
 
     Raises CheckpointError or ConfigError for an architecture, field, tensor, shape or number format that is missing, surplus or
     unknown, and for files that are damaged.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, family: str | None = None) -> None:
         self.directory = directory
         config = read_config(directory)
-        self.model: Model = family_of_hf(config).from_hf(config)
+        self.model: Model = (family_of(family) if family else family_of_hf(config)).from_hf(config)
         self.plan = plan_weights(self.model)
         self.files = _placed(directory)
         self._rename()
@@ -73,17 +74,15 @@ class HfDirectory:
 
     def _drop_copies(self) -> None:
         """An embedding may be written several times, as a tied head above all. Where they differ, there is no telling which is meant."""
-        heads = [line.theirs[0] for line in self.plan.family.weights if line.ours == ("output.weight",)]
-        embedding = next(line.theirs[0] for line in self.plan.entries if line.ours == ("embedding.weight",))
-        for copy in [*(heads if self.model.tie_embeddings else []), *self.plan.family.copies]:
-            if copy not in self.files or embedding not in self.files:
+        for copy, kept in self.plan.family.copies_of(self.model).items():
+            if copy not in self.files or kept not in self.files:
                 continue
             self._check_format(copy)
-            self._check_format(embedding)
-            if not torch.equal(self._tensor(copy), self._tensor(embedding)):
-                remedy = "; set tie_word_embeddings to false if both are meant" if copy in heads else ""
+            self._check_format(kept)
+            if not torch.equal(self._tensor(copy), self._tensor(kept)):
                 raise CheckpointError(
-                    f"{self.files[copy].path}: {copy} differs from {embedding}, and config.json says that they are tied{remedy}"
+                    f"{self.files[copy].path}: {copy} differs from {kept}, and config.json says that they are tied; "
+                    "set tie_word_embeddings to false if both are meant"
                 )
             del self.files[copy]
 

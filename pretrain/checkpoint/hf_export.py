@@ -69,8 +69,6 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
         files.verify(checkpoint, seen=seen.add)
     state = load_state(checkpoint)
     model = build_section(Model, state["model"])
-    if family_of(model.family).weights is None:
-        raise CheckpointError(f"{checkpoint}: the export of model.family={model.family} is not built")
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     config = _config(model, loaded, dtype)
@@ -199,6 +197,7 @@ def _record(
     source: _Source, state: dict[str, Any], tokenizer: bool, difference: float | None, note: str | None, directory: Path
 ) -> dict[str, Any]:
     plan = source.plan
+    [architecture] = plan.family.to_hf(plan.model)["architectures"]
     return {
         "source": {
             "checkpoint": source.checkpoint.resolve().name,
@@ -213,7 +212,7 @@ def _record(
         "verified": {
             "checkpoint": "every file matched its sha256 in the checkpoint's manifest",
             "weights": "every tensor was read back with the safetensors library and is what was written, bit by bit",
-            "structure": f"names and shapes are those of transformers' {plan.family.architecture}",
+            "structure": f"names and shapes are those of transformers' {architecture}",
             "config": "config.json is read as the same model",
             "tokenizer": "transformers' AutoTokenizer gives the same ids on sample texts" if tokenizer else None,
             "logits": None if difference is None else "transformers' logits were compared with ours in fp32",

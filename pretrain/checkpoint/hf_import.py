@@ -37,14 +37,14 @@ class Imported:
     tokenizer: str
 
 
-def import_model(directory: Path, output: Path, verify: bool = False) -> Imported:
-    """Write a Hugging Face model as a checkpoint with weights only.
+def import_model(directory: Path, output: Path, verify: bool = False, family: str | None = None) -> Imported:
+    """Write a Hugging Face model as a checkpoint with weights only. `family`: as for HfDirectory.
 
     With `verify`, transformers' logits are compared with ours before anything is written, which takes memory for the model. Raises
     CheckpointError, ConfigError or DataError, and leaves nothing behind, when anything fails.
     """
     refuse_existing(output)
-    source = HfDirectory(directory)
+    source = HfDirectory(directory, family)
     difference = verified_difference(directory, source.model, source.whole) if verify else None
     output.parent.mkdir(parents=True, exist_ok=True)
     state = {

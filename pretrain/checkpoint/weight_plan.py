@@ -12,7 +12,7 @@ from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.models.families import family_of
 from pretrain.models.families.family import INERT, Family
-from pretrain.models.families.weights import TRAINING_ONLY, Entry, Shape, resolve
+from pretrain.models.families.weights import TRAINING_ONLY, Entry, Shape
 from pretrain.models.network import build_network
 
 
@@ -39,7 +39,7 @@ def plan_weights(model: Model) -> WeightPlan:
     family = family_of(model.family)
     ours = {name: shape for name, shape in shapes_of(model).items() if not name.startswith(TRAINING_ONLY)}
     try:
-        entries = resolve(family.weights, model, list(ours))
+        entries = family.entries(model, list(ours))
     except ValueError as error:
         raise CheckpointError(f"model.family={family.name} cannot be exported: {error}") from error
     theirs: dict[str, Shape] = {}

@@ -48,7 +48,7 @@ def complete_hf(model: Model, sequence_length: int | None) -> Model:
             )
     dim, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1
     limit = next((n for name in _LONGEST if isinstance(n := getattr(config, name, None), int)), None)
-    longest = model.max_sequence_length or limit or sequence_length
+    longest = model.max_sequence_length or limit or sequence_length or 2048  # positions that nothing limits (Bloom)
     if limit and max(longest, sequence_length or 0) > limit:
         key = "model.max_sequence_length" if longest > limit else "data.sequence_length"
         raise ConfigError(

@@ -85,6 +85,20 @@ class HfModel(nn.Module):
         """Mean and standard deviation of a parameter's initial values: what transformers' own rules say."""
         return self._initial[name]
 
+    @property
+    def transformers(self) -> Any:
+        """The model as transformers built it. Its modules are this network's."""
+        return self._transformers
+
+    def tied_names(self) -> dict[str, str]:
+        """Names that transformers has for a parameter beside the one it has here: {other name: name}."""
+        names = {module: f"{name}." if name else "" for name, module in self.named_modules()}
+        return {
+            names[module] + own: names[owner] + name
+            for module, borrowed in self.tied.items()
+            for own, (owner, name) in borrowed.items()
+        }
+
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> HfModel:
         """Parameters without values, on a device. Buffers (rotary frequencies, masks) follow from the configuration and keep theirs."""
         kept = {name: buffer.detach().clone() for name, buffer in self.named_buffers()}

@@ -26,4 +26,7 @@ def family_of_hf(config: dict[str, Any]) -> Family:
     for architecture in config.get("architectures") or []:
         if architecture in known:
             return known[architecture]
-    raise ConfigError(f"config.json: architectures={config.get('architectures')} is not supported; supported: {list(known)}")
+    raise ConfigError(
+        f"config.json: architectures={config.get('architectures')} is not supported; supported: {list(known)}, "
+        "and with --family hf whatever causal language model transformers builds itself"
+    )

@@ -11,7 +11,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from pretrain.config.load import check_range
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
 from pretrain.models.families.rope import ROPE_FIELDS, rope_from_hf, rope_to_hf
-from pretrain.models.families.weights import Entry
+from pretrain.models.families.weights import Entry, resolve
 from pretrain.models.shape import PLAIN, complete, flat, query_scalar, with_values
 
 REQUIRED = object()
@@ -76,7 +76,7 @@ class Family:
     model_type: str
     architecture: str
     fields: tuple[Field, ...]
-    weights: tuple[Entry, ...] | None
+    weights: tuple[Entry, ...]
     fixed: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
@@ -108,6 +108,16 @@ class Family:
         config |= {name: value for name, make in self.derived.items() if (value := make(model)) is not None}
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         return config | self.constants | (rope_to_hf(model, self.rope) if self.rope else {})
+
+    def entries(self, model: Model, parameters: Sequence[str]) -> list[Entry]:
+        """The weight map of a model with these parameters. Raises ValueError where it does not cover them."""
+        return resolve(self.weights, model, parameters)
+
+    def copies_of(self, model: Model) -> dict[str, str]:
+        """Names under which a file may hold a tensor again, and the name it has here, both theirs: a tied head above all."""
+        ours = {line.ours: line.theirs[0] for line in self.weights}
+        heads = [line.theirs[0] for line in self.weights if line.ours == ("output.weight",) and model.tie_embeddings]
+        return dict.fromkeys([*heads, *self.copies], ours[("embedding.weight",)])
 
     def _check_expressible(self, model: Model) -> None:
         if self.refuse and (why := self.refuse(model)):

@@ -1,15 +1,79 @@
 """Models that transformers builds itself: configuration and names are its own (models/hf_model.py)."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from pretrain.config.model_schema import Model
 from pretrain.models.families.family import Family
+from pretrain.models.families.weights import SAME, Entry, Shape
+
+_OTHERS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
 
 class _Own(Family):
     def to_hf(self, model: Model) -> dict[str, Any]:
         return json.loads(model.hf_config)
 
+    def from_hf(self, config: dict[str, Any]) -> Model:
+        from pretrain.models.shape import complete
 
-HF = _Own(name="hf", model_type="", architecture="", fields=(), weights=None, rope=None)
+        fields = {name: value for name, value in config.items() if name not in _OTHERS}
+        return complete(Model(family="hf", hf_config=json.dumps(fields, sort_keys=True)))
+
+    def entries(self, model: Model, parameters: Sequence[str]) -> list[Entry]:
+        """Our names are theirs in memory; on disk, transformers keeps some tensors apart that it holds as one, those of experts mostly."""
+        from pretrain.models.network import build_network
+
+        with torch.device("meta"):
+            network = build_network(model)
+        theirs, shapes = network.transformers, {name: p.shape for name, p in network.named_parameters()}
+        lines = []
+        for name in parameters:
+            layout = _OnDisk(theirs, name)
+            names = tuple(layout.apart(torch.empty(shapes[name], device="meta")))
+            lines.append(Entry((name,), names, SAME if names == (name,) else layout))
+        return lines
+
+    def copies_of(self, model: Model) -> dict[str, str]:
+        from pretrain.models.network import build_network
+
+        with torch.device("meta"):
+            return build_network(model).tied_names()
+
+
+class _OnDisk:
+    """The layout (`weights.Layout`) of one tensor that transformers itself takes apart when it saves."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.model, self.name = model, name
+
+    def apart(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Their tensors by name."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self.model, {self.name: tensor})
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        return [tensor.contiguous() for tensor in self.apart(ours[0]).values()]
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        # What is taken apart is moved and never changed, so numbers in place of values say where each of theirs belongs.
+        places = torch.arange(
+            torch.Size(shapes[0]).numel(), dtype=torch.int32 if not theirs[0].is_meta else None, device=theirs[0].device
+        )
+        whole = torch.empty(torch.Size(shapes[0]), dtype=theirs[0].dtype, device=theirs[0].device)
+        for place, tensor in zip(self.apart(places.view(shapes[0])).values(), theirs):
+            if place.shape != tensor.shape:
+                return [tensor]
+            if not tensor.is_meta:
+                whole.view(-1)[place.flatten().long()] = tensor.flatten()
+        return [whole]
+
+
+HF = _Own(name="hf", model_type="", architecture="", fields=(), weights=(), rope=None)

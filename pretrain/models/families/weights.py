@@ -136,14 +136,11 @@ def entry(
     return Entry(*((names,) if isinstance(names, str) else tuple(names) for names in (ours, theirs)), layout, when)
 
 
-def resolve(entries: Sequence[Entry] | None, model: Model, parameters: Sequence[str]) -> list[Entry]:
+def resolve(entries: Sequence[Entry], model: Model, parameters: Sequence[str]) -> list[Entry]:
     """The map of one model: every name spelled out, and every parameter in exactly one entry, but for those of TRAINING_ONLY.
-    None in place of entries: our names are theirs.
 
     Raises ValueError naming a parameter that the map leaves out, or has twice: an error of the family's file.
     """
-    if entries is None:
-        return [entry(name, name) for name in parameters]
     existing = {name for name in parameters if not name.startswith(TRAINING_ONLY)}
     resolved, owner = [], {}
     depth = max(model.layers, model.encoder_layers)

@@ -73,7 +73,7 @@ def read_json(path: Path) -> Any:
     """Raises CheckpointError naming the file when it cannot be read or parsed."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 

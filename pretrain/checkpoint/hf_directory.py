@@ -32,8 +32,9 @@ class HfDirectory:
         self.directory = directory
         config = read_config(directory)
         self.model: Model = (family_of(family) if family else family_of_hf(config)).from_hf(config)
-        self.plan = plan_weights(self.model)
         self.files = _placed(directory)
+        self._check_sizes()
+        self.plan = plan_weights(self.model)
         self._rename()
         self._drop_copies()
         self._check_names()
@@ -42,7 +43,11 @@ class HfDirectory:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        places = [self.files[name].places[self._stored(name)] for name in self.plan.theirs]
+        return sum(self.nbytes_of(line) for line in self.plan.entries)
+
+    def nbytes_of(self, line: Entry) -> int:
+        """Bytes of the tensors of an entry."""
+        places = [self.files[name].places[self._stored(name)] for name in line.theirs]
         return sum(place.end - place.start for place in places)
 
     def read(self, line: Entry) -> dict[str, Tensor]:
@@ -54,12 +59,26 @@ class HfDirectory:
         """All tensors by our names."""
         return {name: tensor for line in self.plan.entries for name, tensor in self.read(line).items()}
 
+    def _check_sizes(self) -> None:
+        """Before a network of these sizes is built, on the meta device: that takes time and memory for every layer and every name."""
+        for name, count in (
+            ("layers", self.model.layers + (self.model.encoder_layers or 0)),
+            ("experts", self.model.experts.count or 0),
+        ):
+            if count > 1000 and count > len(self.files):
+                raise CheckpointError(
+                    f"{self.directory}: config.json says {count} {name}, and the weights are {len(self.files)} tensors; it is not theirs"
+                )
+
     def _rename(self) -> None:
         """Older files leave a word out before all names of the trunk, and hold buffers and layers that are not computed."""
         family = self.plan.family
         known = self.plan.theirs.keys()
         if family.prefix and not any(name.startswith(family.prefix) for name in self.files):
-            self.files = {name if name in known else f"{family.prefix}{name}": file for name, file in self.files.items()}
+            copies = family.copies_of(self.model)
+            self.files = {
+                name if name in known or name in copies else f"{family.prefix}{name}": file for name, file in self.files.items()
+            }
         left = sorted(name for name in self.files.keys() - known if family.dropped and family.dropped(name, self.model))
         if left:
             log.warning("%s: left out, as transformers does: %s (%d tensors)", self.directory, left[0], len(left))

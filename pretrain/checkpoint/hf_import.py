@@ -8,7 +8,7 @@ Nothing that executes code is read, and memory holds one entry.
 from __future__ import annotations
 
 import dataclasses
-import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from pretrain.checkpoint.save import write_checkpoint
 from pretrain.checkpoint.streamed import on_meta
 from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.trimming import save_trimmed
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.observe.byte_progress import ByteProgress
@@ -56,14 +57,11 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
         "model": dataclasses.asdict(source.model),
         "imported": {"directory": directory.resolve().name, "max_logit_difference": difference},
     }
-    writing_tokenizer = output.with_name(f".tokenizer-{output.name}")
     tensors = on_meta({f"model.{n}": source.plan.ours[n] for line in source.plan.entries for n in line.ours}, torch.float32)
-    try:
-        attachments, tokenizer = _copy_tokenizer(source, writing_tokenizer)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+        attachments, tokenizer = _copy_tokenizer(source, Path(folder) / "tokenizer")
         with ByteProgress("converting", source.nbytes) as done:
             write_checkpoint(output, tensors, state, attachments, ALONE, _Reader(source, done).read)
-    finally:
-        shutil.rmtree(writing_tokenizer, ignore_errors=True)
     return Imported(source.plan.parameters, difference, tokenizer)
 
 
@@ -81,24 +79,23 @@ class _Reader:
             self.current = {}  # before the next is read
             line = self.line_of[name]
             self.current = self.source.read(line)
-            places = [self.source.files[theirs].places[theirs] for theirs in line.theirs]
-            self.done.add(sum(place.end - place.start for place in places))
+            self.done.add(self.source.nbytes_of(line))
         return self.current[name]
 
 
 def _copy_tokenizer(source: HfDirectory, target: Path) -> tuple[dict[str, Path], str]:
     """Attachments of the checkpoint, and what to tell the user: training needs no tokenizer, so a model without one is no error."""
-    shutil.rmtree(target, ignore_errors=True)
     try:
         tokenizer = load_tokenizer(source.directory)
     except DataError as error:
         return {}, f"none ({error})"
-    if tokenizer.vocab_size > source.model.vocab_size:
-        raise CheckpointError(
-            f"{source.directory}: the tokenizer has {tokenizer.vocab_size} tokens and the vocabulary "
-            f"{source.model.vocab_size} rows; it is not this model's"
-        )
-    tokenizer.save(target)
+    try:
+        dropped = save_trimmed(tokenizer, source.model.vocab_size, target)
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
+    if dropped:
+        lacking = f"which the vocabulary of {source.model.vocab_size} rows lacks"
+        return {"tokenizer": target}, f"copied without {', '.join(dropped)}, {lacking}"
     unused = source.model.vocab_size - tokenizer.vocab_size
     return {"tokenizer": target}, "copied" + (
         f" (the last {unused} rows of the vocabulary are none of its tokens)" if unused else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable
@@ -33,7 +34,10 @@ def expected_by_transformers(config: dict[str, Any]) -> tuple[str, dict[str, tup
     from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
 
-    fields = {name: value for name, value in config.items() if name not in ("architectures", "dtype", "torch_dtype")}
+    # A copy: transformers writes into nested fields.
+    fields = {
+        name: value for name, value in copy.deepcopy(config).items() if name not in ("architectures", "dtype", "torch_dtype")
+    }
     with torch.device("meta"):
         model = _auto_class(config).from_config(AutoConfig.for_model(**fields))
     tied = set(model.all_tied_weights_keys)

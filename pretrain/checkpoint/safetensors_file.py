@@ -156,7 +156,7 @@ class SafetensorsFile:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length), object_pairs_hook=_without_repetition)
-        except (SafetensorError, ValueError) as error:
+        except (SafetensorError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: damaged: {str(error).splitlines()[0]}") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error

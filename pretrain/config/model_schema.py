@@ -41,8 +41,8 @@ class Norm:
 class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling to longer contexts."""
 
-    theta: float | None = key(None, "Base of the rotation frequencies; 10000 by default.", gt=0)
-    local_theta: float | None = key(None, "Base in layers with a sliding window; `theta` by default.", gt=0)
+    theta: float | None = key(None, "Base of the rotation frequencies; 10000 by default.", gt=1)
+    local_theta: float | None = key(None, "Base in layers with a sliding window; `theta` by default.", gt=1)
     fraction: float | None = key(None, "Share of a head's width that is rotated, from its beginning; 1 by default.", gt=0, le=1)
     layout: Literal["half", "interleaved"] | None = key(
         None, "Which components of a head make a pair: i and i + half the width, or neighbours."

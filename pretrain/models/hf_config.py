@@ -94,7 +94,7 @@ def read_config(given: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     kind = fields.get("model_type")
-    if kind not in CONFIG_MAPPING or kind not in CLASSES:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING or kind not in CLASSES:
         code = "; its auto_map names code in the model's repository, which is never run" if "auto_map" in fields else ""
         raise ConfigError(f"{place}: transformers builds no causal language model of model_type={kind!r}{code}")
     architectures = [CLASSES[kind]] if isinstance(CLASSES[kind], str) else list(CLASSES[kind])
@@ -123,7 +123,7 @@ def _read(given: str) -> tuple[dict[str, Any], str]:
             path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
             place, text = str(path), path.read_text(encoding="utf-8")
         fields = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model.hf_config={given}: cannot be read as JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"model.hf_config={given}: not a JSON object")
@@ -133,10 +133,36 @@ def _read(given: str) -> tuple[dict[str, Any], str]:
 _DROPPED = INERT - {"bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "pretraining_tp", "is_encoder_decoder"}
 
 
-def _check_fields(fields: dict[str, Any], kind: type, place: str) -> None:
+def _check_fields(fields: dict[str, Any], kind: Any, place: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     known = set(kind().to_dict()) | set(kind.attribute_map) | INERT | ROPE_FIELDS
     if unknown := sorted(set(fields) - known):
         raise ConfigError(f"{place}: {unknown[0]}={fields[unknown[0]]!r} is no field of {kind.__name__}; remove it")
+    for name in kind.sub_configs:  # of text and vision, where one model has both
+        part = fields.get(name)
+        if isinstance(part, dict) and (own := getattr(kind(), name, None)) is not None:
+            said = part.get("model_type")
+            known_kind = CONFIG_MAPPING[said] if isinstance(said, str) and said in CONFIG_MAPPING else type(own)
+            _check_fields(part, known_kind, f"{place}: {name}")
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(fields.get(name), dict):
+            _check_rope(fields[name], f"{place}: {name}")
+
+
+_ROPE_PARAMETERS = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+    "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim", "truncate",
+    "mrope_section", "mrope_interleaved",
+}  # fmt: skip
+
+
+def _check_rope(parameters: dict[str, Any], place: str) -> None:
+    for name, value in parameters.items():
+        if isinstance(value, dict):  # of one type of layers
+            _check_rope(value, f"{place}: {name}")
+        elif name not in _ROPE_PARAMETERS and value is not None:
+            raise ConfigError(f"{place}: {name}={value!r} is no parameter of rotary positions; remove it")
 
 
 def _check_causal(config: Any, kind: str, place: str) -> None:

@@ -159,7 +159,7 @@ def _built(config: Model) -> Any:
             )
         except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError) as error:
             kind = json.loads(config.hf_config)["model_type"]
-            text = " ".join(str(error).split())
+            text = " ".join(str(error).split())[:300]  # torch adds its C++ stack
             raise ConfigError(f"model.hf_config: transformers cannot build {kind}: {type(error).__name__}: {text}") from error
 
 

@@ -91,6 +91,31 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
     return model
 
 
+# Switches that have an effect only where another one is on.
+_OF_ROPE = ("rope.theta", "rope.local_theta", "rope.fraction", "rope.layout", "rope.pattern", "rope.scaling")
+_OF_SCALING = ("rope.factor", "rope.original_length", "rope.low_frequency", "rope.high_frequency", "rope.beta_fast", "rope.beta_slow",
+               "rope.attention_factor", "rope.mscale", "rope.mscale_all_dim", "rope.truncate")  # fmt: skip
+_OF_LATENT = ("latent.query_rank", "latent.rope_dim", "latent.plain_dim", "latent.value_dim", "latent.norm_eps")
+
+
+def check_effects(given: Model, model: Model) -> None:
+    """Raise ConfigError for a switch that a configuration sets to no effect. `model`: the same, complete."""
+    from pretrain.models.families import family_of
+
+    usual = {**PLAIN, "rope.local_theta": model.rope.theta, **family_of(model.family).switches(given)}
+    off = [
+        *((name, "model.positions=rope") for name in _OF_ROPE if model.positions != "rope"),
+        *((name, "model.rope.scaling") for name in _OF_SCALING if model.rope.scaling == "none"),
+        *((name, "model.latent.kv_rank") for name in _OF_LATENT if not model.latent.kv_rank),
+        *((name, "model.attention.window") for name in ("rope.local_theta", "rope.scale_local") if not model.attention.window),
+        *((name, "model.experts.groups") for name in ("experts.active_groups",) if model.experts.groups == 1),
+    ]
+    values = flat(given)
+    for name, other in off:
+        if values[name] is not None and values[name] not in (usual.get(name), PLAIN.get(name)):
+            raise ConfigError(f"model.{name}={values[name]} has no effect without {other}; set that, or remove it")
+
+
 def _sizes(model: Model, sequence_length: int | None) -> Model:
     if model.latent.kv_rank and model.head_dim is None:
         model = dataclasses.replace(model, head_dim=(model.latent.plain_dim or 0) + (model.latent.rope_dim or 0) or None)
@@ -124,6 +149,16 @@ def _check(model: Model) -> None:
             f"model.experts.{odd[0]} is set, by the configuration or by model.family={model.family}, and model.experts.count=0: there are "
             "no experts; set model.experts.count and model.experts.active, or remove it"
         )
+    if model.parallel_residual and model.norm.placement == "post":
+        raise ConfigError(
+            "model.parallel_residual=true with model.norm.placement=post: there is no sum of one sublayer to norm; choose another placement"
+        )
+    if model.mlp.activation == "silu_clamped" and not model.mlp.gated:
+        raise ConfigError("model.mlp.activation=silu_clamped is of a gated MLP (gpt-oss); set model.mlp.gated=true")
+    if model.positions == "learned" and model.max_sequence_length is None:
+        raise ConfigError(
+            "model.max_sequence_length is missing: model.positions=learned has a vector for each position; set it"
+        )
     width = rotated_width(model)
     if model.positions == "rope" and (width % 2 or not width):
         if model.rope.fraction == 1 and not model.latent.kv_rank:
@@ -135,6 +170,8 @@ def _check(model: Model) -> None:
             f"model.rope.fraction={model.rope.fraction} of model.head_dim={model.head_dim} is {width}: rotary positions turn pairs, "
             "so it must be even and not 0"
         )
+    if model.positions == "rope" and model.rope.scaling == "dynamic" and width < 4:
+        raise ConfigError(f"model.rope.scaling=dynamic needs at least 4 rotated components of a head, and there are {width}")
     check_encoder(model)
     _check_relative(model)
 

@@ -27,7 +27,7 @@ from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.network import build_network
-from pretrain.models.shape import check_encoder, complete
+from pretrain.models.shape import check_effects, check_encoder, complete
 from pretrain.observe.flops import flops_per_target_token, flops_per_token
 from pretrain.observe.translation import require_sacrebleu
 from pretrain.parallel.layout import Layout, plan_layout
@@ -132,6 +132,8 @@ def complete_config(config: Config, vocab_size: int | None = None, source_vocab_
     spans = Spans.of_data(config.data)
     longest = max(spans.source_length, spans.target_length) if spans else config.data.sequence_length
     model = complete(config.model, longest)
+    if model.family != "hf":
+        check_effects(config.model, model)
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=vocab_size)
     if model.encoder_layers and model.source_vocab_size is None and not model.tie_source:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint import hf_export, hf_verify, streamed
 from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.hf_import import import_model
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError
 
 
@@ -223,6 +224,41 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused_both_ways(byte_token
         (tmp_path / "theirs" / name).write_bytes((exported / name).read_bytes())
     line = refused(CheckpointError, tmp_path / "theirs", tmp_path)
     assert line.endswith("the tokenizer has 257 tokens and the vocabulary 200 rows; it is not this model's")
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_added_tokens_beyond_the_vocabulary_are_left_out_where_no_text_makes_them(copied, tmp_path, special):
+    # As Gemma 3 1B has it: one token more, which stands for an image, than rows.
+    tokenizer = json.loads((copied / "tokenizer.json").read_text())
+    image = {
+        "id": 257,
+        "content": "<image>",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": special,
+    }
+    tokenizer["added_tokens"].append(image)
+    (copied / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((copied / "tokenizer_config.json").read_text())
+    more = {
+        "image_token": "<image>",
+        "extra_special_tokens": ["<image>"],
+        "added_tokens_decoder": {"257": {"content": "<image>"}},
+    }
+    (copied / "tokenizer_config.json").write_text(json.dumps(config | more))
+    if not special:
+        assert refused(CheckpointError, copied, tmp_path).endswith("and the vocabulary 257 rows; it is not this model's")
+        return
+    (tmp_path / ".tokenizer-in").mkdir()  # somebody's
+    done = import_model(copied, tmp_path / "in", verify=True)
+    assert done.tokenizer == "copied without <image>, which the vocabulary of 257 rows lacks"
+    kept = load_tokenizer(tmp_path / "in" / "tokenizer")
+    assert kept.vocab_size == 257 and kept.encode("a<image>") == load_tokenizer(copied).encode("a<image>")
+    assert "<image>" not in (tmp_path / "in" / "tokenizer" / "tokenizer_config.json").read_text()
+    export(tmp_path / "in", tmp_path / "out", verify=True)
+    assert sorted(os.listdir(tmp_path)) == [".tokenizer-in", "in", "out", "theirs"]
 
 
 def test_values_that_fp16_cannot_hold_are_refused_and_bf16_holds_them(byte_tokenizer, tmp_path):

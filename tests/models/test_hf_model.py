@@ -253,3 +253,31 @@ def test_other_switches_beside_it_are_refused(tmp_path):
         complete(Model(family="hf"), 32)
     with pytest.raises(ConfigError, match="model.hf_config describes the model of model.family=hf, and this is llama"):
         complete(Model(hf_config=folder), 32)
+
+
+def test_fields_inside_a_part_and_parameters_of_rotation_are_checked_as_well(tmp_path):
+    gemma = {"text_config": {"hidden_size": 32, "num_hidden_layers": 2}, "vision_config": {"hidden_size": 32}}
+    for changes, said in (
+        (
+            {"text_config": gemma["text_config"] | {"hidden_sizee": 5}},
+            "text_config: hidden_sizee=5 is no field of Gemma3TextConfig",
+        ),
+        (
+            {"text_config": gemma["text_config"] | {"quantization_config": {}}},
+            "text_config: quantization_config={} is no field of",
+        ),
+        ({"vision_config": {"patch_sizee": 5}}, "vision_config: patch_sizee=5 is no field of"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            shape(tmp_path, "gemma3", **gemma | changes)
+        assert said in str(error.value)
+    with pytest.raises(ConfigError, match="rope_parameters: junk=1 is no parameter of rotary positions"):
+        shape(tmp_path, "stablelm", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "junk": 1})
+    with pytest.raises(ConfigError, match=r"transformers builds no causal language model of model_type=\['x'\]"):
+        shape(tmp_path, "stablelm", model_type=["x"])
+
+
+def test_what_transformers_cannot_build_is_said_in_a_short_line(tmp_path):
+    with pytest.raises(ConfigError, match="transformers cannot build stablelm") as error:
+        build_network(shape(tmp_path, "stablelm", vocab_size=2**63))
+    assert len(str(error.value)) < 500 and "\n" not in str(error.value)

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from presets import PRESETS, preset
 
-from pretrain.config.model_schema import Attention, Experts, Model, Rope
+from pretrain.config.model_schema import Attention, Experts, Mlp, Model, Norm, Rope
 from pretrain.errors import ConfigError
 from pretrain.models.families import families, family_of
-from pretrain.models.shape import complete, has_rope, has_window
+from pretrain.models.shape import check_effects, complete, has_rope, has_window, with_values
 
 SIZES = {"dim": 32, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}
 NAMES = [family.name for family in families()]
@@ -80,3 +80,73 @@ def test_what_transformers_has_no_name_for_is_refused(model, message):
     with pytest.raises(ConfigError, match=message) as caught:
         family_of(model.family).to_hf(complete(model))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "olmo2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("bias", [["query"], ["query", "key", "value"], ["query", "query"]])
+def test_biases_that_a_family_has_only_together_are_refused_in_part(family, bias):
+    experts = Experts(count=4, active=2) if family in WITH_EXPERTS else Experts()
+    model = complete(Model(family=family, layers=2, **SIZES, attention=Attention(bias=bias), experts=experts))
+    with pytest.raises(ConfigError, match="has biases in all of query, key, value, output or in none"):
+        family_of(family).to_hf(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            Model(family="custom", parallel_residual=True, norm=Norm(placement="post"), **SIZES),
+            "there is no sum of one sublayer to norm",
+        ),
+        (Model(family="custom", mlp=Mlp(activation="silu_clamped", gated=False), **SIZES), "silu_clamped is of a gated MLP"),
+        (
+            Model(family="custom", rope=Rope(scaling="dynamic", factor=2.0), head_dim=2, **SIZES),
+            "at least 4 rotated components",
+        ),
+        (
+            Model(family="custom", positions="learned", **SIZES | {"max_sequence_length": None}),
+            "model.max_sequence_length is missing",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_switches_that_have_no_meaning_together_are_refused(model, message):
+    with pytest.raises(ConfigError) as error:
+        complete(model)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("switches", "message"),
+    [
+        ({"rope.factor": 4.0}, "model.rope.factor=4.0 has no effect without model.rope.scaling"),
+        ({"rope.original_length": 32}, "model.rope.original_length=32 has no effect without model.rope.scaling"),
+        ({"rope.low_frequency": 2.0}, "model.rope.low_frequency=2.0 has no effect without model.rope.scaling"),
+        ({"positions": "none", "rope.theta": 5e5}, "model.rope.theta=500000.0 has no effect without model.positions=rope"),
+        ({"rope.local_theta": 5e5}, "model.rope.local_theta=500000.0 has no effect without model.attention.window"),
+        ({"rope.scale_local": False}, "model.rope.scale_local=False has no effect without model.attention.window"),
+        ({"latent.query_rank": 8}, "model.latent.query_rank=8 has no effect without model.latent.kv_rank"),
+        ({"latent.norm_eps": 1e-5}, "model.latent.norm_eps=1e-05 has no effect without model.latent.kv_rank"),
+        ({"experts.count": 4, "experts.active": 2, "experts.active_groups": 2}, "has no effect without model.experts.groups"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_switch_that_is_set_to_no_effect_is_refused(switches, message):
+    given = with_values(Model(family="custom", layers=2, **SIZES), switches)
+    with pytest.raises(ConfigError) as error:
+        check_effects(given, complete(given))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_a_family_says_by_itself_is_no_such_switch_as_given_or_complete(name):
+    model = preset(name)[0]
+    check_effects(model, model)
+    given = Model(
+        family=model.family,
+        **SIZES | {"max_sequence_length": None},
+        experts=model.experts,
+        latent=model.latent,
+        head_dim=model.head_dim,
+    )
+    check_effects(given, complete(given, 64))

@@ -7,7 +7,8 @@ import torch
 from parity import pair
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.open_model import read_hf
+from pretrain.checkpoint.hf_import import import_model
+from pretrain.checkpoint.open_model import read_checkpoint, read_hf
 from pretrain.errors import CheckpointError
 
 BUFFERS = {
@@ -31,3 +32,15 @@ def test_buffers_are_left_out_and_that_is_said(tmp_path, caplog, family):
     save_file(tensors | {"extra.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"extra.weight has no place in {family}"):
         read_hf(tmp_path)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_gpt2_as_the_hub_has_it_is_converted_with_and_without_the_tied_head(tmp_path, head):
+    ours, theirs = pair("gpt2", "plain")
+    theirs.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+    save_file(tensors | ({"lm_head.weight": tensors["wte.weight"].clone()} if head else {}), file, {"format": "pt"})
+    assert import_model(tmp_path / "theirs", tmp_path / "imported", verify=True).difference <= 1e-5
+    _, weights, _ = read_checkpoint(tmp_path / "imported")
+    assert all(torch.equal(weights[name], parameter) for name, parameter in ours.named_parameters())

@@ -23,10 +23,11 @@ def families() -> list[Family]:
 def family_of_hf(config: dict[str, Any]) -> Family:
     """The family that reads a Hugging Face config.json; ConfigError names an architecture that none reads."""
     known = {family.architecture: family for family in families()}
-    for architecture in config.get("architectures") or []:
-        if architecture in known:
+    said = config.get("architectures")
+    for architecture in said if isinstance(said, list) else []:
+        if isinstance(architecture, str) and architecture in known:
             return known[architecture]
     raise ConfigError(
-        f"config.json: architectures={config.get('architectures')} is not supported; supported: {list(known)}, "
+        f"config.json: architectures={said} is not supported; supported: {list(known)}, "
         "and with --family hf whatever causal language model transformers builds itself"
     )

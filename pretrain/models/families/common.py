@@ -107,7 +107,14 @@ def projections(*names: str) -> tuple[Any, Any]:
             return list(names)
         return [] if flag is False or flag is None else f"{flag!r} is no truth value"  # which is no list, and refused as such
 
-    return lambda bias, model: bool(bias), back
+    def to(bias: list[str], model: Model) -> bool:
+        if sorted(bias) not in ([], sorted(names)):
+            raise ConfigError(
+                f"model.attention.bias={bias}: transformers' {model.family} has biases in all of {', '.join(names)} or in none; set those, or []"
+            )
+        return bool(bias)
+
+    return to, back
 
 
 ATTENTION = tuple(

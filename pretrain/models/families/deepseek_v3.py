@@ -5,7 +5,7 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
-from pretrain.models.families.common import ENDS, LAYER, MLP, PRE_NORMS, SIZES, THEIRS, eps, tied
+from pretrain.models.families.common import ENDS, LAYER, MLP, PRE_NORMS, THEIRS, eps, sizes, tied
 from pretrain.models.families.experts import TRAINING, needs_experts, stacked
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.weights import entry
@@ -21,18 +21,25 @@ def _refuse(model: Model) -> str | None:
 
 
 def _first_layers(count: Any, config: dict[str, Any]) -> Any:
-    return list(range(min(count or 0, config["num_hidden_layers"]))) if isinstance(count, (int, type(None))) else count
+    layers = config["num_hidden_layers"]
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0 or not isinstance(layers, int):
+        raise ConfigError(f"config.json: first_k_dense_replace={count!r} is not supported: expected a whole number of layers")
+    return list(range(min(count, layers)))
 
 
-def _implied(*names: str) -> Any:
-    """`back` of a width that follows from others: nothing new, and no contradiction."""
+def _implied(**names: int) -> Any:
+    """`back` of a width that follows from others, which have these defaults: nothing new, and no contradiction."""
 
     def back(value: Any, config: dict[str, Any]) -> None:
-        width = sum(config.get(name, 0) for name in names)
-        if value not in (None, width):
-            raise ConfigError(f"config.json: a head's width of {value} contradicts {' + '.join(names)} = {width}")
+        widths = [config.get(name, default) for name, default in names.items()]
+        if value is not None and value not in (widths if len(widths) == 1 else [_sum(widths)]):
+            raise ConfigError(f"config.json: a head's width of {value!r} contradicts {' + '.join(names)} = {widths}")
 
     return back
+
+
+def _sum(widths: list[Any]) -> int | None:
+    return sum(widths) if all(isinstance(width, int) for width in widths) else None
 
 
 def _beyond_the_last_layer(name: str, model: Model) -> bool:
@@ -51,16 +58,16 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     fields=(
-        *(field for field in SIZES if field.ours != "head_dim"),
+        *(field for field in sizes(kv_heads=128, length=4096) if field.ours != "head_dim"),
         eps(1e-6),
         tied(False),
-        Field("latent.kv_rank", "kv_lora_rank"),
-        Field("latent.query_rank", "q_lora_rank", None, lambda n, model: n or None, lambda n, config: n or 0),
-        Field("latent.rope_dim", "qk_rope_head_dim"),
-        Field("latent.plain_dim", "qk_nope_head_dim"),
-        Field("latent.value_dim", "v_head_dim"),
-        Field("head_dim", "head_dim", None, lambda n, model: model.latent.rope_dim, _implied("qk_rope_head_dim")),
-        Field("head_dim", "qk_head_dim", None, back=_implied("qk_nope_head_dim", "qk_rope_head_dim")),
+        Field("latent.kv_rank", "kv_lora_rank", 512),
+        Field("latent.query_rank", "q_lora_rank", 1536, lambda n, model: n or None, lambda n, config: n or 0),
+        Field("latent.rope_dim", "qk_rope_head_dim", 64),
+        Field("latent.plain_dim", "qk_nope_head_dim", 128),
+        Field("latent.value_dim", "v_head_dim", 128),
+        Field("head_dim", "head_dim", None, lambda n, model: model.latent.rope_dim, _implied(qk_rope_head_dim=64)),
+        Field("head_dim", "qk_head_dim", None, back=_implied(qk_nope_head_dim=128, qk_rope_head_dim=64)),
         Field(
             "rope.layout",
             "rope_interleave",
@@ -68,15 +75,15 @@ DEEPSEEK_V3 = Family(
             lambda layout, model: layout == "interleaved",
             lambda flag, config: "interleaved" if flag else "half",
         ),
-        Field("experts.count", "n_routed_experts"),
-        Field("experts.active", "num_experts_per_tok"),
-        Field("experts.ffn_dim", "moe_intermediate_size"),
+        Field("experts.count", "n_routed_experts", 256),
+        Field("experts.active", "num_experts_per_tok", 8),
+        Field("experts.ffn_dim", "moe_intermediate_size", 2048),
         Field("experts.shared", "n_shared_experts", 1),
-        Field("experts.dense_layers", "first_k_dense_replace", 0, lambda layers, model: len(layers), _first_layers),
-        Field("experts.normalise", "norm_topk_prob", True),
-        Field("experts.scale", "routed_scaling_factor", 1.0),
-        Field("experts.groups", "n_group", 1, back=lambda n, config: n or 1),
-        Field("experts.active_groups", "topk_group", 1, back=lambda n, config: n or 1),
+        Field("experts.dense_layers", "first_k_dense_replace", 3, lambda layers, model: len(layers), _first_layers),
+        Field("experts.normalise", "norm_topk_prob", True, back=lambda flag, config: False if flag is None else flag),
+        Field("experts.scale", "routed_scaling_factor", 2.5),
+        Field("experts.groups", "n_group", 8),
+        Field("experts.active_groups", "topk_group", 4),
     ),
     weights=(
         *ENDS,
@@ -98,8 +105,8 @@ DEEPSEEK_V3 = Family(
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
-    },  # fmt: skip
+    },
+    derived={"num_nextn_predict_layers": lambda model: 0},
     # Layers that predict further ahead change no logit of the next token: they are left out, whatever their number.
     inert=TRAINING | {"num_nextn_predict_layers", "num_mtp_layers"},
     dropped=_beyond_the_last_layer,

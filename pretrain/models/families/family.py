@@ -31,6 +31,19 @@ INERT = {
     "id2label", "label2id", "is_encoder_decoder", "problem_type", "chunk_size_feed_forward", "attention_dropout",
     "cache_implementation",
     "auto_map",  # names code in the model's repository, which is never run
+    # What transformers 4 wrote besides: about files, heads of other tasks, and how to generate.
+    "_attn_implementation_autoset", "_flash_attn_2_enabled", "_commit_hash", "use_return_dict", "unsloth_version", "unsloth_fixed", "tokenizer_class", "output_past", "return_dict_in_generate", "output_scores",
+    "tf_legacy_loss", "prefix", "finetuning_task", "num_labels", "task_specific_params", "sep_token_id", "decoder_start_token_id",
+    "remove_invalid_values", "gradient_checkpointing", "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
+    "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id",
+    "forced_eos_token_id", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+}  # fmt: skip
+
+# Fields of every config.json of transformers 4 that would change what is computed; they may say that they do not.
+HARMLESS: dict[str, Any] = {
+    "is_decoder": False, "add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False,
+    "pruned_heads": {}, "torchscript": False, "use_bfloat16": False,
 }  # fmt: skip
 
 # Keys of ours that change no logit of an export: how it is trained and computed.
@@ -66,7 +79,7 @@ class Family:
     `constants`: fields of config.json with the one value that we compute; also written. `accepted`: the same, but not written.
     `derived`: fields that say again, for older readers, what `fields` say: written unless None, and read by the `back` of those.
     `inert`: more fields without effect. `rope`: how rotary positions are written, None: they are not; `theta` and `local_theta`:
-    the bases that a config.json means which names none; `partial`: whether transformers can rotate a share of a head here (elsewhere
+    the bases that a config.json means which names none, `scaling` the scaling; `partial`: whether transformers can rotate a share of a head here (elsewhere
     it ignores the field). `refuse`: says why transformers would not take a model. `dropped`: whether a tensor of theirs is no part
     of what is computed; an import says which it leaves out. `copies`: names under which files may hold the embedding again. `prefix`:
     what older files leave out before every name.
@@ -86,6 +99,7 @@ class Family:
     rope: Literal["uniform", "by_layer_type"] | None = "uniform"
     theta: float = 10000.0
     local_theta: float | None = None
+    scaling: dict[str, Any] | None = None
     partial: bool = False
     refuse: Callable[[Model], str | None] | None = None
     dropped: Callable[[str, Model], bool] | None = None
@@ -144,19 +158,20 @@ class Family:
 
     def from_hf(self, config: dict[str, Any]) -> Model:
         """The complete model of a config.json. Raises ConfigError naming a field that is missing, unknown or not supported."""
-        rest = {name: value for name, value in config.items() if name not in INERT | self.inert}
-        for name, value in {**self.accepted, **self.constants}.items():
-            rest.pop(name, None)
-            if config.get(name, value) not in (value, None):
+        ours = {item.theirs for item in self.fields}
+        rest = {name: value for name, value in config.items() if name in ours or name not in INERT | self.inert}
+        for name, value in {**HARMLESS, **self.accepted, **self.constants}.items():
+            if rest.pop(name, value) not in (value, None):
                 raise ConfigError(f"config.json: {name}={config[name]!r} is not supported for {self.name}; only {value!r} is")
         values: dict[str, Any] = {}
         for item in self.fields:
             raw = rest.pop(item.theirs, item.default)
-            if raw is REQUIRED:
+            if raw is REQUIRED or (raw is None and item.default is REQUIRED):
                 raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
             values[item.ours] = _typed(item, item.back(raw, config), config)
         if self.rope:
-            values |= rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta)
+            rope = rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta, self.scaling)
+            values |= {name: _typed(Field(name, "rope_parameters"), value, config) for name, value in rope.items()}
             rest = {name: value for name, value in rest.items() if name not in ROPE_FIELDS}
         rest = {name: value for name, value in rest.items() if name not in self.derived}
         if unknown := sorted(rest):
@@ -186,21 +201,24 @@ def _converted(hint: Any, item: Field, value: Any, config: dict[str, Any]) -> An
     shown = f"config.json: {item.theirs}={config.get(item.theirs)!r}"
     if value is None and optional:
         return None
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
     for kind in kinds:
-        if kind is int and number and value == int(value):
-            return int(value)
-        if kind is float and number and math.isfinite(value):
-            return float(value)
-        if kind is bool and isinstance(value, bool):
-            return value
-        if typing.get_origin(kind) is list and isinstance(value, list):
-            return value
-        if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind):
-            return value
+        if _is_of(kind, value):
+            return float(value) if kind is float else value
     if kinds == [int]:
         raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
     raise ConfigError(f"{shown} is not supported")
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value of JSON is of a key's type, and a number that can be computed with."""
+    if kind in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
+        return whole or (kind is float and isinstance(value, float) and math.isfinite(value))
+    if kind is bool:
+        return isinstance(value, bool)
+    if typing.get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_of(typing.get_args(kind)[0], item) for item in value)
+    return typing.get_origin(kind) is typing.Literal and isinstance(value, str) and value in typing.get_args(kind)
 
 
 @functools.cache

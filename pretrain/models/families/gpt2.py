@@ -10,7 +10,7 @@ _FUSED = tuple(f"{_OURS}.attention.{name}." for name in _ALL[:3])
 # Dropout is for training; the order of scaling changes roundings in half precision only; summaries belong to other heads.
 _INERT = frozenset({
     "n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "summary_type", "summary_use_proj",
-    "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "task_specific_params",
+    "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "n_special", "predict_special_tokens",
 })  # fmt: skip
 
 

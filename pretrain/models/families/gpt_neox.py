@@ -1,5 +1,9 @@
 """GPT-NeoX (arXiv 2204.06745) and Pythia (arXiv 2304.01373): parallel residual, partial rotation, projections fused per head."""
 
+from collections.abc import Callable
+from typing import Any
+
+from pretrain.errors import ConfigError
 from pretrain.models.families.common import GPT_BLOCK, SIZES, activation, buffers, eps, projections, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.weights import FUSED_PER_HEAD, entry
@@ -15,6 +19,23 @@ _MODULES = {
     f"{_OURS}.mlp.down": f"{_THEIRS}.mlp.dense_4h_to_h",
 }
 
+
+def _only(older: str, newer: str) -> Callable[[Any, dict[str, Any]], Any]:
+    """`back` of an older name, which transformers reads here where it does not read the newer one; that may only say the same."""
+
+    def back(value: Any, config: dict[str, Any]) -> Any:
+        inner = config.get("rope_parameters")
+        said = inner[newer] if isinstance(inner, dict) and inner.get(newer) is not None else value
+        for name in (older, newer):
+            if name in config and config[name] != said:
+                raise ConfigError(
+                    f"config.json: {name}={config[name]!r} is not read for gpt_neox, whose other field says {said!r}"
+                )
+        return value
+
+    return back
+
+
 GPT_NEOX = Family(
     name="gpt_neox",
     model_type="gpt_neox",
@@ -27,8 +48,8 @@ GPT_NEOX = Family(
         Field("parallel_residual", "use_parallel_residual", True),
         Field("attention.bias", "attention_bias", True, *projections(*_ALL)),
         # The names of before transformers 5, which llama.cpp's converter reads; an absent fraction is a quarter.
-        Field("rope.fraction", "rotary_pct", None),
-        Field("rope.theta", "rotary_emb_base", None),
+        Field("rope.fraction", "rotary_pct", 0.25, back=_only("rotary_pct", "partial_rotary_factor")),
+        Field("rope.theta", "rotary_emb_base", 10000, back=_only("rotary_emb_base", "rope_theta")),
     ),
     weights=(
         entry("embedding.weight", "gpt_neox.embed_in.weight"),
@@ -46,7 +67,7 @@ GPT_NEOX = Family(
     fixed=GPT_BLOCK,
     defaults={"parallel_residual": True, "rope.fraction": 0.25, "mlp.activation": "gelu", "attention.bias": list(_ALL)},
     # Dropout is for training; the others say nothing about a causal model.
-    inert=frozenset({"hidden_dropout", "classifier_dropout", "is_decoder", "gradient_checkpointing"}),
+    inert=frozenset({"hidden_dropout", "classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"}),
     refuse=refuse_uneven_heads,
     dropped=buffers(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     partial=True,

@@ -5,10 +5,10 @@ from pretrain.models.families.common import (
     ENDS,
     LAYER,
     PRE_NORMS,
-    SIZES,
     THEIRS,
     eps,
     projections,
+    sizes,
     tied,
 )
 from pretrain.models.families.experts import TRAINING, needs_experts
@@ -23,14 +23,14 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     fields=(
-        *(field for field in SIZES if field.ours != "head_dim"),
+        *(field for field in sizes(kv_heads=8, length=131072) if field.ours != "head_dim"),
         Field("head_dim", "head_dim", 64),
         eps(1e-5),
         tied(False),
         Field("attention.bias", "attention_bias", True, *projections("query", "key", "value", "output")),
         *windows(128, lambda layer, config: layer % 2 == 0, needed=True),
-        Field("experts.count", "num_local_experts"),
-        Field("experts.active", "num_experts_per_tok"),
+        Field("experts.count", "num_local_experts", 128),
+        Field("experts.active", "num_experts_per_tok", 4),
     ),
     weights=(
         *ENDS,
@@ -62,4 +62,5 @@ GPT_OSS = Family(
     inert=TRAINING | {"experts_per_token", "initial_context_length"},  # older names of fields that are there as well
     refuse=needs_experts,
     theta=150000.0,
+    scaling={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
 )

@@ -1,6 +1,6 @@
 """Mixtral 8x7B and 8x22B (arXiv 2401.04088)."""
 
-from pretrain.models.families.common import ATTENTION, ENDS, PRE_NORMS, SIZES, eps, tied
+from pretrain.models.families.common import ATTENTION, ENDS, PRE_NORMS, eps, sizes, tied
 from pretrain.models.families.experts import TRAINING, needs_experts, stacked
 from pretrain.models.families.family import Family, Field
 
@@ -9,7 +9,7 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     fields=(
-        *SIZES,
+        *sizes(kv_heads=8, length=131072),
         eps(1e-5),
         tied(False),
         Field("attention.window", "sliding_window", None, lambda n, model: n or None, lambda n, config: n or 0),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.models.families.common import SIZES, WEIGHTS, eps, projections, tied
+from pretrain.models.families.common import WEIGHTS, eps, projections, sizes, tied
 from pretrain.models.families.experts import TRAINING, needs_experts, stacked
 from pretrain.models.families.family import Family, Field
 
@@ -11,8 +11,8 @@ from pretrain.models.families.family import Family, Field
 def _dense_layers(value: Any, config: dict[str, Any]) -> Any:
     """Two fields say together which layers have an MLP."""
     step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if not (isinstance(step, int) and step > 0 and isinstance(listed, list)):
-        return value if value is not None else str(step)  # of no type that the key takes: refused by name
+    if not isinstance(step, int) or step < 1 or not isinstance(listed, list):
+        raise ConfigError(f"config.json: decoder_sparse_step={step!r} with mlp_only_layers={listed!r} is not supported")
     return [i for i in range(config["num_hidden_layers"]) if i in listed or (i + 1) % step]
 
 
@@ -29,7 +29,7 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     fields=(
-        *SIZES,
+        *sizes(kv_heads=4, length=32768),
         eps(1e-6),
         tied(False),
         Field("attention.bias", "attention_bias", False, *projections("query", "key", "value", "output")),

@@ -35,6 +35,9 @@ SCALING: dict[str, dict[str, str]] = {
         "truncate": "truncate",
     },
 }
+# Of these, what transformers does without neither; an absent length is max_position_embeddings.
+_NEEDED = {"none": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+           "llama3": ("factor", "low_frequency", "high_frequency")}  # fmt: skip
 _OFF_WHEN_ZERO = ("attention_factor", "mscale", "mscale_all_dim")
 
 
@@ -68,11 +71,20 @@ def rope_to_hf(model: Model, kind: str) -> dict[str, Any]:
 
 
 def rope_from_hf(
-    config: dict[str, Any], kind: str, family: str, theta: float, local_theta: float | None = None
+    config: dict[str, Any],
+    kind: str,
+    family: str,
+    theta: float,
+    local_theta: float | None = None,
+    absent: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Our `rope.*` keys; `theta` and `local_theta` are the bases where the file names none. Raises ConfigError for a kind of scaling or a parameter that is not known, and for contradictions."""
+    """Our `rope.*` keys; `theta` and `local_theta` are the bases where the file names none, `absent` the scaling. Raises ConfigError for a
+    kind of scaling or a parameter that is not known or is missing, and for contradictions.
+    """
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
+    if not parameters and not scaling and absent:
+        scaling = absent
     for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         if not isinstance(value, dict):
             raise ConfigError(f"config.json: {name}={value!r} is not supported for {family}")
@@ -80,7 +92,14 @@ def rope_from_hf(
     if "full_attention" in parameters or "sliding_attention" in parameters:
         if kind != "by_layer_type":
             raise ConfigError(f"config.json: rope_parameters={parameters!r} is not supported for {family}")
-        local, parameters = parameters.get("sliding_attention") or {}, parameters.get("full_attention") or {}
+        given = parameters
+        local, parameters = given.get("sliding_attention") or {}, given.get("full_attention") or {}
+        if not isinstance(local, dict) or not isinstance(parameters, dict) or not parameters or len(given) > 2:
+            raise ConfigError(f"config.json: rope_parameters={given!r} is not supported for {family}")
+    elif kind == "by_layer_type" and parameters:
+        raise ConfigError(
+            f"config.json: rope_parameters={parameters!r} is not supported for {family}, which has them by layer type"
+        )
     config = {"rope_theta": config.get("rotary_emb_base", theta), **config}
     ours = _read(parameters, config, family)
     older = _read(scaling, config, family) if scaling else ours
@@ -110,7 +129,7 @@ def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> di
     kind = rest.pop("rope_type", rest.pop("type", "default"))
     rest.pop("type", None)
     kind = "none" if kind == "default" else kind
-    if kind not in SCALING:
+    if not isinstance(kind, str) or kind not in SCALING:
         raise ConfigError(
             f"config.json: rope_scaling or rope_parameters={parameters} is not supported for {family}; only "
             f"{', '.join(['default', *list(SCALING)[1:]])} are"
@@ -121,8 +140,12 @@ def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> di
     if fraction is not None:  # else it is what the family has
         ours["fraction"] = _number("partial_rotary_factor", fraction)
     for name, field in SCALING[kind].items():
-        fallback = config.get("original_max_position_embeddings") if name == "original_length" else None
-        value = rest.pop(field, fallback)
+        outer = config.get("original_max_position_embeddings") if name == "original_length" else None
+        value = rest.pop(field, outer)
+        if outer is not None and value != outer:
+            raise ConfigError(f"config.json: {field}={outer!r} contradicts that of the rotary parameters, {value!r}")
+        if value is None and name in _NEEDED[kind]:
+            raise ConfigError(f"config.json: rope_scaling or rope_parameters: {field} is missing, which {kind} needs")
         if value is not None:
             ours[name] = value if name in ("original_length", "truncate") else _number(field, value)
     if kind == "yarn" and "factor" in ours and rest.get("finetuned") is not None:
@@ -137,6 +160,6 @@ def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> di
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e300:
         raise ConfigError(f"config.json: {name}={value!r} is not supported: expected a number")
     return float(value)

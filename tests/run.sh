@@ -11,12 +11,15 @@ unset VIRTUAL_ENV PYTHONPATH PYTHONHOME
 bash launch/setup.sh test
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 select="not slow and not cuda"
+workers="-n 2 --dist loadfile" # most tests are one process with one thread
 if [ "${1:-}" = --slow ]; then
   shift
   select="not cuda"
 elif [ "${1:-}" = --cuda ]; then
   shift
   select="cuda"
+  workers=
 fi
 .venv/bin/ruff check --quiet .
-exec .venv/bin/python -m pytest -m "$select" "$@"
+# shellcheck disable=SC2086
+exec .venv/bin/python -m pytest -m "$select" $workers "$@"

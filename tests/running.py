@@ -7,11 +7,14 @@ import functools
 import importlib.util
 import io
 import sys
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -36,6 +39,11 @@ def train(pool, world_size: int, config_file: Path, *overrides: str) -> Path:
         assert code == 0, f"rank {rank}: {printed}"
     names = [o.removeprefix("run.name=") for o in overrides if o.startswith("run.name=")]
     return config_file.parent / "runs" / (names[-1] if names else "run")
+
+
+def some_slow(values: Iterable[Any], slow: Collection[Any]) -> list[Any]:
+    """Parameters of a test, of which those in `slow` are left to `bash tests/run.sh --slow`."""
+    return [pytest.param(value, marks=pytest.mark.slow) if value in slow else value for value in values]
 
 
 def losses(run: Path) -> list[float]:

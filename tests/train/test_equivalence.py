@@ -1,7 +1,7 @@
 """Invariant 1: the same mathematics in every layout. Gradients before clipping, losses and norms of 20 steps, against one process."""
 
 import pytest
-from running import gradients, largest_gradient_difference, largest_relative_difference, losses, train
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, some_slow, train
 
 from pretrain.observe.metrics import read_metrics
 
@@ -37,7 +37,13 @@ def reference(pool, config_file, overrides):
     return train(pool, 1, config_file, "run.name=single", "log.gradients_at=[1]", *same)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = {
+    "ddp on 3", "ddp on 2, small buckets", "ddp on 2, tied", "fsdp on 2, weights kept for backward", "fsdp on 2, accumulation 4, last",
+    "hsdp 2x2, last",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, SLOW))
 def test_a_layout_computes_what_one_process_computes(pool, config_file, layout):
     world_size, *overrides = LAYOUTS[layout]
     single = reference(pool, config_file, overrides)

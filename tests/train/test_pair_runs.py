@@ -120,7 +120,8 @@ def state_of(run, step):
 
 
 @pytest.mark.parametrize(("before", "after", "exact"), [
-    ((1,), (1,), True), ((2, DDP), (2, DDP), True), ((2, FSDP), (2, FSDP), True), ((2, DDP), (3, FSDP), False), ((4, FSDP), (1,), False),
+    ((1,), (1,), True), ((2, FSDP), (2, FSDP), True), ((2, DDP), (3, FSDP), False),
+    pytest.param((2, DDP), (2, DDP), True, marks=pytest.mark.slow), pytest.param((4, FSDP), (1,), False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(pool, pair_config, before, after, exact):
     # An epoch is 9 steps: the second one is entered after the interruption.

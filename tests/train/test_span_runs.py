@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -271,3 +272,46 @@ def test_a_preset_of_512_positions_takes_the_568_tokens_that_make_sources_of_512
     assert code == 0 and "sources of 512 tokens, targets of 114" in printed
     code, printed = run_main(str(preset), "--check", *options, "data.sequence_length=569")
     assert code == 2 and "model.max_sequence_length=512 is below" in printed
+
+
+def write_rising(path, tokenizer):
+    """A document of 40,000 letters, each one after the letter before it."""
+    from pretrain.data.shards.writer import ShardWriter
+    from pretrain.data.tokenizers.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    with ShardWriter.create(path, loaded, 100_000) as writer:
+        writer.add(np.append(np.arange(40_000) % 26 + 97, loaded.eod_id), np.array([40_001]))
+    return path
+
+
+def test_a_small_model_learns_to_fill_in_what_the_rest_determines(pool, tmp_path, byte_tokenizer):
+    """Letters that rise by one, from any letter on: what was taken out follows from its neighbours."""
+    from pretrain.checkpoint.open_model import open_translator
+    from pretrain.config.load import load_config
+    from pretrain.data.training_data import build_loader
+    from pretrain.models.translate import Search, translate
+    from pretrain.train.plan import make_plan
+
+    data = write_rising(tmp_path / "rising", byte_tokenizer)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({
+        "run": {"name": "run", "dir": str(tmp_path / "runs"), "steps": 200, "seed": 3},
+        "model": {"family": "t5", "dim": 64, "layers": 2, "heads": 4, "ffn_dim": 128},
+        "data": {"sequence_length": 20, "sources": [{"path": str(data)}], "objective": "span_corruption",
+                 "span_corruption": {"mean_span_length": 2.0, "sentinels": 4, "noise_density": 0.2}},
+        "batch": {"sequences": 64, "micro_sequences": 64},
+        "optim": {"lr": 5e-3, "weight_decay": 0.0},
+        "schedule": {"warmup_steps": 25},
+        "checkpoint": {"export_check": False},
+        "log": {"every_steps": 25, "tensorboard": False},
+    }))  # fmt: skip
+    run = train(pool, 1, config)
+    assert losses(run)[0] > 4 and losses(run)[-1] < 0.1
+    plan = make_plan(load_config(config)[0], 1, torch.device("cpu"))
+    later = build_loader(plan.config, plan.data, plan.objective, plan.schedule, 0, 1, None, pin=False).read(10**6)
+    network, tokenizer, _ = open_translator(run)
+    sources, targets = later.inputs["source_BS"], later.inputs["targets_BT"].tolist()
+    end = tokenizer.eod_id
+    found = translate(network, sources, torch.full((64,), sources.shape[1]), 2, end, end, Search())
+    assert sum(row == target[:-1] for row, target in zip(found, targets)) >= 60

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pretrain.checkpoint.load import saved_tensors
 from pretrain.observe.metrics import read_metrics
 from pretrain.run import main
 
@@ -53,6 +54,12 @@ def losses(run: Path) -> list[float]:
 def largest_relative_difference(one: list[float], other: list[float]) -> float:
     assert len(one) == len(other)
     return max(abs(a - b) / abs(b) for a, b in zip(one, other))
+
+
+def state_of(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state that a run saved at a step."""
+    checkpoint = run / "checkpoints" / f"step-{step:08d}"
+    return saved_tensors(checkpoint, "model.") | saved_tensors(checkpoint, "optim.")
 
 
 def gradients(run: Path, step: int = 1) -> dict[str, torch.Tensor]:

@@ -12,7 +12,9 @@ from pretrain.command_line import run_tool  # noqa: E402
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     directions = parser.add_subparsers(dest="direction", required=True)
-    to_hf = directions.add_parser("to-hf", help="a directory that transformers' AutoModelForCausalLM and AutoTokenizer load")
+    to_hf = directions.add_parser(
+        "to-hf", help="a directory that transformers' AutoModelForCausalLM (of T5 AutoModelForSeq2SeqLM) and AutoTokenizer load"
+    )
     to_hf.add_argument("--checkpoint", type=Path, required=True, help="checkpoint or run directory (its newest one)")
     to_hf.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)"

@@ -17,7 +17,11 @@ from pretrain.command_line import run_tool  # noqa: E402
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="checkpoint, or run directory (its newest one)"
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint, run directory (its newest one) or Hugging Face directory of T5",
     )
     parser.add_argument("--input", required=True, metavar="FILE", help="sentences; plain text or .gz or .zst")
     parser.add_argument("--reference", metavar="FILE", help="their translations, line by line")

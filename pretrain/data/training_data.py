@@ -25,8 +25,7 @@ from pretrain.data.sources import cache_folder, check_names, check_tokenizers, o
 from pretrain.data.span_corruption import SpanCorruption, Spans
 from pretrain.data.text.training import TextLoader, TextTraining
 from pretrain.errors import ConfigError
-from pretrain.models.families import family_of
-from pretrain.models.shape import start_token
+from pretrain.models.shape import has_encoder, start_token
 
 
 class TrainingData(Protocol):
@@ -183,7 +182,7 @@ def _check_objective(config: Config) -> None:
                 "data.span_corruption has no effect with data.objective=next_token; set span_corruption, or remove it"
             )
         return
-    if not config.model.encoder_layers and "encoder_layers" not in family_of(config.model.family).defaults:
+    if not has_encoder(config.model):
         raise ConfigError(
             f"data.objective=span_corruption is for an encoder-decoder, and model.family={config.model.family} is none; use t5"
         )

@@ -304,6 +304,13 @@ def start_token(model: Model, eod_id: int) -> int:
     return eod_id if model.start_id is None else model.start_id
 
 
+def has_encoder(model: Model) -> bool:
+    """Whether a section, complete or not, is of an encoder-decoder."""
+    from pretrain.models.families import family_of
+
+    return bool(model.encoder_layers) or "encoder_layers" in family_of(model.family).defaults
+
+
 def has_window(model: Model, layer: int) -> bool:
     """Whether a layer, from 0, has the sliding window."""
     pattern = model.attention.window_pattern

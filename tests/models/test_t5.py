@@ -193,7 +193,7 @@ def test_buckets_of_distances_are_those_of_transformers(causal, buckets, longest
     assert 0 <= expected.min() and expected.max() < buckets
 
 
-def test_initial_weights_have_the_spread_of_transformers(tmp_path):
+def test_initial_weights_have_the_spread_of_transformers():
     from transformers import T5Config, T5ForConditionalGeneration
 
     from pretrain.parallel.initialise import initialise

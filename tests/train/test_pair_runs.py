@@ -16,11 +16,11 @@ from running import (
     losses,
     run_main,
     run_main_with,
+    state_of,
     tool,
     train,
 )
 
-from pretrain.checkpoint.load import saved_tensors
 from pretrain.data.pairs.preparation import prepare_pairs
 from pretrain.data.tokenizers.training import train_tokenizer
 from pretrain.observe.metrics import read_metrics
@@ -112,11 +112,6 @@ def test_in_bf16_gradients_are_close_to_those_of_fp32(pool, pair_config, strateg
     bf16 = train(pool, 2, pair_config, "run.name=bf16", "precision.compute=bf16", strategy, *options)
     ours, theirs = ({n: g for n, g in gradients(r).items() if not n.endswith("key.bias")} for r in (bf16, fp32))
     assert 1e-4 < largest_gradient_difference(ours, theirs) < 0.2
-
-
-def state_of(run, step):
-    checkpoint = run / "checkpoints" / f"step-{step:08d}"
-    return saved_tensors(checkpoint, "model.") | saved_tensors(checkpoint, "optim.")
 
 
 @pytest.mark.parametrize(("before", "after", "exact"), [

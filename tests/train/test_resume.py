@@ -5,9 +5,7 @@ import shutil
 
 import pytest
 import torch
-from running import largest_relative_difference, losses, run_main, some_slow, train
-
-from pretrain.checkpoint.load import saved_tensors
+from running import largest_relative_difference, losses, run_main, some_slow, state_of, train
 
 EVERY = ("log.every_steps=1", "checkpoint.keep_last=0")
 DDP2 = (2, "parallel.strategy=ddp")
@@ -22,11 +20,6 @@ LAYOUTS = {
 }
 # 24 sequences divide over every world size above.
 BATCH = ("batch.sequences=24", "batch.micro_sequences=2")
-
-
-def state_of(run, step) -> dict[str, torch.Tensor]:
-    checkpoint = run / "checkpoints" / f"step-{step:08d}"
-    return saved_tensors(checkpoint, "model.") | saved_tensors(checkpoint, "optim.")
 
 
 def equal(one, other) -> bool:

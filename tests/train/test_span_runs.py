@@ -16,12 +16,12 @@ from running import (
     largest_relative_difference,
     losses,
     run_main,
+    state_of,
     tool,
     train,
     write_prepared,
 )
 
-from pretrain.checkpoint.load import saved_tensors
 from pretrain.observe.metrics import read_metrics
 
 GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6
@@ -74,11 +74,6 @@ def test_a_layout_computes_what_one_process_computes(pool, span_config, layout):
     assert records[0][-1]["tokens"] == 4 * 16 * 10  # 6 tokens that were lost, 3 sentinels, the end
     validation = [next(iter(r[-1]["validation"].values())) for r in records]
     assert validation[0] == pytest.approx(validation[1], rel=2e-6)
-
-
-def state_of(run, step):
-    checkpoint = run / "checkpoints" / f"step-{step:08d}"
-    return saved_tensors(checkpoint, "model.") | saved_tensors(checkpoint, "optim.")
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.targets import IGNORED
 from pretrain.errors import ConfigError, DataError
 from pretrain.models.dropout import sample_keys
-from pretrain.models.families import family_of
-from pretrain.models.shape import start_token
+from pretrain.models.shape import has_encoder, start_token
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _check(config: Config) -> None:
         raise ConfigError(
             "batch.tokens is missing: tokens of source and target in a step on data.pairs, padding included, e.g. 4096"
         )
-    if not config.model.encoder_layers and "encoder_layers" not in family_of(config.model.family).defaults:
+    if not has_encoder(config.model):
         raise ConfigError(
             f"data.pairs is for an encoder-decoder, and model.family={config.model.family} is none; use transformer or t5"
         )

@@ -64,9 +64,8 @@ class _OnDisk:
 
     def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
         # What is taken apart is moved and never changed, so numbers in place of values say where each of theirs belongs.
-        places = torch.arange(
-            torch.Size(shapes[0]).numel(), dtype=torch.int32 if not theirs[0].is_meta else None, device=theirs[0].device
-        )
+        count = torch.Size(shapes[0]).numel()
+        places = torch.arange(count, dtype=torch.int32 if count < 2**31 else torch.int64, device=theirs[0].device)
         whole = torch.empty(torch.Size(shapes[0]), dtype=theirs[0].dtype, device=theirs[0].device)
         for place, tensor in zip(self.apart(places.view(shapes[0])).values(), theirs):
             if place.shape != tensor.shape:

@@ -46,6 +46,12 @@ class TrainingError(UserError):
     """Training cannot go on, for instance because the loss is not a number."""
 
 
+def reason_of(error: OSError) -> str:
+    """What the system said about a file, with its name, in one line."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename is not None else reason
+
+
 def nearest_multiples(value: int, unit: int) -> str:
     """The legal values next to one that `unit` does not divide, for a message."""
     below = value // unit * unit

@@ -23,9 +23,16 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """The configuration cannot be used: unknown key, wrong type, out of range, or two values that cannot go together."""
+    """The configuration cannot be used: unknown key, wrong type, out of range, or two values that cannot go together.
+
+    `key`: the dotted path of the key at fault, where one alone is; the entry then says where it was written.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class LaunchError(UserError):

@@ -189,6 +189,7 @@ def describe(plan: Plan, world_size: int) -> list[str]:
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
+        *(f"note     {note}" for note in plan.notes),
     ]
 
 

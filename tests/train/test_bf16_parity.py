@@ -14,10 +14,11 @@ from hf_configs import write_config
 from running import gradients, largest_gradient_difference, state_of, train
 
 CASES = Path(__file__).resolve().parents[1] / "models" / "family_cases"
+ENCODER_DECODERS = ("t5", "transformer")
 DECODERS = sorted(path.stem for path in CASES.glob("*.py"))
-FAMILIES = [*DECODERS, "t5", "hf"]
+FAMILIES = [*DECODERS, *ENCODER_DECODERS, "hf"]
 # The others with `-m slow`: python -m pytest tests/train/test_bf16_parity.py -m slow
-QUICK = {"gemma2", "gpt2", "gpt_oss"}
+QUICK = {"gemma2", "gpt2", "gpt_oss", "t5"}
 
 DDP, FSDP = "parallel.strategy=ddp", "parallel.strategy=fsdp"
 HSDP = (FSDP, "parallel.replicate=2", "parallel.shard=2")
@@ -45,7 +46,8 @@ def short_documents(tmp_path_factory, byte_tokenizer):
     from pretrain.data.shards.writer import ShardWriter
     from pretrain.data.tokenizers.tokenizer import load_tokenizer
 
-    path, random, tokenizer = tmp_path_factory.mktemp("short") / "train", np.random.default_rng(5), load_tokenizer(byte_tokenizer)
+    path = tmp_path_factory.mktemp("short") / "train"
+    random, tokenizer = np.random.default_rng(5), load_tokenizer(byte_tokenizer)
     with ShardWriter.create(path, tokenizer, 10_000) as writer:
         for length in random.integers(3, 21, 500):
             letters = np.minimum(random.geometric(0.2, length - 1), 26) + 96
@@ -57,8 +59,8 @@ def model_of(family: str, folder: Path) -> dict:
     """A small model of a family, as a section of a configuration."""
     if family == "hf":
         return {"family": "hf", "hf_config": str(write_config(folder, "stablelm"))}
-    if family == "t5":
-        return {"family": "t5", "dim": 32, "layers": 2, "heads": 4, "head_dim": 8, "ffn_dim": 64}
+    if family in ENCODER_DECODERS:
+        return {"family": family, "dim": 32, "layers": 2, "encoder_layers": 3, "heads": 4, "ffn_dim": 64, "tie_source": True}
     sys.path.insert(0, str(CASES.parent))
     model = importlib.import_module(f"family_cases.{family}").CASES["plain"]
     sys.path.remove(str(CASES.parent))
@@ -74,7 +76,7 @@ def without_nulls(section: dict) -> dict:
 def trained(pool, tmp_path, short_documents, family):
     """A configuration in bf16 that starts from weights after four large steps of one process."""
     data = {"sequence_length": 32, "sources": [{"path": str(short_documents)}]}
-    if family == "t5":
+    if family in ENCODER_DECODERS:
         data |= {"objective": "span_corruption", "span_corruption": {"mean_span_length": 2.0, "sentinels": 4}}
     config = {
         "run": {"dir": str(tmp_path / "runs"), "steps": 4, "seed": 3},
@@ -103,11 +105,11 @@ def trained(pool, tmp_path, short_documents, family):
 def gradient_of(pool, world_size: int, config: Path, name: str, *overrides: str) -> dict:
     found = gradients(train(pool, world_size, config, f"run.name={name}", *overrides))
     # Scores do not change when all keys are shifted alike: without rotation the gradient of that bias is rounding alone.
-    return {n: g for n, g in found.items() if not n.endswith(("attention.key.bias", "attn.c_attn.bias")) and float(g.norm()) > 0}
+    return {name: g for name, g in found.items() if not name.endswith("attention.key.bias") and float(g.norm()) > 0}
 
 
 def masks(family: str) -> list[str]:
-    return [] if family in ("t5", "hf") else ["data.document_mask=true"]
+    return [] if family in (*ENCODER_DECODERS, "hf") else ["data.document_mask=true"]
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES])

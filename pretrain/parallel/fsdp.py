@@ -30,8 +30,6 @@ from pretrain.parallel.strategy import DTYPES
 class FullyShard:
     """`fully_shard` per unit, reductions that sum."""
 
-    gradient_scale = 1.0
-
     def __init__(self, config: Config, layout: Layout, ranks: Ranks) -> None:
         self.config = config
         self.device = ranks.device

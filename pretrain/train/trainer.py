@@ -120,7 +120,7 @@ class Trainer:
         inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
         with self.strategy.micro_step(last=last):
             losses_B = self.call(**inputs)
-            (losses_B.sum() * (self.strategy.gradient_scale / target_tokens)).backward()
+            (losses_B.sum() / target_tokens).backward()
         return losses_B.detach()
 
     def _refuse_step(self, number: int, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> None:

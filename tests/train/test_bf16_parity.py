@@ -130,6 +130,14 @@ def test_a_number_of_ranks_that_is_no_power_of_two_rounds_nothing_else(pool, tra
         assert largest_gradient_difference(gradient_of(pool, 3, trained, name, layout, *batch), single) <= FP32_LIMIT, name
 
 
+@pytest.mark.parametrize("family", ["llama"])
+def test_embeddings_that_are_used_again_by_later_depths_have_the_same_gradient(pool, trained, family):
+    """Found by the campaign: three addends in bf16, of which FSDP2 adds the first block's two first."""
+    ahead = ("model.predict_ahead=2", "run.init_from=null")
+    single = gradient_of(pool, 1, trained, "single", *ahead)
+    assert largest_gradient_difference(gradient_of(pool, 2, trained, "fsdp", FSDP, *ahead), single) == 0.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "not masked"])
 @pytest.mark.parametrize("family", FAMILIES)

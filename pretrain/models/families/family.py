@@ -61,7 +61,8 @@ def same(value: Any, other: Any) -> Any:
 class Field:
     """One of our keys, and the field of config.json that says the same.
 
-    `default` is what an absent field means; `to(value, model)` and `back(value, config)` translate where the values differ.
+    `default` is what an absent field means; `to(value, model)` and `back(value, config)` translate where the values differ. Several keys
+    of ours may share a field of theirs: each then needs a `back` of its own, and an export demands that all of them write the same.
     """
 
     ours: str
@@ -106,6 +107,18 @@ class Family:
     copies: tuple[str, ...] = ()
     prefix: str = ""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError where fields that are read twice do not say what each key gets: an error of the family's file."""
+        shared: dict[str, list[Field]] = {}
+        for item in self.fields:
+            shared.setdefault(item.theirs, []).append(item)
+        for theirs, items in shared.items():
+            if len(items) > 1 and (any(item.back is same for item in items) or any(i.default != items[0].default for i in items)):
+                raise ValueError(
+                    f"family {self.name}: {', '.join(item.ours for item in items)} all read {theirs}: give each of them the same default, "
+                    "and a `back` of its own"
+                )
+
     def switches(self, model: Model) -> dict[str, Any]:
         """What the family says of switches that the configuration leaves open."""
         return {name: _value(value, model) for name, value in {**self.defaults, **self.fixed}.items()}
@@ -116,12 +129,24 @@ class Family:
         No token has a special meaning: transformers would give some families tokens of its own, perhaps beyond the vocabulary.
         """
         self._check_expressible(model)
-        values = flat(model)
-        config = {"architectures": [self.architecture], "model_type": self.model_type}
-        config |= {f.theirs: f.to(values[f.ours], model) for f in self.fields}
+        config = {"architectures": [self.architecture], "model_type": self.model_type, **self._written(model)}
         config |= {name: value for name, make in self.derived.items() if (value := make(model)) is not None}
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        return config | self.constants | (rope_to_hf(model, self.rope) if self.rope else {})
+        return config | self.constants | (rope_to_hf(model, self.rope, self.partial) if self.rope else {})
+
+    def _written(self, model: Model) -> dict[str, Any]:
+        """What `fields` say of a model. Raises ConfigError for two keys of ours that would write one field of theirs differently."""
+        values, written, writers = flat(model), {}, {}
+        for item in self.fields:
+            value = item.to(values[item.ours], model)
+            if written.setdefault(item.theirs, value) != value:
+                other = writers[item.theirs]
+                raise ConfigError(
+                    f"model.{item.ours}={values[item.ours]} with model.{other}={values[other]}: {self.architecture} says both in one field, "
+                    f"{item.theirs}; make them agree, or set model.family=custom (which has no export)"
+                )
+            writers[item.theirs] = item.ours
+        return written
 
     def entries(self, model: Model, parameters: Sequence[str]) -> list[Entry]:
         """The weight map of a model with these parameters. Raises ValueError where it does not cover them."""
@@ -165,10 +190,11 @@ class Family:
                 raise ConfigError(f"config.json: {name}={config[name]!r} is not supported for {self.name}; only {value!r} is")
         values: dict[str, Any] = {}
         for item in self.fields:
-            raw = rest.pop(item.theirs, item.default)
+            raw = rest.get(item.theirs, item.default)
             if raw is REQUIRED or (raw is None and item.default is REQUIRED):
                 raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
             values[item.ours] = _typed(item, item.back(raw, config), config)
+        rest = {name: value for name, value in rest.items() if name not in ours}
         if self.rope:
             rope = rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta, self.scaling)
             values |= {name: _typed(Field(name, "rope_parameters"), value, config) for name, value in rope.items()}

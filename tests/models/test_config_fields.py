@@ -10,9 +10,7 @@ import json
 import math
 
 import pytest
-from published_configs import PUBLISHED
-from test_gpt_presets import GPT2_FILE, PYTHIA_FILE
-from test_moe_presets import FILES
+from presets import PUBLISHED
 from test_t5 import config_json
 
 from pretrain.checkpoint.weight_plan import plan_weights
@@ -22,8 +20,10 @@ from pretrain.models.families.common import projections
 from pretrain.models.families.family import Field
 from pretrain.models.shape import flat, with_values
 
-EVERY = {**PUBLISHED, **FILES, "gpt2-124m": GPT2_FILE, "pythia-160m": PYTHIA_FILE, "t5": config_json(),
-         "t5-v1.1": config_json(feed_forward_proj="gated-gelu", tie_word_embeddings=False)}  # fmt: skip
+EVERY = PUBLISHED | {
+    "t5": config_json(),
+    "t5-v1.1": config_json(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+}
 every_file = pytest.mark.parametrize("name", EVERY)
 ONE_OF_A_FAMILY = {family_of_hf(config).name: name for name, config in reversed(EVERY.items())}
 
@@ -86,14 +86,14 @@ HOSTILE = [
     {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}, {"rope_type": "linear", "factor": 0},
 ]  # fmt: skip
 EXTRA = {"rope_parameters", "rope_scaling", "layer_types", "sliding_window", "head_dim", "partial_rotary_factor", "architectures",
-         "original_max_position_embeddings", "mlp_only_layers", "qk_head_dim", "rope_local_base_freq"}  # fmt: skip
+         "original_max_position_embeddings", "mlp_only_layers", "qk_head_dim", "rope_local_base_freq", "attn_type_list"}  # fmt: skip
 DEPTHS = {"num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"}
 
 
 @pytest.mark.parametrize("family", ONE_OF_A_FAMILY)
 def test_a_hostile_value_is_read_or_refused_in_one_line(family):
     depth = {field: 2 for field in DEPTHS & set(EVERY[ONE_OF_A_FAMILY[family]])}
-    lists = {"layer_types": None, "no_rope_layers": None}  # of so many layers as there were
+    lists = {"layer_types": None, "no_rope_layers": None, "attn_type_list": None}  # of so many layers as there were
     config = {k: v for k, v in (EVERY[ONE_OF_A_FAMILY[family]] | depth).items() if k not in lists}
     read(config)
     refused = 0
@@ -238,7 +238,9 @@ def test_a_family_whose_keys_share_a_field_without_saying_what_each_gets_is_refu
 @pytest.mark.parametrize("name", [family.name for family in families() if family.partial])
 def test_the_rotated_share_is_written_where_it_is_one_too(name):
     """M-D9: without the field a reader takes the family's own share, a quarter or a half of each head, for the model's."""
-    model = with_values(family_of_hf(EVERY[ONE_OF_A_FAMILY[name]]).from_hf(EVERY[ONE_OF_A_FAMILY[name]]), {"rope.fraction": 1.0})
+    model = with_values(
+        family_of_hf(EVERY[ONE_OF_A_FAMILY[name]]).from_hf(EVERY[ONE_OF_A_FAMILY[name]]), {"rope.fraction": 1.0}
+    )
     written = family_of(name).to_hf(model)
     assert written["partial_rotary_factor"] == written["rope_parameters"]["partial_rotary_factor"] == 1.0
     assert family_of(name).from_hf(written).rope.fraction == 1.0

@@ -113,7 +113,9 @@ class Family:
         for item in self.fields:
             shared.setdefault(item.theirs, []).append(item)
         for theirs, items in shared.items():
-            if len(items) > 1 and (any(item.back is same for item in items) or any(i.default != items[0].default for i in items)):
+            if len(items) > 1 and (
+                any(item.back is same for item in items) or any(i.default != items[0].default for i in items)
+            ):
                 raise ValueError(
                     f"family {self.name}: {', '.join(item.ours for item in items)} all read {theirs}: give each of them the same default, "
                     "and a `back` of its own"

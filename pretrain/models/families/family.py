@@ -52,6 +52,9 @@ NOT_EXPORTED = {
     "experts.router_z_loss", "dropout", "init", "init_std",
 }  # fmt: skip
 
+# Keys of ours that null derives from others; to any other null would mean what a new model of the family has, which no file means.
+DERIVED = {"kv_heads", "head_dim", "ffn_dim"}
+
 
 def same(value: Any, other: Any) -> Any:
     return value
@@ -196,6 +199,8 @@ class Family:
             if raw is REQUIRED or (raw is None and item.default is REQUIRED):
                 raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
             values[item.ours] = _typed(item, item.back(raw, config), config)
+            if values[item.ours] is None and item.default is not None and item.ours not in DERIVED:
+                raise ConfigError(f"config.json: {item.theirs} is null, which means nothing to {self.name}; remove it")
         rest = {name: value for name, value in rest.items() if name not in ours}
         if self.rope:
             rope = rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta, self.scaling)

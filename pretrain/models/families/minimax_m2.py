@@ -16,10 +16,11 @@ def _fraction(width: Any, config: dict[str, Any]) -> Any:
     share = config.get("partial_rotary_factor") if share is None else share
     if width is None:
         return 1.0  # unless there is a share, which is read with the other rotary parameters
-    if type(width) is not int or type(head_dim) is not int or head_dim < 1:
-        raise ConfigError(f"config.json: rotary_dim={width!r} of head_dim={head_dim!r} is not supported: expected whole numbers")
-    if isinstance(share, float) and int(head_dim * share) != width:
-        raise ConfigError(f"config.json: rotary_dim={width} of head_dim={head_dim} contradicts partial_rotary_factor={share}")
+    if type(width) is not int or type(head_dim) is not int or not 0 < width <= head_dim:
+        raise ConfigError(f"config.json: rotary_dim={width!r} is not supported: expected 1 to head_dim={head_dim!r}")
+    is_share = type(share) in (int, float) and 0 < share <= 1
+    if share is not None and not (is_share and int(head_dim * share) == width):
+        raise ConfigError(f"config.json: rotary_dim={width} of {head_dim} contradicts partial_rotary_factor={share!r}")
     return width / head_dim
 
 

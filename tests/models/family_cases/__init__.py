@@ -15,6 +15,12 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+# What vLLM's and SGLang's model files of 2024 to 2026 and llama.cpp's convert_hf_to_gguf.py look up wherever names are Llama's.
+LLAMA = {
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_theta", "rope_parameters", "hidden_act",
+    "tie_word_embeddings", "initializer_range",
+}  # fmt: skip
 FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
 
 

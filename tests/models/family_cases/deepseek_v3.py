@@ -1,5 +1,6 @@
 """What the tests know of DeepSeek-V3."""
 
+from family_cases import LLAMA
 from pretrain.config.model_schema import Experts, Latent, Model, Rope
 
 SMALL = {"dim": 32, "layers": 3, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -58,7 +59,7 @@ COUNTS = {
     # Tensors of the published files without layer 61 and the 58 x 256 balancing biases.
     "deepseek-v3": 671_026_404_352,
 }
-READ = {
+READ = LLAMA | {
     "rms_norm_eps",
     "n_routed_experts",
     "n_shared_experts",

@@ -1,6 +1,6 @@
 """What the tests know of ERNIE 4.5."""
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Mlp, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -22,4 +22,4 @@ PUBLISHED = {
     ),
 }  # fmt: skip
 COUNTS = {"ernie4.5-0.3b": 360_748_032}  # baidu/ERNIE-4.5-0.3B-PT
-READ = {"rms_norm_eps", "use_bias"}
+READ = LLAMA | {"rms_norm_eps", "use_bias"}

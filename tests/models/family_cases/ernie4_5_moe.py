@@ -1,6 +1,6 @@
 """What the tests know of ERNIE 4.5 with experts."""
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Experts, Model, Rope
 
 SMALL = {"dim": 32, "layers": 3, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -36,7 +36,7 @@ PUBLISHED = {
 COUNTS = {
     "ernie4.5-21b-a3b": 21_825_436_160
 }  # baidu/ERNIE-4.5-21B-A3B-PT, 21.8B, without the layer that predicts further ahead
-READ = {
+READ = LLAMA | {
     "rms_norm_eps", "use_bias", "moe_num_experts", "moe_k", "moe_intermediate_size", "moe_num_shared_experts", "moe_layer_start_index",
     "moe_layer_end_index", "moe_layer_interval", "moe_use_aux_free",
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Model, Rope
 
 SMALL = {"dim": 32, "layers": 3, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -51,7 +51,7 @@ COUNTS = {
     "gemma2-9b": 9_241_705_984,
     "gemma2-27b": 27_227_128_320,
 }
-READ = {
+READ = LLAMA | {
     "rms_norm_eps",
     "sliding_window",
     "layer_types",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Model, Rope
 
 SMALL = {"dim": 32, "layers": 4, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -69,7 +69,7 @@ COUNTS = {
     "gemma3-12b": 12_187_325_040 - 416_866_032 - 1152 * (3840 + 1),
     "gemma3-27b": 27_432_406_640 - 416_866_032 - 1152 * (5376 + 1),
 }
-READ = {
+READ = LLAMA | {
     "rms_norm_eps",
     "sliding_window",
     "layer_types",

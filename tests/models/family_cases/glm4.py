@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -43,4 +43,4 @@ COUNTS = {
     "glm4-9b": 9_400_279_040,
     "glm4-32b": 32_566_081_536,
 }
-READ = {"rms_norm_eps", "attention_bias", "partial_rotary_factor"}
+READ = LLAMA | {"rms_norm_eps", "attention_bias", "partial_rotary_factor"}

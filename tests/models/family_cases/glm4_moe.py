@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Experts, Model, Norm, Rope
 
 SMALL = {"dim": 32, "layers": 3, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -78,7 +78,7 @@ COUNTS = {
     "glm4.5-air": 110_468_824_832 - ahead(4096, 128, 1408, norms=False) - 46 * 128,
     "glm4.5": 358_337_791_296 - ahead(5120, 160, 1536, norms=True) - 90 * 160,
 }
-READ = {
+READ = LLAMA | {
     "rms_norm_eps", "attention_bias", "partial_rotary_factor", "use_qk_norm", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
     "moe_intermediate_size", "first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor",
 }  # fmt: skip

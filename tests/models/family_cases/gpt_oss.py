@@ -1,5 +1,6 @@
 """What the tests know of gpt-oss."""
 
+from family_cases import LLAMA
 from pretrain.config.model_schema import Attention, Experts, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 24, "vocab_size": 61}
@@ -42,4 +43,4 @@ COUNTS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
-READ = {"rms_norm_eps", "num_local_experts", "num_experts_per_tok", "sliding_window", "layer_types", "swiglu_limit"}
+READ = LLAMA | {"rms_norm_eps", "num_local_experts", "num_experts_per_tok", "sliding_window", "layer_types", "swiglu_limit"}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Mlp, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -54,6 +54,6 @@ COUNTS = {
     "granite3.3-2b": 2_533_539_840,
     "granite3.3-8b": 8_170_864_640,
 }
-READ = {
+READ = LLAMA | {
     "rms_norm_eps", "attention_bias", "mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
 }  # fmt: skip

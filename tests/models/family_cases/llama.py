@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Mlp, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -88,4 +88,4 @@ COUNTS = {
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
 }
-READ = {"rms_norm_eps", "attention_bias", "mlp_bias"}
+READ = LLAMA | {"rms_norm_eps", "attention_bias", "mlp_bias"}

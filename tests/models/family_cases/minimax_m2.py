@@ -1,6 +1,6 @@
 """What the tests know of MiniMax-M2."""
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Experts, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 20, "vocab_size": 61}
@@ -29,6 +29,6 @@ PUBLISHED = {
     ),
 }  # fmt: skip
 COUNTS = {"minimax-m2": 228_689_764_864 - 62 * 256}  # the hub's total without the balancing biases
-READ = {
+READ = LLAMA | {
     "rms_norm_eps", "num_local_experts", "num_experts_per_tok", "rotary_dim", "scoring_func", "use_routing_bias", "use_qk_norm", "qk_norm_type",
 }  # fmt: skip

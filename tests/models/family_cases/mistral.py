@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -36,4 +36,4 @@ COUNTS = {
     "mistral-7b": 7_248_023_552,
     "mistral-7b-v0.1": 7_241_732_096,
 }
-READ = {"rms_norm_eps", "sliding_window"}
+READ = LLAMA | {"rms_norm_eps", "sliding_window"}

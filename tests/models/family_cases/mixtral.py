@@ -1,5 +1,6 @@
 """What the tests know of Mixtral."""
 
+from family_cases import LLAMA
 from pretrain.config.model_schema import Attention, Experts, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -24,4 +25,4 @@ COUNTS = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
 }
-READ = {"rms_norm_eps", "num_local_experts", "num_experts_per_tok", "sliding_window"}
+READ = LLAMA | {"rms_norm_eps", "num_local_experts", "num_experts_per_tok", "sliding_window"}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -46,4 +46,4 @@ COUNTS = {
     "olmo2-13b": 13_716_198_400,
     "olmo2-32b": 32_234_279_936,
 }
-READ = {"rms_norm_eps", "attention_bias"}
+READ = LLAMA | {"rms_norm_eps", "attention_bias"}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from family_cases import LLAMA
 from family_cases.olmo2 import olmo2
 from pretrain.config.model_schema import Attention, Model, Rope
 
@@ -55,4 +56,4 @@ COUNTS = {
     "olmo3-7b": 7_298_011_136,
     "olmo3-32b": 32_233_522_176,
 }
-READ = {"rms_norm_eps", "sliding_window", "layer_types", "attention_bias"}
+READ = LLAMA | {"rms_norm_eps", "sliding_window", "layer_types", "attention_bias"}

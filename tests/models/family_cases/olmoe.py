@@ -1,6 +1,6 @@
 """What the tests know of OLMoE."""
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Experts, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 20, "vocab_size": 61}
@@ -29,4 +29,4 @@ PUBLISHED = {
     ),
 }  # fmt: skip
 COUNTS = {"olmoe-1b-7b": 6_919_161_856}  # allenai/OLMoE-1B-7B-0924 and -0125
-READ = {"rms_norm_eps", "attention_bias", "num_experts", "num_experts_per_tok", "norm_topk_prob", "clip_qkv"}
+READ = LLAMA | {"rms_norm_eps", "attention_bias", "num_experts", "num_experts_per_tok", "norm_topk_prob", "clip_qkv"}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -48,4 +48,4 @@ COUNTS = {
     "phi3-medium": 13_960_238_080,
     "phi4": 14_659_507_200,
 }
-READ = {"rms_norm_eps", "sliding_window", "original_max_position_embeddings"}
+READ = LLAMA | {"rms_norm_eps", "sliding_window", "original_max_position_embeddings"}

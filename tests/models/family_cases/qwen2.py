@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Model, Rope
 
 SMALL = {"dim": 32, "layers": 3, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -52,4 +52,4 @@ COUNTS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-72b": 72_706_203_648,
 }
-READ = {"rms_norm_eps", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"}
+READ = LLAMA | {"rms_norm_eps", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Model, Rope
 
 SMALL = {"dim": 32, "layers": 3, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -56,4 +56,4 @@ COUNTS = {
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
 }
-READ = {"rms_norm_eps", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "attention_bias"}
+READ = LLAMA | {"rms_norm_eps", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "attention_bias"}

@@ -1,5 +1,6 @@
 """What the tests know of Qwen3-MoE."""
 
+from family_cases import LLAMA
 from pretrain.config.model_schema import Attention, Experts, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -37,7 +38,7 @@ COUNTS = {
     "qwen3-235b-a22b": 235_093_634_560,
     "moe-40m-a10m": 41_473_280,  # our own
 }
-READ = {
+READ = LLAMA | {
     "rms_norm_eps",
     "num_experts",
     "num_experts_per_tok",

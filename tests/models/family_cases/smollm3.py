@@ -1,6 +1,6 @@
 """What the tests know of SmolLM3."""
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Mlp, Model, Rope
 
 SMALL = {"dim": 32, "layers": 5, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -56,4 +56,12 @@ PUBLISHED = {
 COUNTS = {
     "smollm3-3b": 3_075_098_624,
 }
-READ = {"rms_norm_eps", "sliding_window", "layer_types", "no_rope_layers", "use_sliding_window", "attention_bias", "mlp_bias"}
+READ = LLAMA | {
+    "rms_norm_eps",
+    "sliding_window",
+    "layer_types",
+    "no_rope_layers",
+    "use_sliding_window",
+    "attention_bias",
+    "mlp_bias",
+}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_cases import hub
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Mlp, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -49,4 +49,4 @@ COUNTS = {
     "starcoder2-7b": 7_173_923_840,
     "starcoder2-15b": 15_957_889_024,
 }
-READ = {"norm_epsilon", "use_bias", "sliding_window"}
+READ = LLAMA | {"norm_epsilon", "use_bias", "sliding_window"}

@@ -16,6 +16,7 @@ ACTIVE = {
     "qwen3-30b-a3b": 3.35,
     "qwen3-235b-a22b": 22.2,
     "deepseek-v3": 37.6,
+    "olmoe-1b-7b": 1.3,
     "gpt-oss-20b": 3.61 + 0.58,
     "gpt-oss-120b": 5.13 + 0.58,
     "moe-40m-a10m": 0.010,

@@ -77,16 +77,22 @@ class Field:
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is computed and how transformers writes it. Values may be functions of the model.
+    """How a family is computed and how transformers writes it. Values may be functions of the model (docs/adding_a_family.md).
 
-    `fixed`: switches that make the family what it is. `defaults`: what a new model has unless the configuration says otherwise.
-    `constants`: fields of config.json with the one value that we compute; also written. `accepted`: the same, but not written.
-    `derived`: fields that say again, for older readers, what `fields` say: written unless None, and read by the `back` of those.
-    `inert`: more fields without effect. `rope`: how rotary positions are written, None: they are not; `theta` and `local_theta`:
-    the bases that a config.json means which names none, `scaling` the scaling; `partial`: whether transformers can rotate a share of a head here (elsewhere
-    it ignores the field). `refuse`: says why transformers would not take a model. `dropped`: whether a tensor of theirs is no part
-    of what is computed; an import says which it leaves out. `copies`: names under which files may hold the embedding again. `prefix`:
-    what older files leave out before every name.
+    fixed        switches that make the family what it is; no other value can be exported
+    defaults     what a new model has unless the configuration says otherwise
+    constants    fields of config.json with the one value that we compute; exports write them
+    accepted     the same, but exports do not write them
+    derived      fields that say again, for older readers, what `fields` say: written unless None; `back` of those fields reads them
+    inert        fields without effect, besides INERT
+    rope         how rotary positions are written; None: this family has none
+    theta, local_theta, scaling
+                 the bases and the scaling that a config.json means which does not name them
+    partial      transformers rotates a share of each head here; elsewhere it ignores the field
+    refuse       says why transformers would not take a model
+    dropped      which tensors of a file are no part of the model; an import says what it leaves out
+    copies       names under which files may hold the embedding again
+    prefix       what older files leave out before every name
     """
 
     name: str

@@ -88,13 +88,15 @@ HOSTILE = [
 EXTRA = {"rope_parameters", "rope_scaling", "layer_types", "sliding_window", "head_dim", "partial_rotary_factor", "architectures",
          "original_max_position_embeddings", "mlp_only_layers", "qk_head_dim", "rope_local_base_freq", "attn_type_list"}  # fmt: skip
 DEPTHS = {"num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"}
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 
 
 @pytest.mark.parametrize("family", ONE_OF_A_FAMILY)
 def test_a_hostile_value_is_read_or_refused_in_one_line(family):
-    depth = {field: 2 for field in DEPTHS & set(EVERY[ONE_OF_A_FAMILY[family]])}
+    published = EVERY[ONE_OF_A_FAMILY[family]]
+    small = dict.fromkeys(DEPTHS & set(published), 2) | dict.fromkeys(EXPERTS & set(published), 16)
     lists = {"layer_types": None, "no_rope_layers": None, "attn_type_list": None}  # of so many layers as there were
-    config = {k: v for k, v in (EVERY[ONE_OF_A_FAMILY[family]] | depth).items() if k not in lists}
+    config = {k: v for k, v in (published | small).items() if k not in lists}
     read(config)
     refused = 0
     for field in sorted({*config, *EXTRA} - {"model_type"}):

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "campaigns")]
 
-CAMPAIGNS = ("parity",)
+CAMPAIGNS = ("parity", "hostile_configs")
 JOURNALS = ROOT / "build" / "campaigns"
 
 

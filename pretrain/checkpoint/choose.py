@@ -92,11 +92,14 @@ def _on_main(ranks: Ranks, name: str, look: Callable[[], T]) -> T:
 
 def patiently(look: Callable[[], T]) -> T:
     """The result of `look`, which all ranks call together, tried again after growing pauses where it raises UnreadableError on all."""
+    said = None
     for seconds in RETRY_SECONDS:
         try:
             return look()
         except UnreadableError as error:
-            log.warning("%s; tried again in %g s", error, seconds)
+            if str(error) != said:
+                said = str(error)
+                log.warning("%s; tried again for %g s", error, sum(RETRY_SECONDS))
             time.sleep(seconds)
     try:
         return look()

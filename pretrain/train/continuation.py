@@ -125,7 +125,7 @@ class Continuation:
             _, rank, name = min(bad)
             raise TrainingError(
                 f"step {step}: {name} is not finite (rank {rank}), so the state was not saved; {self.describe_last()}: lower optim.lr or "
-                "raise optim.eps, and run again from there"
+                "raise optim.eps, then run again"
             )
 
     def describe_last(self) -> str:

@@ -46,7 +46,7 @@ _CURVE_POINTS = 1000  # steps at which two schedules are compared
 class Change:
     """A value that is not what it was. `consent`: what `run.accept_changes` calls it, None where it cannot be accepted.
 
-    `consequence`: what comes of it, where the value itself does not say so.
+    `consequence`: what comes of it, where the value itself does not say so; `place`: where the new value was found, of a hash.
     """
 
     name: str
@@ -54,16 +54,20 @@ class Change:
     new: Any
     consent: str | None
     consequence: str = ""
+    place: str = ""
 
 
 # ---- what differs -----------------------------------------------------------------------------------------------------
 
 
-def identity_changes(saved: dict[str, Any], own: dict[str, Any]) -> list[Change]:
-    """What makes the run of one identity another than that of the other."""
+def identity_changes(saved: dict[str, Any], own: dict[str, Any], places: dict[str, str] | None = None) -> list[Change]:
+    """What makes the run of one identity another than that of the other. `places`: where the content of a source lies."""
     changed = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
     kinds = {name: next((key for key in _CONSEQUENCES if _is_under(name, [key])), None) for name in changed}
-    return [Change(n, saved.get(n), own.get(n), kinds[n], _CONSEQUENCES.get(kinds[n], "")) for n in changed]
+    return [
+        Change(n, saved.get(n), own.get(n), kinds[n], _CONSEQUENCES.get(kinds[n], ""), (places or {}).get(n, ""))
+        for n in changed
+    ]
 
 
 def differences(saved: dict[str, Any], own: Config) -> list[str]:
@@ -128,12 +132,10 @@ def check_changes(
         log.warning("%s: accepted %s", holder, _describe(tolerated))
     if not refused:
         return
-    what, remedies = "was trained with other values", ["restore them"]
+    what, remedies = "was trained with other values", ["restore these values"]
     if any(change in identity for change in refused):
-        what, remedies = (
-            "holds another run",
-            ["choose another run.name, or restore these values" if other_name else "restore these values"],
-        )
+        what = "holds another run"
+        remedies = ["choose another run.name, or restore these values"] if other_name else remedies
     if tokens and any(change.name.startswith("data.mixture") for change in refused):
         remedies.append(
             "to mix otherwise from here on, leave the past as it was: "
@@ -174,15 +176,17 @@ def _describe(changes: list[Change]) -> str:
     parts = []
     for (_, consequence), members in kinds.items():
         listed = members[:_SHOWN] if consequence else members
-        values = [f"{_title(c.name)} was {_shown(c.name, c.old)} and is {_shown(c.name, c.new)}" for c in listed]
+        values = [f"{_title(c)} was {_shown(c.name, c.old)} and is {_shown(c.name, c.new)}" for c in listed]
         more = f" and {len(members) - len(listed)} more" if len(members) > len(listed) else ""
         parts.append("; ".join(values) + more + (f" ({consequence})" if consequence else ""))
     return "; ".join(parts)
 
 
-def _title(name: str) -> str:
-    share = re.fullmatch(r"data\.mixture\.(\d+)\.shares\.(\d+)", name)
-    return f"the share of data.sources.{share[2]} in part {share[1]} of the mixture" if share else name
+def _title(change: Change) -> str:
+    share = re.fullmatch(r"data\.mixture\.(\d+)\.shares\.(\d+)", change.name)
+    if share:
+        return f"the share of data.sources.{share[2]} in part {share[1]} of the mixture"
+    return f"{change.name} ({change.place})" if change.place else change.name
 
 
 def _shown(name: str, value: Any) -> str:

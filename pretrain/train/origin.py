@@ -84,11 +84,13 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
         )
     saved = _config_of(path / "config.yaml")
     settings = setting_changes(saved, config, state["step"]) if saved else []
-    identity = identity_changes(state["identity"], plan.identity(state["samples"]))
+    places = {f"data.sources.{i}": source.path for i, source in enumerate(config.data.sources)}
+    identity = identity_changes(state["identity"], plan.identity(state["samples"]), places)
     # Where weights alone decide the mixture, a stage can leave the past as it was.
     by_weight = not any(source.max_epochs or source.tokens for source in config.data.sources)
     tokens = state["samples"] * config.data.sequence_length if by_weight else 0
-    check_changes(path, identity, settings, config.run.accept_changes, tokens)
+    own = path.parent == directory.checkpoints
+    check_changes(path, identity, settings, config.run.accept_changes, tokens, other_name=own)
     return _difference(saved, plan, path)
 
 

@@ -104,6 +104,30 @@ def test_a_signal_to_one_rank_leaves_a_checkpoint_of_the_next_step_and_exit_code
     assert step == steps_logged(run)
 
 
+@pytest.mark.parametrize("piece", [0.002, 0.2, 7.0])
+def test_long_work_asks_about_once_a_second_whether_to_stop(monkeypatch, piece):
+    """T-D2: often enough to be in time, and seldom enough to cost nothing."""
+    from types import SimpleNamespace
+
+    from pretrain.train import stop
+
+    clock, asked = SimpleNamespace(now=0.0), []
+    ranks = SimpleNamespace(world_size=2, sum=lambda name, values: asked.append(clock.now) or 2 * values)
+    monkeypatch.setattr(stop.time, "monotonic", lambda: clock.now)
+    request = SimpleNamespace(reason=None)
+    poll = stop.StopPoll(request, ranks)
+    while clock.now < 30:
+        clock.now += piece
+        poll.check()
+    gaps = [later - earlier for earlier, later in zip(asked[10:], asked[11:])]
+    assert len(asked) <= 60 and max(gaps, default=piece) <= max(1.05, piece + 1e-9)
+    request.reason = "SIGTERM"
+    with pytest.raises(stop.Stopped):
+        for _ in range(int(1.1 / piece) + 1):
+            clock.now += piece
+            poll.check()
+
+
 def long_validation(prepared: Path) -> str:
     """Sources that take minutes to validate on."""
     return "data.validation=[" + ", ".join(f"{{path: {prepared}, name: v{i}}}" for i in range(40)) + "]"

@@ -97,7 +97,7 @@ def test_what_changes_the_numbers_needs_consent_by_name(config_file, run, key):
     before = content(run)
     code, line = check(config_file, NEEDS_CONSENT[key])
     assert code == 1 and (f"{key} was" in line or f"{key}.0.sequences was None and is 2" in line)
-    assert line.endswith(f"restore them; if it is meant, run.accept_changes=[{key}]")
+    assert line.endswith(f"restore these values; if it is meant, run.accept_changes=[{key}]")
     code, printed = check(config_file, NEEDS_CONSENT[key], f"run.accept_changes=[{key}]")
     assert code == 0 and "would resume from step 4" in printed
     assert content(run) == before

@@ -60,7 +60,7 @@ def append_line(path: Path, text: str) -> None:
             file.seek(size - 1)
             data = data if file.read(1) == b"\n" else b"\n" + data
         if (written := file.write(data)) != len(data):
-            raise OSError(errno.ENOSPC, f"{written} of {len(data)} bytes were written", str(path))
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes found room", str(path))
 
 
 def exists(path: Path) -> bool:

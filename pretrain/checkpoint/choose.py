@@ -138,7 +138,12 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
             return _Candidates(tuple(files.resolve(Path(resume))))
         return _named(own, Path(resume))
     newest = saved_last()
-    if newest is not None and not exists(folder / newest):
+    # A later one was saved after that was written; it may have retired this one.
+    if (
+        newest is not None
+        and not exists(folder / newest)
+        and not any((len(p.name), p.name) > (len(newest), newest) for p in own)
+    ):
         raise UnreadableError(
             f"{folder / newest} was saved last, as status.json says, and is not there: shared storage may show it later; if it was removed on "
             "purpose, say so by run.resume=PATH of an earlier one, or by removing status.json"
@@ -162,7 +167,7 @@ def _named(own: list[Path], path: Path) -> _Candidates:
     step = files.step_of(named)
     newer = [checkpoint for checkpoint in own if files.step_of(checkpoint) > step]
     for checkpoint in newer:
-        if any(part == (step, True) for part in ((p["from"], p.get("back")) for p in _timeline(_peek(checkpoint)) or [])):
+        if any(part["from"] == step and part.get("back") for part in _timeline(_peek(checkpoint, needed=True)) or []):
             log.info(
                 "run.resume=%s: the run went back to it before, and continues from what it saved since; to go back once more, move %s to %s away",
                 path, newer[0].name, newer[-1].name,
@@ -175,14 +180,15 @@ def _named(own: list[Path], path: Path) -> _Candidates:
     return _Candidates((named,), (*strays, *newer), back=True)
 
 
-def _peek(checkpoint: Path) -> dict[str, Any]:
-    """state.json of a checkpoint that was not verified; empty where it is damaged."""
+def _peek(checkpoint: Path, needed: bool = False) -> dict[str, Any]:
+    """state.json of a checkpoint that was not verified; empty where it is damaged, and unless it is `needed` where it cannot be read."""
     try:
-        return load_state(checkpoint)
-    except UnreadableError:
-        raise
-    except CheckpointError:
+        state = load_state(checkpoint)
+    except CheckpointError as error:
+        if needed and isinstance(error, UnreadableError) and not error.missing:
+            raise
         return {}
+    return state if isinstance(state, dict) else {}
 
 
 def _check_line(candidates: list[Path], state: dict[str, Any]) -> None:

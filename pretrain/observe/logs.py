@@ -49,8 +49,8 @@ class Tolerated:
     def __init__(self, what: str) -> None:
         self.what, self.lost = what, 0
 
-    def attempt(self, write: Callable[[], object]) -> None:
-        """Call `write`; an OSError of it is a warning."""
+    def attempt(self, write: Callable[[], object]) -> bool:
+        """Call `write`; an OSError of it is a warning. Whether it succeeded."""
         try:
             write()
         except OSError as error:
@@ -58,10 +58,11 @@ class Tolerated:
                 reason = error.strerror or error
                 log.warning("%s: cannot be written: %s; the run goes on, and the next line is tried again", self.what, reason)
             self.lost += 1
-            return
+            return False
         if self.lost:
             log.warning("%s: is written again; lines that were lost: %d", self.what, self.lost)
             self.lost = 0
+        return True
 
     def close(self) -> None:
         """Say what was lost to the end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,25 +25,36 @@ class Metrics:
         self.path, self.board_path, self.step = directory / METRICS_FILE, directory / "tensorboard", step
         self._lines, self._board_lines = Tolerated(str(self.path)), Tolerated(str(self.board_path))
         self._has_board, self._board = tensorboard, None
+        self._thread_hook = threading.excepthook
         if tensorboard:
             self._board_lines.attempt(self._open_board)
 
     def write(self, record: dict[str, Any]) -> None:
         """One object with `step`; nested objects become `parent/child` in TensorBoard."""
-        self._lines.attempt(lambda: append_line(self.path, json.dumps(_plain(record), allow_nan=False)))
-        if self._has_board:
+        written = self._lines.attempt(lambda: append_line(self.path, json.dumps(_plain(record), allow_nan=False)))
+        if self._board is not None or (self._has_board and written):
             self._board_lines.attempt(lambda: self._add_scalars(record))
+        elif self._has_board:
+            self._board_lines.lost += 1  # each try would leave an empty file, and there is still no room
 
     def close(self) -> None:
         self._lines.close()
         if self._board is not None:
             self._board_lines.attempt(self._board.close)
         self._board_lines.close()
+        threading.excepthook = self._thread_hook
 
     def _open_board(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = self._on_thread_failure
         self._board = SummaryWriter(str(self.board_path), purge_step=self.step + 1)
+
+    def _on_thread_failure(self, failure: threading.ExceptHookArgs) -> None:
+        # TensorBoard writes in a thread of its own. What it meets is raised again at the next line, and said in one line there.
+        of_board = failure.thread is not None and type(failure.thread).__module__.startswith("tensorboard")
+        if not (of_board and issubclass(failure.exc_type, OSError)):
+            self._thread_hook(failure)
 
     def _add_scalars(self, record: dict[str, Any]) -> None:
         if self._board is None:

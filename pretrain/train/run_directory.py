@@ -110,7 +110,8 @@ class RunDirectory:
 
     def saved_last(self) -> str | None:
         """Name of the checkpoint that status.json says was saved last; None where it does not say."""
-        return self.status().get("checkpoint")
+        name = self.status().get("checkpoint")
+        return name if isinstance(name, str) else None
 
     def config(self) -> Path | None:
         """config.yaml of the last start; None of a new directory."""

@@ -195,10 +195,17 @@ def describe(plan: Plan, world_size: int, origin: Origin) -> list[str]:
         *_describe_hf(model),
         *plan.data.describe(plan.schedule.after(origin.samples, config.run.steps - origin.step)),
         *plan.objective.describe(),
+        *_describe_validation(plan),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
     ]
+
+
+def _describe_validation(plan: Plan) -> list[str]:
+    most = plan.config.validation.sequences
+    counts = [(source.name, len(source), min(most, len(source)) if most else len(source)) for source in plan.validation]
+    return [f"validate {name}: {used:,} of {available:,} samples" for name, available, used in counts]
 
 
 def _describe_hf(model: Model) -> list[str]:

@@ -126,6 +126,16 @@ def test_a_checkpoint_that_is_known_to_be_there_and_is_not_seen_stops_the_run(po
     assert checkpoints(run) == ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]
 
 
+def test_a_kill_between_a_save_and_the_status_is_no_missing_checkpoint(pool, config_file, run):
+    """T-D3: the newest may have retired the one that status.json still names."""
+    for step in (2, 4):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "running", "checkpoint": "step-00000004"}))
+    code, printed = start(pool, config_file, "run.steps=8")
+    assert code == 0 and "step-00000006: step 6" in printed
+
+
 # ---- what is damaged is set aside ---------------------------------------------------------------------------------------
 
 
@@ -281,9 +291,11 @@ def test_checkpoints_of_the_program_before_are_continued(pool, config_file, run)
     assert start(pool, config_file, "run.steps=12")[0] == 0
 
 
-def test_a_damaged_checkpoint_beside_an_unsaid_time_line_is_passed_over(pool, config_file, run):
-    flip_bit(run / "checkpoints" / "step-00000004" / "state.json")
-    assert start(pool, config_file, "run.steps=8")[0] == 0
+@pytest.mark.parametrize("damage", [flip_bit, Path.unlink, lambda path: path.write_text("[1]")])
+def test_an_older_checkpoint_that_is_damaged_keeps_no_run_from_going_on(pool, config_file, run, damage):
+    damage(run / "checkpoints" / "step-00000004" / "state.json")
+    code, printed = start(pool, config_file, "run.steps=7")
+    assert code == 0 and "step-00000006: step 6" in printed
 
 
 # ---- what is removed ----------------------------------------------------------------------------------------------------

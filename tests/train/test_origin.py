@@ -13,9 +13,12 @@ import pytest
 from running import run_main, train, write_config
 
 from pretrain.config.keys import AtResume, leaves
+from pretrain.config.load import load_config
+from pretrain.config.read import read_file
 from pretrain.config.schema import Config
 from pretrain.optim.schedule import learning_rate
 from pretrain.train.identity import differences, setting_changes
+from pretrain.train.plan import complete_config
 
 COSINE = ("run.steps=4", "schedule={name: cosine, warmup_steps: 1}", "optim.lr=3e-3")
 
@@ -91,15 +94,19 @@ NEEDS_CONSENT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", NEEDS_CONSENT)
-def test_what_changes_the_numbers_needs_consent_by_name(config_file, run, key):
+def test_what_changes_the_numbers_needs_consent_by_name(config_file, run):
     """T-D9: a resume accepted another optimizer, loss, precision, seed and schedule without a word."""
+    saved = read_file(run / "checkpoints" / "step-00000004" / "config.yaml").values
+    for key, override in NEEDS_CONSENT.items():
+        changed, _ = load_config(config_file, [*COSINE, override])
+        assert {change.consent for change in setting_changes(saved, complete_config(changed, 257), 4)} == {key}
     before = content(run)
-    code, line = check(config_file, NEEDS_CONSENT[key])
-    assert code == 1 and (f"{key} was" in line or f"{key}.0.sequences was None and is 2" in line)
-    assert line.endswith(f"restore these values; if it is meant, run.accept_changes=[{key}]")
-    code, printed = check(config_file, NEEDS_CONSENT[key], f"run.accept_changes=[{key}]")
-    assert code == 0 and "would resume from step 4" in printed
+    for key in ("optim.lr", "run.steps", "batch.ramp"):
+        code, line = check(config_file, NEEDS_CONSENT[key])
+        assert code == 1 and (f"{key} was" in line or f"{key}.0.sequences was None and is 2" in line)
+        assert line.endswith(f"restore these values; if it is meant, run.accept_changes=[{key}]")
+        code, printed = check(config_file, NEEDS_CONSENT[key], f"run.accept_changes=[{key}]")
+        assert code == 0 and "would resume from step 4" in printed
     assert content(run) == before
 
 
@@ -238,6 +245,7 @@ def test_check_refuses_what_a_start_would_refuse(pool, config_file, run, overrid
     message, before = message.replace("RUN", str(run)).replace("CONFIG", str(config_file)), content(run)
     code, line = check(config_file, *overrides)
     assert code in (1, 2) and line.startswith("error: ") and message in line
+    assert content(run) == before
     [(started, printed)] = pool.launch(1, run_main, str(config_file), *COSINE, *overrides)
     assert started == code and message in printed.splitlines()[-1]
     assert {n: b for n, b in content(run).items() if n not in (".lock", "logs/rank-0.log")} == {

@@ -251,7 +251,6 @@ def stopped_while_translating(config_file: str, *overrides: str) -> tuple[int, s
     """A run whose last rank gets SIGTERM when it has made the first token of the second translation."""
     import os
     import signal
-
     from unittest.mock import patch
 
     from pretrain.models import translate

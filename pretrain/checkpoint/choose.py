@@ -1,7 +1,7 @@
 """Which checkpoint a run continues from: exactly one, verified, of the time line that the run is on.
 
-A file that *cannot be read* (EIO, ESTALE, one that a node does not see yet) says nothing of the checkpoint: it is tried again for a while, and
-then the run stops. A file whose *content differs* from its hash is damaged: the run falls back to the checkpoint before.
+A file that *cannot be read* (EIO, ESTALE, one that a node does not see yet) says nothing of the checkpoint. It is tried again for a while, and
+then the run stops. A file whose *content differs* from its hash is damaged. The run then falls back to the checkpoint before.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Choice:
     back: bool = False
 
     def set_aside(self) -> list[str]:
-        """Rename what is not to be found again as a checkpoint of this run; one line for each. Only on the main rank."""
+        """Rename what the run leaves behind, so that no later start takes it for a checkpoint. One line for each; on the main rank only."""
         moves = [(path, "damaged") for path in self.damaged] + [(path, "abandoned") for path in self.abandoned]
         return [f"set aside {path} as {files.set_aside(path, why).name}; nothing of it is deleted" for path, why in moves]
 
@@ -58,9 +58,9 @@ def choose_checkpoint(
 ) -> Choice | None:
     """The checkpoint to continue from, verified by all ranks together; None for a fresh start.
 
-    A path is where a run without checkpoints of its own starts; once it has some, it continues from those, so that the same
-    command can be given again after an interruption. The path of an older one of its own goes back to that. A damaged checkpoint is
-    fallen back from, and that is said, except when it was given as a path itself; when every one is damaged that is an error, never a fresh
+    A path is where a run without checkpoints of its own starts. Once it has some, it continues from those, so that the same
+    command can be given again after an interruption. The path of an older one of its own goes back to that. The run falls back from a
+    damaged checkpoint, with a warning, but not from one that was given as a path. If all are damaged, that is an error, never a fresh
     start. `saved_last`: name of the last checkpoint that the run is known to have saved. Without `content`, sizes are verified only.
 
     Raises UnreadableError where the files cannot be read, and CheckpointError where no checkpoint can be chosen.
@@ -167,7 +167,7 @@ def _named(own: list[Path], path: Path) -> _Candidates:
     step = files.step_of(named)
     newer = [checkpoint for checkpoint in own if files.step_of(checkpoint) > step]
     for checkpoint in newer:
-        if any(part["from"] == step and part.get("back") for part in _timeline(_peek(checkpoint, needed=True)) or []):
+        if any(back and from_step == step for from_step, _, back in _timeline(_peek(checkpoint, needed=True)) or []):
             log.info(
                 "run.resume=%s: the run went back to it before, and continues from what it saved since; to go back once more, move %s to %s away",
                 path, newer[0].name, newer[-1].name,
@@ -183,12 +183,13 @@ def _named(own: list[Path], path: Path) -> _Candidates:
 def _peek(checkpoint: Path, needed: bool = False) -> dict[str, Any]:
     """state.json of a checkpoint that was not verified; empty where it is damaged, and unless it is `needed` where it cannot be read."""
     try:
-        state = load_state(checkpoint)
-    except CheckpointError as error:
-        if needed and isinstance(error, UnreadableError) and not error.missing:
+        return dict(load_state(checkpoint))
+    except UnreadableError as error:
+        if needed and not error.missing:
             raise
-        return {}
-    return state if isinstance(state, dict) else {}
+    except (CheckpointError, TypeError, ValueError):
+        pass
+    return {}
 
 
 def _check_line(candidates: list[Path], state: dict[str, Any]) -> None:
@@ -206,22 +207,22 @@ def _check_line(candidates: list[Path], state: dict[str, Any]) -> None:
 def descends(later: dict[str, Any], earlier: dict[str, Any]) -> bool:
     """Whether the run that saved one state had come through the other. Taken for granted where a state does not say.
 
-    A time line lists the starts of a run, each with the step it went on from: two states are of one line where the starts that
-    had a part in the earlier one are the same in both.
+    A time line lists the starts of a run, each with the step it went on from. Two states are of one line where the starts before the
+    earlier one are the same in both.
     """
-    line, before = _timeline(later), _timeline(earlier)
-    if line is None or not isinstance(earlier.get("step"), int):
+    line, until = _timeline(later), earlier.get("step")
+    if line is None or until is None:
         return True
-    until = earlier["step"]
-    return [p["start"] for p in line if p["from"] < until] == [p["start"] for p in before or [] if p["from"] < until]
+    parts = [[start for from_step, start, _ in starts if from_step < until] for starts in (line, _timeline(earlier) or [])]
+    return parts[0] == parts[1]
 
 
-def _timeline(state: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The starts that led to a state; None where it does not say, as before they were recorded."""
-    parts = state.get("timeline")
-    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("from"), int) for p in parts):
+def _timeline(state: dict[str, Any]) -> list[tuple[int, str, bool]] | None:
+    """The starts that led to a state: from which step, which, whether it went back there. None where the state does not say."""
+    try:
+        return [(int(part["from"]), str(part["start"]), bool(part.get("back"))) for part in state["timeline"]]
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return parts if all("start" in part for part in parts) else None
 
 
 # ---- whether it is intact -----------------------------------------------------------------------------------------------
@@ -237,15 +238,19 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True) -> str | 
 
     def look() -> str | None:
         nonlocal intact
-        problem: CheckpointError | None = None
-        if not intact:
-            try:
+        found: tuple[str | None, str | None, bool] = (
+            None,
+            None,
+            False,
+        )  # what is wrong; the file that cannot be read; missing?
+        try:
+            if not intact:
                 files.verify(checkpoint, ranks.rank, ranks.world_size, content=content)
-                intact = True
-            except CheckpointError as error:
-                problem = error
-        unread = problem if isinstance(problem, UnreadableError) else None
-        found = (problem and str(problem), unread and unread.path, bool(unread and unread.missing))
+            intact = True
+        except UnreadableError as error:
+            found = str(error), error.path, error.missing
+        except CheckpointError as error:
+            found = str(error), None, False
         everyone = ranks.gather("hashes of a checkpoint", found)
         if differing := [text for text, path, _ in everyone if text and not path]:
             return differing[0]

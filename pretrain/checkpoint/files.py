@@ -155,7 +155,7 @@ def discard(path: Path) -> None:
 
 
 def set_aside(checkpoint: Path, why: str) -> Path:
-    """Rename a checkpoint, so that it is none of the run any more and nothing of it is lost. `why`: `damaged` or `abandoned`."""
+    """Rename a checkpoint to `WHY-step-N`. The run has it no more, and no file of it is lost. `why`: `damaged` or `abandoned`."""
     aside = _free(checkpoint.with_name(f"{why}-{checkpoint.name}"))
     os.rename(checkpoint, aside)
     flush(checkpoint.parent)

@@ -52,7 +52,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
 def _check_references(value: Any, path: str, origins: dict[str, Origin]) -> None:
     """Raise ConfigError for a `${...}` that is not the path of another key.
 
-    OmegaConf has more: `${oc.env:X}` reads the environment, of which a run's record would know nothing, and `${oc.decode:X}` parses.
+    OmegaConf has more: `${oc.env:X}` reads the environment, which no record of a run shows, and `${oc.decode:X}` parses.
     """
     if isinstance(value, (dict, list)):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):

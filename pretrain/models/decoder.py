@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         with_cross_entropy: bool = False,
     ) -> Tensor | Losses:
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32, in training
-        with the auxiliary losses of routers (`models/router.py`), and if asked for the cross-entropy alone beside them.
+        with the auxiliary losses of routers (`models/router.py`). `with_cross_entropy`: return that alone beside them.
 
         `documents_BT` are whole numbers that say which document each position belongs to (equal neighbours are of one; padding
         has a number of its own): no position then attends to another document, and positions count from 0 in each. With a

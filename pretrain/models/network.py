@@ -31,8 +31,9 @@ class Network(Protocol):
     """Whether the activations of blocks are recomputed in backward instead of stored."""
 
     def forward(self, *, with_cross_entropy: bool = False, **inputs: Tensor) -> Tensor | Losses:
-        """The summed token losses of each sequence [B], fp32, of a micro-step's tensors, all of which have B rows: what is minimised, and
-        if asked for the cross-entropy of the targets alone beside it.
+        """The summed token losses of each sequence [B], fp32, of a micro-step's tensors, all of which have B rows.
+
+        This is what is minimised. `with_cross_entropy`: return the cross-entropy of the targets alone beside it.
         """
 
     def parts(self) -> Parts:

@@ -156,7 +156,7 @@ def duration(seconds: float) -> str:
 
 
 class Window:
-    """Time since the last report, on the wall clock: what is not a step, such as validation and saving, counts as well."""
+    """Wall-clock time since the last report. Validation, saving and whatever else is no step count as well."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

@@ -1,4 +1,4 @@
-"""How a run's state leaves a trainer and comes back: saving, and restoring what `find_origin` chose."""
+"""How a run's state leaves a trainer and comes back: saving, and restoring what `find_starting_point` chose."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pretrain.data.text.stream import Cursor, continue_cursors
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError
 from pretrain.observe.metrics import duration
-from pretrain.train.origin import Origin
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
+from pretrain.train.starting_point import StartingPoint
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Continuation:
         plan: Plan,
         ranks: Ranks,
         directory: RunDirectory,
-        origin: Origin,
+        origin: StartingPoint,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_rank: int,

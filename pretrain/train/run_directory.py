@@ -148,7 +148,7 @@ class RunDirectory:
         return (self.path / "status.json").exists()
 
     def status(self) -> dict[str, Any]:
-        """What status.json says; empty where there is none, and with a warning where it cannot be read: it only observes."""
+        """What status.json says; empty where there is none. It only observes, so one that cannot be read is a warning."""
         path = self.path / "status.json"
         try:
             found = json.loads(path.read_bytes())

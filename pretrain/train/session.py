@@ -23,9 +23,9 @@ from pretrain.errors import CheckpointError, DataError
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
-from pretrain.train.origin import Origin, find_origin
 from pretrain.train.plan import Plan, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
+from pretrain.train.starting_point import StartingPoint, find_starting_point
 from pretrain.train.stop import StopRequest
 from pretrain.train.trainer import Trainer
 
@@ -49,15 +49,15 @@ def check(config: Config) -> int:
     return 0
 
 
-def _check_directory(plan: Plan) -> Origin:
+def _check_directory(plan: Plan) -> StartingPoint:
     """What a start would go on from. Raises what it would be refused by."""
     directory = RunDirectory(directory_of(plan.config.run))
     directory.check()
     alone = Ranks(0, 0, 1, torch.device("cpu"))
-    return find_origin(plan, directory, alone, content=False)
+    return find_starting_point(plan, directory, alone, content=False)
 
 
-def _intentions(plan: Plan, origin: Origin) -> list[str]:
+def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:
     if origin.resumed is None:
         return [
             f"would start at step 0{f' with the weights of {origin.weights.path}' if origin.weights else ''}",
@@ -94,7 +94,7 @@ def train(config: Config) -> int:
     trainer = None
     try:
         _claim(directory, ranks)
-        origin = find_origin(plan, directory, ranks)
+        origin = find_starting_point(plan, directory, ranks)
         if ranks.is_main:
             for line in [*describe(plan, ranks.world_size, origin), *origin.lines]:
                 log.info(line)
@@ -178,7 +178,7 @@ def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ran
         directory.write_status("failed", trainer.progress.step if trainer else 0, line)
 
 
-def describe(plan: Plan, world_size: int, origin: Origin) -> list[str]:
+def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
     """The run in a few lines. What it has read so far was perhaps read in steps of another size."""
     config, layout = plan.config, plan.layout
     model, batch, precision = config.model, config.batch, config.precision

@@ -49,7 +49,7 @@ class StopPoll:
         self.begin()
 
     def begin(self) -> None:
-        """A new piece of work, of which nobody knows yet how long its pieces take."""
+        """Start with other work, whose pieces take an unknown time."""
         self._every = self._left = 1
         self._asked = time.monotonic()
 

@@ -34,9 +34,9 @@ from pretrain.parallel.strategy import DTYPES, build_strategy, prepare_blocks
 from pretrain.train.balancing import ExpertLoads
 from pretrain.train.continuation import Continuation
 from pretrain.train.gradients import write_gradients
-from pretrain.train.origin import Origin
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
+from pretrain.train.starting_point import StartingPoint
 from pretrain.train.stop import Stopped, StopPoll, StopRequest
 from pretrain.train.validation import Evaluation
 
@@ -56,7 +56,7 @@ class Verdict:
 class Trainer:
     """A run from its plan: builds everything, goes on from its origin, and trains."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, directory: RunDirectory, origin: Origin) -> None:
+    def __init__(self, plan: Plan, ranks: Ranks, directory: RunDirectory, origin: StartingPoint) -> None:
         self.plan, self.ranks, self.directory = plan, ranks, directory
         self.config = plan.config
         self._build()
@@ -120,7 +120,7 @@ class Trainer:
         return numbers | {"grad_norm": grad_norm, "lr": rate, **routers}
 
     def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each sequence what is minimised, and the cross-entropy alone."""
+        """What is minimised, and the cross-entropy alone; both for each sequence, [B]."""
         inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
         with self.strategy.micro_step(last=last):
             losses = self.call(**inputs, with_cross_entropy=True)

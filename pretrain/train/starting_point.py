@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Origin:
+class StartingPoint:
     """Where a run goes on from: a checkpoint, the weights of one, or (neither) initial weights.
 
     `lines`: what a person should read of it, the difference of the configurations among it. `own`: whether the checkpoint is the run's.
@@ -47,7 +47,7 @@ class Origin:
         return self.resumed.state["samples"] if self.resumed else 0
 
 
-def find_origin(plan: Plan, directory: RunDirectory, ranks: Ranks, content: bool = True) -> Origin:
+def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, content: bool = True) -> StartingPoint:
     """What `run.resume` and `run.init_from` come to, asked by all ranks together. Nothing is changed.
 
     Without `content`, the sizes of a checkpoint's files are verified only. Raises CheckpointError or ConfigError for what cannot be
@@ -69,7 +69,7 @@ def find_origin(plan: Plan, directory: RunDirectory, ranks: Ranks, content: bool
 
     lines = ranks.on_main("comparison with a checkpoint", judge, CheckpointError)
     own = resumed is not None and resumed.path.parent == directory.checkpoints
-    origin = Origin(resumed, weights, own, tuple(lines))
+    origin = StartingPoint(resumed, weights, own, tuple(lines))
     check_data_suffices(plan, origin.step, origin.samples)
     return origin
 

@@ -176,7 +176,8 @@ class Trainer:
                 self.window.add(time.monotonic() - computing, ready - waiting, verdict.target_tokens)
                 evaluated = self._after_step(record, poll)
             self.continuation.save(progress)
-            self.ranks.agree("end of the export check", export.finish() if export else None, CheckpointError)
+            found = export.finish(lambda: stop.reason is not None) if export else None
+            self.ranks.agree("end of the export check", found, CheckpointError)
         return "finished" if evaluated else "preempted"
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:

@@ -272,7 +272,7 @@ def failing_export(config_file: str, *overrides: str) -> str:
     from pretrain.config.load import load_config
     from pretrain.train import session
 
-    check = SimpleNamespace(problem=lambda: "export check: no", finish=lambda: None, close=lambda: None)
+    check = SimpleNamespace(problem=lambda: "export check: no", finish=lambda *_: None, close=lambda: None)
     with patch.object(session, "start_export_check", lambda *arguments: check):
         try:
             session.train(load_config(config_file, list(overrides))[0])

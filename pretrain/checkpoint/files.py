@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import CheckpointError
-from pretrain.storage import flush, sha256_of
+from pretrain.storage import flush, sha256_of, unrepeated
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -70,9 +70,9 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Raises CheckpointError naming the file when it cannot be read or parsed."""
+    """Raises CheckpointError naming the file when it cannot be read or parsed, or an object in it has a name twice."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unrepeated)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.safetensors_file import DTYPES, INDEX, WEIGHTS, SafetensorsFile
-from pretrain.checkpoint.weight_plan import plan_weights
+from pretrain.checkpoint.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, SafetensorsFile
+from pretrain.checkpoint.weight_plan import plan_weights, refuse_odd_numbers
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError
 from pretrain.models.families import family_of, family_of_hf
@@ -51,9 +51,14 @@ class HfDirectory:
         return sum(place.end - place.start for place in places)
 
     def read(self, line: Entry) -> dict[str, Tensor]:
-        """The tensors of an entry by our names, fp32."""
-        theirs = [self._tensor(name).float() for name in line.theirs]
+        """The tensors of an entry by our names: fp32, or whole numbers. Raises CheckpointError for NaN and infinity."""
+        theirs = [self._number(line, name) for name in line.theirs]
         return dict(zip(line.ours, line.layout.to_ours(theirs, [self.plan.ours[name] for name in line.ours], self.model)))
+
+    def _number(self, line: Entry, name: str) -> Tensor:
+        tensor, kept = self._tensor(name), line.ours[0] in self.plan.kept
+        refuse_odd_numbers(self.files[name].path, name, tensor, kept)
+        return tensor.to(self.plan.kept.get(line.ours[0], torch.float32))
 
     def whole(self) -> dict[str, Tensor]:
         """All tensors by our names."""
@@ -115,18 +120,25 @@ class HfDirectory:
             raise CheckpointError(f"{self.directory}: {which} ({len(missing)} missing, {len(surplus)} surplus tensors)")
 
     def _check_tensors(self) -> None:
+        whole = {name: dtype for line in self.plan.entries if (dtype := self._whole_numbers(line)) for name in line.theirs}
         for name, shape in self.plan.theirs.items():
-            self._check_format(name)
+            self._check_format(name, whole.get(name))
             actual = self.files[name].places[self._stored(name)].shape
             if actual != shape:
                 raise CheckpointError(f"{self.directory}: {name} has shape {list(actual)}, config.json says {list(shape)}")
 
-    def _check_format(self, name: str) -> None:
+    def _whole_numbers(self, line: Entry) -> torch.dtype | None:
+        """The number format of an entry that is no weight, but a table of whole numbers."""
+        dtype = self.plan.kept.get(line.ours[0])
+        return dtype if dtype in WHOLE else None
+
+    def _check_format(self, name: str, whole: torch.dtype | None = None) -> None:
         code = self.files[name].places[self._stored(name)].code
-        if code not in DTYPES:
+        legal = list(DTYPES) if whole is None else [WHOLE[whole]]
+        if code not in legal:
             raise CheckpointError(
-                f"{self.files[name].path}: {name} is {code}; only {', '.join(DTYPES)} are read: weights in other formats are quantised, "
-                "or would lose digits in fp32"
+                f"{self.files[name].path}: {name} is {code}; only {', '.join(legal)} {'are' if len(legal) > 1 else 'is'} read: weights in "
+                "other formats are quantised, or would lose digits in fp32"
             )
 
 

@@ -24,7 +24,7 @@ from pretrain.checkpoint.hf_verify import check_expected, read_back, verified_di
 from pretrain.checkpoint.load import load_state
 from pretrain.checkpoint.safetensors_file import ShardedWriter, Spec
 from pretrain.checkpoint.streamed import SavedTensors
-from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_weights
+from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
 from pretrain.config.model_schema import Model
 from pretrain.config.recorded import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
@@ -127,13 +127,15 @@ class _Source:
         return {name: tensor for line in self.plan.entries for name, tensor in zip(line.ours, self.ours(line))}
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        if self.dtype == torch.float16 and max(map(abs, torch.aminmax(tensor))) > torch.finfo(torch.float16).max:
+        refuse_odd_numbers(self.checkpoint, name, tensor, name in self.plan.kept)
+        dtype = self.dtype_of(name)
+        if dtype == torch.float16 and max(map(abs, torch.aminmax(tensor))) > torch.finfo(torch.float16).max:
             raise CheckpointError(f"{self.checkpoint}: {name} has values beyond fp16's range; use --dtype bf16 or fp32")
-        return tensor.to(self.dtype_of(name))
+        return tensor.to(dtype)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """fp32 for the corrections that balance experts, as transformers keeps them: small steps would be lost otherwise."""
-        return torch.float32 if name.endswith(".correction") else self.dtype
+        """The export's number format, but for tensors without gradient (`WeightPlan.kept`)."""
+        return self.plan.kept.get(name, self.dtype)
 
 
 def _config(model: Model, tokenizer: Tokenizer | None, dtype: str) -> dict[str, Any]:

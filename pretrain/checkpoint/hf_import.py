@@ -57,7 +57,8 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
         "model": dataclasses.asdict(source.model),
         "imported": {"directory": directory.resolve().name, "max_logit_difference": difference},
     }
-    tensors = on_meta({f"model.{n}": source.plan.ours[n] for line in source.plan.entries for n in line.ours}, torch.float32)
+    shapes = {f"model.{n}": source.plan.ours[n] for line in source.plan.entries for n in line.ours}
+    tensors = on_meta(shapes, torch.float32, {f"model.{n}": dtype for n, dtype in source.plan.kept.items()})
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
         attachments, tokenizer = _copy_tokenizer(source, Path(folder) / "tokenizer")
         with ByteProgress("converting", source.nbytes) as done:

@@ -17,6 +17,7 @@ from pretrain.checkpoint.safetensors_file import Spec, raw_bytes
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError
 from pretrain.models.families.weights import TRAINING_ONLY
+from pretrain.models.hf_config import decoded
 from pretrain.models.network import build_network
 
 LOGIT_TOLERANCE = 1e-4
@@ -36,7 +37,7 @@ def expected_by_transformers(config: dict[str, Any]) -> tuple[str, dict[str, tup
 
     # A copy: transformers writes into nested fields.
     fields = {
-        name: value for name, value in copy.deepcopy(config).items() if name not in ("architectures", "dtype", "torch_dtype")
+        name: value for name, value in decoded(copy.deepcopy(config)).items() if name not in ("architectures", "dtype", "torch_dtype")
     }
     with torch.device("meta"):
         model = _auto_class(config).from_config(AutoConfig.for_model(**fields))
@@ -128,7 +129,7 @@ def _their_logits(directory: Path, ids: Tensor, source: Tensor | None) -> Tensor
         .eval()
     )
     with torch.no_grad():
-        return (model(ids) if source is None else model(source, decoder_input_ids=ids)).logits
+        return (model(ids, use_cache=False) if source is None else model(source, decoder_input_ids=ids, use_cache=False)).logits
 
 
 def _auto_class(config: dict[str, Any]) -> Any:
@@ -140,7 +141,11 @@ def _auto_class(config: dict[str, Any]) -> Any:
 
 def build(model: Model, weights: dict[str, Tensor]) -> nn.Module:
     """A network that holds these weights, in fp32 on the CPU, without what is for training only."""
-    weights = {name: tensor.float() for name, tensor in weights.items() if not name.startswith(TRAINING_ONLY)}
+    weights = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in weights.items()
+        if not name.startswith(TRAINING_ONLY)
+    }
     with torch.device("meta"):
         network = build_network(dataclasses.replace(model, predict_ahead=0))
     network.load_state_dict(weights, strict=True, assign=True)

@@ -34,7 +34,7 @@ from pretrain.parallel.initialise import initialise
 from pretrain.parallel.strategy import DTYPES, build_strategy, prepare_blocks
 from pretrain.train.balancing import ExpertLoads
 from pretrain.train.continuation import Continuation
-from pretrain.train.gradients import write_gradients
+from pretrain.train.gradients import refuse_untrained, write_gradients
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.stop import StopRequest
@@ -84,7 +84,7 @@ class Trainer:
         self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
         self.optimizer = build_optimizer(self.model, config.optim)
         self.expert_loads = ExpertLoads(self.model, config.model, self.ranks)
-        stored = {p.dtype for p in self.model.parameters()}
+        stored = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         if stored != {DTYPES[config.precision.master]}:
             raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
         peak = peak_flops(self.ranks.device, config.precision.compute)
@@ -101,6 +101,8 @@ class Trainer:
             group["lr"] = rate
         micro_steps = batch.micro_steps(config.batch.micro_sequences)
         losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
+        if not self.optimizer.state:
+            refuse_untrained(self.model, config.data.sequence_length)
         if number in config.log.gradients_at:
             write_gradients(self.directory.path, number, self.model, self.ranks)
         grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))

@@ -146,8 +146,15 @@ class Experts:
     correction_rate: float | None = key(None, "How far that bias moves in a step, towards even loads.", ge=0)
     balance_loss: float | None = key(
         None,
-        "Weight of the load-balancing loss (arXiv 2101.03961), of each sequence by itself, so that no layout changes it.",
+        "Weight of each layer's load-balancing loss: `count` × sum over experts of (share of positions sent there) × (mean score), which is "
+        "`active` where loads are even (arXiv 2101.03961). DeepSeek-V3 (arXiv 2412.19437) and Megatron divide theirs by `active`: their "
+        "weight over `active` is ours. transformers averages over layers: its router_aux_loss_coef over the number of layers is ours.",
         ge=0,
+    )
+    balance_scope: Literal["sequence", "global_batch"] | None = key(
+        None,
+        "What those shares are counted over: each `sequence` by itself (DeepSeek-V3), or the `global_batch` of the step before (arXiv "
+        "2501.11873), so that experts may specialise in kinds of text. No layout changes either. `sequence` by default.",
     )
     router_z_loss: float | None = key(
         None, "Weight of the mean squared log-sum-exp of the router's logits (arXiv 2202.08906).", ge=0

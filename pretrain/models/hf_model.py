@@ -201,6 +201,28 @@ class HfModel(nn.Module):
                 del module.__dict__[name]
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def describe_hf(model: Model) -> list[str]:
+    """What to say of a run of `model.family: hf`, line by line: the class, and what training here leaves as it is."""
+    with torch.device("meta"):
+        network = HfModel(model)
+    kind, config = type(network.transformers).__name__, network.transformers.config.get_text_config()
+    lines = [f"         {kind} of transformers; its dropout is not applied"]
+    if any(isinstance(n := getattr(config, name, None), int) and n > 1 for name in _EXPERTS):
+        lines.append(
+            "caution  nothing keeps the loads of its experts even: transformers' auxiliary losses depend on the micro-batch and are not added "
+            "(docs/family_hf.md); use a family of this program where there is one"
+        )
+    if still := network.unmoved():
+        lines.append(
+            f"caution  {len(still)} tensor{'s' if len(still) > 1 else ''} beside the weights stay as they are in training, as "
+            f"transformers leaves them: {', '.join(still[:2])}{', ...' if len(still) > 2 else ''}"
+        )
+    return lines
+
+
 Made = Callable[[int, Tensor, nn.Parameter], object]
 """Told of a parameter that a constructor makes: which one it is, in order, its value, and what takes its place on the meta device."""
 

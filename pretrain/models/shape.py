@@ -24,7 +24,7 @@ PLAIN: dict[str, Any] = {
     "experts.count": 0, "experts.active": 0, "experts.ffn_dim": 0, "experts.shared": 0, "experts.dense_layers": [],
     "experts.scoring": "softmax", "experts.normalise": True, "experts.scale": 1.0, "experts.groups": 1, "experts.active_groups": 1,
     "experts.router_bias": False, "experts.correction": False, "experts.correction_rate": 0.0, "experts.balance_loss": 0.0,
-    "experts.router_z_loss": 0.0,
+    "experts.balance_scope": "sequence", "experts.router_z_loss": 0.0,
 }  # fmt: skip
 
 
@@ -109,6 +109,7 @@ def check_switches(given: Model, model: Model) -> None:
         *((name, "model.latent.kv_rank") for name in _OF_LATENT if not model.latent.kv_rank),
         *((name, "model.attention.window") for name in ("rope.local_theta", "rope.scale_local") if not model.attention.window),
         *((name, "model.experts.groups") for name in ("experts.active_groups",) if model.experts.groups == 1),
+        *((name, "model.experts.balance_loss") for name in ("experts.balance_scope",) if not model.experts.balance_loss),
     ]
     values = flat(given)
     for name, other in off:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.distributed.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 class ExpertLoads:
@@ -19,11 +22,28 @@ class ExpertLoads:
         self.routers = model.routers() if config.experts.count else {}
         # None in a model of transformers', whose routers are its own affair.
         self.since_report = torch.zeros(len(self.routers), config.experts.count or 0, dtype=torch.int64)
+        self.by_last_step = bool(self.routers) and config.experts.balance_scope == "global_batch"
 
-    def after_step(self, target_tokens: int) -> dict[str, Any]:
-        """Balance by the step's loads; the mean auxiliary loss of a target token, to be reported."""
+    def restore(self, counts: list[list[int]] | None) -> None:
+        """Go on from the loads of the step before a checkpoint, `after_step`'s; without them the next step counts loads as even."""
+        if not self.by_last_step:
+            return
+        if counts is None:
+            if self.ranks.is_main:
+                log.info("experts: no loads of a step before are known, so the balancing loss of the first step pulls nowhere")
+            return
+        self._share(torch.tensor(counts))
+
+    def _share(self, counts_LE: Tensor) -> None:
+        """Tell the routers of `experts.balance_scope: global_batch` how the last step's positions were spread."""
+        for router, counts_E in zip(self.routers.values(), counts_LE):
+            shares_E = counts_E.double() * self.config.active / counts_E.sum().clamp(min=1)
+            router.shares_E = shares_E.to(router.weight.device, torch.float32)
+
+    def after_step(self, target_tokens: int) -> tuple[dict[str, Any], list[list[int]] | None]:
+        """Balance by the step's loads. The mean auxiliary loss of a target token, to be reported, and what `restore` needs."""
         if not self.routers:
-            return {}
+            return {}, None
         reports = self.model.take_router_reports()
         counts_LE = self.ranks.sum("loads of experts", torch.stack([reports[layer].counts_E for layer in self.routers]))
         losses = torch.stack([reports[layer].loss_B for layer in self.routers])
@@ -32,7 +52,10 @@ class ExpertLoads:
         if self.config.correction_rate:
             for router, counts_E in zip(self.routers.values(), counts_LE):
                 move_correction(router.correction, counts_E, self.config.correction_rate)
-        return {"router_loss": float(loss) / target_tokens} if self.config.balance_loss or self.config.router_z_loss else {}
+        if self.by_last_step:
+            self._share(counts_LE)
+        reported = {"router_loss": float(loss) / target_tokens} if self.config.balance_loss or self.config.router_z_loss else {}
+        return reported, counts_LE.tolist() if self.by_last_step else None
 
     def take(self) -> dict[str, Any]:
         """By layer: target tokens that each expert got since the last call, and the largest load over the mean one."""

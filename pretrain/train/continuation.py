@@ -30,13 +30,15 @@ log = logging.getLogger(__name__)
 class Progress:
     """How far a run is: optimizer steps, training samples and target tokens so far.
 
-    `cursor`: where this rank's text goes on, of data that is not prepared.
+    `cursor`: where this rank's text goes on, of data that is not prepared. `loads`: positions that each expert of each layer got in the
+    last step, where a balancing loss needs them.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     cursor: list[int] | None = None
+    loads: list[list[int]] | None = None
 
 
 class Continuation:
@@ -115,7 +117,7 @@ class Continuation:
                 state["samples"],
                 state["layout"],
             )
-        return Progress(state["step"], state["samples"], state["tokens"], self._cursor(state["cursor"]))
+        return Progress(state["step"], state["samples"], state["tokens"], self._cursor(state["cursor"]), state.get("loads"))
 
     def _cursor(self, saved: list[list[int] | None]) -> list[int] | None:
         """Where this rank's text goes on."""

@@ -63,6 +63,7 @@ class Trainer:
         self._build()
         self.continuation = Continuation(plan, ranks, directory, self.model, self.optimizer)
         self.progress = self.continuation.restore()
+        self.expert_loads.restore(self.progress.loads)
         self.loader = build_loader(
             plan.config,
             plan.data,
@@ -111,7 +112,7 @@ class Trainer:
             self._refuse_step(number, batch, torch.cat(losses), loss, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        routers = self.expert_loads.after_step(target_tokens)
+        routers, self.progress.loads = self.expert_loads.after_step(target_tokens)
         self.progress.step = number
         self.progress.samples += batch.sequences
         self.progress.cursor = batch.cursor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, SafetensorsFile
-from pretrain.checkpoint.weight_plan import plan_weights, refuse_odd_numbers
+from pretrain.checkpoint.weight_plan import least_numbers, plan_weights, refuse_odd_numbers
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError
 from pretrain.models.families import family_of, family_of_hf
@@ -30,8 +31,8 @@ class HfDirectory:
 
     def __init__(self, directory: Path, family: str | None = None) -> None:
         self.directory = directory
-        config = read_config(directory)
-        self.model: Model = (family_of(family) if family else family_of_hf(config)).from_hf(config)
+        self.config = read_config(directory)
+        self.model: Model = (family_of(family) if family else family_of_hf(self.config)).from_hf(self.config)
         self.files = _placed(directory)
         self._check_sizes()
         self.plan = plan_weights(self.model)
@@ -66,14 +67,17 @@ class HfDirectory:
 
     def _check_sizes(self) -> None:
         """Before a network of these sizes is built, on the meta device: that takes time and memory for every layer and every name."""
-        for name, count in (
-            ("layers", self.model.layers + (self.model.encoder_layers or 0)),
-            ("experts", self.model.experts.count or 0),
-        ):
-            if count > 1000 and count > len(self.files):
-                raise CheckpointError(
-                    f"{self.directory}: config.json says {count} {name}, and the weights are {len(self.files)} tensors; it is not theirs"
-                )
+        layers = self.model.layers + (self.model.encoder_layers or 0)
+        if layers > max(64, len(self.files)):
+            raise CheckpointError(
+                f"{self.directory}: config.json says {layers} layers, and the weights are {len(self.files)} tensors; it is not theirs"
+            )
+        needed = least_numbers(self.model)
+        found = sum(math.prod(file.places[name].shape) for name, file in self.files.items())
+        if needed > 2 * found + 10**6:
+            raise CheckpointError(
+                f"{self.directory}: config.json describes at least {needed:,} weights, and the files hold {found:,}; it is not theirs"
+            )
 
     def _rename(self) -> None:
         """Older files leave a word out before all names of the trunk, and hold buffers and layers that are not computed."""

@@ -9,6 +9,7 @@ memory holds one entry. Output is written aside, read back, compared with what t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.hf_verify import check_expected, read_back, verified_difference
+from pretrain.checkpoint.hf_verify import Compared, check_expected, compare_logits, read_back
 from pretrain.checkpoint.load import load_state
 from pretrain.checkpoint.safetensors_file import ShardedWriter, Spec
 from pretrain.checkpoint.streamed import SavedTensors
@@ -45,12 +46,12 @@ SAMPLES = ("import os\n\n\ndef main():\n    return 1\n", "To be, or not to be: t
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export did. `difference`: of the logits, None where they were not compared."""
+    """What an export did. `compared`: the logits, None where they were not."""
 
     checkpoint: Path
     parameters: int
     files: int
-    difference: float | None
+    compared: Compared | None
     note: str | None
 
 
@@ -85,10 +86,10 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
         check_expected(config, source.plan.theirs)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
-        difference = verified_difference(writing, model, source.whole) if verify else None
-        record = _record(source, state, tokenizer is not None, difference, note, writing)
+        compared = compare_logits(writing, model, source.whole) if verify else None
+        record = _record(source, state, tokenizer is not None, compared, note, writing)
         files.write_json(writing / RECORD, record)
-    return Exported(checkpoint, source.plan.parameters, shards, difference, note)
+    return Exported(checkpoint, source.plan.parameters, shards, compared, note)
 
 
 @contextlib.contextmanager
@@ -196,7 +197,7 @@ def _write_entry(source: _Source, line: Entry, writer: ShardedWriter, done: Byte
 
 
 def _record(
-    source: _Source, state: dict[str, Any], tokenizer: bool, difference: float | None, note: str | None, directory: Path
+    source: _Source, state: dict[str, Any], tokenizer: bool, compared: Compared | None, note: str | None, directory: Path
 ) -> dict[str, Any]:
     plan = source.plan
     [architecture] = plan.family.to_hf(plan.model)["architectures"]
@@ -217,9 +218,10 @@ def _record(
             "structure": f"names and shapes are those of transformers' {architecture}",
             "config": "config.json is read as the same model",
             "tokenizer": "transformers' AutoTokenizer gives the same ids on sample texts" if tokenizer else None,
-            "logits": None if difference is None else "transformers' logits were compared with ours in fp32",
+            "logits": None if compared is None else str(compared),
         },
-        "max_logit_difference": difference,
+        "max_logit_difference": None if compared is None else compared.difference,
+        "logits_compared": None if compared is None else dataclasses.asdict(compared),
         "files": {path.name: files.describe_file(path) for path in sorted(directory.iterdir()) if path.is_file()},
         "versions": versions(),
     }

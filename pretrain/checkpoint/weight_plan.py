@@ -67,6 +67,14 @@ def plan_weights(model: Model) -> WeightPlan:
     return WeightPlan(model, family, entries, ours, theirs, kept)
 
 
+def least_numbers(model: Model) -> int:
+    """Weights that a model has at least, from its sizes alone: its table, and of each layer one projection, or its experts."""
+    experts = model.experts.count or 0
+    dense = (model.layers + (model.encoder_layers or 0)) * model.dim * max(1, model.heads)
+    routed = (model.layers - len(model.experts.dense_layers or ())) * experts * model.dim * (model.experts.ffn_dim or 0)
+    return model.vocab_size * model.dim + dense + routed
+
+
 def refuse_odd_numbers(place: object, name: str, tensor: Tensor, kept: bool = False) -> None:
     """Raise CheckpointError naming a tensor that holds NaN or infinity: training, sampling and export would carry it on. `kept`: it
     gets no gradient, and may hold infinities (a mask, say).

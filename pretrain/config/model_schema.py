@@ -124,7 +124,7 @@ class Mlp:
 class Experts:
     """Mixture of experts in place of the MLP (arXiv 2101.03961). No expert has a capacity: no token is dropped."""
 
-    count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0)
+    count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0, le=100_000)
     active: int | None = key(None, "Experts a token is sent to.", ge=0)
     ffn_dim: int | None = key(None, "Hidden width of an expert; `model.ffn_dim` by default.", ge=0)
     shared: int | None = key(None, "Experts that every token passes through, as one MLP of so many times `ffn_dim`.", ge=0)
@@ -175,9 +175,9 @@ class Model:
         "With `family: hf`, and in place of all other keys of the model: a config.json of transformers', the directory that has one, "
         "or its contents as JSON, which is what the resolved configuration has.",
     )
-    dim: int = key(384, "Width of the residual stream.", ge=1)
-    layers: int = key(6, "Number of decoder blocks.", ge=1)
-    heads: int = key(6, "Attention heads of a block (query heads).", ge=1)
+    dim: int = key(384, "Width of the residual stream.", ge=1, le=2**24)
+    layers: int = key(6, "Number of decoder blocks.", ge=1, le=10_000)
+    heads: int = key(6, "Attention heads of a block (query heads).", ge=1, le=100_000)
     kv_heads: int | None = key(
         None, "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.", ge=1
     )
@@ -210,6 +210,7 @@ class Model:
         "Blocks of an encoder, whose output the decoder's blocks attend to; trained on `data.pairs` or with `data.objective: "
         "span_corruption`. 0: a decoder alone. `layers` by default with families `transformer` and `t5`.",
         ge=0,
+        le=10_000,
     )
     source_vocab_size: int | None = key(
         None, "Token ids the encoder knows; those of the tokenizer of the sources by default.", ge=2

@@ -89,6 +89,14 @@ def _size(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def hf_window(model: Model) -> int:
+    """The sliding window of a complete model of `family: hf`; 0 where its configuration names none."""
+    config = config_of(model.hf_config).get_text_config()
+    if getattr(config, "use_sliding_window", True) is False:
+        return 0
+    return max((_size(config, name) or 0 for name in ("sliding_window", "attention_window_size", "window_size")), default=0)
+
+
 def config_of(text: str) -> Any:
     """The configuration object of transformers' for the contents that `read_config` gives."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -136,6 +144,7 @@ def read_config(given: str) -> str:
         code = "; its auto_map names code in the model's repository, which is never run" if "auto_map" in fields else ""
         raise ConfigError(f"{place}: transformers builds no causal language model of model_type={kind!r}{code}")
     architectures = [CLASSES[kind]] if isinstance(CLASSES[kind], str) else list(CLASSES[kind])
+    _refuse_other_architectures(fields, kind, CLASSES, place)
     try:
         _check_fields(fields, CONFIG_MAPPING[kind], place)
         config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in fields.items() if name != "auto_map"})
@@ -147,6 +156,18 @@ def read_config(given: str) -> str:
         raise ConfigError(f"{place}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     _check_causal(config, kind, place)
     return given if _is_contents(given) and fields.get("architectures") == architectures else text
+
+
+def _refuse_other_architectures(fields: dict[str, Any], kind: str, classes: dict[str, Any], place: str) -> None:
+    """Raise ConfigError for architectures of another model_type only. What is of none (a head for another task) is no contradiction."""
+    said = fields.get("architectures")
+    for architecture in said if isinstance(said, list) else []:
+        kinds = [name for name, known in classes.items() if architecture in ([known] if isinstance(known, str) else known)]
+        if kinds and kind not in kinds:
+            raise ConfigError(
+                f"{place}: model_type={kind!r} contradicts architectures=[{architecture!r}], which is of model_type={kinds[0]!r}; correct the "
+                "one that is wrong"
+            )
 
 
 def _is_contents(given: str) -> bool:

@@ -98,6 +98,26 @@ _OF_SCALING = ("rope.factor", "rope.original_length", "rope.low_frequency", "rop
 _OF_LATENT = ("latent.query_rank", "latent.rope_dim", "latent.plain_dim", "latent.value_dim", "latent.norm_eps")
 
 
+_ALWAYS_SAID = ("family", "dim", "layers", "heads", "vocab_size", "max_sequence_length")
+
+
+def smallest_section(model: Model) -> dict[str, Any]:
+    """The fewest dotted keys of which `complete` makes this complete model again, and its sizes."""
+    if model.family == "hf":
+        said = {"family": "hf", "hf_config": model.hf_config, "max_sequence_length": model.max_sequence_length}
+        shorter = Model(family="hf", hf_config=model.hf_config)
+        return said if complete(shorter) != model else {name: said[name] for name in ("family", "hf_config")}
+    said = {name: value for name, value in flat(model).items() if value is not None}
+    for name in [name for name in said if name not in _ALWAYS_SAID]:
+        fewer = {other: value for other, value in said.items() if other != name}
+        try:
+            if complete(with_values(Model(), fewer)) == model:
+                said = fewer
+        except ConfigError:  # it is needed
+            continue
+    return said
+
+
 def check_switches(given: Model, model: Model) -> None:
     """Raise ConfigError for a switch that a configuration sets to no effect. `model`: the same, complete."""
     from pretrain.models.families import family_of

@@ -23,27 +23,27 @@ class ExpertLoads:
         # None in a model of transformers', whose routers are its own affair.
         self.since_report = torch.zeros(len(self.routers), config.experts.count or 0, dtype=torch.int64)
         self.by_last_step = bool(self.routers) and config.experts.balance_scope == "global_batch"
+        self.last: list[list[int]] | None = None
+        """With `experts.balance_scope: global_batch`: positions that each expert got in the last step, by layer. A checkpoint holds them."""
 
-    def restore(self, counts: list[list[int]] | None) -> None:
-        """Go on from the loads of the step before a checkpoint, `after_step`'s; without them the next step counts loads as even."""
-        if not self.by_last_step:
-            return
-        if counts is None:
-            if self.ranks.is_main:
-                log.info("experts: no loads of a step before are known, so the balancing loss of the first step pulls nowhere")
-            return
-        self._share(torch.tensor(counts))
+    def restore(self, last: list[list[int]] | None) -> None:
+        """Go on from the `last` of a checkpoint; without, the first step counts loads as even, which pulls nowhere."""
+        if self.by_last_step and last is not None:
+            self._share(torch.tensor(last))
+        elif self.by_last_step and self.ranks.is_main:
+            log.info("experts: the loads of no step are known yet, so the balancing loss of the first one pulls nowhere")
 
     def _share(self, counts_LE: Tensor) -> None:
-        """Tell the routers of `experts.balance_scope: global_batch` how the last step's positions were spread."""
+        """Tell the routers how the positions of the last step were spread."""
+        self.last = counts_LE.tolist()
         for router, counts_E in zip(self.routers.values(), counts_LE):
             shares_E = counts_E.double() * self.config.active / counts_E.sum().clamp(min=1)
             router.shares_E = shares_E.to(router.weight.device, torch.float32)
 
-    def after_step(self, target_tokens: int) -> tuple[dict[str, Any], list[list[int]] | None]:
-        """Balance by the step's loads. The mean auxiliary loss of a target token, to be reported, and what `restore` needs."""
+    def after_step(self, target_tokens: int) -> dict[str, Any]:
+        """Balance by the step's loads; the mean auxiliary loss of a target token, to be reported."""
         if not self.routers:
-            return {}, None
+            return {}
         reports = self.model.take_router_reports()
         counts_LE = self.ranks.sum("loads of experts", torch.stack([reports[layer].counts_E for layer in self.routers]))
         losses = torch.stack([reports[layer].loss_B for layer in self.routers])
@@ -54,8 +54,7 @@ class ExpertLoads:
                 move_correction(router.correction, counts_E, self.config.correction_rate)
         if self.by_last_step:
             self._share(counts_LE)
-        reported = {"router_loss": float(loss) / target_tokens} if self.config.balance_loss or self.config.router_z_loss else {}
-        return reported, counts_LE.tolist() if self.by_last_step else None
+        return {"router_loss": float(loss) / target_tokens} if self.config.balance_loss or self.config.router_z_loss else {}
 
     def take(self) -> dict[str, Any]:
         """By layer: target tokens that each expert got since the last call, and the largest load over the mean one."""

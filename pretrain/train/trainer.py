@@ -112,11 +112,12 @@ class Trainer:
             self._refuse_step(number, batch, torch.cat(losses), loss, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        routers, self.progress.loads = self.expert_loads.after_step(target_tokens)
+        routers = self.expert_loads.after_step(target_tokens)
         self.progress.step = number
         self.progress.samples += batch.sequences
         self.progress.cursor = batch.cursor
         self.progress.tokens += target_tokens
+        self.progress.loads = self.expert_loads.last
         return {"step": number, "tokens": self.progress.tokens, "loss": loss, "grad_norm": grad_norm, "lr": rate, **routers}
 
     def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> torch.Tensor:

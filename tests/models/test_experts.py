@@ -161,8 +161,8 @@ def test_balance_over_the_global_batch_is_the_published_formula_one_step_late():
     built(batches[0], targets_BT=targets[0]).sum().backward()
     for name, gradient in balanced_by_hand(config, batches[0], targets[0], []).items():
         assert (built.get_parameter(name).grad - gradient).norm() <= 2e-5 * gradient.norm() + 1e-6, name
-    _, counts = loads.after_step(int((targets[0] != IGNORED).sum()))
-    shares = [torch.tensor(layer) / (targets[0] != IGNORED).sum() for layer in counts]
+    loads.after_step(int((targets[0] != IGNORED).sum()))
+    shares = [torch.tensor(layer) / (targets[0] != IGNORED).sum() for layer in loads.last]
     assert all(share.sum().item() == pytest.approx(2) for share in shares)
     # The next batch is pulled by what the whole one before it was sent to, in whatever parts it is computed.
     for parts in ([slice(0, 4)], [slice(0, 1), slice(1, 4)]):
@@ -173,7 +173,7 @@ def test_balance_over_the_global_batch_is_the_published_formula_one_step_late():
             assert (built.get_parameter(name).grad - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
     # Where two steps have the same loads it is the formula itself: here the same batch, and weights that have not moved.
     restored = network(config)
-    ExpertLoads(restored, config, ALONE).restore(counts)
+    ExpertLoads(restored, config, ALONE).restore(loads.last)
     restored(batches[0], targets_BT=targets[0]).sum().backward()
     for name, gradient in balanced_by_hand(config, batches[0], targets[0], shares).items():
         assert (restored.get_parameter(name).grad - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name

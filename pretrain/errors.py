@@ -49,6 +49,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
 
+class GenerationError(UserError):
+    """A model gives no text, for instance because its logits are not numbers."""
+
+
 class TrainingError(UserError):
     """Training cannot go on, for instance because the loss is not a number."""
 

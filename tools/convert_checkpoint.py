@@ -57,7 +57,9 @@ def convert(arguments: argparse.Namespace) -> None:
         print(f"imported {arguments.model}: {done.parameters:,} parameters; tokenizer: {done.tokenizer}")
         for note in done.notes:
             print(f"note: {note}")
-        print(f"to go on with this model, include {arguments.output}/{MODEL_FILE} in a configuration and set run.init_from={arguments.output}")
+        print(
+            f"to go on with this model, include {arguments.output}/{MODEL_FILE} in a configuration and set run.init_from={arguments.output}"
+        )
     if done.compared is not None:
         print(f"verified: {done.compared}")
     print(arguments.output)

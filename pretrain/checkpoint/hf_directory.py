@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,10 @@ class HfDirectory:
         refuse_odd_numbers(self.files[name].path, name, tensor, kept)
         return tensor.to(self.plan.kept.get(line.ours[0], torch.float32))
 
-    def whole(self) -> dict[str, Tensor]:
-        """All tensors by our names."""
-        return {name: tensor for line in self.plan.entries for name, tensor in self.read(line).items()}
+    def whole(self, cast: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+        """All tensors by our names; `cast` takes each, by name, before the next entry is read."""
+        cast = cast or (lambda name, tensor: tensor)
+        return {name: cast(name, tensor) for line in self.plan.entries for name, tensor in self.read(line).items()}
 
     def _check_sizes(self) -> None:
         """Before a network of these sizes is built, on the meta device: that takes time and memory for every layer and every name."""

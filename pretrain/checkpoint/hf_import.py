@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pretrain.checkpoint.hf_directory import HfDirectory
 from pretrain.checkpoint.hf_verify import Compared, compare_logits
+from pretrain.checkpoint.open_model import GENERATION_FILE, begin_tokens
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.checkpoint.streamed import on_meta
 from pretrain.config.model_schema import Model
@@ -34,7 +35,6 @@ from pretrain.observe.byte_progress import ByteProgress
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 MODEL_FILE = "model.yaml"
-GENERATION_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
     shapes = {f"model.{n}": source.plan.ours[n] for line in source.plan.entries for n in line.ours}
     tensors = on_meta(shapes, torch.float32, {f"model.{n}": dtype for n, dtype in source.plan.kept.items()})
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-        attachments, tokenizer = _copy_tokenizer(source, Path(folder) / "tokenizer")
+        attachments, tokenizer, record["begin"] = _copy_tokenizer(source, Path(folder) / "tokenizer")
         (Path(folder) / MODEL_FILE).write_text(preset(source.model, directory.resolve().name), encoding="utf-8")
         attachments[MODEL_FILE] = Path(folder) / MODEL_FILE
         if (directory / GENERATION_FILE).is_file():  # its end tokens are those of this model
@@ -133,20 +133,22 @@ class _Reader:
         return self.current[name]
 
 
-def _copy_tokenizer(source: HfDirectory, target: Path) -> tuple[dict[str, Path], str]:
-    """Attachments of the checkpoint, and what to tell the user: training needs no tokenizer, so a model without one is no error."""
+def _copy_tokenizer(source: HfDirectory, target: Path) -> tuple[dict[str, Path], str, list[int]]:
+    """Attachments of the checkpoint, what to tell the user, and the tokens before a text: training needs no tokenizer, so a model without
+    one is no error.
+    """
     try:
         tokenizer = load_tokenizer(source.directory)
     except DataError as error:
-        return {}, f"none ({error})"
+        return {}, f"none ({error})", []
     try:
         dropped = save_trimmed(tokenizer, source.model.vocab_size, target)
     except DataError as error:
         raise CheckpointError(str(error)) from error
-    if dropped:
-        lacking = f"which the vocabulary of {source.model.vocab_size} rows lacks"
-        return {"tokenizer": target}, f"copied without {', '.join(dropped)}, {lacking}"
+    begin, said = begin_tokens(tokenizer, source.directory), "copied"
     unused = source.model.vocab_size - tokenizer.vocab_size
-    return {"tokenizer": target}, "copied" + (
-        f" (the last {unused} rows of the vocabulary are none of its tokens)" if unused else ""
-    )
+    if dropped:
+        said += f" without {', '.join(dropped)}, which the vocabulary of {source.model.vocab_size} rows lacks"
+    elif unused:
+        said += f" (the last {unused} rows of the vocabulary are none of its tokens)"
+    return {"tokenizer": target}, said, begin

@@ -38,7 +38,9 @@ def expected_by_transformers(config: dict[str, Any]) -> tuple[str, dict[str, tup
 
     # A copy: transformers writes into nested fields.
     fields = {
-        name: value for name, value in decoded(copy.deepcopy(config)).items() if name not in ("architectures", "dtype", "torch_dtype")
+        name: value
+        for name, value in decoded(copy.deepcopy(config)).items()
+        if name not in ("architectures", "dtype", "torch_dtype")
     }
     with torch.device("meta"):
         model = _auto_class(config).from_config(AutoConfig.for_model(**fields))
@@ -126,7 +128,7 @@ def compare_logits(directory: Path, model: Model, weights: Callable[[], dict[str
     theirs = _their_logits(directory, ids, source if model.encoder_layers else None)
     inputs = {"source_BS": source} if model.encoder_layers else {}
     with torch.no_grad():
-        difference = float(theirs.sub_(build(model, weights())(ids, **inputs)).abs_().max())
+        difference = float(theirs.sub_(build(model, _in_fp32(weights()))(ids, **inputs)).abs_().max())
     if not difference <= LOGIT_TOLERANCE:
         raise CheckpointError(
             f"transformers' logits differ from ours by {difference:.2e} on {length} tokens (limit {LOGIT_TOLERANCE}); nothing was written"
@@ -174,6 +176,10 @@ def _their_logits(directory: Path, ids: Tensor, source: Tensor | None) -> Tensor
         return logits.logits
 
 
+def _in_fp32(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+
+
 def _auto_class(config: dict[str, Any]) -> Any:
     """transformers' class of classes for a config.json: of a decoder alone, or of an encoder and a decoder."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -181,14 +187,13 @@ def _auto_class(config: dict[str, Any]) -> Any:
     return AutoModelForSeq2SeqLM if config.get("is_encoder_decoder") is True else AutoModelForCausalLM
 
 
-def build(model: Model, weights: dict[str, Tensor]) -> nn.Module:
-    """A network that holds these weights, in fp32 on the CPU, without what is for training only."""
-    weights = {
-        name: tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in weights.items()
-        if not name.startswith(TRAINING_ONLY)
-    }
+def build(model: Model, weights: dict[str, Tensor], compute: torch.dtype = torch.float32) -> nn.Module:
+    """A network that holds these weights as they are, on the CPU, without what is for training only; it computes in `compute`."""
+    weights = {name: tensor for name, tensor in weights.items() if not name.startswith(TRAINING_ONLY)}
     with torch.device("meta"):
         network = build_network(dataclasses.replace(model, predict_ahead=0))
     network.load_state_dict(weights, strict=True, assign=True)
+    for module in network.modules():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = compute
     return network.eval().requires_grad_(False)

@@ -83,7 +83,9 @@ def refuse_odd_numbers(place: object, name: str, tensor: Tensor, kept: bool = Fa
         return
     what = "NaN" if tensor.isnan().any() else "infinite numbers"
     count = int((~torch.isfinite(tensor)).sum())
-    raise CheckpointError(f"{place}: {name} holds {what} ({count:,} of {tensor.numel():,}); these are no weights of a working model")
+    raise CheckpointError(
+        f"{place}: {name} holds {what} ({count:,} of {tensor.numel():,}); these are no weights of a working model"
+    )
 
 
 def shapes_of(model: Model) -> dict[str, Shape]:

@@ -244,7 +244,11 @@ def _check_rope(parameters: dict[str, Any], kind: Any, place: str) -> None:
 
 # Whole numbers that code counts up to, or makes a list or a table of, by the ends of their names: beyond any network, and within what
 # takes no second.
-_MOST = {("layers", "n_layer"): 10_000, ("blocks", "experts", "heads", "n_head"): 100_000, ("positions", "position_embeddings"): 2**24}
+_MOST = {
+    ("layers", "n_layer"): 10_000,
+    ("blocks", "experts", "heads", "n_head"): 100_000,
+    ("positions", "position_embeddings"): 2**24,
+}
 
 
 def _refuse_absurd(fields: Any, place: str, name: str = "") -> None:

@@ -44,7 +44,9 @@ class InitialRules:
         record = _Record(model)
         record.run()
         self.asked, self.writers = record.asked, record.writers
-        self.owners = {id(p): (module, name) for module in model.modules() for name, p in module._parameters.items() if p is not None}
+        self.owners = {
+            id(p): (module, name) for module in model.modules() for name, p in module._parameters.items() if p is not None
+        }
         self.parameters = dict(model.named_parameters())
         self.without = {order[id(p)]: name for name, p in self.parameters.items() if id(p) not in self.asked and id(p) in order}
         self.constructed = functools.lru_cache(maxsize=1)(self._constructed)
@@ -79,7 +81,10 @@ class InitialRules:
             for part, others in held.items():
                 part._parameters.update({n: nn.Parameter(torch.empty(p.shape)) for n, p in others.items() if p is not None})
             module._parameters[own] = value
-            with _seeded(f"{seed}/{name}/{list(parameter.shape)}"), _replaced(initialization, lambda _, tensor, *rest: tensor is value):
+            with (
+                _seeded(f"{seed}/{name}/{list(parameter.shape)}"),
+                _replaced(initialization, lambda _, tensor, *rest: tensor is value),
+            ):
                 for owner, written in writers:
                     owner._init_weights(written)
         finally:

@@ -131,5 +131,6 @@ def router_caution(model: Model) -> str | None:
     said = "model.experts.balance_loss=0" + (" and model.experts.correction_rate=0" if experts.correction else "")
     return (
         f"nothing keeps the loads of the {experts.count} experts even ({said}): few of them may end up with all tokens; set "
-        f"model.experts.balance_loss, to {0.01 / experts.active:.3g} say" + (", or model.experts.correction_rate" if experts.correction else "")
+        f"model.experts.balance_loss, to {0.01 / experts.active:.3g} say"
+        + (", or model.experts.correction_rate" if experts.correction else "")
     )

@@ -113,7 +113,9 @@ def test_weights_that_are_no_numbers_are_refused_by_name(run, copied, tmp_path, 
     _, weights, _ = read_checkpoint(run)
     bad = weights["layers.1.mlp.up.weight"].clone()
     bad[3, 4] = value
-    checkpoint = write(tmp_path / "bad", None, dataclasses.replace(SMALL, vocab_size=257), **{"model.layers.1.mlp.up.weight": bad})
+    checkpoint = write(
+        tmp_path / "bad", None, dataclasses.replace(SMALL, vocab_size=257), **{"model.layers.1.mlp.up.weight": bad}
+    )
     with pytest.raises(CheckpointError, match=f"layers.1.mlp.up.weight holds {what}"):
         export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -135,11 +137,16 @@ def test_the_weight_of_the_balancing_loss_comes_in_and_leaves_again(byte_tokeniz
     """M-D10: router_aux_loss_coef was read as without effect, and continued pretraining then balanced nothing."""
     model = dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, balance_loss=0.01))
     export(write(tmp_path / "checkpoint", byte_tokenizer, model), tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["router_aux_loss_coef"] == 0.01  # of one layer with experts
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["router_aux_loss_coef"] == 0.01
+    )  # of one layer with experts
     edit_config(tmp_path / "out", router_aux_loss_coef=0.03)
     assert tool("convert_checkpoint").main(["from-hf", "--model", str(tmp_path / "out"), "--output", str(tmp_path / "in")]) == 0
     printed = capsys.readouterr().out
-    assert "note: router_aux_loss_coef=0.03 is model.experts.balance_loss=0.03 here: transformers averages its loss over 1 layers" in printed
+    assert (
+        "note: router_aux_loss_coef=0.03 is model.experts.balance_loss=0.03 here: transformers averages its loss over 1 layers"
+        in printed
+    )
     assert load_state(tmp_path / "in")["model"]["experts"]["balance_loss"] == 0.03
     edit_config(tmp_path / "out", router_aux_loss_coef="much")
     assert "router_aux_loss_coef='much' is not supported" in refused(ConfigError, tmp_path / "out", tmp_path)
@@ -157,7 +164,7 @@ def test_the_balancing_loss_of_an_import_is_as_strong_as_that_of_transformers(by
     model = dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, balance_loss=0.5))
     export(write(tmp_path / "checkpoint", byte_tokenizer, model), tmp_path / "out")
     import_model(tmp_path / "out", tmp_path / "imported")
-    network, _ = open_model(tmp_path / "imported")
+    network = open_model(tmp_path / "imported").network
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_router_logits=True, experts_implementation="eager"
     )

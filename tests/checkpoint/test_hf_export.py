@@ -20,7 +20,8 @@ def test_transformers_loads_an_export_and_computes_our_logits(request, tmp_path,
 
     source = request.getfixturevalue(which)
     done = export(source, tmp_path / "out", verify=True)
-    decoder, tokenizer = open_model(source)
+    opened = open_model(source)
+    decoder, tokenizer = opened.network, opened.tokenizer
     theirs = automatic(tmp_path / "out")
     ids = torch.randint(tokenizer.vocab_size, (3, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -231,19 +231,33 @@ def test_absurd_sizes_are_refused_within_a_second_and_100_mb(tmp_path):
     qwen, mixtral = EVERY["qwen3-30b-a3b"], EVERY["mixtral-8x7b"]
     cases = [
         (LLAMA, None),  # what it takes without
-        *((LLAMA | {name: many}, None) for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")),
+        *(
+            (LLAMA | {name: many}, None)
+            for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
+        ),
         *((LLAMA | {name: 2**31 - 1}, None) for name in ("vocab_size", "intermediate_size", "max_position_embeddings")),
-        *((qwen | {name: many}, None) for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers")),
+        *(
+            (qwen | {name: many}, None)
+            for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers")
+        ),
         (mixtral | {"num_local_experts": 99_999, "num_hidden_layers": 64}, None),
         (EVERY["gpt2-124m"] | {"n_positions": 2**31 - 1}, None),
         ({"model_type": "granite"}, "hf"),
-        *(({"model_type": "granite", name: many}, "hf") for name in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")),
+        *(
+            ({"model_type": "granite", name: many}, "hf")
+            for name in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        ),
         ({"model_type": "qwen3_next", "num_experts": many}, "hf"),
         ({"model_type": "qwen3_next", "num_hidden_layers": 10_000}, "hf"),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": many}}, "hf"),
     ]
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTING, str(tmp_path)], input=json.dumps(cases), capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", IMPORTING, str(tmp_path)],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == len(cases) and done.stderr == ""

@@ -134,7 +134,9 @@ def test_the_balance_loss_is_k_times_that_of_deepseek_v3():
         assert found.item() == pytest.approx(active * float((f * normal.mean(0)).sum()), rel=1e-5)
 
 
-def balanced_by_hand(config: Model, ids: torch.Tensor, targets: torch.Tensor, shares: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def balanced_by_hand(
+    config: Model, ids: torch.Tensor, targets: torch.Tensor, shares: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Gradients of cross-entropy plus, by layer, weight x E x sum of share x mean score over the whole batch, as arXiv 2501.11873 has it."""
     plain = dataclasses.replace(config, experts=dataclasses.replace(config.experts, balance_loss=0.0))
     built, inputs = network(plain), []
@@ -181,14 +183,21 @@ def test_balance_over_the_global_batch_is_the_published_formula_one_step_late():
 
 def test_a_router_that_nothing_trains_is_refused_and_one_that_nothing_balances_is_said():
     """M-D10: both were accepted without a word."""
-    with pytest.raises(ConfigError, match="model.experts.active=1 with model.experts.normalise=true: a token's one weight is always 1"):
+    with pytest.raises(
+        ConfigError, match="model.experts.active=1 with model.experts.normalise=true: a token's one weight is always 1"
+    ):
         check_router(model(active=1))
     for fine in ({"active": 1, "normalise": False}, {"active": 1, "count": 1}, {"active": 2}):
         check_router(model(**fine))
     assert "nothing keeps the loads of the 6 experts even (model.experts.balance_loss=0)" in router_caution(model())
     both = router_caution(model(correction=True))
     assert "model.experts.correction_rate=0" in both and "or model.experts.correction_rate" in both
-    for fine in ({"balance_loss": 0.01}, {"correction": True, "correction_rate": 0.001}, {"active": 6}, {"count": 0, "active": 0, "ffn_dim": 0}):
+    for fine in (
+        {"balance_loss": 0.01},
+        {"correction": True, "correction_rate": 0.001},
+        {"active": 6},
+        {"count": 0, "active": 0, "ffn_dim": 0},
+    ):
         assert router_caution(model(**fine)) is None
     # The reason for the refusal: the gradient of such a router is rounding.
     built = network(model(active=1))

@@ -158,7 +158,10 @@ def test_numbers_that_json_lacks_are_read_and_written_as_transformers_does(tmp_p
     assert "Infinity" in text and json.loads(text, parse_constant=pytest.fail)["time_step_limit"] == written["time_step_limit"]
     assert config_of(text).time_step_limit == transformers.AutoConfig.from_pretrained(tmp_path).time_step_limit
     assert read_config(text) == text
-    assert decoded({"a": [{"__float__": "-Infinity"}], "b": {"__float__": "x"}}) == {"a": [-float("inf")], "b": {"__float__": "x"}}
+    assert decoded({"a": [{"__float__": "-Infinity"}], "b": {"__float__": "x"}}) == {
+        "a": [-float("inf")],
+        "b": {"__float__": "x"},
+    }
 
 
 def test_fields_that_only_the_code_of_a_model_reads_are_fields():
@@ -168,7 +171,10 @@ def test_fields_that_only_the_code_of_a_model_reads_are_fields():
     assert json.loads(shape("ministral3").hf_config)["rope_parameters"]["llama_4_scaling_beta"] == 0.1
     for changes, said in (
         ({"head_dimm": 8}, "head_dimm=8 is no field of Glm4MoeConfig; transformers would ignore it"),
-        ({"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 is no parameter of rotary"),
+        (
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta=0.1 is no parameter of rotary",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             shape("glm4_moe", **changes)
@@ -190,7 +196,9 @@ def test_parameters_that_have_no_value_in_transformers_are_named(monkeypatch):
         self.extra = torch.nn.Parameter(torch.empty(7))
 
     monkeypatch.setattr(modeling_apertus.ApertusMLP, "__init__", with_more)
-    with pytest.raises(ConfigError, match="transformers gives model.layers.0.mlp.extra of ApertusForCausalLM no finite initial value"):
+    with pytest.raises(
+        ConfigError, match="transformers gives model.layers.0.mlp.extra of ApertusForCausalLM no finite initial value"
+    ):
         network(shape("apertus"))
 
 

@@ -270,7 +270,10 @@ def test_fields_inside_a_part_and_parameters_of_rotation_are_checked_as_well(tmp
 
 def test_what_transformers_cannot_build_is_said_in_a_short_line(tmp_path):
     """M-D7: --family hf with head_dim=0 ended in a traceback."""
-    for kind, changes, said in (("stablelm", {"vocab_size": 2**31}, "RuntimeError"), ("glm4", {"head_dim": 0}, "ZeroDivisionError")):
+    for kind, changes, said in (
+        ("stablelm", {"vocab_size": 2**31}, "RuntimeError"),
+        ("glm4", {"head_dim": 0}, "ZeroDivisionError"),
+    ):
         with pytest.raises(ConfigError, match=f"transformers cannot build {kind}: {said}") as error:
             build_network(shape(tmp_path, kind, **changes))
         assert len(str(error.value)) < 500 and "\n" not in str(error.value)

@@ -131,7 +131,9 @@ def test_balance_over_the_global_batch_is_the_same_in_every_layout(pool, experts
 
 
 def test_balance_over_the_global_batch_goes_on_after_a_resume_as_if_there_had_been_none(pool, experts_file, single_global):
-    train(pool, 2, experts_file, "run.name=global-parts", *GLOBAL, "log.gradients_at=[]", "run.steps=2", "parallel.strategy=fsdp")
+    train(
+        pool, 2, experts_file, "run.name=global-parts", *GLOBAL, "log.gradients_at=[]", "run.steps=2", "parallel.strategy=fsdp"
+    )
     parts = train(pool, 1, experts_file, "run.name=global-parts", *GLOBAL)
     assert largest_gradient_difference(gradients(parts, 3), gradients(single_global, 3)) <= GRADIENT_TOLERANCE
     assert loads(parts) == loads(single_global)

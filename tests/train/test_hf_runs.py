@@ -85,7 +85,17 @@ def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_p
         pytest.param("qwen2_moe", "fsdp", marks=pytest.mark.slow),
         *(
             pytest.param(kind, "fsdp", marks=pytest.mark.slow)
-            for kind in ("qwen3_next", "nemotron_h", "zamba2", "mamba2", "deepseek_v4", "glm4_moe", "gemma4_text", "kimi_linear", "apertus")
+            for kind in (
+                "qwen3_next",
+                "nemotron_h",
+                "zamba2",
+                "mamba2",
+                "deepseek_v4",
+                "glm4_moe",
+                "gemma4_text",
+                "kimi_linear",
+                "apertus",
+            )
         ),
     ],
 )
@@ -138,13 +148,16 @@ def test_another_configuration_is_another_run_and_says_where(hf_config_file, tmp
 
 
 @pytest.mark.parametrize(
-    "layout", [["parallel.strategy=single"], pytest.param(["parallel.strategy=ddp"], marks=pytest.mark.slow), ["parallel.strategy=fsdp"]]
+    "layout",
+    [["parallel.strategy=single"], pytest.param(["parallel.strategy=ddp"], marks=pytest.mark.slow), ["parallel.strategy=fsdp"]],
 )
 def test_weights_without_a_gradient_are_named_at_the_first_step(pool, hf_config_file, tmp_path, layout):
     """M-D6: DeepSeek-V4's compressors see nothing of sequences shorter than their stretch; the run went on until its first save."""
     folder = write_config(tmp_path / "v4", "deepseek_v4", compress_rates={"heavily_compressed_attention": 64})
     ranks = 1 if layout == ["parallel.strategy=single"] else 2
-    for code, printed in pool.launch(ranks, run_main, str(hf_config_file), f"model.hf_config={folder}", "run.name=short", *layout):
+    for code, printed in pool.launch(
+        ranks, run_main, str(hf_config_file), f"model.hf_config={folder}", "run.name=short", *layout
+    ):
         assert code == 1 and "Traceback" not in printed
         assert "compressor.position_bias gets no gradient on sequences of 32 tokens (8 parameters in all)" in printed
 

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def flush(path: Path) -> None:
@@ -70,3 +71,13 @@ def exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def unrepeated(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as `json.loads(object_pairs_hook=unrepeated)` gives it. Raises ValueError for a name that it has twice: readers
+    would differ on which is meant.
+    """
+    if len(dict(items)) != len(items):
+        names = [name for name, _ in items]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
+    return dict(items)

@@ -57,10 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     config, origins = load_config(arguments.config, arguments.overrides)
     try:
         if arguments.print_config:
-            from pretrain.config.keys import check_effects
             from pretrain.train.plan import complete_config
 
-            check_effects(config)
             print(to_yaml(complete_config(config), origins if arguments.origins else None), end="")
             return 0
         from pretrain.train.session import check, train

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pretrain.config.keys import key, section
+from pretrain.config.keys import SET, UNSET, key, section
 
 
 @dataclass
@@ -57,7 +57,10 @@ class MixtureStage:
         le=2**62,
     )
     weights: dict[str, float] = key(
-        {}, "Weight of each source by name; 0 where none is given. Empty: the sources' own weights.", ge=0
+        {},
+        "Weight of each source by name; 0 where none is given. Empty: the sources' own weights.",
+        ge=0,
+        le=1e15,
     )
 
 
@@ -67,12 +70,28 @@ class Text:
 
     input: list[str] = key([], "Files and globs of text, JSON lines or Parquet.")
     dataset: str | None = key(None, "Instead of files, a Hugging Face dataset, streamed.")
-    dataset_config: str | None = key(None, "Configuration of the dataset.")
-    revision: str | None = key(None, "Revision of the dataset; give one, so that it cannot change during the run.")
-    split: str = key("train", "Split of the dataset.")
+    dataset_config: str | None = key(
+        None,
+        "Configuration of the dataset.",
+        when={"data.text.dataset": SET},
+    )
+    revision: str | None = key(
+        None,
+        "Revision of the dataset; give one, so that it cannot change during the run.",
+        when={"data.text.dataset": SET},
+    )
+    split: str = key(
+        "train",
+        "Split of the dataset.",
+        when={"data.text.dataset": SET},
+    )
     tokenizer: str | None = key(None, "Directory or file of the tokenizer.")
     text_field: str = key("text", "JSON field, or column, that holds the text.")
-    documents: Literal["file", "line"] = key("file", "What a document is in plain text.")
+    documents: Literal["file", "line"] = key(
+        "file",
+        "What a document is in plain text.",
+        when={"data.text.dataset": UNSET},
+    )
 
 
 @dataclass
@@ -82,7 +101,12 @@ class Cache:
     dir: str | None = key(
         None, "Folder on a local disk; `pretrain` in the user's cache folder ($XDG_CACHE_HOME, ~/.cache) by default."
     )
-    limit_gb: float = key(100.0, "Most that is kept of remote shards, GB; the least recently used are dropped.", gt=0)
+    limit_gb: float = key(
+        100.0,
+        "Most that is kept of remote shards, GB; the least recently used are dropped.",
+        gt=0,
+        le=1e9,
+    )
 
 
 @dataclass
@@ -92,17 +116,24 @@ class SpanCorruption:
     """
 
     noise_density: float = key(0.15, "Share of a sample's tokens that is taken out.", gt=0, lt=1)
-    mean_span_length: float = key(3.0, "Tokens of a span on average.", ge=1)
+    mean_span_length: float = key(
+        3.0,
+        "Tokens of a span on average.",
+        ge=1,
+        le=2**31 - 1,
+    )
     sentinels: int = key(
         100,
         "Ids at the end of the vocabulary that stand for a span each, beyond those of the tokenizer; a sample's spans at most.",
         ge=1,
+        le=2**26,
     )
     first_sentinel: int | None = key(
         None,
         "Id that stands for the first span of a sample, where the tokenizer has sentinels itself (32099 with T5's own); those of the "
         "others count down. By default the last id of the vocabulary with `sentinels`.",
         ge=0,
+        le=2**26,
     )
 
 
@@ -115,33 +146,57 @@ class Data:
         "Tokens per sample: so many are read, and each has the token after it as its target. With `objective: span_corruption`, before "
         "corruption: 568 make T5's sources of 512 and targets of 114.",
         ge=1,
+        le=2**31 - 1,
+        when={"data.pairs": UNSET},
     )
     sources: list[Source] = key([], "Training data: one or more prepared directories, mixed by weight.")
     stages: list[MixtureStage] = key(
-        [], "Weights that change during the run, stage after stage. Stages, and sources, may be added to a run under way."
+        [],
+        "Weights that change during the run, stage after stage. Stages, and sources, may be added to a run under way.",
+        when={"data.pairs": UNSET, "data.text": UNSET},
     )
     validation: list[ValidationSource] = key([], "Validation data; each source gets a loss of its own.", resume="free")
     objective: Literal["next_token", "span_corruption"] = key(
         "next_token",
         "What is learnt from a sample: each token from those before it, or, by an encoder-decoder, spans that were taken out.",
+        when={"data.pairs": UNSET},
     )
-    span_corruption: SpanCorruption = section(SpanCorruption)
+    span_corruption: SpanCorruption = section(SpanCorruption, when={"data.objective": ("span_corruption",)})
     packing: Literal["concatenate", "best_fit", "padded"] = key(
         "concatenate",
         "How documents become samples: end to end and cut into windows; as many whole documents as fit (arXiv 2404.10830); or one "
         "document per sample. The latter two cut only documents longer than a sample, and pad.",
+        when={"data.pairs": UNSET, "data.text": UNSET},
     )
     document_mask: bool = key(
-        False, "No token attends to another document in its sample, and positions start at 0 in each document."
+        False,
+        "No token attends to another document in its sample, and positions start at 0 in each document.",
+        when={"data.pairs": UNSET, "data.packing": ("concatenate", "best_fit")},
     )
     boundary_loss: bool = key(
-        True, "Whether the first token of a document is a target where another document stands before it."
+        True,
+        "Whether the first token of a document is a target where another document stands before it.",
+        when={"data.pairs": UNSET, "data.text": UNSET, "data.packing": ("concatenate", "best_fit")},
     )
     shuffle: Literal["full", "shards"] = key(
-        "full", "Order of an epoch: any sample anywhere, or a few shards at a time, mixed among themselves, for remote storage."
+        "full",
+        "Order of an epoch: any sample anywhere, or a few shards at a time, mixed among themselves, for remote storage.",
+        when={"data.pairs": UNSET, "data.text": UNSET},
     )
-    shuffle_shards: int = key(8, "Shards that are mixed at a time with `shuffle: shards`.", ge=1)
-    seed: int | None = key(None, "Seed of the data order; `run.seed` by default.", ge=0, le=2**63 - 1)
+    shuffle_shards: int = key(
+        8,
+        "Shards that are mixed at a time with `shuffle: shards`.",
+        ge=1,
+        le=2**31 - 1,
+        when={"data.shuffle": ("shards",)},
+    )
+    seed: int | None = key(
+        None,
+        "Seed of the data order; `run.seed` by default.",
+        ge=0,
+        le=2**63 - 1,
+        when={"data.text": UNSET},
+    )
     workers: int = key(
         1,
         "Prefetching threads per rank; changes nothing but speed. 0 reads in the training thread.",
@@ -150,7 +205,10 @@ class Data:
         resume="free",
     )
     verify: Literal["full", "size"] = key(
-        "full", "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only.", resume="free"
+        "full",
+        "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only.",
+        resume="free",
+        when={"data.text": UNSET},
     )
     text: Text = section(Text)
     pairs: str | None = key(
@@ -162,5 +220,6 @@ class Data:
         True,
         "Demand that resuming gives the same samples on any number of ranks; `text` cannot, and needs this to be false.",
         resume="free",
+        when={"data.text": SET},
     )
     cache: Cache = section(Cache, resume="free")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,15 +95,18 @@ def keys_of(values: Any, path: str = "", when: When | None = None) -> Iterator[S
             yield SetKey(full, value, getattr(neutral, fld.name), conditions)
 
 
-def check_effects(config: Any, resolved: Mapping[str, Any] | None = None) -> list[str]:
+def check_effects(
+    config: Any, resolved: Mapping[str, Any] | None = None, usual: Mapping[str, Collection[Any]] | None = None
+) -> list[str]:
     """Raise ConfigError for a key that differs from its default where it has no effect.
 
-    `resolved`: what keys whose value is `auto` came to. Where that alone takes the effect away, the configuration may be meant for other
+    `usual`: further values of a key that say nothing, for instance those that a family of models gives it. `resolved`: what keys whose
+    value is `auto` or `null` came to. Where that alone takes the effect away, the configuration may be meant for other
     machines as well: it is not refused, and the result has a line that says so. What `auto` comes to elsewhere is not known yet.
     """
-    keys, resolved, notes = {key.path: key for key in keys_of(config)}, resolved or {}, []
+    keys, resolved, usual, notes = {key.path: key for key in keys_of(config)}, resolved or {}, usual or {}, []
     for own in keys.values():
-        if own.value == own.default:
+        if own.value == own.default or own.value in usual.get(own.path, ()):
             continue
         for path, wanted in own.when.items():
             problem = _unmet(path, wanted, keys, resolved)
@@ -125,8 +128,9 @@ def _unmet(path: str, wanted: Condition, keys: Mapping[str, SetKey], resolved: M
         if is_set == (wanted == SET):
             return None
         return f"without {path}; set it" if wanted == SET else f"with {path}; remove it"
+    derived = keys[path].default is None and path not in resolved
     value = resolved.get(path, keys[path].value)
-    if value == "auto" or (value != wanted.value if isinstance(wanted, Except) else value in wanted):
+    if derived or value == "auto" or (value != wanted.value if isinstance(wanted, Except) else value in wanted):
         return None
     auto = " (the choice of auto)" if keys[path].value == "auto" else ""
     remedy = f"change {path}" if isinstance(wanted, Except) else f"set {path}={' or '.join(map(_shown, wanted))}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pretrain.config.keys import key, section
+from pretrain.config.keys import Except, key, section
 
 FamilyName = Literal[
     "custom", "hf", "transformer", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "gemma2", "gemma3", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
@@ -17,6 +17,13 @@ FamilyName = Literal[
     "t5",
 ]  # fmt: skip
 Projection = Literal["query", "key", "value", "output"]
+
+# Upper limits: well beyond any model, and low enough that a slip of the keyboard is refused at its key and not by an allocation.
+WIDEST, LONGEST, MOST_TOKENS = 2**24, 2**40, 2**26
+
+SCALED = {"model.rope.scaling": Except("none")}
+LLAMA3, YARN = {"model.rope.scaling": ("llama3",)}, {"model.rope.scaling": ("yarn",)}
+WINDOWED, ENCODER = {"model.attention.window": Except(0)}, {"model.encoder_layers": Except(0)}
 
 
 @dataclass
@@ -42,8 +49,19 @@ class Norm:
 class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling to longer contexts."""
 
-    theta: float | None = key(None, "Base of the rotation frequencies; 10000 by default.", gt=1)
-    local_theta: float | None = key(None, "Base in layers with a sliding window; `theta` by default.", gt=1)
+    theta: float | None = key(
+        None,
+        "Base of the rotation frequencies; 10000 by default.",
+        gt=1,
+        le=1e12,
+    )
+    local_theta: float | None = key(
+        None,
+        "Base in layers with a sliding window; `theta` by default.",
+        gt=1,
+        le=1e12,
+        when=WINDOWED,
+    )
     fraction: float | None = key(None, "Share of a head's width that is rotated, from its beginning; 1 by default.", gt=0, le=1)
     layout: Literal["half", "interleaved"] | None = key(
         None, "Which components of a head make a pair: i and i + half the width, or neighbours."
@@ -54,21 +72,79 @@ class Rope:
         "Of the frequencies: `linear` position interpolation (arXiv 2306.15595), `dynamic` NTK (base grows with the length beyond "
         "`original_length`), `llama3` (by wavelength), `yarn` (arXiv 2309.00071).",
     )
-    factor: float | None = key(None, "How many times `original_length` the scaled positions reach; 1 by default.", ge=1)
+    factor: float | None = key(
+        None,
+        "How many times `original_length` the scaled positions reach; 1 by default.",
+        ge=1,
+        le=1e6,
+        when=SCALED,
+    )
     original_length: int | None = key(
-        None, "Length the unscaled model was trained at, tokens; `max_sequence_length` by default.", ge=1
+        None,
+        "Length the unscaled model was trained at, tokens; `max_sequence_length` by default.",
+        ge=1,
+        le=LONGEST,
+        when=SCALED,
     )
-    low_frequency: float | None = key(None, "`llama3`: waves longer than original_length over this are scaled fully.", gt=0)
-    high_frequency: float | None = key(None, "`llama3`: waves shorter than original_length over this are not.", gt=0)
-    beta_fast: float | None = key(None, "`yarn`: components that turn more often than this in original_length are kept.", gt=0)
-    beta_slow: float | None = key(None, "`yarn`: components that turn less often than this are scaled fully.", gt=0)
-    attention_factor: float | None = key(None, "`yarn`: factor on the rotated vectors; 0 derives it from `factor`.", ge=0)
-    mscale: float | None = key(None, "`yarn` of DeepSeek: weight of the derived attention factor; 0: not used.", ge=0)
+    low_frequency: float | None = key(
+        None,
+        "`llama3`: waves longer than original_length over this are scaled fully.",
+        gt=0,
+        le=1e6,
+        when=LLAMA3,
+    )
+    high_frequency: float | None = key(
+        None,
+        "`llama3`: waves shorter than original_length over this are not.",
+        gt=0,
+        le=1e6,
+        when=LLAMA3,
+    )
+    beta_fast: float | None = key(
+        None,
+        "`yarn`: components that turn more often than this in original_length are kept.",
+        gt=0,
+        le=1e6,
+        when=YARN,
+    )
+    beta_slow: float | None = key(
+        None,
+        "`yarn`: components that turn less often than this are scaled fully.",
+        gt=0,
+        le=1e6,
+        when=YARN,
+    )
+    attention_factor: float | None = key(
+        None,
+        "`yarn`: factor on the rotated vectors; 0 derives it from `factor`.",
+        ge=0,
+        le=1e6,
+        when=YARN,
+    )
+    mscale: float | None = key(
+        None,
+        "`yarn` of DeepSeek: weight of the derived attention factor; 0: not used.",
+        ge=0,
+        le=1e6,
+        when=YARN,
+    )
     mscale_all_dim: float | None = key(
-        None, "`yarn` of DeepSeek: the same for all components, on the scores; 0: not used.", ge=0
+        None,
+        "`yarn` of DeepSeek: the same for all components, on the scores; 0: not used.",
+        ge=0,
+        le=1e6,
+        when=YARN,
     )
-    truncate: bool | None = key(None, "`yarn`: round the range of components that are blended to whole ones.")
-    scale_local: bool | None = key(None, "Whether layers with a sliding window are scaled as well; true by default.")
+    truncate: bool | None = key(
+        None,
+        "`yarn`: round the range of components that are blended to whole ones.",
+        when=YARN,
+    )
+    scale_local: bool | None = key(
+        None,
+        "Whether layers with a sliding window are scaled as well; true by default.",
+        when=WINDOWED,
+    )
 
 
 @dataclass
@@ -80,8 +156,14 @@ class Relative:
         "Distances are told apart in so many buckets: exactly up to half of them, then by logarithm; an encoder's are halved again, one "
         "half for each direction. 32 by default.",
         ge=4,
+        le=2**20,
     )
-    max_distance: int | None = key(None, "From this distance on, tokens, all are in the last bucket; 128 by default.", ge=2)
+    max_distance: int | None = key(
+        None,
+        "From this distance on, tokens, all are in the last bucket; 128 by default.",
+        ge=2,
+        le=LONGEST,
+    )
 
 
 @dataclass
@@ -89,10 +171,29 @@ class Attention:
     """What attention computes, apart from its sizes."""
 
     bias: list[Projection] | None = key(None, "Projections that have a bias; [] by default.")
-    query_scalar: float | None = key(None, "Scores are divided by the square root of this; `head_dim` by default.", gt=0)
-    soft_cap: float | None = key(None, "Scores are squashed to this range: cap × tanh(score / cap) (Gemma 2); 0: not.", ge=0)
-    window: int | None = key(None, "Positions a query sees, itself and those before it, in layers with a window; 0: all.", ge=0)
-    window_pattern: list[bool] | None = key(None, "Which layers have the window, repeated over the layers; [true] by default.")
+    query_scalar: float | None = key(
+        None,
+        "Scores are divided by the square root of this; `head_dim` by default.",
+        gt=0,
+        le=1e12,
+    )
+    soft_cap: float | None = key(
+        None,
+        "Scores are squashed to this range: cap × tanh(score / cap) (Gemma 2); 0: not.",
+        ge=0,
+        le=1e6,
+    )
+    window: int | None = key(
+        None,
+        "Positions a query sees, itself and those before it, in layers with a window; 0: all.",
+        ge=0,
+        le=LONGEST,
+    )
+    window_pattern: list[bool] | None = key(
+        None,
+        "Which layers have the window, repeated over the layers; [true] by default.",
+        when=WINDOWED,
+    )
     sinks: bool | None = key(None, "A learned logit per head that takes its share of the softmax and adds no value (gpt-oss).")
 
 
@@ -100,12 +201,42 @@ class Attention:
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from one narrow vector per position."""
 
-    kv_rank: int | None = key(None, "Width of the vector that keys and values are made from; 0: ordinary attention.", ge=0)
-    query_rank: int | None = key(None, "Width that queries are compressed to; 0: they are not.", ge=0)
-    rope_dim: int | None = key(None, "Width of the part of a head that is rotated; its key is shared by all heads.", ge=0)
-    plain_dim: int | None = key(None, "Width of the part of a head that is not rotated.", ge=0)
-    value_dim: int | None = key(None, "Width of a head's values.", ge=0)
-    norm_eps: float | None = key(None, "Of the norms of the narrow vectors; 1e-6 by default.", gt=0)
+    kv_rank: int | None = key(
+        None,
+        "Width of the vector that keys and values are made from; 0: ordinary attention.",
+        ge=0,
+        le=WIDEST,
+    )
+    query_rank: int | None = key(
+        None,
+        "Width that queries are compressed to; 0: they are not.",
+        ge=0,
+        le=WIDEST,
+    )
+    rope_dim: int | None = key(
+        None,
+        "Width of the part of a head that is rotated; its key is shared by all heads.",
+        ge=0,
+        le=2**20,
+    )
+    plain_dim: int | None = key(
+        None,
+        "Width of the part of a head that is not rotated.",
+        ge=0,
+        le=2**20,
+    )
+    value_dim: int | None = key(
+        None,
+        "Width of a head's values.",
+        ge=0,
+        le=2**20,
+    )
+    norm_eps: float | None = key(
+        None,
+        "Of the norms of the narrow vectors; 1e-6 by default.",
+        gt=0,
+        le=1,
+    )
 
 
 @dataclass
@@ -125,25 +256,63 @@ class Experts:
     """Mixture of experts in place of the MLP (arXiv 2101.03961). No expert has a capacity: no token is dropped."""
 
     count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0, le=100_000)
-    active: int | None = key(None, "Experts a token is sent to.", ge=0)
-    ffn_dim: int | None = key(None, "Hidden width of an expert; `model.ffn_dim` by default.", ge=0)
-    shared: int | None = key(None, "Experts that every token passes through, as one MLP of so many times `ffn_dim`.", ge=0)
+    active: int | None = key(
+        None,
+        "Experts a token is sent to.",
+        ge=0,
+        le=100_000,
+    )
+    ffn_dim: int | None = key(
+        None,
+        "Hidden width of an expert; `model.ffn_dim` by default.",
+        ge=0,
+        le=2**26,
+    )
+    shared: int | None = key(
+        None,
+        "Experts that every token passes through, as one MLP of so many times `ffn_dim`.",
+        ge=0,
+        le=10_000,
+    )
     dense_layers: list[int] | None = key(
-        None, "Layers, from 0, that have an MLP of `model.ffn_dim` all the same; [] by default."
+        None,
+        "Layers, from 0, that have an MLP of `model.ffn_dim` all the same; [] by default.",
+        le=10_000,
     )
     scoring: Literal["softmax", "sigmoid"] | None = key(None, "Of the router's logits.")
     normalise: bool | None = key(None, "Whether the weights of a token's experts are made to sum to one.")
-    scale: float | None = key(None, "Factor on those weights.", gt=0)
-    groups: int | None = key(
-        None, "Groups the experts are divided into, of which the best are chosen from; 1: no groups.", ge=1
+    scale: float | None = key(
+        None,
+        "Factor on those weights.",
+        gt=0,
+        le=1e6,
     )
-    active_groups: int | None = key(None, "Groups a token's experts are chosen from.", ge=1)
+    groups: int | None = key(
+        None,
+        "Groups the experts are divided into, of which the best are chosen from; 1: no groups.",
+        ge=1,
+        le=100_000,
+    )
+    active_groups: int | None = key(
+        None,
+        "Groups a token's experts are chosen from.",
+        ge=1,
+        le=100_000,
+        when={"model.experts.groups": Except(1)},
+    )
     router_bias: bool | None = key(None, "Whether the router's projection has a bias.")
     correction: bool | None = key(
         None,
         "A bias per expert that decides who is chosen but not with what weight: balancing without a loss (arXiv 2408.15664).",
     )
-    correction_rate: float | None = key(None, "How far that bias moves in a step, towards even loads.", ge=0, resume="accept")
+    correction_rate: float | None = key(
+        None,
+        "How far that bias moves in a step, towards even loads.",
+        ge=0,
+        resume="accept",
+        le=1000,
+        when={"model.experts.correction": (True,)},
+    )
     balance_loss: float | None = key(
         None,
         "Weight of each layer's load-balancing loss: `count` × sum over experts of (share of positions sent there) × (mean score), which is "
@@ -151,15 +320,21 @@ class Experts:
         "weight over `active` is ours. transformers averages over layers: its router_aux_loss_coef over the number of layers is ours.",
         ge=0,
         resume="accept",
+        le=1e6,
     )
     balance_scope: Literal["sequence", "global_batch"] | None = key(
         None,
         "What those shares are counted over: each `sequence` by itself (DeepSeek-V3), or the `global_batch` of the step before (arXiv "
         "2501.11873), so that experts may specialise in kinds of text. No layout changes either. `sequence` by default.",
         resume="accept",
+        when={"model.experts.balance_loss": Except(0.0)},
     )
     router_z_loss: float | None = key(
-        None, "Weight of the mean squared log-sum-exp of the router's logits (arXiv 2202.08906).", ge=0, resume="accept"
+        None,
+        "Weight of the mean squared log-sum-exp of the router's logits (arXiv 2202.08906).",
+        ge=0,
+        resume="accept",
+        le=1e6,
     )
 
 
@@ -176,24 +351,42 @@ class Model:
         None,
         "With `family: hf`, and in place of all other keys of the model: a config.json of transformers', the directory that has one, "
         "or its contents as JSON, which is what the resolved configuration has.",
+        when={"model.family": ("hf",)},
     )
-    dim: int = key(384, "Width of the residual stream.", ge=1, le=2**24)
-    layers: int = key(6, "Number of decoder blocks.", ge=1, le=10_000)
+    dim: int = key(384, "Width of the residual stream.", ge=1, le=WIDEST)
+    layers: int = key(6, "Number of decoder blocks.", ge=1, le=4096)
     heads: int = key(6, "Attention heads of a block (query heads).", ge=1, le=100_000)
     kv_heads: int | None = key(
-        None, "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.", ge=1
+        None,
+        "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.",
+        ge=1,
+        le=100_000,
     )
-    head_dim: int | None = key(None, "Width of a head; `dim / heads` by default.", ge=1)
+    head_dim: int | None = key(
+        None,
+        "Width of a head; `dim / heads` by default.",
+        ge=1,
+        le=2**20,
+    )
     ffn_dim: int | None = key(
         None,
         "Hidden width of the MLP; by default 4 × `dim`, or 8/3 of it rounded up to a multiple of 64 where it is gated.",
         ge=1,
+        le=2**26,
     )
     vocab_size: int | None = key(
-        None, "Token ids the model knows (rows of the embedding); those of the data's tokenizer by default.", ge=2
+        None,
+        "Token ids the model knows (rows of the embedding); those of the data's tokenizer by default.",
+        ge=2,
+        le=MOST_TOKENS,
     )
     tie_embeddings: bool | None = key(None, "Use the embedding's matrix as the output head too, instead of one of its own.")
-    norm_eps: float | None = key(None, "Added to the mean square in a norm, so that it is never zero; 1e-5 by default.", gt=0)
+    norm_eps: float | None = key(
+        None,
+        "Added to the mean square in a norm, so that it is never zero; 1e-5 by default.",
+        gt=0,
+        le=1,
+    )
     positions: Literal["rope", "learned", "sinusoidal", "relative", "none"] | None = key(
         None,
         "How positions enter: by rotation, as learned vectors for `max_sequence_length` positions (GPT-2), as sines and cosines that "
@@ -203,10 +396,30 @@ class Model:
     parallel_residual: bool | None = key(
         None, "x + attention(norm(x)) + mlp(norm(x)) in place of one after the other (GPT-NeoX)."
     )
-    embedding_multiplier: float | None = key(None, "Factor on the token embeddings; Gemma's is the square root of `dim`.", gt=0)
-    residual_multiplier: float | None = key(None, "Factor on what a sublayer adds to the residual stream.", gt=0)
-    logit_multiplier: float | None = key(None, "Factor on the logits.", gt=0)
-    logit_soft_cap: float | None = key(None, "Logits are squashed to this range: cap × tanh(logit / cap); 0: not.", ge=0)
+    embedding_multiplier: float | None = key(
+        None,
+        "Factor on the token embeddings; Gemma's is the square root of `dim`.",
+        gt=0,
+        le=1e6,
+    )
+    residual_multiplier: float | None = key(
+        None,
+        "Factor on what a sublayer adds to the residual stream.",
+        gt=0,
+        le=1e6,
+    )
+    logit_multiplier: float | None = key(
+        None,
+        "Factor on the logits.",
+        gt=0,
+        le=1e6,
+    )
+    logit_soft_cap: float | None = key(
+        None,
+        "Logits are squashed to this range: cap × tanh(logit / cap); 0: not.",
+        ge=0,
+        le=1e6,
+    )
     encoder_layers: int | None = key(
         None,
         "Blocks of an encoder, whose output the decoder's blocks attend to; trained on `data.pairs` or with `data.objective: "
@@ -215,14 +428,24 @@ class Model:
         le=10_000,
     )
     source_vocab_size: int | None = key(
-        None, "Token ids the encoder knows; those of the tokenizer of the sources by default.", ge=2
+        None,
+        "Token ids the encoder knows; those of the tokenizer of the sources by default.",
+        ge=2,
+        le=MOST_TOKENS,
+        when=ENCODER,
     )
-    tie_source: bool | None = key(None, "Use one embedding for sources and targets; they then have one tokenizer.")
+    tie_source: bool | None = key(
+        None,
+        "Use one embedding for sources and targets; they then have one tokenizer.",
+        when=ENCODER,
+    )
     start_id: int | None = key(
         None,
         "Token that a decoder with an encoder starts from; the end-of-document token of the targets' tokenizer by default. T5's own "
         "models start from their padding token, 0.",
         ge=0,
+        le=MOST_TOKENS,
+        when=ENCODER,
     )
     dropout: float = key(
         0.0,
@@ -231,6 +454,7 @@ class Model:
         ge=0,
         lt=1,
         resume="accept",
+        when=ENCODER,
     )
     predict_ahead: int = key(
         0,
@@ -240,12 +464,12 @@ class Model:
         le=8,
     )
     norm: Norm = section(Norm)
-    rope: Rope = section(Rope)
-    relative: Relative = section(Relative)
+    rope: Rope = section(Rope, when={"model.positions": ("rope",)})
+    relative: Relative = section(Relative, when={"model.positions": ("relative",)})
     attention: Attention = section(Attention)
-    latent: Latent = section(Latent)
+    latent: Latent = section(Latent, when={"model.latent.kv_rank": Except(0)})
     mlp: Mlp = section(Mlp)
-    experts: Experts = section(Experts)
+    experts: Experts = section(Experts, when={"model.experts.count": Except(0)})
     attention_backend: Literal["auto", "sdpa", "flex"] = key(
         "auto",
         "What applies masks of documents and windows; changes speed and memory, not the result. `sdpa`: torch's "
@@ -260,6 +484,7 @@ class Model:
         "tools/generate.py; `data.sequence_length` by default. With learned positions, as many as there are.",
         ge=1,
         resume="free",
+        le=LONGEST,
     )
     init: Literal["fixed", "fan_in"] | None = key(
         None,
@@ -267,4 +492,10 @@ class Model:
         "(GPT-2). `fan_in`, of an encoder-decoder: `init_std` over the root of a matrix's inputs, embeddings `init_std` itself; where "
         "scores are not divided (attention.query_scalar=1) queries are, over sqrt(head_dim) (T5). `fixed` by default.",
     )
-    init_std: float | None = key(None, "Scale of initial weights; 0.02 by default, 1 with family `t5`.", gt=0, resume="free")
+    init_std: float | None = key(
+        None,
+        "Scale of initial weights; 0.02 by default, 1 with family `t5`.",
+        gt=0,
+        resume="free",
+        le=1000,
+    )

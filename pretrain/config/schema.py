@@ -14,6 +14,8 @@ from pretrain.config.data_schema import Data
 from pretrain.config.keys import SET, UNSET, Except, key, section
 from pretrain.config.model_schema import Model
 
+MOST_STEPS = 10**12
+
 
 @dataclass
 class Run:
@@ -24,7 +26,13 @@ class Run:
     seed: int = key(
         0, "Seed of the initial weights, and of the data order unless `data.seed` is set.", ge=0, le=2**63 - 1, resume="accept"
     )
-    steps: int = key(1000, "Optimizer steps of the whole run.", ge=1, resume="schedule")
+    steps: int = key(
+        1000,
+        "Optimizer steps of the whole run.",
+        ge=1,
+        resume="schedule",
+        le=MOST_STEPS,
+    )
     resume: str = key(
         "auto",
         "`auto` continues from the run's newest good checkpoint or starts; `required` fails when there is none; `never` "
@@ -53,7 +61,12 @@ class BatchStage:
     until_tokens: int = key(
         "???", "Steps that begin before so many tokens (samples × sequence_length) take `sequences` samples.", ge=1, le=2**62
     )
-    sequences: int = key("???", "Samples per optimizer step in this stage, over all ranks.", ge=1)
+    sequences: int = key(
+        "???",
+        "Samples per optimizer step in this stage, over all ranks.",
+        ge=1,
+        le=2**40,
+    )
 
 
 @dataclass
@@ -65,6 +78,7 @@ class Batch:
         "Samples per optimizer step, over all ranks: a multiple of `micro_sequences` times the data-parallel ranks.",
         ge=1,
         when={"data.pairs": UNSET},
+        le=2**40,
     )
     micro_sequences: int = key(
         16,
@@ -72,6 +86,7 @@ class Batch:
         ge=1,
         when={"data.pairs": UNSET},
         resume="free",
+        le=2**40,
     )
     tokens: int | None = key(
         None,
@@ -79,6 +94,7 @@ class Batch:
         "pairs.",
         ge=1,
         when={"data.pairs": SET},
+        le=2**50,
     )
     micro_tokens: int | None = key(
         None,
@@ -87,6 +103,7 @@ class Batch:
         ge=1,
         when={"data.pairs": SET},
         resume="free",
+        le=2**50,
     )
     ramp: list[BatchStage] = key(
         [], "Other sizes before `sequences` is reached: a batch-size ramp, stage after stage.", when={"data.pairs": UNSET}
@@ -97,28 +114,56 @@ class Batch:
 class Translation:
     """Translations of validation pairs, decoded by all ranks together and scored: BLEU and chrF (sacrebleu), character and word error rate."""
 
-    every_steps: int = key(0, "Optimizer steps between them; 0: never.", ge=0, when={"data.pairs": SET, "data.validation": SET})
-    sequences: int = key(
-        0, "Pairs per validation source: its first ones; 0 takes all.", ge=0, when={"validation.translation.every_steps": SET}
+    every_steps: int = key(
+        0,
+        "Optimizer steps between them; 0: never.",
+        ge=0,
+        when={"data.pairs": SET, "data.validation": SET},
+        le=MOST_STEPS,
     )
-    beam: int = key(1, "Hypotheses kept per sentence; 1 is greedy.", ge=1, when={"validation.translation.every_steps": SET})
+    sequences: int = key(
+        0,
+        "Pairs per validation source: its first ones; 0 takes all.",
+        ge=0,
+        when={"validation.translation.every_steps": SET},
+        le=2**40,
+    )
+    beam: int = key(
+        1,
+        "Hypotheses kept per sentence; 1 is greedy.",
+        ge=1,
+        when={"validation.translation.every_steps": SET},
+        le=1000,
+    )
     length_penalty: float = key(
         0.6,
         "Exponent of the length normalisation (arXiv 1609.08144, equation 14); 0: none.",
         ge=0,
         when={"validation.translation.every_steps": SET},
+        le=100,
     )
     max_ratio: float = key(
         2.0,
         "Longest translation, as a multiple of the source's tokens, plus `max_extra`.",
         ge=0,
         when={"validation.translation.every_steps": SET},
+        le=1000,
     )
     max_extra: int = key(
-        10, "Tokens that a translation may have beyond that.", ge=1, when={"validation.translation.every_steps": SET}
+        10,
+        "Tokens that a translation may have beyond that.",
+        ge=1,
+        when={"validation.translation.every_steps": SET},
+        le=1_000_000,
     )
     lowercase: bool = key(False, "Whether scores ignore case.", when={"validation.translation.every_steps": SET})
-    samples: int = key(3, "Translations that are written to the log.", ge=0, when={"validation.translation.every_steps": SET})
+    samples: int = key(
+        3,
+        "Translations that are written to the log.",
+        ge=0,
+        when={"validation.translation.every_steps": SET},
+        le=1_000_000,
+    )
 
 
 @dataclass
@@ -135,12 +180,14 @@ class Loss:
         0.0,
         "Weight of the squared log-sum-exp of a token's logits, which keeps them from drifting (arXiv 2204.02311); 1e-4 is usual.",
         ge=0,
+        le=1000,
     )
     predict_ahead_weight: float = key(
         0.3,
         "Weight of the losses of `model.predict_ahead` together (arXiv 2412.19437, section 4.2).",
         gt=0,
         when={"model.predict_ahead": SET},
+        le=1000,
     )
     chunk_mb: int | None = key(
         None,
@@ -149,6 +196,7 @@ class Loss:
         ge=1,
         when={"model.family": Except("hf")},
         resume="free",
+        le=1_000_000,
     )
 
 
@@ -161,8 +209,15 @@ class Validation:
         "Optimizer steps between validations; 0: only after the last step. `data.validation` names what is validated.",
         ge=0,
         when={"data.validation": SET},
+        le=MOST_STEPS,
     )
-    sequences: int = key(64, "Samples per validation source: its first ones; 0 takes all.", ge=0, when={"data.validation": SET})
+    sequences: int = key(
+        64,
+        "Samples per validation source: its first ones; 0 takes all.",
+        ge=0,
+        when={"data.validation": SET},
+        le=2**40,
+    )
     translation: Translation = section(Translation)
 
 
@@ -173,19 +228,40 @@ class Optim:
     name: Literal["adamw"] = key(
         "adamw", "AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where torch has it.", resume="never"
     )
-    lr: float = key(3e-4, "Peak learning rate; `schedule` scales it.", gt=0)
+    lr: float = key(
+        3e-4,
+        "Peak learning rate; `schedule` scales it.",
+        gt=0,
+        le=1000,
+    )
     betas: tuple[float, float] = key(
         (0.9, 0.95), "Decay rates of the running means of the gradient and of its square.", ge=0, lt=1
     )
-    eps: float = key(1e-8, "Added to the root of the mean square that a step is divided by.", gt=0)
-    weight_decay: float = key(0.1, "Decoupled weight decay, times the learning rate.", ge=0)
-    clip: float = key(1.0, "Largest 2-norm of all gradients together; larger ones are scaled down to it. 0: never.", ge=0)
+    eps: float = key(
+        1e-8,
+        "Added to the root of the mean square that a step is divided by.",
+        gt=0,
+        le=1,
+    )
+    weight_decay: float = key(
+        0.1,
+        "Decoupled weight decay, times the learning rate.",
+        ge=0,
+        le=1000,
+    )
+    clip: float = key(
+        1.0,
+        "Largest 2-norm of all gradients together; larger ones are scaled down to it. 0: never.",
+        ge=0,
+        le=1e30,
+    )
     skip_nonfinite: int = key(
         0,
         "Steps in a row that may be skipped because their loss or gradient is not finite; one more ends the run. A skipped step changes "
         "neither weights nor optimizer state, and its samples are consumed. 0: the first one ends the run.",
         ge=0,
         resume="free",
+        le=MOST_STEPS,
     )
 
 
@@ -203,6 +279,7 @@ class Schedule:
         0,
         "Steps of linear warmup, from `optim.lr / warmup_steps` at step 1 to `optim.lr`. Shortened, with a line that says so, where `run.steps` is below.",
         ge=0,
+        le=MOST_STEPS,
     )
     min_ratio: float = key(
         0.1,
@@ -212,7 +289,11 @@ class Schedule:
         when={"schedule.name": ("cosine", "linear", "wsd")},
     )
     decay_steps: int | None = key(
-        None, "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.", ge=1, when={"schedule.name": ("wsd",)}
+        None,
+        "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.",
+        ge=1,
+        when={"schedule.name": ("wsd",)},
+        le=MOST_STEPS,
     )
 
 
@@ -220,7 +301,12 @@ class Schedule:
 class DDP:
     """Options of DistributedDataParallel."""
 
-    bucket_mb: float = key(25.0, "Gradients are reduced in buckets of this size, MiB, while backward goes on.", gt=0)
+    bucket_mb: float = key(
+        25.0,
+        "Gradients are reduced in buckets of this size, MiB, while backward goes on.",
+        gt=0,
+        le=1_000_000,
+    )
     gradient_as_bucket_view: bool = key(True, "Let gradients be views of the buckets: saves a copy of the gradients.")
 
 
@@ -238,9 +324,13 @@ class Parallel:
         None,
         "Copies of the model; by default one per process with ddp, and with fsdp one, or the processes over `shard`.",
         ge=1,
+        le=10_000_000,
     )
     shard: int | None = key(
-        None, "Ranks that share one copy, each with a part of it; by default the processes over `replicate`.", ge=1
+        None,
+        "Ranks that share one copy, each with a part of it; by default the processes over `replicate`.",
+        ge=1,
+        le=10_000_000,
     )
     tensor: int = key(1, "Tensor-parallel ranks.", only=1)
     context: int = key(1, "Context-parallel ranks.", only=1)
@@ -268,7 +358,12 @@ class Parallel:
     backend: Literal["auto", "gloo", "nccl"] = key(
         "auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.", when={"parallel.strategy": ("ddp", "fsdp")}
     )
-    timeout_seconds: int = key(600, "Longest wait in a collective or named barrier before the run fails.", ge=1)
+    timeout_seconds: int = key(
+        600,
+        "Longest wait in a collective or named barrier before the run fails.",
+        ge=1,
+        le=2_592_000,
+    )
     ddp: DDP = section(DDP, when={"parallel.strategy": ("ddp",)})
 
 
@@ -287,11 +382,30 @@ class Precision:
 class Checkpoint:
     """When the state is saved and how long it is kept. The last step is always saved."""
 
-    every_steps: int = key(0, "Optimizer steps between checkpoints; 0: no periodic one.", ge=0)
-    every_seconds: float = key(1800.0, "Seconds between checkpoints; 0: not by time.", ge=0)
-    keep_last: int = key(2, "Newest checkpoints kept; 0 keeps all.", ge=0)
+    every_steps: int = key(
+        0,
+        "Optimizer steps between checkpoints; 0: no periodic one.",
+        ge=0,
+        le=MOST_STEPS,
+    )
+    every_seconds: float = key(
+        1800.0,
+        "Seconds between checkpoints; 0: not by time.",
+        ge=0,
+        le=1e9,
+    )
+    keep_last: int = key(
+        2,
+        "Newest checkpoints kept; 0 keeps all.",
+        ge=0,
+        le=MOST_STEPS,
+    )
     keep_every_steps: int = key(
-        0, "Checkpoints at multiples of this step are kept for ever; 0: none.", ge=0, when={"checkpoint.keep_last": Except(0)}
+        0,
+        "Checkpoints at multiples of this step are kept for ever; 0: none.",
+        ge=0,
+        when={"checkpoint.keep_last": Except(0)},
+        le=MOST_STEPS,
     )
     export_check: bool = key(
         True,
@@ -304,12 +418,18 @@ class Checkpoint:
 class Log:
     """What is reported."""
 
-    every_steps: int = key(10, "Optimizer steps between log lines.", ge=1)
+    every_steps: int = key(
+        10,
+        "Optimizer steps between log lines.",
+        ge=1,
+        le=MOST_STEPS,
+    )
     tensorboard: bool = key(True, "Write TensorBoard event files.")
     gradients_at: list[int] = key(
         [],
         "Steps whose whole gradients, before clipping, are written to gradients/step-N.safetensors, to compare layouts.",
         ge=1,
+        le=MOST_STEPS,
     )
 
 

@@ -121,10 +121,6 @@ def open_stream(config: Config, sources: list[Samples], schedule: BatchSchedule)
                 f"{_shown(data.stages[i - 1].until_tokens)}; stages follow each other, and only the last may have no end"
             )
     mixture = Mixture(stages, [len(source) for source in sources], [source.max_epochs for source in data.sources], data.seed)
-    if data.shuffle == "full" and data.shuffle_shards != Data().shuffle_shards:
-        raise ConfigError(
-            f"data.shuffle_shards={data.shuffle_shards} has no effect with data.shuffle=full; set shards, or remove it"
-        )
     window = data.shuffle_shards if data.shuffle == "shards" else None
     return Stream(sources, mixture, Shuffle(data.seed, window))
 
@@ -150,6 +146,12 @@ def _own_weights(data: Data) -> list[float]:
             raise ConfigError(
                 f"data.sources.{i} has a weight and a budget of tokens; keep one: weight={source.weight}, tokens={source.tokens}"
             )
+    if data.stages and all(stage.weights for stage in data.stages):
+        for i, source in enumerate(data.sources):
+            if source.weight:
+                raise ConfigError(
+                    f"data.sources.{i}.weight={source.weight:g} has no effect: every stage of data.stages has weights of its own; remove it"
+                )
     if not any(budgets):
         weights = [1.0 if source.weight is None else source.weight for source in data.sources]
         if not any(weights) and not all(stage.weights for stage in data.stages or [MixtureStage()]):

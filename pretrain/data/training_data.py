@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from pretrain.config.data_schema import SpanCorruption as SpanCorruptionOptions
 from pretrain.config.data_schema import Text
 from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
@@ -78,8 +77,6 @@ def open_data(config: Config) -> tuple[list[Samples] | TextTraining | PairTraini
         raise ConfigError("data.sources and data.text both say what is trained on; keep one")
     if data.pairs is not None:
         return _open_pairs(config)
-    if config.batch.tokens is not None or config.batch.micro_tokens is not None:
-        raise ConfigError("batch.tokens and batch.micro_tokens have an effect on data.pairs only; use batch.sequences")
     _check_objective(config)
     validation = [open_samples(source, data) for source in data.validation]
     check_names("data.validation", validation)
@@ -110,16 +107,6 @@ def _check_text(config: Config) -> None:
             "data.text cannot resume exactly on another number of ranks (no document is lost, some are repeated) and has no shuffle; "
             "accept it with data.exact_resume=false, or prepare the data with tools/prepare_data.py"
         )
-    for name, neutral in (
-        ("packing", "concatenate"),
-        ("shuffle", "full"),
-        ("stages", []),
-        ("boundary_loss", True),
-        ("shuffle_shards", 8),
-        ("verify", "full"),
-    ):
-        if getattr(data, name) != neutral:
-            raise ConfigError(f"data.{name}={getattr(data, name)} has no effect on data.text; prepare the data, or remove it")
     if config.batch.ramp:
         raise ConfigError("batch.ramp is not built for data.text; prepare the data, or remove it")
 
@@ -177,10 +164,6 @@ def eod_of(data: TrainingData) -> int:
 def _check_objective(config: Config) -> None:
     data = config.data
     if data.objective == "next_token":
-        if data.span_corruption != SpanCorruptionOptions():
-            raise ConfigError(
-                "data.span_corruption has no effect with data.objective=next_token; set span_corruption, or remove it"
-            )
         return
     if not has_encoder(config.model):
         raise ConfigError(

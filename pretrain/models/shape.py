@@ -91,13 +91,6 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
     return model
 
 
-# Switches that have an effect only where another one is on.
-_OF_ROPE = ("rope.theta", "rope.local_theta", "rope.fraction", "rope.layout", "rope.pattern", "rope.scaling")
-_OF_SCALING = ("rope.factor", "rope.original_length", "rope.low_frequency", "rope.high_frequency", "rope.beta_fast", "rope.beta_slow",
-               "rope.attention_factor", "rope.mscale", "rope.mscale_all_dim", "rope.truncate")  # fmt: skip
-_OF_LATENT = ("latent.query_rank", "latent.rope_dim", "latent.plain_dim", "latent.value_dim", "latent.norm_eps")
-
-
 _ALWAYS_SAID = ("family", "dim", "layers", "heads", "vocab_size", "max_sequence_length")
 
 
@@ -118,23 +111,19 @@ def smallest_section(model: Model) -> dict[str, Any]:
     return said
 
 
-def check_switches(given: Model, model: Model) -> None:
-    """Raise ConfigError for a switch that a configuration sets to no effect. `model`: the same, complete."""
+def resolved_switches(model: Model) -> dict[str, Any]:
+    """The values of a complete section by their paths in a configuration, for `check_effects`."""
+    return {f"model.{name}": value for name, value in flat(model).items()}
+
+
+def usual_switches(given: Model, model: Model) -> dict[str, list[Any]]:
+    """Values of switches that say nothing where they are given: those they have anyway. `model`: the given section, complete."""
     from pretrain.models.families import family_of
 
-    usual = {**PLAIN, "rope.local_theta": model.rope.theta, **family_of(model.family).switches(given)}
-    off = [
-        *((name, "model.positions=rope") for name in _OF_ROPE if model.positions != "rope"),
-        *((name, "model.rope.scaling") for name in _OF_SCALING if model.rope.scaling == "none"),
-        *((name, "model.latent.kv_rank") for name in _OF_LATENT if not model.latent.kv_rank),
-        *((name, "model.attention.window") for name in ("rope.local_theta", "rope.scale_local") if not model.attention.window),
-        *((name, "model.experts.groups") for name in ("experts.active_groups",) if model.experts.groups == 1),
-        *((name, "model.experts.balance_loss") for name in ("experts.balance_scope",) if not model.experts.balance_loss),
-    ]
-    values = flat(given)
-    for name, other in off:
-        if values[name] is not None and values[name] not in (usual.get(name), PLAIN.get(name)):
-            raise ConfigError(f"model.{name}={values[name]} has no effect without {other}; set that, or remove it")
+    if model.family == "hf":
+        return {}
+    own = {"rope.local_theta": model.rope.theta, **family_of(model.family).switches(given)}
+    return {f"model.{name}": [each[name] for each in (PLAIN, own) if name in each] for name in flat(model)}
 
 
 def _sizes(model: Model, sequence_length: int | None) -> Model:
@@ -199,13 +188,7 @@ def _check(model: Model) -> None:
 
 def _check_relative(model: Model) -> None:
     relative = model.relative
-    if model.positions != "relative":
-        for name, value in flat(relative).items():
-            if value != PLAIN[f"relative.{name}"]:
-                raise ConfigError(
-                    f"model.relative.{name}={value} has no effect with model.positions={model.positions}; set relative, or remove it"
-                )
-    elif relative.max_distance <= relative.buckets // 2:
+    if model.positions == "relative" and relative.max_distance <= relative.buckets // 2:
         raise ConfigError(
             f"model.relative.max_distance={relative.max_distance} is within the {relative.buckets // 2} distances that "
             f"model.relative.buckets={relative.buckets} tell apart exactly; raise it"
@@ -253,10 +236,6 @@ def check_encoder(model: Model) -> None:
 
 def _check_no_encoder(model: Model) -> None:
     for name, given in (
-        ("dropout", model.dropout > 0),
-        ("source_vocab_size", model.source_vocab_size is not None),
-        ("tie_source", model.tie_source),
-        ("start_id", model.start_id is not None),
         ("init", model.init == "fan_in"),
         ("positions", model.positions in ("sinusoidal", "relative")),
     ):

@@ -30,7 +30,7 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.network import build_network
 from pretrain.models.router import check_router
-from pretrain.models.shape import check_encoder, check_switches, complete
+from pretrain.models.shape import check_encoder, complete, resolved_switches, usual_switches
 from pretrain.observe.flops import flops_per_target_token, flops_per_token
 from pretrain.observe.translation import require_sacrebleu
 from pretrain.optim.schedule import fit
@@ -92,7 +92,7 @@ class Plan:
 def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     """Open the data and derive what the configuration leaves open. Raises ConfigError, DataError or LaunchError."""
     check_accepted(config.run.accept_changes)
-    check_effects(config)
+    check_effects(config, usual=usual_values(config))  # before data is opened; what depends on derived values is checked by complete_config
     given = config
     opened, validation = open_data(config)
     config = complete_config(config, *_vocabularies(config, opened))
@@ -112,7 +112,8 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
 
 
 def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
-    notes = check_effects(given, {"parallel.strategy": layout.strategy})
+    resolved = resolved_switches(config.model) | {"parallel.strategy": layout.strategy}
+    notes = check_effects(given, resolved, usual_values(given, config.model))
     if config.schedule != given.schedule:
         shortened = f"{config.schedule.warmup_steps} steps of warmup"
         if config.schedule.decay_steps is not None:
@@ -148,8 +149,8 @@ def complete_config(config: Config, vocab_size: int | None = None, source_vocab_
     spans = Spans.of_data(config.data)
     longest = max(spans.source_length, spans.target_length) if spans else config.data.sequence_length
     model = complete(config.model, longest)
+    check_effects(config, resolved_switches(model), usual_values(config, model))
     if model.family != "hf":
-        check_switches(config.model, model)
         check_router(model)
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=vocab_size)
@@ -160,6 +161,14 @@ def complete_config(config: Config, vocab_size: int | None = None, source_vocab_
     seed = config.run.seed if config.data.seed is None else config.data.seed
     data, schedule = dataclasses.replace(config.data, seed=seed), fit(config.schedule, config.run.steps)
     return dataclasses.replace(config, model=model, data=data, schedule=schedule)
+
+
+def usual_values(given: Config, model: Model | None = None) -> dict[str, list[Any]]:
+    """Values that say nothing, for `check_effects`: a resolved configuration, which may be read again, names them all.
+
+    `model`: the model's section, complete.
+    """
+    return {"data.seed": [given.run.seed]} | (usual_switches(given.model, model) if model else {})
 
 
 def model_size(config: Config) -> int:

@@ -7,10 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from presets import PRESETS, preset
 
+from pretrain.config.keys import check_effects
 from pretrain.config.model_schema import Attention, Experts, Mlp, Model, Norm, Rope
+from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.families import families, family_of
-from pretrain.models.shape import check_effects, complete, has_rope, has_window, with_values
+from pretrain.models.shape import complete, has_rope, has_window, resolved_switches, usual_switches, with_values
+
+
+def check(given: Model, complete: Model) -> None:
+    check_effects(Config(model=given), resolved_switches(complete), usual_switches(given, complete))
+
 
 SIZES = {"dim": 32, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}
 NAMES = [family.name for family in families()]
@@ -119,29 +126,41 @@ def test_switches_that_have_no_meaning_together_are_refused(model, message):
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"rope.factor": 4.0}, "model.rope.factor=4.0 has no effect without model.rope.scaling"),
-        ({"rope.original_length": 32}, "model.rope.original_length=32 has no effect without model.rope.scaling"),
-        ({"rope.low_frequency": 2.0}, "model.rope.low_frequency=2.0 has no effect without model.rope.scaling"),
-        ({"positions": "none", "rope.theta": 5e5}, "model.rope.theta=500000.0 has no effect without model.positions=rope"),
-        ({"rope.local_theta": 5e5}, "model.rope.local_theta=500000.0 has no effect without model.attention.window"),
-        ({"rope.scale_local": False}, "model.rope.scale_local=False has no effect without model.attention.window"),
-        ({"latent.query_rank": 8}, "model.latent.query_rank=8 has no effect without model.latent.kv_rank"),
-        ({"latent.norm_eps": 1e-5}, "model.latent.norm_eps=1e-05 has no effect without model.latent.kv_rank"),
-        ({"experts.count": 4, "experts.active": 2, "experts.active_groups": 2}, "has no effect without model.experts.groups"),
+        (
+            {"rope.factor": 4.0},
+            "model.rope.factor=4.0 has no effect with model.rope.scaling=none; change model.rope.scaling, or set model.rope.factor=null",
+        ),
+        ({"rope.original_length": 32}, "model.rope.original_length=32 has no effect with model.rope.scaling=none"),
+        (
+            {"rope.low_frequency": 2.0},
+            "model.rope.low_frequency=2.0 has no effect with model.rope.scaling=none; set model.rope.scaling=llama3",
+        ),
+        (
+            {"positions": "none", "rope.theta": 5e5},
+            "model.rope.theta=500000.0 has no effect with model.positions=none; set model.positions=rope",
+        ),
+        ({"rope.local_theta": 5e5}, "model.rope.local_theta=500000.0 has no effect with model.attention.window=0"),
+        ({"rope.scale_local": False}, "model.rope.scale_local=false has no effect with model.attention.window=0"),
+        ({"relative.buckets": 16}, "model.relative.buckets=16 has no effect with model.positions=rope; set model.positions=relative"),
+        ({"start_id": 0}, "model.start_id=0 has no effect with model.encoder_layers=0"),
+        ({"dropout": 0.1}, "model.dropout=0.1 has no effect with model.encoder_layers=0"),
+        ({"latent.query_rank": 8}, "model.latent.query_rank=8 has no effect with model.latent.kv_rank=0"),
+        ({"latent.norm_eps": 1e-5}, "model.latent.norm_eps=1e-05 has no effect with model.latent.kv_rank=0"),
+        ({"experts.count": 4, "experts.active": 2, "experts.active_groups": 2}, "has no effect with model.experts.groups=1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_switch_that_is_set_to_no_effect_is_refused(switches, message):
     given = with_values(Model(family="custom", layers=2, **SIZES), switches)
     with pytest.raises(ConfigError) as error:
-        check_effects(given, complete(given))
+        check(given, complete(given))
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_a_family_says_by_itself_is_no_such_switch_as_given_or_complete(name):
     model = preset(name)[0]
-    check_effects(model, model)
+    check(model, model)
     given = Model(
         family=model.family,
         **SIZES | {"max_sequence_length": None},
@@ -149,4 +168,4 @@ def test_what_a_family_says_by_itself_is_no_such_switch_as_given_or_complete(nam
         latent=model.latent,
         head_dim=model.head_dim,
     )
-    check_effects(given, complete(given, 64))
+    check(given, complete(given, 64))

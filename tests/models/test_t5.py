@@ -250,12 +250,7 @@ def test_what_t5_cannot_express_is_refused_by_name(model, problem):
             Model(vocab_size=61, positions="relative"),
             "model.positions=relative is of an encoder-decoder; set model.encoder_layers",
         ),
-        (Model(vocab_size=61, start_id=0), "model.start_id=0 is of an encoder-decoder"),
         (Model(vocab_size=61, init="fan_in"), "model.init=fan_in is of an encoder-decoder"),
-        (
-            Model(vocab_size=61, relative=Relative(buckets=16)),
-            "model.relative.buckets=16 has no effect with model.positions=rope",
-        ),
         (
             dataclasses.replace(SMALL, relative=Relative(max_distance=16)),
             "model.relative.max_distance=16 is within the 16 distances",

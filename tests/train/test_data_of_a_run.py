@@ -316,7 +316,7 @@ def test_text_needs_the_consent_that_it_does_not_resume_exactly(text_config):
     code, printed = run_main(str(text_config), "data.exact_resume=true")
     assert code == 2 and "accept it with data.exact_resume=false" in printed
     code, printed = run_main(str(text_config), "data.packing=padded")
-    assert code == 2 and "data.packing=padded has no effect on data.text" in printed
+    assert code == 2 and "data.packing=padded has no effect with data.text" in printed
     code, printed = run_main(str(text_config), "--check")
     assert code == 0 and "no document is lost and some are repeated" in printed
 

@@ -149,7 +149,7 @@ def test_a_start_says_what_balances_nothing_and_refuses_what_trains_nothing(expe
     code, printed = run_main(str(experts_file), *still, "model.experts.active=1", "--check")
     assert code == 2 and "model.experts.active=1 with model.experts.normalise=true" in printed
     code, printed = run_main(str(experts_file), *still, "model.experts.balance_scope=global_batch", "--check")
-    assert code == 2 and "model.experts.balance_scope=global_batch has no effect without model.experts.balance_loss" in printed
+    assert code == 2 and "model.experts.balance_scope=global_batch has no effect with model.experts.balance_loss=0.0" in printed
 
 
 def test_validation_loss_is_plain_cross_entropy(pool, experts_file, prepared):

@@ -113,7 +113,7 @@ def test_another_objective_makes_another_run(pool, span_config, overrides, messa
     (["data.packing=best_fit"], "data.packing=best_fit is not built for it"),
     (["data.document_mask=true"], "data.document_mask=True is not built for it"),
     (["data.boundary_loss=false"], "data.boundary_loss=False is not built for it"),
-    (["data.objective=next_token"], "data.span_corruption has no effect with data.objective=next_token"),
+    (["data.objective=next_token"], " has no effect with data.objective=next_token; set data.objective=span_corruption"),
     (["data.objective=next_token", "data.span_corruption={mean_span_length: 3.0, sentinels: 100}"], "is trained on sentence pairs or on spans"),
     (["data.span_corruption.sentinels=2"], "data.span_corruption.sentinels=2: data.sequence_length=40 makes 3 spans"),
     (["data.span_corruption.first_sentinel=2"], "4 sentinels that count down from there reach below 0"),
@@ -122,7 +122,7 @@ def test_another_objective_makes_another_run(pool, span_config, overrides, messa
     (["model.vocab_size=257"], "model.vocab_size=257 is below the 261"),
     (["model.start_id=999"], "model.start_id=999 is no token of model.vocab_size=261"),
     (["data.objective=spans"], "data.objective=spans"),
-    (["batch.tokens=100"], "have an effect on data.pairs only"),
+    (["batch.tokens=100"], "batch.tokens=100 has no effect without data.pairs"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line(span_config, overrides, message):
     code, printed = run_main(str(span_config), *overrides)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from pretrain.config.data_schema import Data
-from pretrain.config.schema import Batch, Config
+from pretrain.config.schema import Config
 from pretrain.data.loader import read_ahead
 from pretrain.data.pairs.batch import PairBatch, pair_digest, pair_inputs, to_tensors
 from pretrain.data.pairs.order import PairOrder, shares
@@ -109,8 +108,7 @@ def pair_attachments(pairs: PreparedPairs) -> dict[str, Path]:
 
 
 def _check(config: Config) -> None:
-    data, batch = config.data, config.batch
-    if batch.tokens is None:
+    if config.batch.tokens is None:
         raise ConfigError(
             "batch.tokens is missing: tokens of source and target in a step on data.pairs, padding included, e.g. 4096"
         )
@@ -118,28 +116,6 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"data.pairs is for an encoder-decoder, and model.family={config.model.family} is none; use transformer or t5"
         )
-    for section, value, names in (
-        (
-            "data",
-            data,
-            (
-                "sequence_length",
-                "objective",
-                "span_corruption",
-                "packing",
-                "document_mask",
-                "boundary_loss",
-                "shuffle",
-                "shuffle_shards",
-                "stages",
-            ),
-        ),
-        ("batch", batch, ("sequences", "micro_sequences", "ramp")),
-    ):
-        neutral = Data() if section == "data" else Batch()
-        for name in names:
-            if getattr(value, name) != getattr(neutral, name):
-                raise ConfigError(f"{section}.{name}={getattr(value, name)} has no effect on data.pairs; remove it")
 
 
 def open_validation(source: Any, training: PairTraining) -> PreparedPairs:

@@ -1,0 +1,275 @@
+"""Every key of the schema does something: another value makes another plan, or is refused, or a test that is named here sees what it does."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import write_config
+
+from pretrain.config.keys import Leaf, leaves
+from pretrain.config.load import load_config
+from pretrain.config.schema import Config
+from pretrain.data.training_data import build_loader
+from pretrain.errors import ConfigError, UserError
+from pretrain.models.network import build_network
+from pretrain.optim.optimizer import build_optimizer
+from pretrain.optim.schedule import learning_rate
+from pretrain.parallel.initialise import initialise
+from pretrain.train.plan import make_plan
+
+TESTS = Path(__file__).parents[1]
+KEYS = {leaf.path: leaf for leaf in leaves(Config, None)}
+
+BASE = ["model.family=custom"]
+SPANS = [
+    "model.kv_heads=null",
+    "model={family: t5, dim: 32, layers: 2, heads: 4, head_dim: 8, ffn_dim: 64}",
+    "data={sequence_length: 40, objective: span_corruption, span_corruption: {mean_span_length: 2.0, sentinels: 4}}",
+]
+YARN = [*BASE, "model.rope={scaling: yarn, factor: 4, original_length: 16}", "model.head_dim=32"]
+LLAMA3 = [*BASE, "model.rope={scaling: llama3, factor: 2, original_length: 16}"]
+LATENT = [*BASE, "model.latent={kv_rank: 8, query_rank: 8, rope_dim: 4, plain_dim: 4, value_dim: 8}", "model.kv_heads=null"]
+EXPERTS = [*BASE, "model.experts={count: 8, active: 2, correction: true, correction_rate: 0.001, balance_loss: 1}"]
+WINDOW = [*BASE, "model.attention.window=4", "model.rope={scaling: linear, factor: 2}"]
+
+# What a key acts beside, by its path or the beginning of it; the first that fits. A value is tried after these.
+BESIDE = {
+    "model.rope.factor": [*BASE, "model.rope.scaling=linear"],
+    "model.rope.original_length": [*BASE, "model.rope={scaling: dynamic, factor: 2}"],
+    "model.rope.low_frequency": LLAMA3, "model.rope.high_frequency": LLAMA3,
+    "model.rope.beta": YARN, "model.rope.attention_factor": YARN, "model.rope.mscale": YARN, "model.rope.truncate": YARN,
+    "model.rope.local_theta": WINDOW, "model.rope.scale_local": WINDOW, "model.attention.window_pattern": WINDOW,
+    "model.latent": LATENT, "model.experts.active_groups": [*EXPERTS, "model.experts.groups=4"], "model.experts": EXPERTS,
+    "model.relative": SPANS, "model.source_vocab_size": SPANS, "model.tie_source": SPANS, "model.start_id": SPANS,
+    "model.encoder_layers": SPANS, "model.dropout": SPANS, "model.init": SPANS, "data.span_corruption": SPANS,
+    "parallel.replicate": [*BASE, "parallel.strategy=fsdp"], "parallel.shard": [*BASE, "parallel.strategy=fsdp"],
+    "loss.predict_ahead_weight": [*BASE, "model.predict_ahead=1"],
+    "schedule.decay_steps": [*BASE, "schedule.name=wsd"],
+    "data.shuffle_shards": [*BASE, "data.shuffle=shards"],
+}  # fmt: skip
+# Values for keys of which the next one of the type would not do.
+VALUES: dict[str, list[Any]] = {
+    "model.heads": [2], "model.vocab_size": [300], "model.source_vocab_size": [300], "model.max_sequence_length": [64],
+    "model.rope.pattern": ["[true,false]"], "model.attention.bias": ["[query]"], "model.attention.window_pattern": ["[true,false]"],
+    "model.experts.dense_layers": ["[0]"], "model.encoder_layers": [1, 3], "batch.sequences": [32], "batch.micro_sequences": [4],
+    "batch.ramp": ["[{until_tokens: 1024, sequences: 8}]"], "optim.betas": ["[0.5,0.95]"], "parallel.shard": [2, 4],
+    "parallel.replicate": [2, 4], "data.span_corruption.first_sentinel": [260], "data.span_corruption.sentinels": [5],
+    "model.relative.max_distance": [64], "model.rope.fraction": [0.5],
+}  # fmt: skip
+# What no plan shows, and the test that sees it: another record, file, error or kernel, or the same result by other means.
+A_RUN, CUDA = "train/test_data_of_a_run.py", "test_cuda.py::test_a_gpu_resumes_what_the_cpu_saved"
+PAIRS, CONTINUED, BAD = "train/test_pair_runs.py", "train/test_continuation.py", "train/test_bad_steps.py"
+REVERSED = f"{PAIRS}::test_a_small_model_learns_to_reverse_digits_exactly_and_the_tools_agree"
+TEXT, CACHE = "data/text/test_streaming.py", "data/remote/test_shard_cache.py"
+LATER = "config/test_load.py::test_an_axis_that_is_not_built_yet_has_one_legal_value"
+OPTIONS = "parallel/test_layout.py::test_options_of_ddp_reach_torch"
+SEEN = {
+    "run.name": "train/test_starting_point.py::test_check_says_what_the_run_would_do",
+    "run.dir": "train/test_starting_point.py::test_check_says_what_the_run_would_do",
+    "run.resume": "checkpoint/test_damage.py::test_resume_never_refuses_a_used_directory_and_required_an_empty_one",
+    "run.init_from": "checkpoint/test_hf_layouts.py::test_an_imported_model_starts_a_run_under_any_layout_bit_equal",
+    "run.accept_changes": "checkpoint/test_choosing.py::test_a_run_goes_back_to_an_older_checkpoint_and_keeps_what_it_left",
+    "run.deterministic": "train/test_resume.py::test_the_same_layout_resumes_in_every_bit_when_deterministic",
+    "run.device": "test_cuda.py::test_a_gpu_computes_what_the_cpu_computes_from_the_same_initial_weights",
+    "model.hf_config": "train/test_hf_runs.py::test_masks_of_documents_are_refused",
+    "model.experts.correction": "models/test_experts.py::test_a_correction_changes_who_is_chosen_and_not_the_weights_and_is_not_trained",
+    "model.experts.correction_rate": "models/test_experts.py::test_corrections_even_out_a_router_that_prefers_one_expert",
+    "model.attention_backend": "models/test_document_mask.py::test_auto_takes_flex_on_cuda_and_sdpa_elsewhere",
+    "model.source_vocab_size": f"{PAIRS}::test_what_does_not_fit_is_refused_in_one_line",
+    "model.tie_source": f"{PAIRS}::test_what_does_not_fit_is_refused_in_one_line",
+    "data.sources.0.path": f"{A_RUN}::test_sources_that_cannot_be_told_apart_are_refused",
+    "data.sources.0.name": f"{A_RUN}::test_sources_that_cannot_be_told_apart_are_refused",
+    "data.sources.0.weight": f"{A_RUN}::test_achieved_shares_are_within_half_a_percent_after_a_few_blocks",
+    "data.sources.0.tokens": f"{A_RUN}::test_budgets_of_tokens_are_shares_and_the_end_of_the_data",
+    "data.sources.0.max_epochs": f"{A_RUN}::test_a_source_too_small_for_its_weight_is_repeated_as_often_as_it_may_and_then_left",
+    "data.stages.0.until_tokens": f"{A_RUN}::test_stages_that_contradict_themselves_are_refused",
+    "data.stages.0.weights": f"{A_RUN}::test_weights_and_sources_change_in_a_run_under_way_when_the_past_stays_as_it_was",
+    "data.validation.0.path": "train/test_equivalence.py::test_validation_reports_the_cross_entropy_alone",
+    "data.validation.0.name": f"{A_RUN}::test_sources_that_cannot_be_told_apart_are_refused",
+    "data.span_corruption.first_sentinel": "train/test_span_runs.py::test_a_t5_of_the_hub_goes_on_with_its_own_tokenizer_and_sentinels",
+    "data.workers": f"{A_RUN}::test_resumed_on_other_numbers_of_ranks_a_run_sees_the_samples_of_a_straight_one",
+    "data.verify": "train/test_bad_input.py::test_damaged_data_is_named_at_the_start",
+    "data.text.input": f"{A_RUN}::test_text_resumes_exactly_on_as_many_ranks",
+    "data.text.dataset": f"{TEXT}::test_a_configuration_of_a_dataset_reaches_its_library",
+    "data.text.dataset_config": f"{TEXT}::test_a_configuration_of_a_dataset_reaches_its_library",
+    "data.text.revision": f"{TEXT}::test_a_configuration_of_a_dataset_reaches_its_library",
+    "data.text.split": f"{TEXT}::test_a_configuration_of_a_dataset_reaches_its_library",
+    "data.text.tokenizer": f"{A_RUN}::test_text_that_changed_is_refused_at_the_resume",
+    "data.text.text_field": f"{TEXT}::test_a_row_of_a_dataset_without_text_is_named",
+    "data.text.documents": f"{A_RUN}::test_text_resumes_exactly_on_as_many_ranks",
+    "data.pairs": REVERSED,
+    "data.exact_resume": f"{A_RUN}::test_text_needs_the_consent_that_it_does_not_resume_exactly",
+    "data.cache.dir": f"{CACHE}::test_a_folder_that_cannot_be_made_is_an_error_that_names_the_key",
+    "data.cache.limit_gb": f"{CACHE}::test_a_file_larger_than_the_limit_names_both_sizes_and_the_key",
+    "batch.ramp.0.until_tokens": f"{A_RUN}::test_a_ramp_keeps_the_order_of_the_samples_and_takes_its_sizes",
+    "batch.ramp.0.sequences": f"{A_RUN}::test_a_ramp_keeps_the_order_of_the_samples_and_takes_its_sizes",
+    "batch.tokens": f"{PAIRS}::test_another_batch_size_or_other_pairs_make_another_run",
+    "batch.micro_tokens": f"{PAIRS}::test_a_layout_computes_what_one_process_computes",
+    "loss.chunk_mb": "models/test_losses.py::test_fused_losses_and_gradients_are_those_of_cross_entropy",
+    "optim.clip": "optim/test_clip.py::test_gradients_and_norm_are_those_of_torch",
+    "optim.skip_nonfinite": f"{BAD}::test_one_step_more_than_may_be_skipped_ends_the_run_which_can_then_go_on_with_more",
+    "parallel.tensor": LATER, "parallel.context": LATER, "parallel.pipeline": LATER, "parallel.expert": LATER,
+    "parallel.grad_sync": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
+    "parallel.reshard_after_forward": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
+    "parallel.offload": f"{CONTINUED}::test_offloaded_state_computes_the_same",
+    "parallel.activation_checkpointing": "parallel/test_masks_in_layouts.py::test_two_ranks_have_the_masked_gradients_of_one",
+    "parallel.compile": f"{CONTINUED}::test_compiled_blocks_compute_the_same",
+    "parallel.backend": "parallel/test_layout.py::test_library_and_limit_of_communication_reach_torch",
+    "parallel.timeout_seconds": "parallel/test_layout.py::test_library_and_limit_of_communication_reach_torch",
+    "parallel.ddp.bucket_mb": OPTIONS, "parallel.ddp.gradient_as_bucket_view": OPTIONS,
+    "precision.compute": "parallel/test_masks_in_layouts.py::test_bf16_gives_masked_gradients_that_are_equal_under_ddp_and_fsdp",
+    "precision.reduce": "train/test_equivalence.py::test_gradients_reduced_in_bf16_are_close_and_not_equal",
+    "validation.every_steps": "train/test_equivalence.py::test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothing",
+    "validation.sequences": "train/test_equivalence.py::test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothing",
+    **{
+        f"validation.translation.{name}": f"{PAIRS}::test_translations_are_the_same_at_any_world_size"
+        for name in ("every_steps", "sequences", "beam")
+    },
+    "validation.translation.samples": REVERSED,
+    "validation.translation.length_penalty": "models/test_translate.py::test_a_wide_beam_finds_the_best_of_all_sequences",
+    "validation.translation.max_ratio": "models/test_translate.py::test_no_translation_is_longer_than_the_limit_and_ranks_are_waited_for",
+    "validation.translation.max_extra": "models/test_translate.py::test_no_translation_is_longer_than_the_limit_and_ranks_are_waited_for",
+    "validation.translation.lowercase": "observe/test_translation.py::test_scores_ignore_case_when_asked",
+    "checkpoint.every_steps": f"{CONTINUED}::test_a_sharded_run_that_validates_where_it_saves_can_be_resumed",
+    "checkpoint.every_seconds": "train/test_interruptions.py::test_a_checkpoint_is_saved_when_its_time_has_come",
+    "checkpoint.keep_last": "checkpoint/test_damage.py::test_retention_keeps_the_newest_and_the_milestones",
+    "checkpoint.keep_every_steps": "checkpoint/test_damage.py::test_retention_keeps_the_newest_and_the_milestones",
+    "checkpoint.export_check": "train/test_export_check.py::test_a_failure_ends_the_run_in_one_line_whether_it_is_long_or_over_by_then",
+    "log.every_steps": "train/test_inspecting_runs.py::test_steps_that_were_not_logged_are_said_not_to_be",
+    "log.tensorboard": "train/test_observing.py::test_every_metric_is_documented_and_every_documented_one_exists",
+    "log.gradients_at": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
+}  # fmt: skip
+# Keys that have one value today.
+SINGLE = {"optim.name", "precision.master"}
+
+
+@functools.cache
+def signature(config_file: Path, *overrides: str) -> dict[str, Any]:
+    """What a run would be made of, without its configuration."""
+    config, _ = load_config(config_file, list(overrides))
+    torch.manual_seed(0)
+    plan = make_plan(config, 4, torch.device("cpu"))
+    own, taken, batches = plan.config, 0, []
+    loader = build_loader(own, plan.data, plan.objective, plan.schedule, 0, plan.layout.data_size, None, pin=False)
+    for batch in itertools.islice(loader.batches(0), 3):
+        inputs = batch.micro(0, own.batch.micro_sequences, torch.device("cpu"))
+        batches.append((batch.digest, batch.sequences, {name: value.tolist() for name, value in inputs.items()}))
+        taken += batch.sequences
+    return {
+        "layout": plan.layout,
+        "notes": plan.notes,
+        "batches": batches,
+        "micro_steps": batch.micro_steps(own.batch.micro_sequences),
+        "identity": plan.identity(taken),
+        "export": own.model.family,
+        "longest": own.model.max_sequence_length,
+        "validation": [(source.name, len(source)) for source in plan.validation],
+        "rates": [learning_rate(own.schedule, own.optim.lr, own.run.steps, step) for step in range(1, own.run.steps + 1)],
+        "network": network_signature(own, inputs),
+    }
+
+
+def network_signature(config: Config, inputs: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        model = build_network(config.model, config.loss)
+    model.to_empty(device="cpu")
+    initialise(model, config.run.seed)
+    optimizer = build_optimizer(model, config.optim)
+    losses = model.train()(**inputs)
+    losses.sum().backward()
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    gradients = {name: None if p.grad is None else float(p.grad.double().norm()) for name, p in model.named_parameters()}
+    return losses.tolist(), gradients, groups
+
+
+def values_of(leaf: Leaf) -> list[Any]:
+    """Values of a key's type that are not its default."""
+    values = VALUES.get(leaf.path) or _values(_hint(leaf.path), leaf.value)
+    return [value for value in values if value != leaf.value]
+
+
+def _hint(path: str) -> Any:
+    hint: Any = Config
+    for name in path.split("."):
+        hint = typing.get_args(hint)[0] if name == "0" else typing.get_type_hints(hint)[name]
+    return hint
+
+
+def _values(hint: Any, default: Any) -> list[Any]:
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    if typing.get_origin(hint) is typing.Literal:
+        return [kind for kind in kinds if kind != default]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return _values(kinds[0], default)
+    if hint is bool:
+        return [value for value in (True, False) if value != default]
+    if hint is int:
+        return [4, 2, 8, 3] if default is None else [default * 2, default + 1]
+    if hint is float:
+        return [0.5, 2.0] if default is None else [default * 0.5, default * 2, 0.25]
+    raise AssertionError(f"give VALUES for a key of type {hint}")
+
+
+def written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def what_another_value_does(config_file: Path, path: str) -> str:
+    """`differs` where a value makes another plan, `refused` where all are refused, `nothing` where there are plans that are all alike."""
+    beside = next((beside for start, beside in BESIDE.items() if path.startswith(start)), BASE)
+    usual, found = signature(config_file, *beside), "refused"
+    for value in values_of(KEYS[path]):
+        try:
+            if signature(config_file, *beside, f"{path}={written(value)}") != usual:
+                return "differs"
+        except UserError:
+            continue
+        found = "nothing"
+    return found
+
+
+@pytest.fixture(scope="module")
+def base_file(tmp_path_factory, prepared) -> Path:
+    return write_config(tmp_path_factory.mktemp("every-key"), prepared)
+
+
+@pytest.mark.parametrize("path", sorted(set(KEYS) - set(SEEN) - SINGLE))
+def test_another_value_makes_another_plan(base_file, path):
+    """Line 5 of the review of the house: 10 of 21 settings were accepted and ignored."""
+    assert what_another_value_does(base_file, path) == "differs"
+
+
+def test_what_no_plan_shows_is_seen_by_a_test_that_exists():
+    missing = []
+    for path, test in SEEN.items():
+        file, _, name = test.partition("::")
+        if path not in KEYS or not re.search(rf"^def {name}\(", (TESTS / file).read_text(), re.MULTILINE):
+            missing.append(f"{path}: {test}")
+    assert not missing
+    assert all(len(typing.get_args(_hint(path))) == 1 for path in SINGLE)
+
+
+def test_every_number_has_an_upper_limit_and_one_beyond_it_is_refused_at_its_key():
+    """T-D13: model.dim=1e12, model.vocab_size=1e13, parallel.timeout_seconds=1e20 and parallel.ddp.bucket_mb=1e300 were tracebacks."""
+    without = []
+    for path, leaf in KEYS.items():
+        if _is_number(_hint(path)) and ".0." not in path:
+            try:
+                load_config(None, [f"{path}=[1e300]" if typing.get_origin(_hint(path)) is list else f"{path}=1e300"])
+                without.append(path)
+            except ConfigError as error:
+                assert leaf.path in str(error) and "\n" not in str(error)
+    assert not without
+
+
+def _is_number(hint: Any) -> bool:
+    kinds = set(typing.get_args(hint)) or {hint}
+    return bool(kinds & {int, float}) and typing.get_origin(hint) not in (tuple, typing.Literal)

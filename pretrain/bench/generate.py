@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.storage import sealed_json, unsealed
 
 _MEAN_LOG, _DEVIATION = 6.2, 1.2  # of document lengths: a median of 490 tokens and a mean of 1,010, as of text on the web
 _GROUP = 4096
@@ -45,33 +45,23 @@ def write_tokens(path: Path, tokenizer: Tokenizer, tokens: int, shard_tokens: in
 
 
 def write_many_shards(path: Path, tokenizer: Tokenizer, shards: int, shard_tokens: int) -> Path:
-    """A new prepared directory of equal shards of one document each, which passes `open` but not `verify`: the first shard is
-    written, and the others have its index and, for tokens, holes that read as zeros and occupy no disk.
+    """A new prepared directory of equal shards, which passes `open` but not `verify`: the first shard is written, and the others are
+    links to its files. Their token hashes are made up, because shards of one content would be one file in a cache.
     """
-    document = np.zeros(shard_tokens, dtype=np.uint16)
-    document[-1] = tokenizer.eod_id
-    with ShardWriter.create(path, tokenizer, shard_tokens) as writer:
-        writer.add(document, np.array([shard_tokens]))
-    content = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    write_tokens(path, tokenizer, shard_tokens, 2 * shard_tokens)
+    content = unsealed((path / "manifest.json").read_bytes())
     first = content["shards"][0]
-    names = [value for key, value in first.items() if key.endswith("file")]
     for number in range(1, shards):
-        for name in names:
-            if name == first["file"]:
-                with (path / _renamed(name, number)).open("wb") as file:
-                    file.truncate((path / name).stat().st_size)
-            else:
-                (path / _renamed(name, number)).write_bytes((path / name).read_bytes())
-        content["shards"].append({key: _renamed(value, number) for key, value in first.items()})
-    content["documents"], content["tokens"] = shards, shards * shard_tokens
-    (path / "manifest.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        entry = {key: _renamed(value, number) if key.endswith("file") else value for key, value in first.items()}
+        entry["sha256"] = hashlib.sha256(f"{first['sha256']}{number}".encode()).hexdigest()
+        content["shards"].append(entry)
+        for key in ("file", "index_file", "origin_file"):
+            os.link(path / first[key], path / entry[key])
+    content["documents"], content["tokens"] = shards * content["documents"], shards * content["tokens"]
+    (path / "manifest.json").write_text(sealed_json(content), encoding="utf-8")
     return path
 
 
-def _renamed(value: Any, number: int) -> Any:
-    """A value of the first shard's entry as that of another: its name, and a hash that is no other's."""
-    if not isinstance(value, str):
-        return value
-    if len(value) == 64:
-        return hashlib.sha256(f"{value}{number}".encode()).hexdigest()
-    return value.replace("shard-00000", f"shard-{number:05d}")
+def _renamed(name: str, number: int) -> str:
+    """A file of the first shard as that of another."""
+    return name.replace("shard-00000", f"shard-{number:05d}")

@@ -110,8 +110,8 @@ def _profile(one: Loader, batches: int = 8) -> str:
     package = str(Path(pretrain.__file__).parent)
     spent = {name: values[3] for (file, _, name), values in pstats.Stats(profiler).stats.items() if file.startswith(package)}
     shares = {
-        "reading and converting": spent["read_each"],
-        "laying out": spent["fill"] - spent["read_each"],
+        "reading and converting": spent["read_joined"],
+        "laying out": spent["fill"] - spent["read_joined"],
         "order": spent["locate"],
         "digest": spent["digest"],
         "documents": spent.get("documents_of", 0.0),

@@ -15,7 +15,7 @@ from pretrain.checkpoint.load import choose_checkpoint, load_state, load_tensors
 from pretrain.checkpoint.payload import model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
 from pretrain.data.text.stream import Cursor, continue_cursors
-from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
+from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.observe.metrics import duration
@@ -142,8 +142,8 @@ class Continuation:
         load_tensors(source, model_tensors(self.model), self.ranks)
 
     def _check_tokenizer(self, source: Path) -> None:
-        own = self.plan.data.tokenizer_sha256
-        if (source / "tokenizer").is_dir() and tokenizer_fingerprint(source / "tokenizer") != own:
+        copy = source / "tokenizer"
+        if copy.is_dir() and (difference := copy_difference(copy, self.plan.data.tokenizer)):
             raise CheckpointError(
-                f"run.init_from={source} was trained with another tokenizer than the data; prepare the data with {source / 'tokenizer'}"
+                f"run.init_from={source} was trained with another tokenizer than the data: {difference}; prepare the data with {copy}"
             )

@@ -27,6 +27,10 @@ _CONSEQUENCES = {
     "data.text": "the text would go on at the same file and row of another list of files",
 }
 _SHOWN = 4  # values of one kind that a message lists
+# Parts that records of before 2026-12 lack: where they do, there is nothing to compare.
+_LATER = re.compile(r"data\.tokenizer\.\w+|data\.sources\.\d+\.documents|data\.packing\.index\.\d+")
+_FOR_MESSAGES = re.compile(r"data\.sources\.\d+\.path")
+_HASH = re.compile("[0-9a-f]{64}")
 
 
 def check_identity(saved: dict[str, Any], own: dict[str, Any], holder: object, accepted: list[str], tokens: int = 0) -> None:
@@ -35,7 +39,8 @@ def check_identity(saved: dict[str, Any], own: dict[str, Any], holder: object, a
     Differences under a key of `accepted` (`run.accept_changes`) are warned of instead. `tokens`: how far the run is, where its
     mixture can be changed from there on by a stage; else 0.
     """
-    names = sorted(saved.keys() | own.keys())
+    names = [name for name in sorted(saved.keys() | own.keys()) if not _FOR_MESSAGES.fullmatch(name)]
+    names = [name for name in names if name in saved or not _LATER.fullmatch(name)]
     changed = [name for name in names if saved.get(name) != own.get(name)]
     refused = [name for name in changed if not (_is_under(name, accepted) and _kind(name))]
     if tolerated := [name for name in changed if name not in refused]:
@@ -71,7 +76,7 @@ def _describe(names: list[str], saved: dict[str, Any], own: dict[str, Any]) -> s
     parts = []
     for kind, members in sorted(kinds.items(), key=lambda item: names.index(item[1][0])):
         listed = members if not kind else members[:_SHOWN]
-        values = [f"{_title(n)} was {_shown(n, saved.get(n))} and is {_shown(n, own.get(n))}" for n in listed]
+        values = [f"{_title(n)} was {_shown(n, saved)} and is {_shown(n, own)}" for n in listed]
         more = f" and {len(members) - len(listed)} more" if len(members) > len(listed) else ""
         parts.append("; ".join(values) + more + (f" ({_CONSEQUENCES[kind]})" if kind else ""))
     return "; ".join(parts)
@@ -82,7 +87,11 @@ def _title(name: str) -> str:
     return f"the share of data.sources.{share[2]} in part {share[1]} of the mixture" if share else name
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, record: dict[str, Any]) -> str:
+    value = record.get(name)
+    if isinstance(value, str) and _HASH.fullmatch(value):
+        path = record.get(f"{name.removesuffix('.documents')}.path")
+        return f"{path} (sha256 {value[:12]})" if path else f"sha256 {value[:12]}"
     if re.fullmatch(r"data\.mixture\.\d+\.shares\.\d+", name):
         return "none" if value is None else f"{value / UNIT:.4%}"
     return str(value)

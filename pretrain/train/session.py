@@ -18,10 +18,11 @@ from pretrain.checkpoint.files import complete_checkpoints
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.show import to_yaml
+from pretrain.data.training_data import verify_everywhere
 from pretrain.distributed import ranks as distributed
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, DataError
+from pretrain.errors import CheckpointError
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
@@ -46,7 +47,7 @@ def check(config: Config) -> int:
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
     check_data_suffices(plan)
     if rank == 0:
-        print("\n".join(describe(plan, world_size)))
+        print("\n".join(describe(plan, world_size) + describe_data(plan, Progress())))
         _check_export(plan)
         print("the configuration is valid")
     return 0
@@ -77,6 +78,9 @@ def train(config: Config) -> int:
         _verify_data(plan, ranks)
         trainer = Trainer(plan, ranks, directory)
         check_data_suffices(plan, trainer.progress.step, trainer.progress.samples)
+        if ranks.is_main:
+            for line in describe_data(plan, trainer.progress):
+                log.info(line)
         _record_start(directory, plan, ranks, trainer.progress)
         # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
         with ExitStack() as stack:
@@ -146,16 +150,9 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, progress: P
 
 
 def _verify_data(plan: Plan, ranks: Ranks) -> None:
-    if plan.config.data.verify == "size":
-        return
-    started, problem = time.monotonic(), None
-    try:
-        for data in [plan.data, *plan.validation]:
-            data.verify(ranks.rank, ranks.world_size)
-    except DataError as error:
-        problem = str(error)
-    ranks.agree(problem, DataError)
-    if ranks.is_main:
+    started = time.monotonic()
+    hashed = verify_everywhere(plan.data, plan.validation, plan.config.data.verify == "full", ranks)
+    if ranks.is_main and hashed:
         log.info("data: every shard matches its sha256 (%s)", duration(time.monotonic() - started))
 
 
@@ -171,7 +168,7 @@ def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ran
 
 
 def describe(plan: Plan, world_size: int) -> list[str]:
-    """The run in a few lines."""
+    """The run in a few lines, without its data."""
     config, layout = plan.config, plan.layout
     model, batch, precision = config.model, config.batch, config.precision
     tokens = batch.tokens or batch.sequences * config.data.sequence_length
@@ -185,12 +182,16 @@ def describe(plan: Plan, world_size: int) -> list[str]:
         f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
         f"vocabulary {model.vocab_size}; {plan.flops_per_token:.3g} FLOPs per token",
         *_describe_hf(model),
-        *plan.data.describe(plan.schedule.consumed(config.run.steps)),
-        *plan.objective.describe(),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
     ]
+
+
+def describe_data(plan: Plan, progress: Progress) -> list[str]:
+    """What a run reads that goes on from here: samples that were taken with another batch size count as they are."""
+    until = plan.schedule.after(progress.samples, plan.config.run.steps - progress.step)
+    return [*plan.data.describe(until), *plan.objective.describe()]
 
 
 def _describe_hf(model: Model) -> list[str]:

@@ -175,15 +175,15 @@ def test_processes_that_come_together_make_the_index_once(tmp_path, byte_tokeniz
 def test_a_damaged_index_is_refused_by_name(tmp_path, byte_tokenizer):
     data = write(tmp_path / "data", byte_tokenizer, [5] * 50)
     samples = samples_of(data, "best_fit", 16, tmp_path / "cache")
-    samples.verify()
-    file = samples.index.path / "order.idx"
+    samples.index.verify()
+    file = samples.index.path / "pieces.idx"
     content = bytearray(file.read_bytes())
     content[9] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DataError, match=r"order.idx: content does not match its hash"):
-        samples.verify()
+    with pytest.raises(DataError, match=r"pieces.idx: content does not match its hash"):
+        samples.index.verify()
     file.write_bytes(content[:-3])
-    with pytest.raises(DataError, match=r"order.idx: damaged: not \d+ bytes; remove .*cache.*, and it is made again"):
+    with pytest.raises(DataError, match=r"pieces.idx: damaged: not \d+ bytes; remove .*cache.*, and it is made again"):
         samples_of(data, "best_fit", 16, tmp_path / "cache")
     (samples.index.path / "manifest.json").write_text("{}")
     with pytest.raises(DataError, match="not a packing index"):
@@ -218,4 +218,4 @@ def test_documents_of_a_row_count_from_nought_whatever_stands_in_the_others():
 def test_stretches_outside_the_stream_are_refused(tmp_path, byte_tokenizer, starts):
     data = write(tmp_path / "data", byte_tokenizer, [50, 50, 100], 100)
     with pytest.raises(IndexError):
-        data.read_each(np.array(starts), [np.empty(2, dtype=np.int64)] * 2)
+        data.read_joined(np.array(starts), np.array([2, 2]))

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from pretrain.errors import DataError
 from pretrain.storage import sha256_of
 
@@ -82,10 +81,7 @@ class PreparedPairs:
         for side, data in zip(SIDES, sides):
             if data.documents != content["pairs"]:
                 raise DataError(f"{path / NAME}: pairs is {content['pairs']!r}, and {side} has {data.documents} documents")
-            if tokenizer_fingerprint(data.tokenizer_path) != data.tokenizer_sha256:
-                raise DataError(
-                    f"{data.tokenizer_path} is not the tokenizer that {data.path} was prepared with; restore it or prepare again"
-                )
+            data.check_tokenizer()
         split = path.name in ("train", "validation") and path.parent.name
         return cls(name or split or path.name, path, *sides, content["preparation"])
 
@@ -96,6 +92,13 @@ class PreparedPairs:
     def fingerprint(self) -> str:
         """The content's identity, wherever it lies."""
         return hashlib.sha256(f"{self.source.fingerprint}\n{self.target.fingerprint}".encode()).hexdigest()
+
+    def identity(self, number: int) -> dict[str, str]:
+        """As of samples (data/samples.py)."""
+        key = f"sources.{number}"
+        ends = f"{self.source.documents_fingerprint}\n{self.target.documents_fingerprint}"
+        documents = hashlib.sha256(ends.encode()).hexdigest()
+        return {key: self.fingerprint, f"{key}.documents": documents, f"{key}.path": str(self.path)}
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -111,14 +114,13 @@ class PreparedPairs:
         """The tokens of the sources and of the targets of these pairs, each closed by its end token, int64."""
         return tuple(_documents(data, pairs) for data in (self.source, self.target))
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Hash this part of the files; DataError naming one whose content is not what was written."""
-        self.source.verify(part, parts)
-        self.target.verify(part, parts)
+    @property
+    def holdings(self) -> list[PreparedData]:
+        """What a run reads, with manifests of its own."""
+        return [self.source, self.target]
 
 
 def _documents(data: PreparedData, numbers: np.ndarray) -> list[np.ndarray]:
     starts, ends = data.spans(numbers)
-    documents = [np.empty(length, dtype=np.int64) for length in (ends - starts).tolist()]
-    data.read_each(starts, documents)
-    return documents
+    tokens = data.read_joined(starts, ends - starts).astype(np.int64)
+    return np.split(tokens, np.cumsum(ends - starts)[:-1])

@@ -108,16 +108,21 @@ def test_a_character_the_tokenizer_lacks_is_named_with_its_line(tmp_path, byte_t
         prepare_pairs(tmp_path / "out", split, None, tmp_path / "chars")
 
 
+def verify(path) -> None:
+    for side in PreparedPairs.open(path).holdings:
+        side.verify()
+
+
 def test_damage_is_found(tmp_path, byte_tokenizer):
     path = prepare(tmp_path, byte_tokenizer, 40, seed=3)
-    PreparedPairs.open(path).verify()
+    verify(path)
     other = prepare(tmp_path / "b" if (tmp_path / "b").mkdir() is None else tmp_path, byte_tokenizer, 40, seed=4)
     shard = path / "target" / "shard-00000.bin"
     content = bytearray(shard.read_bytes())
     content[10] ^= 1
     shard.write_bytes(content)
     with pytest.raises(DataError, match="content does not match its hash"):
-        PreparedPairs.open(path).verify()
+        verify(path)
     manifest = path / "source" / "manifest.json"
     before = manifest.read_bytes()
     manifest.write_bytes((other / "source" / "manifest.json").read_bytes())

@@ -28,7 +28,7 @@ def documents_of(path: Path) -> list[str]:
     """The documents of a prepared directory, decoded by its own copy of the tokenizer."""
     data = PreparedData.open(path)
     tokenizer = load_tokenizer(data.tokenizer_path)
-    assert (tokenizer.fingerprint, tokenizer.eod_id) == (data.tokenizer_sha256, data.eod_id)
+    assert (tokenizer.fingerprint, tokenizer.eod_id) == (data.tokenizer.sha256, data.eod_id)
     spans = [data.document_span(number) for number in range(data.documents)]
     tokens = [data.read(start, end - start) for start, end in spans]
     assert all(document[-1] == data.eod_id for document in tokens)

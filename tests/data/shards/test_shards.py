@@ -1,7 +1,6 @@
 """The on-disk format: what is written is what is read, and nothing damaged is read."""
 
 import hashlib
-import json
 import os
 import pickle
 import shutil
@@ -18,6 +17,7 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.staging import staged_directory
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.errors import DataError
+from pretrain.storage import sealed_json, unsealed
 
 SHARD_FILES = ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"]
 
@@ -27,6 +27,7 @@ class FakeTokenizer:
     vocab_size: int = 1000
     eod_id: int = 2
     fingerprint: str = "ab" * 32
+    file: Path = Path("tokenizer.model")
 
     def save(self, directory: Path) -> None:
         directory.mkdir()
@@ -53,8 +54,8 @@ def prepared(tmp_path) -> Path:
 
 
 def edit_manifest(path: Path, **changes) -> None:
-    content = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**content, **changes}))
+    content = unsealed((path / "manifest.json").read_bytes())
+    (path / "manifest.json").write_text(sealed_json({**content, **changes}))
 
 
 def test_every_window_is_the_slice_of_the_concatenated_documents(prepared):
@@ -114,12 +115,13 @@ def test_the_files_are_what_the_format_says(tmp_path):
     assert index == (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
     origin = (path / "shard-00000.src").read_bytes()
     assert origin == bytes([0, 0, 0, 0, 0, 0, 0, 0]) + bytes([0, 0, 0, 0, 1, 0, 0, 0])
-    assert json.loads((path / "manifest.json").read_text()) == {
+    assert unsealed((path / "manifest.json").read_bytes()) == {
         "format": "pretrain-shards",
-        "version": 2,
+        "version": 3,
         "dtype": "uint16",
         "vocab_size": 1000,
         "eod_id": 2,
+        "eod_token": None,
         "tokenizer_sha256": "ab" * 32,
         "documents": 2,
         "tokens": 4,
@@ -139,6 +141,8 @@ def test_the_files_are_what_the_format_says(tmp_path):
                 "origin_sha256": hashlib.sha256(origin).hexdigest(),
             }
         ],
+        "plan_sha256": None,
+        "invalid_sha256": None,
     }
     assert sorted(os.listdir(path)) == [
         "inputs.json",
@@ -285,7 +289,7 @@ def test_a_manifest_that_is_none_is_refused(prepared, content):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 1}, "format version 1, this program reads 2"),
+        ({"version": 1}, "format version 1, this program reads 2 and 3"),
         ({"version": True}, "format version True"),
         ({"dtype": "float16"}, "dtype must be one of uint16, uint32, got 'float16'"),
         ({"dtype": ["uint16"]}, "dtype must be one of"),
@@ -326,7 +330,7 @@ def test_a_manifest_is_read_strictly(prepared, change, message):
     ],
 )
 def test_a_shard_entry_is_read_strictly(prepared, change, message):
-    shards = json.loads((prepared / "manifest.json").read_text())["shards"]
+    shards = unsealed((prepared / "manifest.json").read_bytes())["shards"]
     shards[1].update(change)
     edit_manifest(prepared, shards=shards)
     with pytest.raises(DataError, match=message):

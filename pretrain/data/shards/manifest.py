@@ -232,6 +232,15 @@ def write_inputs(directory: Path, names: Sequence[str]) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def write_invalid(directory: Path, rows: Sequence[tuple[str, str]]) -> str | None:
+    """List rows that were left out, (where, why) each, in `directory`/invalid.jsonl; the sha256 of that file, None where there are none."""
+    if not rows:
+        return None
+    content = "".join(json.dumps({"where": where, "why": why}) + "\n" for where, why in rows).encode()
+    (directory / INVALID_NAME).write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
 def read_inputs(directory: Path, sha256: str) -> list[str]:
     """The names in `directory`/inputs.json. Raises DataError unless it is the file with this sha256."""
     check_content(directory / INPUTS_NAME, sha256)

@@ -99,6 +99,8 @@ def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
     `tokenizer_engine.choose_engine`, and load the same file again in another process. Raises DataError when there is none, when it
     cannot be read, when it has no end-of-document token, or when tiktoken cannot express it.
     """
+    if "://" in str(path):
+        raise DataError(f"{path}: tokenizers are read from local disks only; copy it here first")
     path = Path(path)
     if path.is_dir() and not (path / JSON_NAME).is_file() and not any(path.glob("*.model")) and any(path.glob("*vocab*")):
         from pretrain.data.tokenizers.auto import converted

@@ -88,10 +88,11 @@ def test_every_format_gives_the_same_tokens(trained, texts, tmp_path):
 
 
 def test_a_text_file_is_one_document_to_the_last_byte(tmp_path):
-    content = "\ufefffirst\r\nsecond\r\n\n\tthird\x0c\x85\u2028 \n"
-    (tmp_path / "a.md").write_bytes(content.encode())
-    assert texts_of(tmp_path / "a.md") == [content]
-    assert texts_of(tmp_path / "a.md", text_mode="line") == ["\ufefffirst", "second", "", "\tthird\x0c\x85\u2028 "]
+    content = "first\r\nsecond\r\n\n\tthird\x0c\x85\u2028 \ufeff\n"
+    for mark in ("", "\ufeff"):
+        (tmp_path / "a.md").write_bytes((mark + content).encode())
+        assert texts_of(tmp_path / "a.md") == [content]
+        assert texts_of(tmp_path / "a.md", text_mode="line") == ["first", "second", "", "\tthird\x0c\x85\u2028 \ufeff"]
 
 
 def test_strings_that_look_like_other_types_stay_text(tmp_path):
@@ -112,7 +113,7 @@ def test_the_text_field_can_be_named(tmp_path):
 
 def test_names_with_pattern_characters_are_read(tmp_path):
     file = write_jsonl(tmp_path / "part[1].jsonl", [{"text": "x"}])
-    assert find_inputs([str(file)]) == [file]
+    assert [found.path for found in find_inputs([str(file)])] == [str(file)]
     assert texts_of(file) == ["x"]
 
 
@@ -121,7 +122,7 @@ def test_inputs_are_sorted_and_read_once(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     found = find_inputs([str(tmp_path / "**/*.txt"), str(tmp_path / "b.txt"), str(tmp_path / "*")])
-    assert [str(path.relative_to(tmp_path)) for path in found] == ["a.txt", "b.txt", "sub/c.txt"]
+    assert [os.path.relpath(file.path, tmp_path) for file in found] == ["a.txt", "b.txt", "sub/c.txt"]
 
 
 # Independence of how the work is done.
@@ -276,8 +277,6 @@ def test_the_closing_line_says_where_and_how_much(trained, tmp_path, capsys):
         r" [\d.]+ MB/s, [\d.]+ MB/s per core, \d+% of it in the tokenizer\n"
     )
     assert re.fullmatch(expected, line)
-    assert prepare_tool.main(arguments) == 1
-    assert capsys.readouterr().err == f"error: {tmp_path}/out: already exists; choose another output or remove it first\n"
     assert prepare_tool.main([*arguments, "--workers", "0"]) == 2
 
 

@@ -8,7 +8,6 @@ DIR/target/              likewise
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.data.shards.manifest import read_described
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
-from pretrain.storage import sha256_of
+from pretrain.storage import sealed_json, sha256_of
 
-FORMAT, VERSION, NAME = "pretrain-pairs", 1, "pairs.json"
+FORMAT, VERSION, NAME = "pretrain-pairs", 2, "pairs.json"
+READABLE = (1, 2)
+"""Version 1 had no seal."""
 SIDES = ("source", "target")
 _KEYS = {"format", "version", "pairs", "source_sha256", "target_sha256", "preparation"}
 
@@ -29,7 +31,7 @@ def write_pairs(directory: Path, pairs: int, preparation: dict[str, Any]) -> Non
     """Write `directory`/pairs.json over the two prepared directories that are there."""
     content = {"format": FORMAT, "version": VERSION, "pairs": pairs}
     content |= {f"{side}_sha256": sha256_of(directory / side / "manifest.json") for side in SIDES}
-    (directory / NAME).write_text(json.dumps(content | {"preparation": preparation}, indent=2) + "\n", encoding="utf-8")
+    (directory / NAME).write_text(sealed_json(content | {"preparation": preparation}), encoding="utf-8")
 
 
 def _read_pairs(directory: Path) -> dict[str, Any]:
@@ -38,16 +40,7 @@ def _read_pairs(directory: Path) -> dict[str, Any]:
         splits = [name for name in ("train", "validation") if (directory / name / NAME).is_file()]
         hint = f"did you mean {directory / splits[0]}?" if splits else "prepare pairs with tools/prepare_pairs.py"
         raise DataError(f"{file}: missing; {hint}")
-    try:
-        content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not valid JSON ({str(error).splitlines()[0]})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f"{file}: not a {FORMAT} manifest")
-    if content.get("version") != VERSION or isinstance(content["version"], bool):
-        raise DataError(
-            f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; prepare the pairs again"
-        )
+    content = read_described(file, FORMAT, READABLE, "prepare the pairs again")
     for key in sorted(_KEYS ^ content.keys()):
         raise DataError(f"{file}: {key} is {'missing' if key in _KEYS else 'not a known key'}")
     if not isinstance(content["preparation"], dict):

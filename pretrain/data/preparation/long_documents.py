@@ -1,6 +1,6 @@
 """Ids of documents of any length, in memory that does not grow with what a library needs for each byte of a text.
 
-    text ──cut where the tokenizer cuts anyway──▶ stretches of about a million characters ──▶ ids of each, joined
+    text ──cut where the tokenizer cuts anyway──▶ stretches of 250,000 characters ──▶ ids of each, joined
 
 A library takes 17 (tiktoken) to 130 (tokenizers) times the size of a text while it encodes it. So a long text is cut, at places where
 the ids on both sides are those of the whole: between a word and the space after it, say, where almost every tokenizer begins a piece of
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from random import Random
 from typing import NamedTuple
@@ -32,8 +32,10 @@ from pretrain.data.tokenizers.engine import TORTURE_TEXTS, vocabulary_texts
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import DataError
 
-STRETCH = 1 << 20
-"""Characters; longer texts are cut."""
+LONGEST = 1 << 20
+"""Characters; longer texts are cut, ..."""
+STRETCH = 1 << 18
+"""... into stretches of about so many."""
 _SEARCHED = 1 << 14  # characters at the end of a stretch in which a place is looked for first
 _MARGIN = 64  # characters around a place that must be free of added tokens, and tokens that must agree where stretches are spliced
 _ATTEMPTS = 32
@@ -62,8 +64,10 @@ PLACES = (
 class LongTexts:
     """A tokenizer as the preparation uses it, whose `encode_arrays` takes texts of any length. `dtype`: of the ids of long ones."""
 
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype | type = np.uint32, stretch: int = STRETCH) -> None:
-        self._tokenizer, self._dtype, self._stretch = tokenizer, dtype, stretch
+    def __init__(
+        self, tokenizer: Tokenizer, dtype: np.dtype | type = np.uint32, longest: int = LONGEST, stretch: int = STRETCH
+    ) -> None:
+        self._tokenizer, self._dtype, self._longest, self._stretch = tokenizer, dtype, longest, stretch
         self.file, self.encode, self.decode, self.special_id = (
             tokenizer.file,
             tokenizer.encode,
@@ -73,9 +77,9 @@ class LongTexts:
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`tokenizer.encode_arrays`, with the same ids."""
-        if all(len(text) <= self._stretch for text in texts):
+        if all(len(text) <= self._longest for text in texts):
             return self._tokenizer.encode_arrays(texts)
-        return [self._encode_long(text) if len(text) > self._stretch else self._ids(text) for text in texts]
+        return [self._encode_long(text) if len(text) > self._longest else self._ids(text) for text in texts]
 
     def _ids(self, text: str) -> np.ndarray:
         return self._tokenizer.encode_arrays([text])[0]
@@ -150,14 +154,11 @@ class LongTexts:
     @functools.cached_property
     def can_splice(self) -> bool:
         """Whether splicing changes no id."""
-        small = LongTexts(self._tokenizer, stretch=64)
+        small = LongTexts(self._tokenizer, longest=64, stretch=64)
         small.places, small.can_splice = (), True
-        for text in _runs():
-            try:
-                if not np.array_equal(small._encode_long(text), self._ids(text)):
-                    return False
-            except DataError:  # a vocabulary of characters need not know these
-                continue
+        for text, ids in zip(_runs(), self._encoded(list(_runs()))):
+            if ids is not None and not np.array_equal(small._encode_long(text), ids):
+                return False
         return True
 
     @functools.cached_property
@@ -186,13 +187,22 @@ class LongTexts:
 
     def _encoded(self, texts: list[str]) -> list[np.ndarray | None]:
         """The ids of each text; None for one that the vocabulary cannot express."""
-        try:
-            return list(self._tokenizer.encode_arrays(texts))
-        except DataError:
-            if len(texts) == 1:
-                return [None]
-        middle = len(texts) // 2
-        return self._encoded(texts[:middle]) + self._encoded(texts[middle:])
+        expressible = [all(map(self._knows, set(text))) for text in texts]
+        encoded = iter(self._tokenizer.encode_arrays([text for text, is_known in zip(texts, expressible) if is_known]))
+        return [next(encoded) if is_known else None for is_known in expressible]
+
+    @functools.cached_property
+    def _knows(self) -> Callable[[str], bool]:
+        """Whether the vocabulary has a character."""
+
+        def knows(character: str) -> bool:
+            try:
+                self._tokenizer.encode_arrays([character])
+            except DataError:
+                return False
+            return True
+
+        return functools.cache(knows)
 
     def _trial_texts(self) -> Iterator[str]:
         """Awkward texts, all that the vocabulary can spell, every neighbourhood of a place, and random words."""

@@ -127,22 +127,28 @@ def read_manifest(path: str | Path) -> Manifest:
         splits = [name for name in ("train", "validation") if (path / name / "manifest.json").is_file()]
         hint = f"did you mean {path / splits[0]}?" if splits else "is this a directory written by tools/prepare_data.py?"
         raise DataError(f"{file}: missing; {hint}")
+    return _parse_manifest(file, read_described(file, FORMAT, READABLE, "prepare the data again"))
+
+
+def read_described(file: Path, format_name: str, readable: tuple[int, ...], remedy: str) -> dict[str, Any]:
+    """The JSON object in `file`, of this format and one of these versions, all but the first of which have a seal (`storage.sealed_json`).
+
+    Raises DataError, naming the file, for anything else.
+    """
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: not valid JSON ({str(error).splitlines()[0]})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f"{file}: not a {FORMAT} manifest")
+    if not isinstance(content, dict) or content.get("format") != format_name:
+        raise DataError(f"{file}: not a {format_name} manifest")
     version = content.get("version")
-    if version not in READABLE or isinstance(version, bool):
-        known = " and ".join(map(str, READABLE))
-        raise DataError(f"{file}: format version {version!r}, this program reads {known}; prepare the data again")
-    if version >= 3:
-        try:
-            content = unsealed(file.read_bytes())
-        except ValueError as error:
-            raise DataError(f"{file}: {error}; restore it, or prepare the data again") from error
-    return _parse_manifest(file, content)
+    if version not in readable or isinstance(version, bool):
+        known = " and ".join(map(str, readable))
+        raise DataError(f"{file}: format version {version!r}, this program reads {known}; {remedy}")
+    try:
+        return content if version == readable[0] else unsealed(file.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{file}: {error}; restore it, or {remedy}") from error
 
 
 _NEWER = ("eod_token", "plan_sha256", "invalid_sha256")

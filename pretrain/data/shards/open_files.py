@@ -61,8 +61,8 @@ class OpenFile:
                 more = os.pread(self._descriptor, size - len(content), offset + len(content))
                 if not more:
                     raise DataError(
-                        f"{self.name}: truncated: it ends at byte {offset + len(content)} and was read up to {offset + size}; "
-                        "restore it, and leave the data alone while a run reads it"
+                        f"{self.name}: truncated: it has {os.fstat(self._descriptor).st_size} bytes now and is read up to byte "
+                        f"{offset + size}; restore it, and leave the data alone while a run reads it"
                     )
                 content += more
             return content

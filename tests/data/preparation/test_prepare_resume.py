@@ -433,7 +433,7 @@ def test_the_same_command_again_is_a_success_and_another_is_refused(inputs, trai
         assert str(again).startswith(f"nothing to do: the same command has prepared {tmp_path}/out/train (")
     for changed, message in (
         ({"validation_fraction": 0.3}, "prepared with --validation-fraction 0.2 instead of 0.3, and was left as it is"),
-        ({"unit_bytes": 1499}, "prepared from other inputs or with other options, and was left"),
+        ({"unit_bytes": 1499}, "prepared from other inputs or with other options, and was left as it is"),
     ):
         for own in ({}, {"restart": True}, {"task": 0}):
             with pytest.raises(DataError, match=rf"out: already exists, {message}; choose another output or remove it first"):

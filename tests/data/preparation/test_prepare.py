@@ -315,3 +315,45 @@ def test_the_standard_library_feeds_the_quickstart(tmp_path, capsys):
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert 700_000 < sum(len(row["text"].encode()) for row in rows) <= 1_000_000
     assert all(row["path"].endswith(".py") and "site-packages" not in row["path"] for row in rows)
+
+
+# One text file.
+
+
+LINES = [f"line {number}, " + "word " * (number % 7) for number in range(1000)]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+def test_the_end_of_one_text_file_is_the_validation_split(trained, tmp_path, capsys, suffix):
+    """Newcomer review, section 1: nanoGPT's case failed, because a file is one document."""
+    text = "\n".join(LINES)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    file = tmp_path / f"a{suffix}"
+    result = prepare([str(file)], trained["byte"], tmp_path / "out", validation_fraction=0.1)
+    (head,), (tail,) = (documents_of(tmp_path / "out" / name) for name in ("train", "validation"))
+    assert head + tail == text and head.endswith("\n") and tail.startswith("line ")
+    assert 0.095 < len(tail) / len(text) <= 0.1
+    assert [split.documents for split in result.splits] == [1, 1]
+    said = f"{file}: one document; its end, a share of 0.1, cut at a line, is the validation split\n"
+    assert said in capsys.readouterr().err
+    assert PreparedData.open(tmp_path / "out" / "validation").origin(0) == (str(file), head.count("\n"))
+    assert prepare([str(file)], trained["byte"], tmp_path / "out", validation_fraction=0.1).repeated
+
+
+@pytest.mark.parametrize("text, parts", [("one long line of words " * 50, (1035, 115)), ("x" * 1000, (900, 100))])
+def test_one_line_is_cut_at_a_word_or_where_it_must(trained, tmp_path, text, parts):
+    (tmp_path / "a.txt").write_text(text)
+    prepare([str(tmp_path / "a.txt")], trained["byte"], tmp_path / "out", validation_fraction=0.1)
+    (head,), (tail,) = (documents_of(tmp_path / "out" / name) for name in ("train", "validation"))
+    assert head + tail == text and (len(head), len(tail)) == parts
+
+
+def test_several_files_lines_and_other_kinds_are_split_by_document(trained, tmp_path):
+    """The end is taken of a corpus that is one plain file only; an empty split says what to do."""
+    (tmp_path / "a.txt").write_text("\n".join(LINES))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
+    result = prepare([str(tmp_path / "a.txt")], trained["byte"], tmp_path / "lines", validation_fraction=0.1, text_mode="line")
+    assert 60 < result.splits[1].documents < 140
+    with pytest.raises(DataError, match=r"split is empty: none of the 1 documents .* more documents with --documents line, or give one file"):
+        prepare([str(tmp_path / "b.jsonl")], trained["byte"], tmp_path / "out", validation_fraction=0.001)

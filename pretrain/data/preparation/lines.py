@@ -70,7 +70,7 @@ def open_bytes(file: InputFile, tally: Tally) -> Iterator[BinaryIO]:
     with reading(file):
         raw: Any = file.open()
     with raw:
-        counted = _Counted(raw, tally)
+        counted = _Counted(raw, tally, file.size)
         if file.compression == ".zst":
             unpacked: Any = _Zstandard(counted)
         elif file.compression:
@@ -126,10 +126,10 @@ def _after_line_feed(stream: BinaryIO, position: int, stop: int) -> int:
 
 
 class _Counted(io.RawIOBase):
-    """A file that tells a tally what is read of it."""
+    """A file that tells a tally what is read of it, and that does not end before its `size`, as an answer of a server may."""
 
-    def __init__(self, raw: BinaryIO, tally: Tally):
-        self._raw, self._tally = raw, tally
+    def __init__(self, raw: BinaryIO, tally: Tally, size: int):
+        self._raw, self._tally, self._size, self._place = raw, tally, size, 0
 
     def readable(self) -> bool:
         return True
@@ -138,7 +138,8 @@ class _Counted(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._raw.seek(offset, whence)
+        self._place = self._raw.seek(offset, whence)
+        return self._place
 
     def tell(self) -> int:
         return self._raw.tell()
@@ -146,6 +147,9 @@ class _Counted(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         size = self._raw.readinto(buffer)
         self._tally.consumed += size
+        self._place += size
+        if not size and len(buffer) and self._place < self._size:
+            raise OSError(f"it ends after {self._place} of {self._size} bytes")
         return size
 
 

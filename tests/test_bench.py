@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -75,6 +76,14 @@ def test_generated_shards_are_prepared_data(tmp_path):
     assert (many.tokens, many.documents, len(many.manifest.shards)) == (50_000, 50, 50)
     assert many.document_span(30) == (30_000, 31_000)
     assert many.read(999, 2).tolist() == [tokenizer.eod_id, 0]
+
+
+def test_links_to_several_shards_take_turns(tmp_path):
+    data = PreparedData.open(write_many_shards(tmp_path / "data", byte_tokenizer(tmp_path), 7, 100_000, 3))
+    begins = [0, *itertools.accumulate(shard.tokens for shard in data.manifest.shards)]
+    contents = [data.read(begin, end - begin).tolist() for begin, end in itertools.pairwise(begins)]
+    assert contents[0] != contents[1] != contents[2]
+    assert contents[3:] == [*contents[:3], contents[0]]
 
 
 def test_what_is_compared_takes_turns():

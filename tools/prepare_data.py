@@ -45,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     corpus = parser.add_mutually_exclusive_group(required=True)
-    corpus.add_argument("--input", nargs="+", metavar="PATH", help="files, folders, patterns, in which ** descends, and URLs of such")
+    corpus.add_argument(
+        "--input", nargs="+", metavar="PATH", help="files, folders, patterns, in which ** descends, and URLs of such"
+    )
     corpus.add_argument("--dataset", metavar="NAME_OR_DIR", help="a Hugging Face dataset, downloaded or on disk")
     parser.add_argument("--dataset-config", metavar="NAME", help="which configuration of the dataset")
     parser.add_argument("--dataset-split", default="train", metavar="NAME", help="(default: %(default)s)")
@@ -61,7 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ids-dtype", default="", choices=("", *IDS_DTYPES), help="type of the ids in .bin files")
     parser.add_argument("--deduplicate", action="store_true", help="keep only the first of equal documents")
     parser.add_argument(
-        "--validation-fraction", type=float, default=0.0, metavar="F", help="share of documents for DIR/validation; of one text file its end"
+        "--validation-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="share of documents for DIR/validation; of one text file its end",
     )
     parser.add_argument(
         "--fim-rate", type=float, default=0.0, metavar="F", help="share of documents in fill-in-the-middle form"

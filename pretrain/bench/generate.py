@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -44,24 +45,29 @@ def write_tokens(path: Path, tokenizer: Tokenizer, tokens: int, shard_tokens: in
     return path
 
 
-def write_many_shards(path: Path, tokenizer: Tokenizer, shards: int, shard_tokens: int) -> Path:
-    """A new prepared directory of equal shards, which passes `open` but not `verify`: the first shard is written, and the others are
-    links to its files. Their token hashes are made up, because shards of one content would be one file in a cache.
+def write_many_shards(path: Path, tokenizer: Tokenizer, shards: int, shard_tokens: int, distinct: int = 1) -> Path:
+    """A new prepared directory of `shards` shards, which passes `open` but not `verify`: the first `distinct` are written (fewer where
+    there are not so many), and the others are links to their files, in turn. Token hashes of links are made up, because shards of one
+    content would be one file in a cache.
     """
-    write_tokens(path, tokenizer, shard_tokens, 2 * shard_tokens)
+    write_tokens(path, tokenizer, min(distinct, shards) * shard_tokens, shard_tokens if distinct > 1 else 2 * shard_tokens)
     content = unsealed((path / "manifest.json").read_bytes())
-    first = content["shards"][0]
-    for number in range(1, shards):
-        entry = {key: _renamed(value, number) if key.endswith("file") else value for key, value in first.items()}
-        entry["sha256"] = hashlib.sha256(f"{first['sha256']}{number}".encode()).hexdigest()
+    written = content["shards"][: min(distinct, shards)]
+    content["shards"] = written[:]
+    for number in range(len(written), shards):
+        original = written[number % len(written)]
+        entry = {key: _renamed(value, number) if key.endswith("file") else value for key, value in original.items()}
+        entry["sha256"] = hashlib.sha256(f"{original['sha256']}{number}".encode()).hexdigest()
         content["shards"].append(entry)
         for key in ("file", "index_file", "origin_file"):
-            os.link(path / first[key], path / entry[key])
-    content["documents"], content["tokens"] = shards * content["documents"], shards * content["tokens"]
+            (path / entry[key]).unlink(missing_ok=True)
+            os.link(path / original[key], path / entry[key])
+    for key in ("documents", "tokens"):
+        content[key] = sum(entry[key] for entry in content["shards"])
     (path / "manifest.json").write_text(sealed_json(content), encoding="utf-8")
     return path
 
 
 def _renamed(name: str, number: int) -> str:
-    """A file of the first shard as that of another."""
-    return name.replace("shard-00000", f"shard-{number:05d}")
+    """A file of one shard as that of another."""
+    return re.sub(r"\d{5}", f"{number:05d}", name, count=1)

@@ -28,6 +28,7 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import Shuffle, Stream
 
 BATCH_TOKENS = 1 << 19
+SHARD_COUNTS = (16, 1_000, 10_000)
 
 
 def _stream_of(samples: Samples, window: int | None = None) -> Stream:
@@ -76,6 +77,45 @@ def loader(options: Options) -> list[Row]:
                 )
             )
     return rows
+
+
+def shards(options: Options) -> list[Row]:
+    """Tokens per second of one process by the number of shards: random reads of the same bytes, of few files and of many."""
+    size = options.scaled(128 << 20, 1 << 20)
+    counts = dict.fromkeys(options.scaled(count, number) for number, count in enumerate(SHARD_COUNTS, 16))
+    first: dict[int, float] = {}
+    functions: dict[int, Callable[[], object]] = {}
+    for count in counts:
+        options.say(f"shards: making {count:,}")
+        path = options.work / f"shards-{count}"
+        data = PreparedData.open(write_many_shards(path, byte_tokenizer(options.work), count, size // 16, 16))
+        first[count] = _timed(lambda data=data: _read_each(data), time.process_time) / count
+        functions[count] = partial(next, _loader(data, "concatenate", 2048, False, options.work).batches(0))
+    turns = in_turns(functions, options)
+    rows = [
+        rate_row(
+            "shards",
+            f"{count:,} shards: sequences of 2048, concatenate",
+            its,
+            BATCH_TOKENS / MILLION,
+            "M tokens/s/process",
+            "cpu",
+            target=100.0,
+            note="random reads from 16 files and links to them, from the page cache",
+        )
+        for count, its in turns.items()
+    ]
+    for count, seconds in first.items():
+        rows.append(Row("shards", f"{count:,} shards: first read of each", MILLION * seconds, "us", "cpu", note="opens it"))
+    return rows
+
+
+def _read_each(data: PreparedData) -> None:
+    """Read a sequence from the beginning of every shard."""
+    begin = 0
+    for shard in data.manifest.shards:
+        data.read(begin, min(2048, shard.tokens))
+        begin += shard.tokens
 
 
 def _kind(packing: str, mask: bool) -> str:
@@ -204,10 +244,10 @@ def measure_start(path: str) -> None:
     )
 
 
-def _timed(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def _timed(function: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    begin = clock()
     function()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def _list_files(path: Path) -> None:

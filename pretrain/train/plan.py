@@ -79,7 +79,11 @@ class Plan:
         identity["optim.name"] = self.config.optim.name
         cut = {name: getattr(data, name) for name in ("packing", "document_mask", "boundary_loss")}
         tokenizer = self.data.tokenizer
-        cut |= {"tokenizer": tokenizer.sha256, "tokenizer.eod_id": tokenizer.eod_id, "tokenizer.vocab_size": tokenizer.vocab_size}
+        cut |= {
+            "tokenizer": tokenizer.sha256,
+            "tokenizer.eod_id": tokenizer.eod_id,
+            "tokenizer.vocab_size": tokenizer.vocab_size,
+        }
         cut["kind"] = self.data.kind
         cut["objective"] = {"name": data.objective}
         if isinstance(self.objective, SpanCorruption):

@@ -346,7 +346,10 @@ def test_a_step_without_any_target_is_refused(pool, config_file, prepared):
     "overrides, message",
     [
         (["data.document_mask=true"], "data.document_mask=true has no effect with data.packing=padded, where a sample has one"),
-        (["data.boundary_loss=false"], "data.boundary_loss=false has no effect with data.packing=padded, where a sample has one"),
+        (
+            ["data.boundary_loss=false"],
+            "data.boundary_loss=false has no effect with data.packing=padded, where a sample has one",
+        ),
     ],
 )
 def test_masks_of_padded_samples_are_refused(config_file, overrides, message):
@@ -361,7 +364,10 @@ def test_weights_that_no_stage_takes_are_refused(config_file, prepared, other):
     stages = ["data.stages=[{until_tokens: 320, weights: {a: 1}}, {weights: {b: 1}}]"]
     set_data(config_file, sources=sources(prepared, other))
     code, printed = run_main(str(config_file), "--check", *stages)
-    assert code == 2 and "data.sources.0.weight=3 has no effect, because every stage of data.stages has weights of its own" in printed
+    assert (
+        code == 2
+        and "data.sources.0.weight=3 has no effect, because every stage of data.stages has weights of its own" in printed
+    )
     assert run_main(str(config_file), "--check", "data.stages=[{until_tokens: 320}, {weights: {b: 1}}]")[0] == 0
     named = [source | {"weight": 0} for source in sources(prepared, other)]  # what is to be named in stages only
     set_data(config_file, sources=named)
@@ -413,4 +419,7 @@ def test_sources_and_validation_end_documents_with_the_same_token(config_file, t
     ):
         code, printed = run_main(str(config_file), "--check", *keys)
         assert code == 1, printed
-        assert f"{base} and {chat} were prepared with one tokenizer but different end-of-document tokens, <|endoftext|> (256)" in printed
+        assert (
+            f"{base} and {chat} were prepared with one tokenizer but different end-of-document tokens, <|endoftext|> (256)"
+            in printed
+        )

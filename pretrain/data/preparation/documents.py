@@ -104,7 +104,9 @@ class PieceReader:
         origin = self.origin(row)
         if self._tally.invalid >= self._options.max_invalid:
             before = f" (after {self._tally.invalid} that were left out)" if self._tally.invalid else ""
-            raise DataError(f"{origin}: {reason}{before}; correct it, or leave such rows out, up to a number, with --max-invalid")
+            raise DataError(
+                f"{origin}: {reason}{before}; correct it, or leave such rows out, up to a number, with --max-invalid"
+            )
         self._tally.leave_out(origin, reason)
 
     # Plain text.

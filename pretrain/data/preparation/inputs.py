@@ -35,7 +35,18 @@ _KINDS = {
 }
 _COMPRESSIBLE = ("json", "csv", "warc", "text")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
-_STATE_KEYS = ("etag", "lastmodified", "last_modified", "last-modified", "mtime", "updated", "md5", "md5hash", "generation", "oid")
+_STATE_KEYS = (
+    "etag",
+    "lastmodified",
+    "last_modified",
+    "last-modified",
+    "mtime",
+    "updated",
+    "md5",
+    "md5hash",
+    "generation",
+    "oid",
+)
 
 _remote = Remote()
 

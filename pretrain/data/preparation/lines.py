@@ -58,7 +58,9 @@ def reading(file: InputFile) -> Iterator[None]:
             if found is error:  # a defect of ours
                 raise
             raise found from error
-        if not isinstance(error, (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)):  # pyarrow's are OSErrors or ValueErrors
+        if not isinstance(
+            error, (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
+        ):  # pyarrow's are OSErrors or ValueErrors
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         raise DataError(f"{file.name}: cannot be read ({reason})") from error

@@ -37,7 +37,9 @@ LONGEST = 1 << 20
 STRETCH = 1 << 18
 """... into stretches of about so many."""
 _SEARCHED = 1 << 14  # characters at the end of a stretch in which a place is looked for first
-_MARGIN = 64  # characters around a place that must be free of added tokens, and tokens that must agree where stretches are spliced
+_MARGIN = (
+    64  # characters around a place that must be free of added tokens, and tokens that must agree where stretches are spliced
+)
 _ATTEMPTS = 32
 _BATCH = 512
 
@@ -223,7 +225,24 @@ def _neighbourhoods() -> Iterator[str]:
 def _runs() -> Iterator[str]:
     """Texts without a place to cut."""
     random = Random(0)
-    for signs in ("a", "ab", "ACGT", "abcdefghij", "xyXY", "0", "0123456789", "=", "-=", " ", "\n", " \n", "é", "中文字", "👍", "\u0301a"):
+    for signs in (
+        "a",
+        "ab",
+        "ACGT",
+        "abcdefghij",
+        "xyXY",
+        "0",
+        "0123456789",
+        "=",
+        "-=",
+        " ",
+        "\n",
+        " \n",
+        "é",
+        "中文字",
+        "👍",
+        "\u0301a",
+    ):
         for length in (70, 331, 1000):
             yield "x" + "".join(random.choices(signs, k=length)) + "y"
     yield "1" * 500 + "234" * 100

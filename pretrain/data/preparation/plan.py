@@ -56,7 +56,6 @@ class Settings:
     def documents(self) -> DocumentOptions:
         return DocumentOptions(self.text_field, self.text_mode, self.ids_field, self.ids_dtype, self.max_invalid)
 
-
     def difference(self, before: Mapping[str, object]) -> str | None:
         """An option that was another one in what a manifest says of its preparation, as a phrase; None where none is known to be."""
         for field in dataclasses.fields(self):
@@ -97,7 +96,9 @@ class Plan:
             "settings": dataclasses.asdict(self.settings),
             "tokenizer": self.tokenizer,
             "unit_bytes": self.unit_bytes,
-            "inputs": [(file.name, file.size, file.modified) for file in self.inputs],  # a path may be a URL with a password in it
+            "inputs": [
+                (file.name, file.size, file.modified) for file in self.inputs
+            ],  # a path may be a URL with a password in it
             "units": self.units,
         }
         return json.dumps(content, separators=(",", ":")) + "\n"

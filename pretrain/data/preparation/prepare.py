@@ -246,7 +246,9 @@ def _repeated(output: str | Path, work: str | Path | None, plan: Plan | None, ti
     if None in made_by or (plan is not None and made_by != {plan.sha256}):
         before = next(iter(manifests.values())).preparation
         changed = plan.settings.difference(before) if plan and None not in made_by else None
-        which = f", prepared with {changed}," if changed else ", prepared from other inputs or with other options," if plan else ""
+        which = (
+            f", prepared with {changed}," if changed else ", prepared from other inputs or with other options," if plan else ""
+        )
         raise DataError(f"{output}: already exists{which} and was left as it is; choose another output or remove it first")
     if tidy and left.exists():
         # What a start has left that was killed between its last two steps; whoever holds it removes it itself.

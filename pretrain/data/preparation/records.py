@@ -63,7 +63,9 @@ def archive_texts(file: InputFile, tally: Tally) -> Iterator[bytes]:
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
     except ImportError as error:
-        raise DataError(f"{file.name}: reading web archives needs a package that is not installed: pip install warcio") from error
+        raise DataError(
+            f"{file.name}: reading web archives needs a package that is not installed: pip install warcio"
+        ) from error
     with open_bytes(file, tally) as stream, reading(file):
         try:
             records = ArchiveIterator(_Loud(stream))

@@ -46,7 +46,9 @@ class IdFile:
             raise DataError(f"{file.name}: holds {len(shape)} dimensions of {self.dtype}; expected one of integers")
         self._length = shape[0]
         if file.size != self._offset + self._length * self.dtype.itemsize:
-            raise DataError(f"{file.name}: cannot be read (its {file.size} bytes are not the {self._length} ids that it says it holds)")
+            raise DataError(
+                f"{file.name}: cannot be read (its {file.size} bytes are not the {self._length} ids that it says it holds)"
+            )
 
     def __len__(self) -> int:
         return self._length

@@ -259,7 +259,9 @@ class PreparedData:
         start, end = max(start, 0), min(start + count, self.tokens)
         if start < end:
             first, last = (bisect.bisect_right(self._token_starts, position) - 1 for position in (start, end - 1))
-            self._remote.prefetch(file for shard in range(first, last + 1) for file in self.manifest.shards[shard].stored(self.dtype)[:2])
+            self._remote.prefetch(
+                file for shard in range(first, last + 1) for file in self.manifest.shards[shard].stored(self.dtype)[:2]
+            )
 
     def origin(self, document: int) -> tuple[str, int]:
         """The input file a document comes from, as it was named when it was prepared, and its line or row there, from 0.

@@ -355,5 +355,7 @@ def test_several_files_lines_and_other_kinds_are_split_by_document(trained, tmp_
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
     result = prepare([str(tmp_path / "a.txt")], trained["byte"], tmp_path / "lines", validation_fraction=0.1, text_mode="line")
     assert 60 < result.splits[1].documents < 140
-    with pytest.raises(DataError, match=r"split is empty: none of the 1 documents .* more documents with --documents line, or give one file"):
+    with pytest.raises(
+        DataError, match=r"split is empty: none of the 1 documents .* more documents with --documents line, or give one file"
+    ):
         prepare([str(tmp_path / "b.jsonl")], trained["byte"], tmp_path / "out", validation_fraction=0.001)

@@ -400,7 +400,9 @@ def test_the_texts_of_a_web_archive_are_documents(prepared, tmp_path, byte_token
 
 def test_a_web_archive_of_pages_is_refused_with_what_to_do(tmp_path, byte_tokenizer):
     path = write_archive(tmp_path / "a.warc.gz", "resource", ["<html>"])
-    with pytest.raises(DataError, match=r"a\.warc\.gz: holds web pages as they were served \(resource records\), not text; take the WET"):
+    with pytest.raises(
+        DataError, match=r"a\.warc\.gz: holds web pages as they were served \(resource records\), not text; take the WET"
+    ):
         prepare([str(path)], byte_tokenizer, tmp_path / "out")
 
 
@@ -423,7 +425,9 @@ def test_inputs_may_be_urls(prepared, tmp_path):
     lines = [json.dumps({"text": f"document {n}"}) + "\n" for n in range(40)]
     (tmp_path / "in" / "a.jsonl").write_text("".join(lines[:10]))
     (tmp_path / "in" / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[10:20]).encode()))
-    pyarrow.parquet.write_table(pa.table({"text": [f"document {n}" for n in range(20, 30)]}), tmp_path / "in" / "c.parquet", row_group_size=3)
+    pyarrow.parquet.write_table(
+        pa.table({"text": [f"document {n}" for n in range(20, 30)]}), tmp_path / "in" / "c.parquet", row_group_size=3
+    )
     write_arrow(tmp_path / "in" / "d.arrow", pa.table({"text": [f"document {n}" for n in range(30, 40)]}), True)
     (tmp_path / "in" / ".git" / "x").write_text("hidden")
     for urls in ([f"file://{tmp_path}/in"], [f"file://{tmp_path}/in/{name}*" for name in "abcd"]):
@@ -444,9 +448,17 @@ def test_urls_that_cannot_be_read_are_one_line(tmp_path, byte_tokenizer, capsys,
         (["--input", f"file://{tmp_path}/none.txt", "--output", "out"], 1, "none.txt: no such input file"),
         (["--input", f"file://{tmp_path}/*.csv", "--output", "out"], 1, "*.csv: no such input file"),
         (["--input", "nothing://x/y", "--output", "out"], 1, "nothing://x/y: cannot be read"),
-        (["--input", "a.txt", "--output", "s3://bucket/out"], 2, "--output s3://bucket/out: is a URL; name a directory on a local"),
+        (
+            ["--input", "a.txt", "--output", "s3://bucket/out"],
+            2,
+            "--output s3://bucket/out: is a URL; name a directory on a local",
+        ),
         (["--input", "a.txt", "--output", "out", "--work", "gs://b/w"], 2, "--work gs://b/w: is a URL"),
-        (["--input", "a.txt", "--output", "out", "--tokenizer", "s3://b/t"], 1, "s3://b/t: tokenizers are read from local disks only"),
+        (
+            ["--input", "a.txt", "--output", "out", "--tokenizer", "s3://b/t"],
+            1,
+            "s3://b/t: tokenizers are read from local disks only",
+        ),
     ):
         assert main([*common, *arguments]) == code
         error = capsys.readouterr().err

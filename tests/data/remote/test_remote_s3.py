@@ -217,7 +217,11 @@ def texts_of_inputs() -> tuple[dict[str, bytes], list[str]]:
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
     table = io.BytesIO()
     pyarrow.parquet.write_table(pa.table({"text": texts[400:]}), table, row_group_size=20)
-    files = {"a.jsonl": b"".join(lines[:200]), "b.jsonl.gz": gzip.compress(b"".join(lines[200:400])), "c.parquet": table.getvalue()}
+    files = {
+        "a.jsonl": b"".join(lines[:200]),
+        "b.jsonl.gz": gzip.compress(b"".join(lines[200:400])),
+        "c.parquet": table.getvalue(),
+    }
     return files, texts
 
 
@@ -239,7 +243,9 @@ def test_a_corpus_is_prepared_from_s3(corpus_on_s3, byte_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("faults", [[503, "reset"], ["half"], ["truncate", 429]])
-def test_a_unit_is_begun_again_where_a_server_fails_in_passing(corpus_on_s3, proxy, byte_tokenizer, tmp_path, faults, monkeypatch):
+def test_a_unit_is_begun_again_where_a_server_fails_in_passing(
+    corpus_on_s3, proxy, byte_tokenizer, tmp_path, faults, monkeypatch
+):
     """D-D4: an answer that ends early is no short document."""
     monkeypatch.setattr("pretrain.data.remote.transfer.Patience", lambda: QUICK)
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):

@@ -341,7 +341,9 @@ print(len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFIL
         assert least < int(done.stdout.split()[0]) < most
 
 
-@pytest.mark.parametrize("ends, message", [([30, 20, 40], "do not rise"), ([10, 10, 40], "do not rise"), ([10, 20, 30], "ends at token 30 of 40")])
+@pytest.mark.parametrize(
+    "ends, message", [([30, 20, 40], "do not rise"), ([10, 10, 40], "do not rise"), ([10, 20, 30], "ends at token 30 of 40")]
+)
 def test_documents_that_do_not_rise_to_the_end_are_refused_whatever_the_hash(tmp_path, ends, message):
     """D-D1: an index that was written wrong has the right hash."""
     path = write(tmp_path / "data", [np.append(np.full(length - 1, 5), 2) for length in (10, 10, 20)])
@@ -365,7 +367,9 @@ def test_a_manifest_of_version_2_is_read_and_checked_for_its_end_token(prepared)
     data.verify()
     assert (data.fingerprint, data.manifest.plan_sha256, data.tokenizer.eod_token) == (fingerprint, None, None)
     (prepared / "manifest.json").write_text(json.dumps({**old, "version": 2, "eod_id": 3}))
-    with pytest.raises(DataError, match=r"shard-00000\.bin: ends with token 2, and manifest\.json says that documents end with 3"):
+    with pytest.raises(
+        DataError, match=r"shard-00000\.bin: ends with token 2, and manifest\.json says that documents end with 3"
+    ):
         PreparedData.open(prepared).verify()
     (prepared / "manifest.json").write_text(json.dumps({**old, "version": 3}))
     with pytest.raises(DataError, match=r"manifest\.json: damaged, or edited by hand"):

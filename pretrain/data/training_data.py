@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,9 +112,9 @@ class RanksOfRun(Protocol):
 
     rank: int
 
-    def gather(self, value: Any) -> list[Any]: ...
+    def gather(self, name: str, value: Any) -> list[Any]: ...
 
-    def agree(self, problem: str | None, kind: type[UserError]) -> None: ...
+    def attempt(self, name: str, action: Callable[[], Any], kind: type[UserError]) -> Any: ...
 
 
 def verify_everywhere(
@@ -128,23 +128,21 @@ def verify_everywhere(
     held = data.holdings + [
         (f"data.validation.{number}", holding) for number, source in enumerate(validation) for holding in source.holdings
     ]
-    host, problem, places = socket.gethostname(), None, []
-    try:
-        places = [_place(holding.manifest_file, host) for _, holding in held]
-    except OSError as error:
-        problem = f"{error.filename}: cannot be read: {error.strerror}"
-    ranks.agree(problem, DataError)
-    everywhere = ranks.gather((host, [(str(h.path), h.content) for _, h in held], places))
+    host = socket.gethostname()
+    places = ranks.attempt(
+        "places of the data", lambda: [_place(holding.manifest_file, host) for _, holding in held], DataError
+    )
+    everywhere = ranks.gather("content of the data", (host, [(str(h.path), h.content) for _, h in held], places))
     _refuse_differences([key for key, _ in held], everywhere)
     if not full:
         return False
-    try:
+
+    def verify() -> None:
         for number, (_, holding) in enumerate(held):
             together = [rank for rank, (_, _, seen) in enumerate(everywhere) if seen[number] == places[number]]
             holding.verify(together.index(ranks.rank), len(together))
-    except DataError as error:
-        problem = str(error)
-    ranks.agree(problem, DataError)
+
+    ranks.attempt("hashes of the data", verify, DataError)
     return bool(held)
 
 

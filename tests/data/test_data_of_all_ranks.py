@@ -4,11 +4,12 @@ import json
 import os
 import shutil
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
@@ -21,30 +22,26 @@ from pretrain.data.stream import Shuffle, Stream
 from pretrain.data.tokenizers.tokenizer import copy_difference, identity_of, load_tokenizer
 from pretrain.data.tokenizers.training import train_tokenizer
 from pretrain.data.training_data import verify_everywhere
+from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
 from pretrain.storage import sealed_json, unsealed
 from pretrain.train.identity import check_identity
 
 
-@dataclass
-class Rank:
-    """Stands for `distributed.ranks.Ranks`: ranks are threads of this process."""
+@dataclass(frozen=True)
+class Thread(Ranks):
+    """Ranks as threads of this process."""
 
-    rank: int
-    said: list
-    barrier: threading.Barrier
+    said: list = field(default_factory=list)
+    barrier_of_threads: threading.Barrier | None = None
 
-    def gather(self, value):
-        self.said[self.rank] = value
-        self.barrier.wait(20)
-        values = list(self.said)
-        self.barrier.wait(20)
-        return values
-
-    def agree(self, problem, kind):
-        for rank, text in enumerate(self.gather(problem)):
-            if text:
-                raise kind(f"rank {rank}: {text}")
+    def gather(self, name, value):
+        self.said[self.rank] = name, value
+        self.barrier_of_threads.wait(20)
+        names, values = zip(*self.said)
+        self.barrier_of_threads.wait(20)
+        assert set(names) == {name}
+        return list(values)
 
 
 def on_ranks(streams: list[Stream], full: bool = True) -> list[str | bool]:
@@ -53,8 +50,9 @@ def on_ranks(streams: list[Stream], full: bool = True) -> list[str | bool]:
     outcomes: list = [None] * len(streams)
 
     def run(rank: int) -> None:
+        ranks = Thread(rank, rank, len(streams), torch.device("cpu"), said=said, barrier_of_threads=barrier)
         try:
-            outcomes[rank] = verify_everywhere(streams[rank], [], full, Rank(rank, said, barrier))
+            outcomes[rank] = verify_everywhere(streams[rank], [], full, ranks)
         except DataError as error:
             outcomes[rank] = str(error)
 

@@ -143,14 +143,15 @@ class Experts:
         None,
         "A bias per expert that decides who is chosen but not with what weight: balancing without a loss (arXiv 2408.15664).",
     )
-    correction_rate: float | None = key(None, "How far that bias moves in a step, towards even loads.", ge=0)
+    correction_rate: float | None = key(None, "How far that bias moves in a step, towards even loads.", ge=0, resume="accept")
     balance_loss: float | None = key(
         None,
         "Weight of the load-balancing loss (arXiv 2101.03961), of each sequence by itself, so that no layout changes it.",
         ge=0,
+        resume="accept",
     )
     router_z_loss: float | None = key(
-        None, "Weight of the mean squared log-sum-exp of the router's logits (arXiv 2202.08906).", ge=0
+        None, "Weight of the mean squared log-sum-exp of the router's logits (arXiv 2202.08906).", ge=0, resume="accept"
     )
 
 
@@ -220,6 +221,7 @@ class Model:
         "training; of an encoder-decoder.",
         ge=0,
         lt=1,
+        resume="accept",
     )
     predict_ahead: int = key(
         0,
@@ -241,12 +243,14 @@ class Model:
         "scaled_dot_product_attention with a dense mask (a byte per pair of positions); `flex`: FlexAttention, which skips what is "
         "masked (training: CUDA only); `auto`: flex on CUDA for heads of at least 16, else sdpa. Where nothing is masked but the "
         "future, attention is torch's causal kernel.",
+        resume="free",
     )
     max_sequence_length: int | None = key(
         None,
         "Longest sequence the model is said to be good for: `max_position_embeddings` of an export, and the limit of "
         "tools/generate.py; `data.sequence_length` by default. With learned positions, as many as there are.",
         ge=1,
+        resume="free",
     )
     init: Literal["fixed", "fan_in"] | None = key(
         None,
@@ -254,4 +258,4 @@ class Model:
         "(GPT-2). `fan_in`, of an encoder-decoder: `init_std` over the root of a matrix's inputs, embeddings `init_std` itself; where "
         "scores are not divided (attention.query_scalar=1) queries are, over sqrt(head_dim) (T5). `fixed` by default.",
     )
-    init_std: float | None = key(None, "Scale of initial weights; 0.02 by default, 1 with family `t5`.", gt=0)
+    init_std: float | None = key(None, "Scale of initial weights; 0.02 by default, 1 with family `t5`.", gt=0, resume="free")

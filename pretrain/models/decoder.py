@@ -16,7 +16,7 @@ from pretrain.models.cache import Cache
 from pretrain.models.experts import MixtureOfExperts
 from pretrain.models.head import OutputHead
 from pretrain.models.layers import Embedding, make_norm
-from pretrain.models.loss import LossOptions
+from pretrain.models.loss import Losses, LossOptions
 from pretrain.models.masks import (
     Mask,
     attention_backend,
@@ -62,9 +62,10 @@ class Decoder(nn.Module):
         targets_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Tensor:
+        with_cross_entropy: bool = False,
+    ) -> Tensor | Losses:
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32, in training
-        with the auxiliary losses of routers (`models/router.py`).
+        with the auxiliary losses of routers (`models/router.py`). `with_cross_entropy`: return that alone beside them.
 
         `documents_BT` are whole numbers that say which document each position belongs to (equal neighbours are of one; padding
         has a number of its own): no position then attends to another document, and positions count from 0 in each. With a
@@ -80,16 +81,21 @@ class Decoder(nn.Module):
             x_BTD, reports[i] = self._run(layer, i, x_BTD, inputs, cache, counted_BT)
         hidden_BTD, x_BTD = x_BTD, x_BTD if self.norm is None else self.norm(x_BTD)
         tied = self.embedding.weight if self.config.tie_embeddings else None
+        if targets_BT is None:
+            return self.output(x_BTD, None, tied)
         if self.multi_token is None or counted_BT is None:
-            return self._with_routers(self.output(x_BTD, targets_BT, tied), reports)
+            losses = self.output(x_BTD, targets_BT, tied, with_cross_entropy=True)
+            objective_B = self._with_routers(losses.objective_B, reports)
+            return Losses(objective_B, losses.cross_entropy_B) if with_cross_entropy else objective_B
 
         def run_ahead(block: Block, y_BTD: Tensor) -> Tensor:
             y_BTD, reports[len(reports)] = self._run(block, self.config.layers - 1, y_BTD, inputs, None, counted_BT)
             return y_BTD
 
         ahead = self.multi_token(hidden_BTD, embedded_BTD, run_ahead)
-        losses_B = self.multi_token.losses(self.output, x_BTD, ahead, targets_BT, documents_BT, tied).sum(dim=0)
-        return self._with_routers(losses_B, reports)
+        losses = self.multi_token.losses(self.output, x_BTD, ahead, targets_BT, documents_BT, tied)
+        objective_B = self._with_routers(losses.objective_B.sum(dim=0), reports)
+        return Losses(objective_B, losses.cross_entropy_B[0]) if with_cross_entropy else objective_B
 
     def _run(
         self, block: Block, layer: int, x_BTD: Tensor, inputs: Inputs, cache: Cache | None, counted_BT: Tensor | None

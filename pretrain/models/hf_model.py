@@ -23,7 +23,7 @@ from pretrain.config.schema import Loss
 from pretrain.errors import ConfigError
 from pretrain.models.hf_config import config_of, import_transformers
 from pretrain.models.hf_initial import initial_values
-from pretrain.models.loss import CROSS_ENTROPY, LossOptions, sequence_losses
+from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, sequence_losses_and_entropy
 from pretrain.models.network import Parts
 
 
@@ -61,8 +61,16 @@ class HfModel(nn.Module):
                 module.register_forward_pre_hook(self._cast)
                 module.register_forward_hook(self._uncast, always_call=True)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V]; with targets, the summed token losses of each sequence [B], fp32. Documents cannot be kept apart."""
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        with_cross_entropy: bool = False,
+    ) -> Tensor | Losses:
+        """Logits [B, T, V]; with targets, the summed token losses of each sequence [B], fp32, and if asked for the cross-entropy alone
+        beside them. Documents cannot be kept apart.
+        """
         if documents_BT is not None:
             raise ValueError("a model of transformers' gets no documents: data.document_mask is refused with model.family=hf")
         self._bring_buffers(tokens_BT.device)
@@ -72,7 +80,9 @@ class HfModel(nn.Module):
             self._cast_once.clear()
         if targets_BT is None:
             return logits_BTV
-        return sequence_losses(logits_BTV, targets_BT, self.loss if torch.is_grad_enabled() else CROSS_ENTROPY)
+        options = self.loss if torch.is_grad_enabled() else CROSS_ENTROPY
+        losses = sequence_losses_and_entropy(logits_BTV, targets_BT, options)
+        return losses if with_cross_entropy else losses.objective_B
 
     def parts(self) -> Parts:
         """See `models/network.py`. A table that is used at both ends belongs to neither."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
+from pretrain.models.loss import Losses
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,11 @@ class Network(Protocol):
     recompute_blocks: bool
     """Whether the activations of blocks are recomputed in backward instead of stored."""
 
-    def forward(self, **inputs: Tensor) -> Tensor:
-        """The summed token losses of each sequence [B], fp32, of a micro-step's tensors, all of which have B rows."""
+    def forward(self, *, with_cross_entropy: bool = False, **inputs: Tensor) -> Tensor | Losses:
+        """The summed token losses of each sequence [B], fp32, of a micro-step's tensors, all of which have B rows.
+
+        This is what is minimised. `with_cross_entropy`: return the cross-entropy of the targets alone beside it.
+        """
 
     def parts(self) -> Parts:
         """The modules that strategies wrap."""

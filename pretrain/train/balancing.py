@@ -34,6 +34,11 @@ class ExpertLoads:
                 move_correction(router.correction, counts_E, self.config.correction_rate)
         return {"router_loss": float(loss) / target_tokens} if self.config.balance_loss or self.config.router_z_loss else {}
 
+    def drop(self) -> None:
+        """Forget the loads of a step that was not taken."""
+        if self.routers:
+            self.model.take_router_reports()
+
     def take(self) -> dict[str, Any]:
         """By layer: target tokens that each expert got since the last call, and the largest load over the mean one."""
         if not self.routers:

@@ -8,18 +8,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pretrain.distributed.ranks import Ranks
+from pretrain.errors import TrainingError
 
 
 def write_gradients(directory: Path, step: int, model: nn.Module, ranks: Ranks) -> None:
-    """gradients/step-N.safetensors with the full gradient of every parameter. All ranks call; the main rank writes."""
+    """gradients/step-N.safetensors with the full gradient of every parameter. All ranks call; the main rank writes.
+
+    Raises TrainingError, on all ranks, where that fails: it was asked for.
+    """
     whole = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         gradient = parameter.grad
         whole[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().contiguous()
-    if ranks.is_main:
+
+    def save() -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        (directory / "gradients").mkdir(exist_ok=True)
-        save_file(whole, directory / "gradients" / f"step-{step:08d}.safetensors")
+        path = directory / "gradients" / f"step-{step:08d}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        try:
+            save_file(whole, path)
+        except SafetensorError as error:
+            raise TrainingError(f"{path}: the gradients of log.gradients_at cannot be written: {error}") from error
+
+    ranks.on_main("gradients of a step", save, TrainingError)

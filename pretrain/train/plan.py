@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.export_check import check_map, has_export
-from pretrain.config.keys import check_effects
+from pretrain.config.keys import check_effects, leaves
+from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.objective import Objective
@@ -35,11 +36,8 @@ from pretrain.optim.schedule import fit
 from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.identity import check_accepted
 
-# Keys of the model that change no tensor of a run under way (see `model_identity`).
-NO_IDENTITY = {
-    "init_std", "dropout", "max_sequence_length", "attention_backend",
-    "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
-}  # fmt: skip
+NO_IDENTITY = {leaf.path for leaf in leaves(Model, None, resume="never") if leaf.resume != "never"}
+"""Keys of the model that change no tensor of a run under way (see `model_identity`)."""
 
 
 @dataclass(frozen=True)

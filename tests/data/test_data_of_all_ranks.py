@@ -25,7 +25,7 @@ from pretrain.data.training_data import verify_everywhere
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
 from pretrain.storage import sealed_json, unsealed
-from pretrain.train.identity import check_identity
+from pretrain.train.identity import check_changes, identity_changes
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def test_changed_data_are_named_by_their_paths():
     }
     own = {**saved, "data.sources.0": OTHER, "data.sources.0.path": "data/new", "data.tokenizer": OTHER}
     with pytest.raises(Exception) as caught:
-        check_identity(saved, own, "ckpt", [])
+        check_changes("ckpt", identity_changes(saved, own), [], [])
     line = str(caught.value)
     assert f"data.sources.0 was data/old (sha256 {HASH[:12]}) and is data/new (sha256 {OTHER[:12]})" in line
     assert f"data.tokenizer was sha256 {HASH[:12]} and is sha256 {OTHER[:12]}" in line and HASH not in line
@@ -263,8 +263,10 @@ def test_a_moved_source_is_the_same_and_an_older_record_is_compared_in_what_it_h
         "data.sources.0": HASH, "data.sources.0.path": "x", "data.sources.0.documents": HASH, "data.packing": "best_fit", "data.packing.index.0": HASH,
         "data.tokenizer": HASH, "data.tokenizer.eod_id": 3, "data.tokenizer.vocab_size": 9,
     }  # fmt: skip
-    check_identity({**own, "data.sources.0.path": "elsewhere"}, own, "ckpt", [])
-    check_identity({"data.sources.0": HASH, "data.packing": "best_fit", "data.tokenizer": HASH}, own, "ckpt", [])
+    check_changes("ckpt", identity_changes({**own, "data.sources.0.path": "elsewhere"}, own), [], [])
+    check_changes(
+        "ckpt", identity_changes({"data.sources.0": HASH, "data.packing": "best_fit", "data.tokenizer": HASH}, own), [], []
+    )
     for name, value in (
         ("data.sources.0.documents", OTHER),
         ("data.packing.index.0", OTHER),
@@ -272,6 +274,6 @@ def test_a_moved_source_is_the_same_and_an_older_record_is_compared_in_what_it_h
         ("data.sources.0", OTHER),
     ):
         with pytest.raises(Exception, match=name.replace(".", r"\.")):
-            check_identity({**own, name: value}, own, "ckpt", [])
+            check_changes("ckpt", identity_changes({**own, name: value}, own), [], [])
         kind = {"data.packing.index.0": "data.packing", "data.tokenizer.eod_id": "data.tokenizer"}.get(name, "data.sources")
-        check_identity({**own, name: value}, own, "ckpt", [kind])
+        check_changes("ckpt", identity_changes({**own, name: value}, own), [], [kind])

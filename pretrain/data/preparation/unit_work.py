@@ -31,7 +31,7 @@ _LAST_PLACE = 2**64 - 1
 @dataclass(frozen=True)
 class UnitJob:
     """All that a process needs to know to do one unit. `inputs` are the numbers of the pieces' files; with `cuts_tail` each document's
-    end belongs to the validation split, instead of every so manieth document.
+    end belongs to the validation split, instead of some documents.
     """
 
     unit: int

@@ -77,8 +77,7 @@ class Manifest:
 
     `preparation` says how the data were made (options and counts), for people: nothing is decided by it. `plan_sha256` names the
     inputs and options, so that the same command finds its work done; None where there was no such plan. `eod_token`: see
-    TokenizerIdentity. `invalid_sha256`: of the
-    list of rows that were left out, where there is one.
+    TokenizerIdentity. `invalid_sha256`: that of the list of rows that were left out, where there is one.
     """
 
     dtype: str

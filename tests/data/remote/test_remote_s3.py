@@ -202,10 +202,11 @@ def test_an_object_replaced_after_opening_never_reaches_the_reader(endpoint, env
 
 
 @pytest.fixture
-def corpus_on_s3(environment, texts_of_inputs):
+def corpus_on_s3(environment, texts_of_inputs, monkeypatch):
     """Objects under s3://corpus/text/, and the texts in them, in order."""
     import boto3
 
+    monkeypatch.setattr("pretrain.data.preparation.inputs._remote", Remote())  # without connections to another test's endpoint
     for name, content in texts_of_inputs[0].items():
         boto3.client("s3").put_object(Bucket="corpus", Key=f"text/{name}", Body=content)
     return texts_of_inputs[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -45,23 +46,21 @@ def write_tokens(path: Path, tokenizer: Tokenizer, tokens: int, shard_tokens: in
     return path
 
 
-def write_many_shards(path: Path, tokenizer: Tokenizer, shards: int, shard_tokens: int, distinct: int = 1) -> Path:
-    """A new prepared directory of `shards` shards, which passes `open` but not `verify`: the first `distinct` are written (fewer where
-    there are not so many), and the others are links to their files, in turn. Token hashes of links are made up, because shards of one
-    content would be one file in a cache.
+def link_shards(original: Path, path: Path, shards: int) -> Path:
+    """A new prepared directory of `shards` shards, which are links to those of another in turn. It passes `open` but not `verify`: token
+    hashes are made up, because shards of one content would be one file in a cache.
     """
-    write_tokens(path, tokenizer, min(distinct, shards) * shard_tokens, shard_tokens if distinct > 1 else 2 * shard_tokens)
-    content = unsealed((path / "manifest.json").read_bytes())
-    written = content["shards"][: min(distinct, shards)]
-    content["shards"] = written[:]
-    for number in range(len(written), shards):
-        original = written[number % len(written)]
-        entry = {key: _renamed(value, number) if key.endswith("file") else value for key, value in original.items()}
-        entry["sha256"] = hashlib.sha256(f"{original['sha256']}{number}".encode()).hexdigest()
+    content = unsealed((original / "manifest.json").read_bytes())
+    written, content["shards"] = content["shards"], []
+    shutil.copytree(original / "tokenizer", path / "tokenizer")
+    shutil.copy(original / "inputs.json", path)
+    for number in range(shards):
+        source = written[number % len(written)]
+        entry = {key: _renamed(value, number) if key.endswith("file") else value for key, value in source.items()}
+        entry["sha256"] = hashlib.sha256(f"{source['sha256']}{number}".encode()).hexdigest()
         content["shards"].append(entry)
         for key in ("file", "index_file", "origin_file"):
-            (path / entry[key]).unlink(missing_ok=True)
-            os.link(path / original[key], path / entry[key])
+            os.link(original / source[key], path / entry[key])
     for key in ("documents", "tokens"):
         content[key] = sum(entry[key] for entry in content["shards"])
     (path / "manifest.json").write_text(sealed_json(content), encoding="utf-8")

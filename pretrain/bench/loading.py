@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import pretrain
-from pretrain.bench.generate import byte_tokenizer, write_many_shards, write_tokens
+from pretrain.bench.generate import byte_tokenizer, link_shards, write_tokens
 from pretrain.bench.measure import MILLION, Options, Row, environment, in_turns, rate_row, require, resident_bytes
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, StepBatch
@@ -85,10 +85,10 @@ def shards(options: Options) -> list[Row]:
     counts = dict.fromkeys(options.scaled(count, number) for number, count in enumerate(SHARD_COUNTS, 16))
     first: dict[int, float] = {}
     functions: dict[int, Callable[[], object]] = {}
+    original = write_tokens(options.work / "shards", byte_tokenizer(options.work), size, size // 16)
     for count in counts:
         options.say(f"shards: making {count:,}")
-        path = options.work / f"shards-{count}"
-        data = PreparedData.open(write_many_shards(path, byte_tokenizer(options.work), count, size // 16, 16))
+        data = PreparedData.open(link_shards(original, options.work / f"shards-{count}", count))
         first[count] = _timed(lambda data=data: _read_each(data), time.process_time) / count
         functions[count] = partial(next, _loader(data, "concatenate", 2048, False, options.work).batches(0))
     turns = in_turns(functions, options)
@@ -101,7 +101,7 @@ def shards(options: Options) -> list[Row]:
             "M tokens/s/process",
             "cpu",
             target=100.0,
-            note="random reads from 16 files and links to them, from the page cache",
+            note="random reads of the same bytes, from the page cache",
         )
         for count, its in turns.items()
     ]
@@ -168,7 +168,7 @@ def start(options: Options) -> list[Row]:
     shards = options.scaled(10_000, 10)
     options.say(f"start: making {shards:,} shards")
     path = options.work / "start"
-    write_many_shards(path, byte_tokenizer(options.work), shards, 1 << 20)
+    link_shards(write_tokens(options.work / "one_shard", byte_tokenizer(options.work), 1 << 20, 1 << 21), path, shards)
     begin, runs = time.monotonic(), []
     while len(runs) < options.turns or time.monotonic() - begin < options.seconds:
         typed = [sys.executable, "-c", f"from pretrain.bench.loading import measure_start; measure_start({str(path)!r})"]

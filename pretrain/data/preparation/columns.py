@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.preparation.lines import Tally, reading
+from pretrain.data.preparation.lines import Tally, open_at_random, reading
 from pretrain.errors import DataError
 
 WHOLE = -1
@@ -156,12 +156,12 @@ def _source(file: InputFile) -> Iterator[Any]:
         with pa.OSFile(file.path, "r") as source:
             yield source
         return
-    with file.open(at_random=True) as raw, pa.PythonFile(raw, mode="r") as source:
+    with open_at_random(file) as raw, pa.PythonFile(raw, mode="r") as source:
         yield source
 
 
 def _is_stream(file: InputFile) -> bool:
-    with file.open(at_random=True) as content:
+    with open_at_random(file) as content:
         return content.read(len(_ARROW_MAGIC)) != _ARROW_MAGIC
 
 

@@ -83,6 +83,13 @@ def open_bytes(file: InputFile, tally: Tally) -> Iterator[BinaryIO]:
         yield io.BufferedReader(unpacked, _BUFFER)
 
 
+@contextlib.contextmanager
+def open_at_random(file: InputFile) -> Iterator[BinaryIO]:
+    """The bytes of a file for a reader that jumps; an answer that ends early is asked for again, or an error."""
+    with file.open(at_random=True) as raw:
+        yield io.BufferedReader(_Counted(raw, Tally(), file.size), 1 << 16)
+
+
 def lines_of(file: InputFile, start: int, stop: int, tally: Tally) -> Iterator[bytes]:
     """The lines, with their ends, whose first byte lies in [start, stop); to the end of the file for a negative `stop`.
 

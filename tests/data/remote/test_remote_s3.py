@@ -235,10 +235,10 @@ def texts_in(path) -> list[str]:
 def test_a_corpus_is_prepared_from_s3(corpus_on_s3, byte_tokenizer, tmp_path):
     """D-D4: patterns and folders of objects; cut into units like local files, in several processes."""
     for number, url in enumerate(("s3://corpus/text", "s3://corpus/text/*.*")):
-        prepare([url], byte_tokenizer, tmp_path / str(number), unit_bytes=2000, workers=1 + number)
+        prepare([url], byte_tokenizer, tmp_path / str(number), unit_bytes=8000, workers=1 + number)
         assert texts_in(tmp_path / str(number)) == corpus_on_s3
         assert PreparedData.open(tmp_path / str(number)).origin(199) == ("s3://corpus/text/a.jsonl", 199)
-    assert prepare(["s3://corpus/text"], byte_tokenizer, tmp_path / "0", unit_bytes=2000).repeated
+    assert prepare(["s3://corpus/text"], byte_tokenizer, tmp_path / "0", unit_bytes=8000).repeated
     with pytest.raises(DataError, match="s3://corpus/none: no such input file"):
         prepare(["s3://corpus/none"], byte_tokenizer, tmp_path / "out")
 

@@ -56,6 +56,10 @@ class UnreadableError(CheckpointError):
     missing = False
 
 
+class GenerationError(UserError):
+    """A model gives no text, for instance because its logits are not numbers."""
+
+
 class TrainingError(UserError):
     """Training cannot go on, for instance because the loss is not a number."""
 

@@ -76,6 +76,16 @@ def exists(path: Path) -> bool:
     return True
 
 
+def unrepeated(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as `json.loads(object_pairs_hook=unrepeated)` gives it. Raises ValueError for a name that it has twice: readers
+    would differ on which is meant.
+    """
+    if len(dict(items)) != len(items):
+        names = [name for name, _ in items]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
+    return dict(items)
+
+
 def sealed_json(content: Mapping[str, Any]) -> str:
     """A JSON object with a sha256 of itself in it (`seal`), so that `unsealed` notices every change of a value."""
     return json.dumps({**content, _SEAL: _seal_of(content)}, indent=2) + "\n"

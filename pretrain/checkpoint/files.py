@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import CheckpointError, UnreadableError
-from pretrain.storage import exists, flush, sha256_of
+from pretrain.storage import exists, flush, sha256_of, unrepeated
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -71,9 +71,11 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Raises CheckpointError naming the file when it cannot be parsed, and UnreadableError when it cannot be read."""
+    """Raises CheckpointError naming the file when it cannot be parsed or an object in it has a name twice, UnreadableError when it cannot
+    be read.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unrepeated)
     except OSError as error:
         raise _unreadable(path, error) from error
     except (ValueError, RecursionError) as error:

@@ -124,7 +124,7 @@ class Mlp:
 class Experts:
     """Mixture of experts in place of the MLP (arXiv 2101.03961). No expert has a capacity: no token is dropped."""
 
-    count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0)
+    count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0, le=100_000)
     active: int | None = key(None, "Experts a token is sent to.", ge=0)
     ffn_dim: int | None = key(None, "Hidden width of an expert; `model.ffn_dim` by default.", ge=0)
     shared: int | None = key(None, "Experts that every token passes through, as one MLP of so many times `ffn_dim`.", ge=0)
@@ -146,8 +146,16 @@ class Experts:
     correction_rate: float | None = key(None, "How far that bias moves in a step, towards even loads.", ge=0, resume="accept")
     balance_loss: float | None = key(
         None,
-        "Weight of the load-balancing loss (arXiv 2101.03961), of each sequence by itself, so that no layout changes it.",
+        "Weight of each layer's load-balancing loss: `count` × sum over experts of (share of positions sent there) × (mean score), which is "
+        "`active` where loads are even (arXiv 2101.03961). DeepSeek-V3 (arXiv 2412.19437) and Megatron divide theirs by `active`: their "
+        "weight over `active` is ours. transformers averages over layers: its router_aux_loss_coef over the number of layers is ours.",
         ge=0,
+        resume="accept",
+    )
+    balance_scope: Literal["sequence", "global_batch"] | None = key(
+        None,
+        "What those shares are counted over: each `sequence` by itself (DeepSeek-V3), or the `global_batch` of the step before (arXiv "
+        "2501.11873), so that experts may specialise in kinds of text. No layout changes either. `sequence` by default.",
         resume="accept",
     )
     router_z_loss: float | None = key(
@@ -169,9 +177,9 @@ class Model:
         "With `family: hf`, and in place of all other keys of the model: a config.json of transformers', the directory that has one, "
         "or its contents as JSON, which is what the resolved configuration has.",
     )
-    dim: int = key(384, "Width of the residual stream.", ge=1)
-    layers: int = key(6, "Number of decoder blocks.", ge=1)
-    heads: int = key(6, "Attention heads of a block (query heads).", ge=1)
+    dim: int = key(384, "Width of the residual stream.", ge=1, le=2**24)
+    layers: int = key(6, "Number of decoder blocks.", ge=1, le=10_000)
+    heads: int = key(6, "Attention heads of a block (query heads).", ge=1, le=100_000)
     kv_heads: int | None = key(
         None, "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.", ge=1
     )
@@ -204,6 +212,7 @@ class Model:
         "Blocks of an encoder, whose output the decoder's blocks attend to; trained on `data.pairs` or with `data.objective: "
         "span_corruption`. 0: a decoder alone. `layers` by default with families `transformer` and `t5`.",
         ge=0,
+        le=10_000,
     )
     source_vocab_size: int | None = key(
         None, "Token ids the encoder knows; those of the tokenizer of the sources by default.", ge=2

@@ -136,8 +136,11 @@ class Decoder(nn.Module):
         if documents_BT is not None:
             if documents_BT.shape != tokens_BT.shape:  # would be broadcast otherwise
                 raise ValueError(f"documents are {tuple(documents_BT.shape)}, tokens {tuple(tokens_BT.shape)}")
+        if cache is not None:
+            documents_BT = cache.label(documents_BT, tokens_BT.shape[1])
+        if documents_BT is not None:  # of all positions
             numbers_BT = document_numbers(documents_BT)
-            positions_BT = document_positions(numbers_BT)
+            positions_BT = document_positions(numbers_BT)[:, start:]
         x_BTD = self.embedding(tokens_BT)
         if config.embedding_multiplier != 1:
             # Rounded to the compute format first, as Gemma does.
@@ -147,7 +150,7 @@ class Decoder(nn.Module):
             x_BTD = x_BTD + self.position_embedding(places)
         inputs = {}
         for local in {has_window(config, i) for i in range(config.layers)}:
-            mask = self._mask(start, stop, numbers_BT, device, local)
+            mask = self._mask(start, stop, numbers_BT, device, local, cache)
             inputs[local] = self._tables(start, stop, positions_BT, device, local), mask
         return x_BTD, inputs
 
@@ -159,12 +162,14 @@ class Decoder(nn.Module):
             return cos[start:], sin[start:]
         return cos[positions_BT][:, None], sin[positions_BT][:, None]
 
-    def _mask(self, start: int, stop: int, numbers_BT: Tensor | None, device: torch.device, local: bool) -> Mask | None:
+    def _mask(
+        self, start: int, stop: int, numbers_BT: Tensor | None, device: torch.device, local: bool, cache: Cache | None
+    ) -> Mask | None:
         """None where only the future is masked, which torch's causal kernel does by itself."""
         switches = self.config.attention
         window = switches.window if local else 0
-        if start:
-            return cached_mask(start, stop, device, window)
+        if start or (cache is not None and numbers_BT is not None):
+            return cached_mask(start, stop, device, window, numbers_BT)
         if numbers_BT is None and not 0 < window < stop and not switches.soft_cap and not switches.sinks:
             return None
         backend = attention_backend(self.config, device, training=torch.is_grad_enabled())

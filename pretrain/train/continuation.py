@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 class Progress:
     """How far a run is: optimizer steps, training samples and target tokens so far, and how many of the steps were skipped.
 
-    `cursor`: where this rank's text goes on, of data that is not prepared.
+    `cursor`: where this rank's text goes on, of data that is not prepared. `loads`: positions that each expert of each layer got in the
+    last step, where a balancing loss needs them.
     """
 
     step: int = 0
@@ -39,6 +40,7 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
     cursor: list[int] | None = None
+    loads: list[list[int]] | None = None
 
 
 class Continuation:
@@ -161,7 +163,8 @@ class Continuation:
             log.info("resumed from %s: step %d, %d samples, saved as %s", checkpoint, step, samples, layout)
         # Steps were not skipped, nor counted, by earlier versions of this program.
         skipped = state.get("skipped", 0)
-        return Progress(state["step"], state["samples"], state["tokens"], skipped, self._cursor(state["cursor"]))
+        cursor, loads = self._cursor(state["cursor"]), state.get("loads")
+        return Progress(state["step"], state["samples"], state["tokens"], skipped, cursor, loads)
 
     def _cursor(self, saved: list[list[int] | None]) -> list[int] | None:
         """Where this data rank's text goes on."""

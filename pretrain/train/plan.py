@@ -29,6 +29,7 @@ from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.network import build_network
+from pretrain.models.router import check_router
 from pretrain.models.shape import check_encoder, check_switches, complete
 from pretrain.observe.flops import flops_per_target_token, flops_per_token
 from pretrain.observe.translation import require_sacrebleu
@@ -154,6 +155,7 @@ def complete_config(config: Config, vocab_size: int | None = None, source_vocab_
     model = complete(config.model, longest)
     if model.family != "hf":
         check_switches(config.model, model)
+        check_router(model)
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=vocab_size)
     if model.encoder_layers and model.source_vocab_size is None and not model.tie_source:

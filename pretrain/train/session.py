@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import time
@@ -21,6 +20,7 @@ from pretrain.distributed import ranks as distributed
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError
+from pretrain.models.router import router_caution
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
@@ -186,7 +186,7 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         f"run      {directory_of(config.run)}: {config.run.steps} steps of {tokens} tokens",
         f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
         f"vocabulary {model.vocab_size}; {plan.flops_per_token:.3g} FLOPs per token",
-        *_describe_hf(model),
+        *_describe_network(model),
         *plan.data.describe(plan.schedule.after(origin.samples, config.run.steps - origin.step)),
         *plan.objective.describe(),
         *_describe_validation(plan),
@@ -203,7 +203,10 @@ def _describe_validation(plan: Plan) -> list[str]:
     return [f"validate {name}: {used:,} of {available:,} samples" for name, available, used in counts]
 
 
-def _describe_hf(model: Model) -> list[str]:
-    if model.family != "hf":
-        return []
-    return [f"         {json.loads(model.hf_config)['architectures'][0]} of transformers; its dropout is not applied"]
+def _describe_network(model: Model) -> list[str]:
+    if model.family == "hf":
+        from pretrain.models.hf_model import describe_hf
+
+        return describe_hf(model)
+    caution = router_caution(model)
+    return [f"caution  {caution}"] if caution else []

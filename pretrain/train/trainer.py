@@ -33,7 +33,7 @@ from pretrain.parallel.initialise import initialise
 from pretrain.parallel.strategy import DTYPES, build_strategy, prepare_blocks
 from pretrain.train.balancing import ExpertLoads
 from pretrain.train.continuation import Continuation
-from pretrain.train.gradients import write_gradients
+from pretrain.train.gradients import refuse_untrained, write_gradients
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.starting_point import StartingPoint
@@ -63,6 +63,7 @@ class Trainer:
         data_rank, data_size = self.strategy.data_rank, plan.layout.data_size
         self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer, data_rank)
         self.progress = self.continuation.restore()
+        self.expert_loads.restore(self.progress.loads)
         pin, cursor = ranks.device.type == "cuda", self.progress.cursor
         self.loader = build_loader(plan.config, plan.data, plan.objective, plan.schedule, data_rank, data_size, cursor, pin=pin)
         self.evaluation = Evaluation(plan.config, plan.validation, self.call, self.strategy, self.loader, ranks)
@@ -78,7 +79,7 @@ class Trainer:
         self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
         self.optimizer = build_optimizer(self.model, config.optim)
         self.expert_loads = ExpertLoads(self.model, config.model, self.ranks)
-        stored = {p.dtype for p in self.model.parameters()}
+        stored = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         if stored != {DTYPES[config.precision.master]}:
             raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
         peak = peak_flops(self.ranks.device, config.precision.compute)
@@ -95,6 +96,8 @@ class Trainer:
             group["lr"] = rate
         micro_steps = batch.micro_steps(config.batch.micro_sequences)
         losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
+        if not self.optimizer.state:
+            refuse_untrained(self.model, config.data.sequence_length)
         if number in config.log.gradients_at:
             write_gradients(self.directory.path, number, self.model, self.ranks)
         grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))
@@ -112,6 +115,7 @@ class Trainer:
         self.progress.samples += batch.sequences
         self.progress.cursor = batch.cursor
         self.progress.tokens += target_tokens
+        self.progress.loads = self.expert_loads.last
         numbers = {"step": number, "tokens": self.progress.tokens, "loss": loss}
         if objective != loss:
             numbers["objective"] = objective

@@ -90,4 +90,5 @@ DEEPSEEK_V3 = Family(
     inert=TRAINING | {"num_nextn_predict_layers", "num_mtp_layers"},
     dropped=beyond_the_last_layer,
     refuse=_refuse,
+    aliases=("kimi_k2",),
 )

@@ -391,7 +391,8 @@ def test_epochs_are_counted_from_what_the_run_has_consumed(config_file):
     """Newcomer review, section 3: a run with another batch size before said twice as many."""
     keys = ["batch.sequences=8", "batch.micro_sequences=4", "log.every_steps=100"]
     assert run_main(str(config_file), *keys, "run.steps=60")[0] == 0
-    code, printed = run_main(str(config_file), *keys[1:], "batch.sequences=16", "run.steps=70")
+    accepted = "run.accept_changes=[batch.sequences, run.steps]"
+    code, printed = run_main(str(config_file), *keys[1:], "batch.sequences=16", "run.steps=70", accepted)
     line = next(line for line in printed.splitlines() if line.startswith("data     ") and "epochs" in line)
     samples = int(re.search(r": ([\d,]+) samples of 32", line)[1].replace(",", ""))
     assert code == 0 and line.endswith(f", {(60 * 8 + 10 * 16) / samples:.2f} epochs")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+_SEAL = "seal"
 
 
 def flush(path: Path) -> None:
@@ -81,3 +84,27 @@ def unrepeated(items: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in items]
         raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
     return dict(items)
+
+
+def sealed_json(content: Mapping[str, Any]) -> str:
+    """A JSON object with a sha256 of itself in it (`seal`), so that `unsealed` notices every change of a value."""
+    return json.dumps({**content, _SEAL: _seal_of(content)}, indent=2) + "\n"
+
+
+def unsealed(text: bytes, required: bool = True) -> dict[str, Any]:
+    """The object that `sealed_json` wrote; without `required` also one without a seal, as older versions wrote them.
+
+    Raises ValueError for anything else, and for an object that was altered.
+    """
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError("not an object")
+    if required or _SEAL in content:
+        seal = content.pop(_SEAL, None)
+        if seal != _seal_of(content):
+            raise ValueError("damaged, or edited by hand: its values do not match its seal")
+    return content
+
+
+def _seal_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

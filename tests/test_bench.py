@@ -6,12 +6,13 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 from running import tool
 
 from pretrain.bench import loading, preparation
 from pretrain.bench.data import PARTS, measure
-from pretrain.bench.generate import byte_tokenizer, write_many_shards, write_tokens
+from pretrain.bench.generate import byte_tokenizer, link_shards, write_tokens
 from pretrain.bench.measure import ROOT, Options, Row, Turns, in_turns, table
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
@@ -71,10 +72,15 @@ def test_generated_shards_are_prepared_data(tmp_path):
     data = PreparedData.open(write_tokens(tmp_path / "data", tokenizer, 300_000, 100_000))
     data.verify()
     assert 250_000 <= data.tokens <= 310_000 and len(data.manifest.shards) >= 3
-    many = PreparedData.open(write_many_shards(tmp_path / "many", tokenizer, 50, 1000))
-    assert (many.tokens, many.documents, len(many.manifest.shards)) == (50_000, 50, 50)
-    assert many.document_span(30) == (30_000, 31_000)
-    assert many.read(999, 2).tolist() == [tokenizer.eod_id, 0]
+
+
+def test_links_to_shards_take_turns(tmp_path):
+    original = PreparedData.open(write_tokens(tmp_path / "data", byte_tokenizer(tmp_path), 300_000, 100_000))
+    shards = len(original.manifest.shards)
+    data = PreparedData.open(link_shards(original.path, tmp_path / "links", 2 * shards))
+    assert (data.tokens, data.documents) == (2 * original.tokens, 2 * original.documents)
+    assert np.array_equal(data.read(0, data.tokens), np.tile(original.read(0, original.tokens), 2))
+    assert len({shard.sha256 for shard in data.manifest.shards}) == 2 * shards > 4
 
 
 def test_what_is_compared_takes_turns():

@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__)
     subjects = parser.add_subparsers(dest="subject", required=True)
-    data = subjects.add_parser("data", help="the order, the loader, the start, packing, preparation, data wait, inspection")
+    data = subjects.add_parser("data", help="order, loader, many shards, start, packing, preparation, data wait, inspection")
     data.add_argument("parts", nargs="*", metavar="PART", help=f"some of: {', '.join(PARTS)} (default: all)")
     data.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
     data.add_argument(

@@ -1,7 +1,8 @@
 """Tokenize a corpus into shards that training reads.
 
-The corpus: text, source code, JSON lines (these also .gz or .zst), Parquet, Arrow, folders of such files, a Hugging Face
-dataset, or token ids (.npy, .bin, or a field of ids). Interrupted work is kept: the same command goes on from there.
+The corpus: text, source code, JSON lines, CSV, WET (these also .gz, .bz2, .xz or .zst), Parquet, Arrow, folders of such files or URLs
+of them (s3://, gs://, https://, ...), a Hugging Face dataset, or token ids (.npy, .bin, or a field of ids). Interrupted work is kept:
+the same command goes on from there, and says so where there is nothing left to do.
 
 On several machines with a shared disk: the same command everywhere with --task I --tasks N, then
     prepare_data.py merge --output DIR
@@ -44,12 +45,14 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     corpus = parser.add_mutually_exclusive_group(required=True)
-    corpus.add_argument("--input", nargs="+", metavar="PATH", help="files, folders, and patterns, in which ** descends")
+    corpus.add_argument(
+        "--input", nargs="+", metavar="PATH", help="files, folders, patterns, in which ** descends, and URLs of such"
+    )
     corpus.add_argument("--dataset", metavar="NAME_OR_DIR", help="a Hugging Face dataset, downloaded or on disk")
     parser.add_argument("--dataset-config", metavar="NAME", help="which configuration of the dataset")
     parser.add_argument("--dataset-split", default="train", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--tokenizer", required=True, metavar="DIR_OR_FILE")
-    _add_shared(parser)
+    _add_shared(parser, 0)
     parser.add_argument(
         "--text-field", default="text", metavar="F[,F]", help="field of the text; several are joined by a blank line"
     )
@@ -58,10 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ids-field", default="", metavar="F", help="field of token ids, taken instead of text")
     parser.add_argument("--ids-dtype", default="", choices=("", *IDS_DTYPES), help="type of the ids in .bin files")
-    parser.add_argument("--skip-invalid", action="store_true", help="leave out what is not valid UTF-8 instead of stopping")
     parser.add_argument("--deduplicate", action="store_true", help="keep only the first of equal documents")
     parser.add_argument(
-        "--validation-fraction", type=float, default=0.0, metavar="F", help="share of documents for DIR/validation"
+        "--validation-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="share of documents for DIR/validation; of one text file its end",
     )
     parser.add_argument(
         "--fim-rate", type=float, default=0.0, metavar="F", help="share of documents in fill-in-the-middle form"
@@ -78,14 +84,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _merge(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="prepare_data.py merge", description="Put together what tasks have prepared.")
-    _add_shared(parser)
+    _add_shared(parser, None)
     arguments = vars(parser.parse_args(argv))
     return run_tool(lambda: print(merge(**arguments)))
 
 
-def _add_shared(parser: argparse.ArgumentParser) -> None:
+def _add_shared(parser: argparse.ArgumentParser, default_invalid: int | None) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
     parser.add_argument("--work", metavar="DIR", help="where unfinished work is kept (default: hidden, beside the output)")
+    parser.add_argument(
+        "--max-invalid",
+        type=int,
+        default=default_invalid,
+        metavar="N",
+        help="rows that may be left out because they cannot be used, counted and listed in invalid.jsonl (default: "
+        + ("what the tasks were given)" if default_invalid is None else "%(default)s)"),
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
 
 

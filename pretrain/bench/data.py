@@ -10,6 +10,7 @@ from pretrain.bench.measure import Options, Row
 PARTS: dict[str, Callable[[Options], list[Row]]] = {
     "order": ordering.order,
     "loader": loading.loader,
+    "shards": loading.shards,
     "start": loading.start,
     "packing": ordering.packing,
     "preparation": preparation.preparation,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
+import re
+import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.storage import sealed_json, unsealed
 
 _MEAN_LOG, _DEVIATION = 6.2, 1.2  # of document lengths: a median of 490 tokens and a mean of 1,010, as of text on the web
 _GROUP = 4096
@@ -44,34 +46,27 @@ def write_tokens(path: Path, tokenizer: Tokenizer, tokens: int, shard_tokens: in
     return path
 
 
-def write_many_shards(path: Path, tokenizer: Tokenizer, shards: int, shard_tokens: int) -> Path:
-    """A new prepared directory of equal shards of one document each, which passes `open` but not `verify`: the first shard is
-    written, and the others have its index and, for tokens, holes that read as zeros and occupy no disk.
+def link_shards(original: Path, path: Path, shards: int) -> Path:
+    """A new prepared directory of `shards` shards, which are links to those of another in turn. It passes `open` but not `verify`: token
+    hashes are made up, because shards of one content would be one file in a cache.
     """
-    document = np.zeros(shard_tokens, dtype=np.uint16)
-    document[-1] = tokenizer.eod_id
-    with ShardWriter.create(path, tokenizer, shard_tokens) as writer:
-        writer.add(document, np.array([shard_tokens]))
-    content = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    first = content["shards"][0]
-    names = [value for key, value in first.items() if key.endswith("file")]
-    for number in range(1, shards):
-        for name in names:
-            if name == first["file"]:
-                with (path / _renamed(name, number)).open("wb") as file:
-                    file.truncate((path / name).stat().st_size)
-            else:
-                (path / _renamed(name, number)).write_bytes((path / name).read_bytes())
-        content["shards"].append({key: _renamed(value, number) for key, value in first.items()})
-    content["documents"], content["tokens"] = shards, shards * shard_tokens
-    (path / "manifest.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    content = unsealed((original / "manifest.json").read_bytes())
+    written, content["shards"] = content["shards"], []
+    shutil.copytree(original / "tokenizer", path / "tokenizer")
+    shutil.copy(original / "inputs.json", path)
+    for number in range(shards):
+        source = written[number % len(written)]
+        entry = {key: _renamed(value, number) if key.endswith("file") else value for key, value in source.items()}
+        entry["sha256"] = hashlib.sha256(f"{source['sha256']}{number}".encode()).hexdigest()
+        content["shards"].append(entry)
+        for key in ("file", "index_file", "origin_file"):
+            os.link(original / source[key], path / entry[key])
+    for key in ("documents", "tokens"):
+        content[key] = sum(entry[key] for entry in content["shards"])
+    (path / "manifest.json").write_text(sealed_json(content), encoding="utf-8")
     return path
 
 
-def _renamed(value: Any, number: int) -> Any:
-    """A value of the first shard's entry as that of another: its name, and a hash that is no other's."""
-    if not isinstance(value, str):
-        return value
-    if len(value) == 64:
-        return hashlib.sha256(f"{value}{number}".encode()).hexdigest()
-    return value.replace("shard-00000", f"shard-{number:05d}")
+def _renamed(name: str, number: int) -> str:
+    """A file of one shard as that of another."""
+    return re.sub(r"\d{5}", f"{number:05d}", name, count=1)

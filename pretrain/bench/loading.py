@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import pretrain
-from pretrain.bench.generate import byte_tokenizer, write_many_shards, write_tokens
+from pretrain.bench.generate import byte_tokenizer, link_shards, write_tokens
 from pretrain.bench.measure import MILLION, Options, Row, environment, in_turns, rate_row, require, resident_bytes
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, StepBatch
@@ -28,6 +28,7 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import Shuffle, Stream
 
 BATCH_TOKENS = 1 << 19
+SHARD_COUNTS = (16, 1_000, 10_000)
 
 
 def _stream_of(samples: Samples, window: int | None = None) -> Stream:
@@ -78,6 +79,45 @@ def loader(options: Options) -> list[Row]:
     return rows
 
 
+def shards(options: Options) -> list[Row]:
+    """Tokens per second of one process by the number of shards: random reads of the same bytes, of few files and of many."""
+    size = options.scaled(128 << 20, 1 << 20)
+    counts = dict.fromkeys(options.scaled(count, number) for number, count in enumerate(SHARD_COUNTS, 16))
+    first: dict[int, float] = {}
+    functions: dict[int, Callable[[], object]] = {}
+    original = write_tokens(options.work / "shards", byte_tokenizer(options.work), size, size // 16)
+    for count in counts:
+        options.say(f"shards: making {count:,}")
+        data = PreparedData.open(link_shards(original, options.work / f"shards-{count}", count))
+        first[count] = _timed(lambda data=data: _read_each(data), time.process_time) / count
+        functions[count] = partial(next, _loader(data, "concatenate", 2048, False, options.work).batches(0))
+    turns = in_turns(functions, options)
+    rows = [
+        rate_row(
+            "shards",
+            f"{count:,} shards: sequences of 2048, concatenate",
+            its,
+            BATCH_TOKENS / MILLION,
+            "M tokens/s/process",
+            "cpu",
+            target=100.0,
+            note="random reads of the same bytes, from the page cache",
+        )
+        for count, its in turns.items()
+    ]
+    for count, seconds in first.items():
+        rows.append(Row("shards", f"{count:,} shards: first read of each", MILLION * seconds, "us", "cpu", note="opens it"))
+    return rows
+
+
+def _read_each(data: PreparedData) -> None:
+    """Read a sequence from the beginning of every shard."""
+    begin = 0
+    for shard in data.manifest.shards:
+        data.read(begin, min(2048, shard.tokens))
+        begin += shard.tokens
+
+
 def _kind(packing: str, mask: bool) -> str:
     return f"{packing}{', document mask' if mask else ''}"
 
@@ -110,8 +150,8 @@ def _profile(one: Loader, batches: int = 8) -> str:
     package = str(Path(pretrain.__file__).parent)
     spent = {name: values[3] for (file, _, name), values in pstats.Stats(profiler).stats.items() if file.startswith(package)}
     shares = {
-        "reading and converting": spent["read_each"],
-        "laying out": spent["fill"] - spent["read_each"],
+        "reading and converting": spent["read_joined"],
+        "laying out": spent["fill"] - spent["read_joined"],
         "order": spent["locate"],
         "digest": spent["digest"],
         "documents": spent.get("documents_of", 0.0),
@@ -128,7 +168,7 @@ def start(options: Options) -> list[Row]:
     shards = options.scaled(10_000, 10)
     options.say(f"start: making {shards:,} shards")
     path = options.work / "start"
-    write_many_shards(path, byte_tokenizer(options.work), shards, 1 << 20)
+    link_shards(write_tokens(options.work / "one_shard", byte_tokenizer(options.work), 1 << 20, 1 << 21), path, shards)
     begin, runs = time.monotonic(), []
     while len(runs) < options.turns or time.monotonic() - begin < options.seconds:
         typed = [sys.executable, "-c", f"from pretrain.bench.loading import measure_start; measure_start({str(path)!r})"]
@@ -204,10 +244,10 @@ def measure_start(path: str) -> None:
     )
 
 
-def _timed(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def _timed(function: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    begin = clock()
     function()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def _list_files(path: Path) -> None:

@@ -4,19 +4,23 @@ A document longer than a sample is cut into *pieces* of `sequence_length` tokens
 groups of neighbouring documents, pieces are taken from the longest to the shortest, and each goes to the fullest sample that
 still has room for it. The result is an index on disk, made once and mapped, so that memory does not grow with the corpus:
 
-    DIR/manifest.json    mode, sequence length, fingerprint of the data, counts, sha256 of the files
+    DIR/manifest.json    mode, sequence length, fingerprints of the data, counts, sha256 of the files
     DIR/starts.idx       uint64: where each piece starts in the token stream, in its order; and the end of the stream
-    DIR/order.idx        uint64: the pieces, sample after sample                    \\
-    DIR/samples.idx      uint64 per sample: its end in order.idx                     > best_fit only: padded has one piece a sample
-    DIR/places.idx       uint64 per piece: its sample                               /
+    DIR/pieces.idx       two uint64 per piece, sample after sample: its start and end in the token stream    \\
+    DIR/samples.idx      uint64 per sample: where its pieces begin in pieces.idx; and their number            > best_fit only
+    DIR/places.idx       uint64 per piece of starts.idx: its sample                                          /
+
+`padded` has one piece a sample and needs starts.idx alone. An index is built from document indices that were hashed just before, and
+its name is that of their content and of the tokens'.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import fcntl
 import functools
-import json
+import hashlib
 import logging
 import time
 from collections.abc import Iterator
@@ -27,17 +31,18 @@ from typing import Literal
 
 import numpy as np
 
+from pretrain.data.shards.open_files import OpenFile, OpenFiles
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.staging import staged_directory
 from pretrain.errors import DataError
-from pretrain.storage import sha256_of
+from pretrain.storage import sealed_json, sha256_of, unsealed
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of the algorithm and the format; part of an index's name
+VERSION = 2  # of the algorithm and the format; part of an index's name
 GROUP = 1 << 16  # documents packed together; part of the definition
 _NUMBER = np.dtype("<u8")
-_FILES = {"best_fit": ("starts.idx", "order.idx", "samples.idx", "places.idx"), "padded": ("starts.idx",)}
+_FILES = {"best_fit": ("starts.idx", "pieces.idx", "samples.idx", "places.idx"), "padded": ("starts.idx",)}
 _NOTICE_SECONDS = 10.0
 
 Mode = Literal["best_fit", "padded"]
@@ -61,56 +66,71 @@ class PackIndex:
         """Share of the inputs that are tokens; the rest is padding."""
         return self.tokens / (self.samples * self.sequence_length)
 
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the hashes of its files: which documents share a sample."""
+        return hashlib.sha256("\n".join(f"{name} {self.sha256[name]}" for name in sorted(self.sha256)).encode()).hexdigest()
+
+    @property
+    def content(self) -> str:
+        """Equal where indices are the same."""
+        return self.fingerprint
+
+    @property
+    def manifest_file(self) -> Path:
+        return self.path / "manifest.json"
+
     def pieces(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """How many pieces each sample has, and where each piece, one sample after the other, starts and ends in the token stream."""
         if self.mode == "padded":
-            counts, numbers = np.ones_like(samples), samples
-        else:
-            sample_ends = self._map("samples.idx")
-            lasts = sample_ends[samples].astype(np.int64)
-            firsts = np.where(samples > 0, sample_ends[samples - 1].astype(np.int64), 0)
-            counts = lasts - firsts
-            within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            numbers = self._map("order.idx")[np.repeat(firsts, counts) + within].astype(np.int64)
-        starts = self._map("starts.idx")
-        return counts, starts[numbers].astype(np.int64), starts[numbers + 1].astype(np.int64)
+            spans = self._pairs("starts.idx", samples)
+            return np.ones_like(samples), spans[:, 0], spans[:, 1]
+        bounds = self._pairs("samples.idx", samples)
+        counts, read, size = bounds[:, 1] - bounds[:, 0], self._files.get("pieces.idx").read, 2 * _NUMBER.itemsize
+        content = b"".join([read(count * size, first * size) for first, count in zip(bounds[:, 0].tolist(), counts.tolist())])
+        spans = np.frombuffer(content, dtype=_NUMBER).astype(np.int64).reshape(-1, 2)
+        return counts, spans[:, 0], spans[:, 1]
 
     def find(self, start: int, end: int) -> np.ndarray:
         """The samples with a token of the stretch [start, end) of the token stream, sorted."""
-        starts = self._map("starts.idx")
-        first = int(np.searchsorted(starts, _NUMBER.type(start), side="right")) - 1
-        last = int(np.searchsorted(starts, _NUMBER.type(end), side="left"))
-        pieces = np.arange(first, last)
-        return pieces if self.mode == "padded" else np.unique(self._map("places.idx")[pieces].astype(np.int64))
+        numbers = range(self.pieces_count + 1)
+        first = bisect.bisect_right(numbers, start, key=lambda number: int(self._numbers("starts.idx", number, 1)[0])) - 1
+        last = bisect.bisect_left(numbers, end, key=lambda number: int(self._numbers("starts.idx", number, 1)[0]))
+        return np.arange(first, last) if self.mode == "padded" else np.unique(self._numbers("places.idx", first, last - first))
 
-    def verify(self) -> None:
-        """Raise DataError naming the first file that is not what was written."""
-        for name, expected in self.sha256.items():
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Hash the files i with i % parts == part. Raises DataError naming the first that is not what was written."""
+        for name, expected in sorted(self.sha256.items())[part::parts]:
             if sha256_of(self.path / name) != expected:
                 raise DataError(f"{self.path / name}: content does not match its hash in manifest.json; remove {self.path}")
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_maps"}  # maps stay at home
+        return {name: value for name, value in self.__dict__.items() if name != "_files"}  # open files stay at home
 
     @functools.cached_property
-    def _maps(self) -> dict[str, np.ndarray]:
-        return {}
+    def _files(self) -> OpenFiles:
+        return OpenFiles(lambda name: OpenFile.at(self.path / name, _sizes(self)[name]))
 
-    def _map(self, name: str) -> np.ndarray:
-        if name not in self._maps:
-            # As a plain array: a memmap's own indexing costs a microsecond.
-            self._maps[name] = np.memmap(self.path / name, dtype=_NUMBER, mode="r").view(np.ndarray)
-        return self._maps[name]
+    def _numbers(self, name: str, first: int, count: int) -> np.ndarray:
+        content = self._files.get(name).read(count * _NUMBER.itemsize, first * _NUMBER.itemsize)
+        return np.frombuffer(content, dtype=_NUMBER).astype(np.int64)
+
+    def _pairs(self, name: str, places: np.ndarray) -> np.ndarray:
+        """Each of these numbers of a file and the one after it, int64 [places, 2]."""
+        read, size = self._files.get(name).read, 2 * _NUMBER.itemsize
+        content = b"".join([read(size, offset) for offset in (places * _NUMBER.itemsize).tolist()])
+        return np.frombuffer(content, dtype=_NUMBER).astype(np.int64).reshape(-1, 2)
 
 
 def open_index(data: PreparedData, mode: Mode, sequence_length: int, cache: Path) -> PackIndex:
     """The index of `data` in the folder `cache`, made there if it is missing; processes that come together make it once.
 
-    Raises DataError when it cannot be written or is not what this program writes.
+    Raises DataError when it cannot be written, when it is not what this program writes, and when the data's document index, from which
+    it is made, is not what was prepared.
     """
     path = index_path(data, mode, sequence_length, cache)
     if path.exists():  # complete: it was renamed into place
-        return _read(path)
+        return _read(path, data, mode, sequence_length)
     name = path.name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,12 +140,13 @@ def open_index(data: PreparedData, mode: Mode, sequence_length: int, cache: Path
                 _build(data, mode, sequence_length, path)
     except OSError as error:
         raise DataError(f"{path}: the packing index cannot be written: {error.strerror}; set data.cache.dir") from error
-    return _read(path)
+    return _read(path, data, mode, sequence_length)
 
 
 def index_path(data: PreparedData, mode: Mode, sequence_length: int, cache: Path) -> Path:
     """Where `open_index` keeps the index."""
-    return cache / "packing" / f"{data.fingerprint[:24]}-{mode}-{sequence_length}-v{VERSION}"
+    content = hashlib.sha256(f"{data.fingerprint}\n{data.documents_fingerprint}".encode()).hexdigest()
+    return cache / "packing" / f"{content[:24]}-{mode}-{sequence_length}-v{VERSION}"
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
@@ -168,6 +189,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 def _build(data: PreparedData, mode: Mode, sequence_length: int, path: Path) -> None:
     log.info("data: packing %s (%s, %d documents) into %s", data.path, mode, data.documents, path)
+    data.verify_documents()  # what is made from a damaged index would be used for as long as it is kept
     with staged_directory(path) as stage:
         with ExitStack() as stack:
             files = {name: stack.enter_context((stage / name).open("wb")) for name in _FILES[mode]}
@@ -177,18 +199,22 @@ def _build(data: PreparedData, mode: Mode, sequence_length: int, path: Path) -> 
                 if mode == "best_fit":
                     place, count = pack(lengths, sequence_length)
                     order = np.argsort(place, kind="stable")
-                    files["order.idx"].write((order + pieces).astype(_NUMBER).tobytes())
-                    files["samples.idx"].write((np.cumsum(np.bincount(place)) + pieces).astype(_NUMBER).tobytes())
+                    spans = np.stack([starts, starts + lengths], axis=1)[order]
+                    files["pieces.idx"].write(spans.astype(_NUMBER).tobytes())
+                    counts = np.bincount(place)
+                    files["samples.idx"].write((np.cumsum(counts) - counts + pieces).astype(_NUMBER).tobytes())
                     files["places.idx"].write((place + samples).astype(_NUMBER).tobytes())
                 else:
                     count = len(lengths)
                 samples, pieces, cut = samples + count, pieces + len(lengths), cut + longer
             files["starts.idx"].write(np.array([data.tokens], dtype=_NUMBER).tobytes())
+            if mode == "best_fit":
+                files["samples.idx"].write(np.array([pieces], dtype=_NUMBER).tobytes())
         hashes = {name: sha256_of(stage / name) for name in _FILES[mode]}
         index = PackIndex(path, mode, sequence_length, samples, pieces, data.tokens, cut, hashes)
-        content = {"version": VERSION, "fingerprint": data.fingerprint, **dataclasses.asdict(index)}
+        content = {**_identity(data, mode, sequence_length), **dataclasses.asdict(index)}
         del content["path"]
-        (stage / "manifest.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (stage / "manifest.json").write_text(sealed_json(content), encoding="utf-8")
 
 
 def _groups(data: PreparedData, sequence_length: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
@@ -207,16 +233,32 @@ def _groups(data: PreparedData, sequence_length: int) -> Iterator[tuple[np.ndarr
             log.info("data: packed %d of %d documents", first + len(ends), data.documents)
 
 
-def _read(path: Path) -> PackIndex:
+def _identity(data: PreparedData, mode: Mode, sequence_length: int) -> dict[str, object]:
+    """What an index is of."""
+    content = {"fingerprint": data.fingerprint, "documents_fingerprint": data.documents_fingerprint, "tokens": data.tokens}
+    return {"version": VERSION, "mode": mode, "sequence_length": sequence_length, **content}
+
+
+def _sizes(index: PackIndex) -> dict[str, int]:
+    """Bytes of each file."""
+    starts = {"starts.idx": _NUMBER.itemsize * (index.pieces_count + 1)}
+    if index.mode == "padded":
+        return starts
+    each = _NUMBER.itemsize * index.pieces_count
+    return starts | {"pieces.idx": 2 * each, "samples.idx": _NUMBER.itemsize * (index.samples + 1), "places.idx": each}
+
+
+def _read(path: Path, data: PreparedData, mode: Mode, sequence_length: int) -> PackIndex:
     try:
-        content = json.loads((path / "manifest.json").read_bytes())
+        content = unsealed((path / "manifest.json").read_bytes())
+        for key, expected in _identity(data, mode, sequence_length).items():
+            if content[key] != expected:
+                raise ValueError(f"its {key} is {content[key]}, not {expected}")
         fields = {field.name: content[field.name] for field in dataclasses.fields(PackIndex) if field.name != "path"}
         index = PackIndex(path, **fields)
-        lengths = {"starts.idx": index.pieces_count + 1, "samples.idx": index.samples}
-        for name in _FILES[index.mode]:
-            expected = lengths.get(name, index.pieces_count) * _NUMBER.itemsize
+        for name, expected in _sizes(index).items():
             if (path / name).stat().st_size != expected:
                 raise DataError(f"{path / name}: damaged: not {expected} bytes; remove {path}, and it is made again")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: not a packing index ({error}); remove it, and it is made again") from error
     return index

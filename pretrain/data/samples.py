@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from pretrain.data.packing import PackIndex
-from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.reader import Holding, PreparedData
 from pretrain.data.targets import IGNORED
 from pretrain.errors import DataError
 
@@ -54,8 +54,12 @@ class Samples(Protocol):
     def describe(self) -> str:
         """What there is to say of the packing."""
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Hash this part of the files; DataError naming one whose content is not what was written."""
+    @property
+    def holdings(self) -> list[Holding]:
+        """What is read, with manifests of their own: the prepared directory, and the packing index where there is one."""
+
+    def identity(self, number: int) -> dict[str, str]:
+        """What decides the samples of source `number` of a run, by keys of the run's identity; and its path, for messages."""
 
     def find(self, start: int, end: int) -> np.ndarray:
         """The samples with an input among the stream's tokens [start, end), which are within one document; sorted."""
@@ -84,11 +88,12 @@ class Windows:
         return (self.data.tokens - 1) // self.sequence_length
 
     def fill(self, samples: np.ndarray, rows: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> None:
-        starts, rows = samples * self.sequence_length, rows.tolist()
-        self.data.read_each(starts, [tokens_BT[row] for row in rows])
-        self.data.read_each(starts + 1, [targets_BT[row] for row in rows])
+        width = self.sequence_length + 1
+        stored = self.data.read_joined(samples * self.sequence_length, np.full(len(samples), width)).reshape(-1, width)
+        block = _block(rows)
+        tokens_BT[block], targets_BT[block] = stored[:, :-1], stored[:, 1:]
         if not self.boundary_loss:
-            for row in rows:
+            for row in rows.tolist():
                 targets_BT[row, tokens_BT[row] == self.data.eod_id] = IGNORED
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
@@ -100,8 +105,12 @@ class Windows:
     def describe(self) -> str:
         return ""
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        self.data.verify(part, parts)
+    @property
+    def holdings(self) -> list[Holding]:
+        return [self.data]
+
+    def identity(self, number: int) -> dict[str, str]:
+        return _identity(self.data, number)
 
     def find(self, start: int, end: int) -> np.ndarray:
         first, last = start // self.sequence_length, (end - 1) // self.sequence_length
@@ -128,24 +137,25 @@ class Packed:
 
     def fill(self, samples: np.ndarray, rows: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> None:
         counts, starts, ends = self.index.pieces(samples)
-        stops = np.cumsum(ends - starts)  # as if the samples' tokens stood in one line, without padding
-        used = np.diff(stops[np.cumsum(counts) - 1], prepend=0)
-        before = np.repeat(np.cumsum(used) - used, counts)
-        places = zip(np.repeat(rows, counts).tolist(), (stops - (ends - starts) - before).tolist(), (stops - before).tolist())
-        self.data.read_each(starts, [tokens_BT[row, first:last] for row, first, last in places])
+        used = np.add.reduceat(ends - starts, np.cumsum(counts) - counts)
+        joined = self.data.read_joined(starts, ends - starts)
+        if len(joined) == len(samples) * self.sequence_length:
+            stored = joined.reshape(-1, self.sequence_length)
+        else:
+            stored = np.full((len(samples), self.sequence_length), self.data.eod_id, dtype=self.data.dtype)
+            stored[np.arange(self.sequence_length) < used[:, None]] = joined
+        block = _block(rows)
+        tokens_BT[block], targets_BT[block, :-1] = stored, stored[:, 1:]
         for row, size in zip(rows.tolist(), used.tolist()):
-            tokens_T, targets_T = tokens_BT[row], targets_BT[row]
-            targets_T[:-1] = tokens_T[1:]
             if size < self.sequence_length:
-                tokens_T[size:] = self.data.eod_id
-                targets_T[size:] = IGNORED
+                targets_BT[row, size:] = IGNORED
             if not self.boundary_loss:
-                targets_T[:size][tokens_T[:size] == self.data.eod_id] = IGNORED
+                targets_BT[row, :size][tokens_BT[row, :size] == self.data.eod_id] = IGNORED
         targets_BT[rows, used - 1] = IGNORED
         # What does not end with a document is a part of a longer one, and has its sample to itself.
         cut = np.flatnonzero(tokens_BT[rows, used - 1] != self.data.eod_id)
-        lasts = [targets_BT[row, size - 1 : size] for row, size in zip(rows[cut].tolist(), used[cut].tolist())]
-        self.data.read_each(ends[np.cumsum(counts) - 1][cut], lasts)
+        after = ends[np.cumsum(counts) - 1][cut]
+        targets_BT[rows[cut], used[cut] - 1] = self.data.read_joined(after, np.ones_like(after))
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         _, starts, ends = self.index.pieces(np.array([index]))
@@ -158,10 +168,12 @@ class Packed:
         index = self.index
         return f", {index.mode}: {1 - index.fill:.2%} padding, {index.cut_documents:,} of {self.data.documents:,} documents cut"
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        self.data.verify(part, parts)
-        if part == 0:
-            self.index.verify()
+    @property
+    def holdings(self) -> list[Holding]:
+        return [self.data, self.index]
+
+    def identity(self, number: int) -> dict[str, str]:
+        return _identity(self.data, number) | {f"packing.index.{number}": self.index.fingerprint}
 
     def find(self, start: int, end: int) -> np.ndarray:
         return self.index.find(start, end)
@@ -171,6 +183,17 @@ class Packed:
         # All but the last piece of a longer document fill a sample, whose last target is the token after it.
         ends = self.index.samples - (self.index.pieces_count - documents) if self.boundary_loss else documents
         return Totals(tokens, tokens - ends, 0)
+
+
+def _identity(data: PreparedData, number: int) -> dict[str, str]:
+    key = f"sources.{number}"
+    return {key: data.fingerprint, f"{key}.documents": data.documents_fingerprint, f"{key}.path": str(data.path)}
+
+
+def _block(rows: np.ndarray) -> slice | np.ndarray:
+    """Rows that follow each other as a slice, into which numpy converts several times faster."""
+    neighbours = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows) and (np.diff(rows) == 1).all()
+    return slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else rows
 
 
 def _prefetch(source: Samples, samples: np.ndarray) -> None:

@@ -5,8 +5,9 @@ Without torch, so that tools which look at data answer at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pretrain.config.data_schema import Data, MixtureStage, Source, ValidationSource
 from pretrain.config.schema import Config
@@ -18,8 +19,10 @@ from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import Shuffle, Stream
-from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
+
+Opened = TypeVar("Opened")
 
 
 def cache_folder(data: Data) -> Path:
@@ -32,7 +35,7 @@ def open_sources(config: Config) -> list[Samples]:
     data = config.data
     if not data.sources:
         raise ConfigError("data.sources is empty; name a directory of tools/prepare_data.py: data.sources=[{path: DIR}]")
-    sources = [open_samples(source, data) for source in data.sources]
+    sources = open_each("data.sources", data.sources, lambda source: open_samples(source, data))
     check_tokenizers(sources)
     check_names("data.sources", sources)
     fingerprints = [source.data.fingerprint for source in sources]
@@ -48,6 +51,35 @@ def open_sources(config: Config) -> list[Samples]:
             f"batch.sequences={largest}; prepare more data, or lower one of the two"
         )
     return sources
+
+
+def open_each(key: str, sources: Sequence[Any], open_one: Callable[[Any], Opened]) -> list[Opened]:
+    """Every source of a list in the configuration, opened. What is wrong with one names its place in the list."""
+    opened = []
+    for number, source in enumerate(sources):
+        try:
+            opened.append(open_one(source))
+        except (ConfigError, DataError) as error:
+            raise type(error)(f"{key}.{number}: {error}") from error
+    return opened
+
+
+def check_effects(data: Data) -> None:
+    """Raise ConfigError for settings of prepared data that others leave without effect: once for a run, before anything is opened."""
+    if data.packing == "padded":
+        for name, neutral in (("document_mask", False), ("boundary_loss", True)):
+            if (value := getattr(data, name)) != neutral:
+                raise ConfigError(
+                    f"data.{name}={str(value).lower()} has no effect with data.packing=padded, where a sample has one document; remove it"
+                )
+    named = {source_name(source) for source in data.sources}
+    if data.stages and all(stage.weights and named.issuperset(stage.weights) for stage in data.stages):
+        for number, source in enumerate(data.sources):
+            if source.weight:
+                raise ConfigError(
+                    f"data.sources.{number}.weight={source.weight:g} has no effect, because every stage of data.stages has weights of its "
+                    "own; remove it, or leave the weights out of a stage that is to take it"
+                )
 
 
 def open_samples(source: Source | ValidationSource, data: Data) -> Samples:
@@ -74,26 +106,18 @@ def source_name(source: Source | ValidationSource) -> str:
     return path.parent.name if path.name in ("train", "validation") and path.parent.name else path.name
 
 
-def check_tokenizers(sources: Sequence[Samples], sha256: str | None = None, where: object = None) -> None:
-    """Raise DataError unless all were prepared with one tokenizer, and the copy that lies with the first is it.
+def check_tokenizers(sources: Sequence[Samples], tokenizer: TokenizerIdentity | None = None, where: object = None) -> None:
+    """Raise DataError unless all were prepared with one tokenizer and one end-of-document token, and the copies that lie there are it.
 
-    `sha256`: of that tokenizer, which lies at `where`; that of the first source by default.
+    `tokenizer`: the one, which lies at `where`; that of the first source by default.
     """
-    if sha256 is not None:
-        for other in (source.data for source in sources):
-            if other.tokenizer_sha256 != sha256:
-                raise DataError(f"{other.path} was not prepared with data.text.tokenizer={where}; prepare it with the same one")
-        return
-    first = sources[0].data
-    if tokenizer_fingerprint(first.tokenizer_path) != first.tokenizer_sha256:
-        raise DataError(
-            f"{first.tokenizer_path} is not the tokenizer that {first.path} was prepared with; restore it or prepare again"
-        )
-    for other in (source.data for source in sources[1:]):
-        if other.tokenizer_sha256 != first.tokenizer_sha256:
-            raise DataError(
-                f"{first.path} and {other.path} were prepared with different tokenizers; prepare both with the same one"
-            )
+    data = [source.data for source in sources]
+    if tokenizer is None:
+        tokenizer, where = data[0].tokenizer, data[0].path
+    for other in data:
+        if difference := tokenizer.difference(other.tokenizer):
+            raise DataError(f"{where} and {other.path} were prepared with {difference}; prepare both with the same tokenizer")
+        other.check_tokenizer()
 
 
 def batch_schedule(config: Config) -> BatchSchedule:

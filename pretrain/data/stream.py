@@ -18,6 +18,8 @@ import numpy as np
 from pretrain.data.mixture import UNIT, Mixture
 from pretrain.data.order import ChunkedOrder, FullOrder, Order, scramble
 from pretrain.data.samples import Samples
+from pretrain.data.shards.reader import Holding
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import DataError
 
 DIGEST_MODULUS = 1 << 52  # so that the sum over 2,000 ranks fits in an int64
@@ -60,8 +62,8 @@ class Stream:
         return self.sources[0].data.tokenizer_path
 
     @property
-    def tokenizer_sha256(self) -> str:
-        return self.sources[0].data.tokenizer_sha256
+    def tokenizer(self) -> TokenizerIdentity:
+        return self.sources[0].data.tokenizer
 
     @property
     def fingerprints(self) -> list[str]:
@@ -71,9 +73,9 @@ class Stream:
     def vocab_size(self) -> int:
         return self.sources[0].data.vocab_size
 
-    def verify(self, part: int, parts: int) -> None:
-        for source in self.sources:
-            source.verify(part, parts)
+    @property
+    def holdings(self) -> list[tuple[str, Holding]]:
+        return [(f"data.sources.{number}", held) for number, source in enumerate(self.sources) for held in source.holdings]
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, sample in the source, epoch of the source) of each position."""
@@ -141,8 +143,8 @@ class Stream:
             "seed": self.shuffle.seed,
             "shuffle_shards": self.shuffle.window_shards,
             "sequence_length": self.sequence_length,
-            "sources": {str(s): self.sources[s].data.fingerprint for s in drawn},
             "mixture": segments,
+            **{name: value for number in drawn for name, value in self.sources[number].identity(number).items()},
         }
 
 

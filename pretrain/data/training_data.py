@@ -4,7 +4,9 @@ sentence pairs (`pairs.training.PairTraining`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,10 +22,20 @@ from pretrain.data.pairs.order import PairOrder
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.pairs.training import PairLoader, PairTraining, open_validation
 from pretrain.data.samples import Samples
-from pretrain.data.sources import cache_folder, check_names, check_tokenizers, open_samples, open_sources
+from pretrain.data.shards.reader import Holding
+from pretrain.data.sources import (
+    cache_folder,
+    check_effects,
+    check_names,
+    check_tokenizers,
+    open_each,
+    open_samples,
+    open_sources,
+)
 from pretrain.data.span_corruption import SpanCorruption, Spans
 from pretrain.data.text.training import TextLoader, TextTraining
-from pretrain.errors import ConfigError
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
+from pretrain.errors import ConfigError, DataError, UserError
 from pretrain.models.shape import has_encoder, start_token
 
 
@@ -36,7 +48,7 @@ class TrainingData(Protocol):
     """Directories that checkpoints keep a copy of, by name."""
     tokenizer_path: Path
     """A directory with the files of the tokenizer, which checkpoints keep a copy of."""
-    tokenizer_sha256: str
+    tokenizer: TokenizerIdentity
     vocab_size: int
     fingerprints: list[str]
     """What the content of each source is, in order; empty for text."""
@@ -47,8 +59,9 @@ class TrainingData(Protocol):
     def shares(self, until: int) -> dict[str, float]:
         """Share of each source in the samples before position `until`; empty where there is one source."""
 
-    def verify(self, part: int, parts: int) -> None:
-        """Hash the files i with i % parts == part. Raises DataError naming one that is not what was written."""
+    @property
+    def holdings(self) -> list[tuple[str, Holding]]:
+        """The directories that are read, each with its key in the configuration; empty for text."""
 
     def describe(self, until: int) -> list[str]:
         """Lines that say what the samples before position `until` are."""
@@ -78,16 +91,80 @@ def open_data(config: Config) -> tuple[list[Samples] | TextTraining | PairTraini
     if data.pairs is not None:
         return _open_pairs(config)
     _check_objective(config)
-    validation = [open_samples(source, data) for source in data.validation]
+    check_effects(data)
+    validation = open_each("data.validation", data.validation, lambda source: open_samples(source, data))
     check_names("data.validation", validation)
     if text != Text():
         _check_text(config)
         opened = TextTraining.open(text, data.sequence_length, cache_folder(data))
-        check_tokenizers(validation, opened.tokenizer_sha256, text.tokenizer)
+        check_tokenizers(validation, opened.tokenizer, f"data.text.tokenizer={text.tokenizer}")
         return opened, validation
     sources = open_sources(config)
     check_tokenizers(sources + validation)
     return sources, validation
+
+
+class RanksOfRun(Protocol):
+    """What checking needs of `distributed.ranks.Ranks`."""
+
+    rank: int
+
+    def gather(self, name: str, value: Any) -> list[Any]: ...
+
+    def attempt(self, name: str, action: Callable[[], Any], kind: type[UserError]) -> Any: ...
+
+
+def verify_everywhere(
+    data: TrainingData, validation: list[Samples] | list[PreparedPairs], full: bool, ranks: RanksOfRun
+) -> bool:
+    """Whether files were hashed. Raises DataError, on every rank alike, unless all ranks read the same data, as it was written.
+
+    With `full` every file is hashed. Ranks that see the same files, on shared storage or on one host, share the work; a copy on a
+    node's own disk is hashed by the ranks of that node, and so is the node's packing index.
+    """
+    held = data.holdings + [
+        (f"data.validation.{number}", holding) for number, source in enumerate(validation) for holding in source.holdings
+    ]
+    host = socket.gethostname()
+    places = ranks.attempt(
+        "places of the data", lambda: [_place(holding.manifest_file, host) for _, holding in held], DataError
+    )
+    everywhere = ranks.gather("content of the data", (host, [(str(h.path), h.content) for _, h in held], places))
+    _refuse_differences([key for key, _ in held], everywhere)
+    if not full:
+        return False
+
+    def verify() -> None:
+        for number, (_, holding) in enumerate(held):
+            together = [rank for rank, (_, _, seen) in enumerate(everywhere) if seen[number] == places[number]]
+            holding.verify(together.index(ranks.rank), len(together))
+
+    ranks.attempt("hashes of the data", verify, DataError)
+    return bool(held)
+
+
+def _place(file: Path, host: str) -> tuple[str, int, int, int]:
+    """Equal for ranks that see one and the same file. Disks of different nodes may be copies to the last inode, so a disk counts as
+    its host's own; network file systems have no device number of a disk (major 0).
+    """
+    status = os.stat(file)
+    return host if os.major(status.st_dev) else "", status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _refuse_differences(keys: list[str], everywhere: list[tuple[str, list[tuple[str, str]], Any]]) -> None:
+    first_host, first, _ = everywhere[0]
+    for rank, (host, contents, _) in enumerate(everywhere):
+        if len(contents) != len(first):
+            raise DataError(
+                f"rank {rank} on {host} reads {len(contents)} directories of data and rank 0 on {first_host} {len(first)}; start all "
+                "ranks with the same configuration"
+            )
+        for key, (path, content), (own_path, own_content) in zip(keys, first, contents):
+            if content != own_content:
+                raise DataError(
+                    f"{key}: {own_path} of rank {rank} on {host} has other content than {path} of rank 0 on {first_host}; copy the data "
+                    "anew to the node that is wrong, and remove its packing index where one is named"
+                )
 
 
 def _open_pairs(config: Config) -> tuple[PairTraining, list[PreparedPairs]]:
@@ -95,7 +172,7 @@ def _open_pairs(config: Config) -> tuple[PairTraining, list[PreparedPairs]]:
     if data.sources or data.text != Text():
         raise ConfigError("data.pairs and another key of data (sources or text) both say what is trained on; keep one")
     training = PairTraining.open(config)
-    validation = [open_validation(source, training) for source in data.validation]
+    validation = open_each("data.validation", data.validation, lambda source: open_validation(source, training))
     check_names("data.validation", validation)
     return training, validation
 

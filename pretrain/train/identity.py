@@ -38,6 +38,9 @@ _CONSEQUENCES = {
 }
 _ABOUT_RESUMING = ("run.resume", "run.accept_changes")  # they say how to go on, and nothing of the run
 _SHOWN = 4  # values of one kind that a message lists
+# Parts that records of before 2026-12 lack: where they do, there is nothing to compare.
+_LATER = re.compile(r"data\.tokenizer\.\w+|data\.sources\.\d+\.documents|data\.packing\.index\.\d+")
+_FOR_MESSAGES = re.compile(r"data\.sources\.\d+\.path")
 _WIDTH = 200  # characters of a value that a line of the difference shows
 _CURVE_POINTS = 1000  # steps at which two schedules are compared
 
@@ -46,7 +49,8 @@ _CURVE_POINTS = 1000  # steps at which two schedules are compared
 class Change:
     """A value that is not what it was. `consent`: what `run.accept_changes` calls it, None where it cannot be accepted.
 
-    `consequence`: what comes of it, where the value itself does not say so; `place`: where the new value was found, of a hash.
+    `consequence`: what comes of it, where the value itself does not say so; `places`: where the content lies
+    that the old and the new value are hashes of.
     """
 
     name: str
@@ -54,20 +58,24 @@ class Change:
     new: Any
     consent: str | None
     consequence: str = ""
-    place: str = ""
+    places: tuple[str, str] = ("", "")
 
 
 # ---- what differs -----------------------------------------------------------------------------------------------------
 
 
-def identity_changes(saved: dict[str, Any], own: dict[str, Any], places: dict[str, str] | None = None) -> list[Change]:
-    """What makes the run of one identity another than that of the other. `places`: where the content of a source lies."""
-    changed = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
+def identity_changes(saved: dict[str, Any], own: dict[str, Any]) -> list[Change]:
+    """What makes the run of one identity another than that of the other."""
+    names = [name for name in sorted(saved.keys() | own.keys()) if not _FOR_MESSAGES.fullmatch(name)]
+    names = [name for name in names if name in saved or not _LATER.fullmatch(name)]
+    changed = [name for name in names if saved.get(name) != own.get(name)]
     kinds = {name: next((key for key in _CONSEQUENCES if _is_under(name, [key])), None) for name in changed}
-    return [
-        Change(n, saved.get(n), own.get(n), kinds[n], _CONSEQUENCES.get(kinds[n], ""), (places or {}).get(n, ""))
-        for n in changed
-    ]
+
+    def places(name: str) -> tuple[str, str]:
+        key = f"{name.removesuffix('.documents')}.path"
+        return saved.get(key, ""), own.get(key, "")
+
+    return [Change(n, saved.get(n), own.get(n), kinds[n], _CONSEQUENCES.get(kinds[n], ""), places(n)) for n in changed]
 
 
 def differences(saved: dict[str, Any], own: Config) -> list[str]:
@@ -176,7 +184,9 @@ def _describe(changes: list[Change]) -> str:
     parts = []
     for (_, consequence), members in kinds.items():
         listed = members[:_SHOWN] if consequence else members
-        values = [f"{_title(c)} was {_shown(c.name, c.old)} and is {_shown(c.name, c.new)}" for c in listed]
+        values = [
+            f"{_title(c)} was {_shown(c.name, c.old, c.places[0])} and is {_shown(c.name, c.new, c.places[1])}" for c in listed
+        ]
         more = f" and {len(members) - len(listed)} more" if len(members) > len(listed) else ""
         parts.append("; ".join(values) + more + (f" ({consequence})" if consequence else ""))
     return "; ".join(parts)
@@ -184,16 +194,15 @@ def _describe(changes: list[Change]) -> str:
 
 def _title(change: Change) -> str:
     share = re.fullmatch(r"data\.mixture\.(\d+)\.shares\.(\d+)", change.name)
-    if share:
-        return f"the share of data.sources.{share[2]} in part {share[1]} of the mixture"
-    return f"{change.name} ({change.place})" if change.place else change.name
+    return f"the share of data.sources.{share[2]} in part {share[1]} of the mixture" if share else change.name
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, value: Any, place: str) -> str:
+    if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{40,}", value):
+        short = f"sha256 {value[:12]}"  # enough to tell two apart
+        return f"{place} ({short})" if place else short
     if re.fullmatch(r"data\.mixture\.\d+\.shares\.\d+", name):
         return "none" if value is None else f"{value / UNIT:.4%}"
-    if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{40,}", value):
-        return f"{value[:12]}..."  # of a hash, enough to tell two apart
     return str(value)
 
 

@@ -81,7 +81,12 @@ class Plan:
         identity = model_identity(dataclasses.asdict(self.config.model))
         identity["optim.name"] = self.config.optim.name
         cut = {name: getattr(data, name) for name in ("packing", "document_mask", "boundary_loss")}
-        cut["tokenizer"] = self.data.tokenizer_sha256
+        tokenizer = self.data.tokenizer
+        cut |= {
+            "tokenizer": tokenizer.sha256,
+            "tokenizer.eod_id": tokenizer.eod_id,
+            "tokenizer.vocab_size": tokenizer.vocab_size,
+        }
         cut["kind"] = self.data.kind
         cut["objective"] = {"name": data.objective}
         if isinstance(self.objective, SpanCorruption):
@@ -215,7 +220,7 @@ def _check_encoder(config: Config, opened: list[Samples] | TextTraining | PairTr
                 "data.objective=span_corruption has one vocabulary for sources and targets; set model.tie_source=true"
             )
         return
-    if config.model.tie_source and pairs.source.tokenizer_sha256 != pairs.target.tokenizer_sha256:
+    if config.model.tie_source and pairs.source.tokenizer.sha256 != pairs.target.tokenizer.sha256:
         raise ConfigError(
             f"model.tie_source=true, but {pairs.path} has a tokenizer for each side; prepare the pairs with one, or set it to false"
         )

@@ -15,10 +15,11 @@ from pretrain.checkpoint.export_check import start_export_check
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.show import to_yaml
+from pretrain.data.training_data import verify_everywhere
 from pretrain.distributed import ranks as distributed
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, DataError
+from pretrain.errors import CheckpointError
 from pretrain.models.router import router_caution
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
@@ -157,16 +158,9 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Tr
 
 
 def _verify_data(plan: Plan, ranks: Ranks) -> None:
-    if plan.config.data.verify == "size":
-        return
     started = time.monotonic()
-
-    def verify() -> None:
-        for data in [plan.data, *plan.validation]:
-            data.verify(ranks.rank, ranks.world_size)
-
-    ranks.attempt("hashes of the data", verify, DataError)
-    if ranks.is_main and (plan.data.fingerprints or plan.validation):
+    hashed = verify_everywhere(plan.data, plan.validation, plan.config.data.verify == "full", ranks)
+    if ranks.is_main and hashed:
         log.info("data: every shard matches its sha256 (%s)", duration(time.monotonic() - started))
 
 

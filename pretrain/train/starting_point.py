@@ -14,7 +14,7 @@ from typing import Any
 from pretrain.checkpoint.choose import Choice, choose_checkpoint
 from pretrain.checkpoint.load import saved_names
 from pretrain.config.read import read_file
-from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
+from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.train.identity import check_changes, check_model, differences, identity_changes, setting_changes
@@ -84,8 +84,7 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
         )
     saved = _config_of(path / "config.yaml")
     settings = setting_changes(saved, config, state["step"]) if saved else []
-    places = {f"data.sources.{i}": source.path for i, source in enumerate(config.data.sources)}
-    identity = identity_changes(state["identity"], plan.identity(state["samples"]), places)
+    identity = identity_changes(state["identity"], plan.identity(state["samples"]))
     # Where weights alone decide the mixture, a stage can leave the past as it was.
     by_weight = not any(source.max_epochs or source.tokens for source in config.data.sources)
     tokens = state["samples"] * config.data.sequence_length if by_weight else 0
@@ -107,9 +106,10 @@ def _judge_weights(plan: Plan, source: Choice) -> None:
     own = model_identity(dataclasses.asdict(plan.config.model))
     check_model(source.path, model_identity(source.state["model"]), own)
     tokenizer = source.path / "tokenizer"
-    if tokenizer.is_dir() and tokenizer_fingerprint(tokenizer) != plan.data.tokenizer_sha256:
+    if tokenizer.is_dir() and (difference := copy_difference(tokenizer, plan.data.tokenizer)):
         raise CheckpointError(
-            f"run.init_from={source.path} was trained with another tokenizer than the data; prepare the data with {tokenizer}"
+            f"run.init_from={source.path} was trained with another tokenizer than the data: {difference}; prepare the data with "
+            f"{tokenizer}"
         )
 
 

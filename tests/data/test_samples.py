@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import pickle
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -175,19 +178,90 @@ def test_processes_that_come_together_make_the_index_once(tmp_path, byte_tokeniz
 def test_a_damaged_index_is_refused_by_name(tmp_path, byte_tokenizer):
     data = write(tmp_path / "data", byte_tokenizer, [5] * 50)
     samples = samples_of(data, "best_fit", 16, tmp_path / "cache")
-    samples.verify()
-    file = samples.index.path / "order.idx"
+    samples.index.verify()
+    file = samples.index.path / "pieces.idx"
     content = bytearray(file.read_bytes())
     content[9] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DataError, match=r"order.idx: content does not match its hash"):
-        samples.verify()
+    with pytest.raises(DataError, match=r"pieces.idx: content does not match its hash"):
+        samples.index.verify()
     file.write_bytes(content[:-3])
-    with pytest.raises(DataError, match=r"order.idx: damaged: not \d+ bytes; remove .*cache.*, and it is made again"):
+    with pytest.raises(DataError, match=r"pieces.idx: damaged: not \d+ bytes; remove .*cache.*, and it is made again"):
         samples_of(data, "best_fit", 16, tmp_path / "cache")
     (samples.index.path / "manifest.json").write_text("{}")
     with pytest.raises(DataError, match="not a packing index"):
         samples_of(data, "best_fit", 16, tmp_path / "cache")
+
+
+def test_a_damaged_document_index_is_never_packed(tmp_path, byte_tokenizer):
+    """D-D1: not even once; and the index of good data is made when they are restored."""
+    good = write(tmp_path / "data", byte_tokenizer, [5, 9, 30, 4] * 20)
+    file = tmp_path / "data" / "shard-00000.idx"
+    content = np.fromfile(file, "<u8")
+    damaged = content.copy()
+    damaged[5] -= 3
+    for mode in ("best_fit", "padded"):
+        damaged.tofile(file)
+        with pytest.raises(DataError, match=r"shard-00000\.idx: content does not match its hash in manifest\.json"):
+            samples_of(good, mode, 16, tmp_path / "cache")
+        assert not list((tmp_path / "cache" / "packing").glob("[!.]*"))
+        content.tofile(file)
+        expected = samples_of(good, mode, 16, tmp_path / "other")
+        assert samples_of(good, mode, 16, tmp_path / "cache").index.content == expected.index.content
+        shutil.rmtree(tmp_path / "cache")
+
+
+def test_an_index_is_of_where_documents_end(tmp_path, byte_tokenizer):
+    """D-D1: equal tokens with other documents are packed otherwise, and a run knows it."""
+    one = write(tmp_path / "one", byte_tokenizer, [8] * 40)
+    tokenizer, tokens = load_tokenizer(byte_tokenizer), one.read(0, 320)
+    with ShardWriter.create(tmp_path / "two", tokenizer, 10**6) as writer:
+        writer.add(tokens, np.full(20, 16))
+    two = PreparedData.open(tmp_path / "two")
+    assert one.fingerprint == two.fingerprint and one.content != two.content
+    first, second = (samples_of(data, "best_fit", 24, tmp_path / "cache") for data in (one, two))
+    assert first.index.path != second.index.path and first.index.content != second.index.content
+    differing = {name for name, value in first.identity(3).items() if second.identity(3)[name] != value}
+    assert differing == {"sources.3.documents", "sources.3.path", "packing.index.3"}
+
+
+@pytest.mark.parametrize("name", ["starts.idx", "pieces.idx", "samples.idx"])
+def test_an_index_that_shrinks_while_it_is_open_is_an_error_with_its_name(tmp_path, byte_tokenizer, name):
+    """D-D11: the packing index too is read, not mapped."""
+    write(tmp_path / "data", byte_tokenizer, [500] * 2000)
+    code = f"""
+import os
+from pathlib import Path
+import numpy as np
+from pretrain.data.packing import open_index
+from pretrain.data.shards.reader import PreparedData
+from pretrain.errors import DataError
+index = open_index(PreparedData.open({str(tmp_path / "data")!r}), "best_fit", 500, Path({str(tmp_path / "cache")!r}))
+index.pieces(np.array([0])), index.find(0, 500)
+os.truncate(index.path / {name!r}, 16)
+try:
+    index.pieces(np.array([1999])), index.find(999_500, 1_000_000)
+except DataError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done
+    assert f"{name}: truncated: it has 16 bytes now and is read up to byte " in done.stdout
+
+
+def test_no_flipped_bit_in_the_manifest_of_an_index_goes_unnoticed(tmp_path, byte_tokenizer):
+    data = write(tmp_path / "data", byte_tokenizer, [5, 9, 30] * 20)
+    index = samples_of(data, "best_fit", 16, tmp_path / "cache").index
+    file = index.path / "manifest.json"
+    content, random = file.read_bytes(), np.random.default_rng(0)
+    for place in range(0, len(content), 5):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << random.integers(8)
+        file.write_bytes(damaged)
+        try:
+            assert samples_of(data, "best_fit", 16, tmp_path / "cache").index == index, place
+        except DataError as error:
+            assert "remove it, and it is made again" in str(error) and str(index.path) in str(error)
 
 
 def test_an_index_that_cannot_be_written_is_an_error_that_names_the_key(tmp_path, byte_tokenizer):
@@ -218,4 +292,4 @@ def test_documents_of_a_row_count_from_nought_whatever_stands_in_the_others():
 def test_stretches_outside_the_stream_are_refused(tmp_path, byte_tokenizer, starts):
     data = write(tmp_path / "data", byte_tokenizer, [50, 50, 100], 100)
     with pytest.raises(IndexError):
-        data.read_each(np.array(starts), [np.empty(2, dtype=np.int64)] * 2)
+        data.read_joined(np.array(starts), np.array([2, 2]))

@@ -1,11 +1,12 @@
 """What cannot be trained is refused with one line that names it, before anything is allocated."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from running import run_main, write_prepared
+
+from pretrain.storage import sealed_json, unsealed
 
 
 @pytest.fixture
@@ -47,8 +48,8 @@ def test_a_vocabulary_that_does_not_fit_the_model_is_refused(pool, config_file, 
 
 
 def test_sources_of_two_tokenizers_are_refused(pool, config_file, prepared, data):
-    manifest = json.loads((data / "manifest.json").read_text())
-    (data / "manifest.json").write_text(json.dumps({**manifest, "tokenizer_sha256": "0" * 64}))
+    manifest = unsealed((data / "manifest.json").read_bytes())
+    (data / "manifest.json").write_text(sealed_json({**manifest, "tokenizer_sha256": "0" * 64}))
     code, line = refused(pool, config_file, f"data.validation=[{{path: {data}}}]")
     assert code == 1 and str(prepared) in line and str(data) in line and "different tokenizers" in line
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from running import (
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.training import train_tokenizer
 from pretrain.errors import TrainingError
 from pretrain.observe.metrics import read_metrics
 from pretrain.train.trainer import Trainer
@@ -56,7 +58,8 @@ RAMP = "batch.ramp=[{until_tokens: 1000, sequences: 8}, {until_tokens: 2000, seq
 def test_resumed_on_other_numbers_of_ranks_a_run_sees_the_samples_of_a_straight_one(
     pool, config_file, prepared, other, packing
 ):
-    set_data(config_file, sources=sources(prepared, other, max_epochs=1), stages=STAGES, packing=packing)
+    mixed = [source | {"weight": None} for source in sources(prepared, other, max_epochs=1)]
+    set_data(config_file, sources=mixed, stages=STAGES, packing=packing)
     shape = [
         "batch.sequences=24",
         "batch.micro_sequences=2",
@@ -64,8 +67,7 @@ def test_resumed_on_other_numbers_of_ranks_a_run_sees_the_samples_of_a_straight_
         "batch.ramp=[{until_tokens: 4000, sequences: 12}]",
     ]
     masks = [
-        "data.document_mask=true",
-        "data.boundary_loss=false",
+        *(["data.document_mask=true", "data.boundary_loss=false"] if packing != "padded" else []),
         "data.shuffle=shards",
         "data.shuffle_shards=1",
         "schedule.name=constant",
@@ -337,3 +339,90 @@ def test_a_step_without_any_target_is_refused(pool, config_file, prepared):
     set_data(config_file, sources=[{"path": str(empty)}], packing="padded")
     [(code, printed)] = pool.launch(1, run_main, str(config_file))
     assert code == 1 and "step 1: none of its targets carries a loss" in printed
+
+
+# ---- what is wrong is named, and what has no effect is refused ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["data.document_mask=true"], "data.document_mask=true has no effect with data.packing=padded, where a sample has one"),
+        (
+            ["data.boundary_loss=false"],
+            "data.boundary_loss=false has no effect with data.packing=padded, where a sample has one",
+        ),
+    ],
+)
+def test_masks_of_padded_samples_are_refused(config_file, overrides, message):
+    """Newcomer and house reviews: accepted, and without effect."""
+    code, printed = run_main(str(config_file), "--check", "data.packing=padded", *overrides)
+    assert code == 2 and message in printed and printed.count("\n") == 1
+    assert run_main(str(config_file), "--check", "data.packing=padded")[0] == 0
+
+
+def test_weights_that_no_stage_takes_are_refused(config_file, prepared, other):
+    """Every stage has weights of its own: those of the sources would be unused without a word."""
+    stages = ["data.stages=[{until_tokens: 320, weights: {a: 1}}, {weights: {b: 1}}]"]
+    set_data(config_file, sources=sources(prepared, other))
+    code, printed = run_main(str(config_file), "--check", *stages)
+    assert (
+        code == 2
+        and "data.sources.0.weight=3 has no effect, because every stage of data.stages has weights of its own" in printed
+    )
+    assert run_main(str(config_file), "--check", "data.stages=[{until_tokens: 320}, {weights: {b: 1}}]")[0] == 0
+    named = [source | {"weight": 0} for source in sources(prepared, other)]  # what is to be named in stages only
+    set_data(config_file, sources=named)
+    assert run_main(str(config_file), "--check", *stages)[0] == 0
+
+
+def test_a_source_that_cannot_be_opened_is_named_by_its_place_in_the_list(config_file, prepared):
+    """House review: the path alone says nothing of which key to change."""
+    broken = config_file.parent / "nowhere"
+    for keys, place in (
+        (f"data.sources=[{{path: {prepared}}}, {{path: {broken}}}]", "data.sources.1"),
+        (f"data.validation=[{{path: {broken}, name: v}}]", "data.validation.0"),
+    ):
+        code, printed = run_main(str(config_file), "--check", keys)
+        assert code == 1 and printed == f"error: {place}: {broken}: no such directory; prepare it with tools/prepare_data.py\n"
+
+
+def test_epochs_are_counted_from_what_the_run_has_consumed(config_file):
+    """Newcomer review, section 3: a run with another batch size before said twice as many."""
+    keys = ["batch.sequences=8", "batch.micro_sequences=4", "log.every_steps=100"]
+    assert run_main(str(config_file), *keys, "run.steps=60")[0] == 0
+    accepted = "run.accept_changes=[batch.sequences, run.steps]"
+    code, printed = run_main(str(config_file), *keys[1:], "batch.sequences=16", "run.steps=70", accepted)
+    line = next(line for line in printed.splitlines() if line.startswith("data     ") and "epochs" in line)
+    samples = int(re.search(r": ([\d,]+) samples of 32", line)[1].replace(",", ""))
+    assert code == 0 and line.endswith(f", {(60 * 8 + 10 * 16) / samples:.2f} epochs")
+
+
+def test_other_data_at_a_resume_are_named_by_both_paths(config_file, prepared, other):
+    """House review 2.13: two hashes of 64 digits."""
+    assert run_main(str(config_file), "run.steps=6")[0] == 0
+    set_data(config_file, sources=[{"path": str(other)}])
+    code, printed = run_main(str(config_file), "run.steps=12")
+    assert code == 1
+    assert re.search(rf"data\.sources\.0 was {prepared} \(sha256 \w{{12}}\) and is {other} \(sha256 \w{{12}}\)", printed)
+    assert not re.search(r"\b[0-9a-f]{64}\b", printed)
+
+
+def test_sources_and_validation_end_documents_with_the_same_token(config_file, tmp_path, byte_tokenizer):
+    """D-D2: refused at the start, for validation too."""
+    tokenizer = tmp_path / "tokenizer"
+    train_tokenizer([], tokenizer, "byte", special_tokens=["<|im_end|>"])
+    base = write_prepared(tmp_path / "base", tokenizer, seed=1, documents=100)
+    settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|im_end|>"}))
+    chat = write_prepared(tmp_path / "chat", tokenizer, seed=2, documents=100)
+    for keys in (
+        [f"data.sources=[{{path: {base}}}, {{path: {chat}}}]"],
+        [f"data.sources=[{{path: {base}}}]", f"data.validation=[{{path: {chat}}}]"],
+    ):
+        code, printed = run_main(str(config_file), "--check", *keys)
+        assert code == 1, printed
+        assert (
+            f"{base} and {chat} were prepared with one tokenizer but different end-of-document tokens, <|endoftext|> (256)"
+            in printed
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +15,13 @@ from pretrain.config.schema import Config
 from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.packing import index_path
 from pretrain.data.remote.transfer import is_url
-from pretrain.data.shards.manifest import INDEX_DTYPE, read_manifest
+from pretrain.data.shards.manifest import INDEX_DTYPE, INPUTS_NAME, INVALID_NAME, read_manifest
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.sources import cache_folder, open_prepared
-from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, copy_difference
 from pretrain.errors import DataError
 from pretrain.observe.byte_progress import ByteProgress
-from pretrain.storage import sha256_of
+from pretrain.storage import sha256_of, unsealed
 
 _THREADS = min(4, os.cpu_count() or 1)  # hashing releases the interpreter's lock
 
@@ -49,22 +48,23 @@ class Integrity:
 
 @dataclass(frozen=True)
 class _Listed:
-    """A file as a manifest lists it; of a tokenizer, `path` is its directory."""
+    """A file as a manifest lists it, by its hash; or the directory of a tokenizer."""
 
     path: Path
-    sha256: str
-    tokenizer: bool = False
+    expected: str | TokenizerIdentity
 
     def problem(self) -> str | None:
         try:
-            actual = tokenizer_fingerprint(self.path) if self.tokenizer else sha256_of(self.path)
+            if isinstance(self.expected, TokenizerIdentity):
+                return copy_difference(self.path, self.expected)
+            actual = sha256_of(self.path)
         except FileNotFoundError:
             return "missing, though the manifest lists it"
         except OSError as error:
             return f"cannot be read: {error.strerror}"
         except DataError as error:
             return str(error).removeprefix(f"{self.path}: ")
-        return None if actual == self.sha256 else "its content does not match its hash in the manifest"
+        return None if actual == self.expected else "its content does not match its hash in the manifest"
 
     @property
     def size(self) -> int:
@@ -144,8 +144,10 @@ def _of_prepared(path: str, data: Data) -> _Found:
     except DataError as error:
         return [], Damage(path, str(error).removeprefix(f"{path}: "))
     files = [_Listed(Path(path) / name, sha256) for shard in manifest.shards for name, sha256 in shard.files]
-    files.append(_Listed(Path(path) / "inputs.json", manifest.inputs_sha256))
-    return [*files, _Listed(Path(path) / "tokenizer", manifest.tokenizer_sha256, tokenizer=True)], None
+    files.append(_Listed(Path(path) / INPUTS_NAME, manifest.inputs_sha256))
+    if manifest.invalid_sha256:
+        files.append(_Listed(Path(path) / INVALID_NAME, manifest.invalid_sha256))
+    return [*files, _Listed(Path(path) / "tokenizer", manifest.tokenizer)], None
 
 
 def _of_run(folder: Path) -> Iterator[_Found]:
@@ -169,7 +171,7 @@ def _of_index(path: str, data: Data) -> _Found:
     if not index.exists():
         return [], None
     try:
-        hashes = json.loads((index / "manifest.json").read_bytes())["sha256"]
+        hashes = unsealed((index / "manifest.json").read_bytes())["sha256"]
         return [_Listed(index / name, sha256) for name, sha256 in hashes.items()], None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [], Damage(str(index / "manifest.json"), f"not the manifest of a packing index ({error!r}); remove {index}")

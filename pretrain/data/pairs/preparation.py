@@ -16,7 +16,7 @@ import numpy as np
 from pretrain.data.pairs.prepared import write_pairs
 from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.lines import Tally, lines_of
-from pretrain.data.shards.staging import staged_directory
+from pretrain.data.shards.staging import refuse_url, staged_directory
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, DataError
@@ -76,6 +76,7 @@ def prepare_pairs(
     Without `target_tokenizer` both languages share one. Raises DataError, naming file and line, for text that is not UTF-8, for
     files of different numbers of lines and for characters that a tokenizer cannot express; nothing is left behind then.
     """
+    refuse_url("--output", output)
     source = load_tokenizer(source_tokenizer)
     target = load_tokenizer(target_tokenizer) if target_tokenizer else source
     options = options or Options()

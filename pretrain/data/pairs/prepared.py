@@ -8,7 +8,6 @@ DIR/target/              likewise
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.data.shards.manifest import read_described
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from pretrain.errors import DataError
-from pretrain.storage import sha256_of
+from pretrain.storage import sealed_json, sha256_of
 
-FORMAT, VERSION, NAME = "pretrain-pairs", 1, "pairs.json"
+FORMAT, VERSION, NAME = "pretrain-pairs", 2, "pairs.json"
+READABLE = (1, 2)
+"""Version 1 had no seal."""
 SIDES = ("source", "target")
 _KEYS = {"format", "version", "pairs", "source_sha256", "target_sha256", "preparation"}
 
@@ -30,7 +31,7 @@ def write_pairs(directory: Path, pairs: int, preparation: dict[str, Any]) -> Non
     """Write `directory`/pairs.json over the two prepared directories that are there."""
     content = {"format": FORMAT, "version": VERSION, "pairs": pairs}
     content |= {f"{side}_sha256": sha256_of(directory / side / "manifest.json") for side in SIDES}
-    (directory / NAME).write_text(json.dumps(content | {"preparation": preparation}, indent=2) + "\n", encoding="utf-8")
+    (directory / NAME).write_text(sealed_json(content | {"preparation": preparation}), encoding="utf-8")
 
 
 def _read_pairs(directory: Path) -> dict[str, Any]:
@@ -39,16 +40,7 @@ def _read_pairs(directory: Path) -> dict[str, Any]:
         splits = [name for name in ("train", "validation") if (directory / name / NAME).is_file()]
         hint = f"did you mean {directory / splits[0]}?" if splits else "prepare pairs with tools/prepare_pairs.py"
         raise DataError(f"{file}: missing; {hint}")
-    try:
-        content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not valid JSON ({str(error).splitlines()[0]})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f"{file}: not a {FORMAT} manifest")
-    if content.get("version") != VERSION or isinstance(content["version"], bool):
-        raise DataError(
-            f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; prepare the pairs again"
-        )
+    content = read_described(file, FORMAT, READABLE, "prepare the pairs again")
     for key in sorted(_KEYS ^ content.keys()):
         raise DataError(f"{file}: {key} is {'missing' if key in _KEYS else 'not a known key'}")
     if not isinstance(content["preparation"], dict):
@@ -82,10 +74,7 @@ class PreparedPairs:
         for side, data in zip(SIDES, sides):
             if data.documents != content["pairs"]:
                 raise DataError(f"{path / NAME}: pairs is {content['pairs']!r}, and {side} has {data.documents} documents")
-            if tokenizer_fingerprint(data.tokenizer_path) != data.tokenizer_sha256:
-                raise DataError(
-                    f"{data.tokenizer_path} is not the tokenizer that {data.path} was prepared with; restore it or prepare again"
-                )
+            data.check_tokenizer()
         split = path.name in ("train", "validation") and path.parent.name
         return cls(name or split or path.name, path, *sides, content["preparation"])
 
@@ -96,6 +85,13 @@ class PreparedPairs:
     def fingerprint(self) -> str:
         """The content's identity, wherever it lies."""
         return hashlib.sha256(f"{self.source.fingerprint}\n{self.target.fingerprint}".encode()).hexdigest()
+
+    def identity(self, number: int) -> dict[str, str]:
+        """As of samples (data/samples.py)."""
+        key = f"sources.{number}"
+        ends = f"{self.source.documents_fingerprint}\n{self.target.documents_fingerprint}"
+        documents = hashlib.sha256(ends.encode()).hexdigest()
+        return {key: self.fingerprint, f"{key}.documents": documents, f"{key}.path": str(self.path)}
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -111,14 +107,13 @@ class PreparedPairs:
         """The tokens of the sources and of the targets of these pairs, each closed by its end token, int64."""
         return tuple(_documents(data, pairs) for data in (self.source, self.target))
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Hash this part of the files; DataError naming one whose content is not what was written."""
-        self.source.verify(part, parts)
-        self.target.verify(part, parts)
+    @property
+    def holdings(self) -> list[PreparedData]:
+        """What a run reads, with manifests of its own."""
+        return [self.source, self.target]
 
 
 def _documents(data: PreparedData, numbers: np.ndarray) -> list[np.ndarray]:
     starts, ends = data.spans(numbers)
-    documents = [np.empty(length, dtype=np.int64) for length in (ends - starts).tolist()]
-    data.read_each(starts, documents)
-    return documents
+    tokens = data.read_joined(starts, ends - starts).astype(np.int64)
+    return np.split(tokens, np.cumsum(ends - starts)[:-1])

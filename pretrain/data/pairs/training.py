@@ -15,7 +15,9 @@ from pretrain.data.loader import read_ahead
 from pretrain.data.pairs.batch import PairBatch, pair_digest, pair_inputs, to_tensors
 from pretrain.data.pairs.order import PairOrder, shares
 from pretrain.data.pairs.prepared import PreparedPairs
+from pretrain.data.shards.reader import Holding
 from pretrain.data.targets import IGNORED
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
 from pretrain.models.dropout import sample_keys
 from pretrain.models.shape import has_encoder, start_token
@@ -57,8 +59,8 @@ class PairTraining:
         return self.pairs.target.tokenizer_path
 
     @property
-    def tokenizer_sha256(self) -> str:
-        return self.pairs.target.tokenizer_sha256
+    def tokenizer(self) -> TokenizerIdentity:
+        return self.pairs.target.tokenizer
 
     @property
     def fingerprints(self) -> list[str]:
@@ -78,22 +80,23 @@ class PairTraining:
         return self.pairs.source.tokens / len(self.pairs), self.pairs.target.tokens / len(self.pairs)
 
     def identity(self, until: int) -> dict[str, Any]:
-        values = {"source_tokenizer": self.pairs.source.tokenizer_sha256}
+        values = {"source_tokenizer": self.pairs.source.tokenizer.sha256}
         if until:
-            values |= {"seed": self.order.seed, "batch_tokens": self.order.tokens, "sources": {"0": self.pairs.fingerprint}}
+            values |= {"seed": self.order.seed, "batch_tokens": self.order.tokens} | self.pairs.identity(0)
         return values
 
     def shares(self, until: int) -> dict[str, float]:
         return {}
 
-    def verify(self, part: int, parts: int) -> None:
-        self.pairs.verify(part, parts)
+    @property
+    def holdings(self) -> list[tuple[str, Holding]]:
+        return [("data.pairs", held) for held in self.pairs.holdings]
 
     def describe(self, until: int) -> list[str]:
         pairs, count = self.pairs, len(self.pairs)
         tokens = "{:.1f} and {:.1f} tokens".format(*self.mean_lengths)
         vocabulary = f"{pairs.source.vocab_size} and {pairs.target.vocab_size} tokens"
-        if pairs.source.tokenizer_sha256 == pairs.target.tokenizer_sha256:
+        if pairs.source.tokenizer.sha256 == pairs.target.tokenizer.sha256:
             vocabulary = f"{pairs.target.vocab_size} tokens, shared"
         return [
             f"data     {pairs.name}: {count:,} pairs of on average {tokens}, vocabulary of {vocabulary}",
@@ -122,11 +125,9 @@ def open_validation(source: Any, training: PairTraining) -> PreparedPairs:
     """Pairs to validate on. Raises DataError unless they were prepared with the tokenizers of those that are trained on."""
     pairs = PreparedPairs.open(source.path, source.name)
     for side in ("source", "target"):
-        if getattr(pairs, side).tokenizer_sha256 != getattr(training.pairs, side).tokenizer_sha256:
-            raise DataError(
-                f"{getattr(pairs, side).path} and {getattr(training.pairs, side).path} were prepared with different tokenizers; "
-                "prepare both with the same one"
-            )
+        own, other = getattr(pairs, side), getattr(training.pairs, side)
+        if difference := own.tokenizer.difference(other.tokenizer):
+            raise DataError(f"{own.path} and {other.path} were prepared with {difference}; prepare both with the same one")
     return pairs
 
 

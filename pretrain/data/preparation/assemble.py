@@ -25,10 +25,13 @@ from pretrain.data.shards.manifest import (
     Shard,
     check_content,
     dtype_for,
+    tokenizer_keys,
     write_inputs,
+    write_invalid,
     write_manifest,
 )
 from pretrain.data.shards.writer import ShardFiles, cut_into_shards
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, copy_difference
 from pretrain.errors import DataError
 
 _BLOCK = 1 << 16  # documents at a time
@@ -42,12 +45,11 @@ SPLITS = ("train", "validation")
 class Segment:
     """Documents [first, last) of a unit, as far as they belong to the split at hand.
 
-    `token` is where `first` begins in the unit's `tokens`, `document` the number of `first` in the corpus, `row` what to add to
+    `token` is where `first` begins in the unit's tokens, `document` the number of `first` in the corpus, `row` what to add to
     the rows of its pieces.
     """
 
     unit: int
-    tokens: int
     first: int
     last: int
     token: int
@@ -99,7 +101,7 @@ def plan_shards(
                     segments, filled = [], 0
                 one, other = int(kept[first]), int(kept[last - 1]) + 1
                 place = (token + int(starts[one]), base + begin + one, rows[number])
-                segments.append(Segment(number, unit.tokens, begin + one, begin + other, *place))
+                segments.append(Segment(number, begin + one, begin + other, *place))
                 filled += int(lengths[first:last].sum())
             token += int(starts[-1])
         base += unit.documents
@@ -123,10 +125,10 @@ def write_shard(job: ShardJob, report: Callable[[int], None]) -> Shard:
 
 def _content(selection: Selection, segment: Segment) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """(tokens, records, row) of the selected documents of a segment, a bounded number at a time."""
-    parts, token = selection.parts, segment.token
-    with parts.open_tokens(segment.unit) as file:
+    token = segment.token
+    with selection.parts.open(segment.unit) as part:
         for first in range(segment.first, segment.last, _BLOCK):
-            records = parts.documents(segment.unit, segment.tokens, first, min(_BLOCK, segment.last - first))
+            records = part.records(first, min(_BLOCK, segment.last - first))
             kept = selection.mask(records, segment.document + first - segment.first)
             starts = np.concatenate(([0], np.cumsum(records["length"], dtype=np.int64)))
             begin = 0
@@ -135,8 +137,7 @@ def _content(selection: Selection, segment: Segment) -> Iterator[tuple[np.ndarra
                 end = max(end, begin + 1)
                 chosen = kept[begin:end]
                 if chosen.any():
-                    file.seek((token + int(starts[begin])) * parts.token_dtype.itemsize)
-                    tokens = np.fromfile(file, parts.token_dtype, int(starts[end] - starts[begin]))
+                    tokens = part.tokens(token + int(starts[begin]), int(starts[end] - starts[begin]))
                     if not chosen.all():
                         tokens = tokens[np.repeat(chosen, records["length"][begin:end].astype(np.int64))]
                     yield tokens, records[begin:end][chosen], segment.row
@@ -164,14 +165,14 @@ def verify_shard(job: tuple[Path, Shard], report: Callable[[int], None]) -> None
 
 @dataclass(frozen=True)
 class Description:
-    """What a manifest says beside its shards."""
+    """What a manifest says beside its shards. `tokenizer_files`: its directory; `invalid`: (where, why) of rows that were left out."""
 
-    vocab_size: int
-    eod_id: int
-    tokenizer_sha256: str
-    tokenizer: Path
+    tokenizer: TokenizerIdentity
+    tokenizer_files: Path
     inputs: Sequence[str]
     preparation: dict[str, Scalar]
+    plan_sha256: str
+    invalid: Sequence[tuple[str, str]]
 
 
 def assemble(
@@ -197,17 +198,19 @@ def assemble(
     found = dict(pool.run(write_shard, jobs, on_tokens))
     shards = tuple(found[number] for number in range(len(jobs)))
     with writing(directory):
-        shutil.copytree(description.tokenizer, directory / "tokenizer")
+        shutil.copytree(description.tokenizer_files, directory / "tokenizer")
+        if difference := copy_difference(directory / "tokenizer", description.tokenizer):
+            raise DataError(f"{description.tokenizer_files}: damaged ({difference}); start again with --restart")
         manifest = Manifest(
-            dtype=dtype_for(description.vocab_size),
-            vocab_size=description.vocab_size,
-            eod_id=description.eod_id,
-            tokenizer_sha256=description.tokenizer_sha256,
+            **tokenizer_keys(description.tokenizer),
+            dtype=dtype_for(description.tokenizer.vocab_size),
             documents=sum(shard.documents for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
             inputs_sha256=write_inputs(directory, description.inputs),
             preparation=description.preparation,
             shards=shards,
+            plan_sha256=description.plan_sha256,
+            invalid_sha256=write_invalid(directory, description.invalid),
         )
         write_manifest(directory, manifest)
     for _ in pool.run(verify_shard, [(directory, shard) for shard in shards], on_tokens):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.preparation.lines import Tally, reading
+from pretrain.data.preparation.lines import Tally, open_at_random, reading
 from pretrain.errors import DataError
 
 WHOLE = -1
@@ -39,7 +39,7 @@ def rows_before(file: InputFile, kind: str, start: int) -> int:
     if kind == "parquet":
         with _parquet(file) as content:
             return sum(content.metadata.row_group(number).num_rows for number in range(start))
-    with _memory_map(file) as source:
+    with _source(file) as source:
         if _is_stream(file):
             rows = 0
             schema = _stream_schema(source)
@@ -60,7 +60,7 @@ def column_parts(file: InputFile, kind: str, part_bytes: int) -> list[tuple[int,
                 groups = [content.metadata.row_group(number).total_byte_size for number in range(content.num_row_groups)]
             scale = file.size / max(sum(groups), 1)  # what the metadata says is the size before compression
             return _grouped(list(range(len(groups) + 1)), [size * scale for size in groups], part_bytes)
-        with _memory_map(file) as source:
+        with _source(file) as source:
             if _is_stream(file):
                 if _has_dictionaries(_stream_schema(source)):
                     return [(0, WHOLE)]  # a dictionary is sent once, ahead of the batches that need it
@@ -86,14 +86,15 @@ def _grouped(bounds: list[int], sizes: Sequence[float], part_bytes: int) -> list
 def _parquet(file: InputFile) -> Iterator[Any]:
     import pyarrow.parquet
 
-    # A buffer, because pyarrow otherwise reads a column of a whole row group at once.
-    with pyarrow.parquet.ParquetFile(file.path, buffer_size=1 << 20, pre_buffer=False) as content:
-        yield content
+    with _source(file) as source:
+        # A buffer, because pyarrow otherwise reads a column of a whole row group at once.
+        with pyarrow.parquet.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False) as content:
+            yield content
 
 
 def _parquet_batches(file: InputFile, start: int, stop: int, columns: Sequence[str], tally: Tally) -> Iterator[list[Any]]:
     with _parquet(file) as content:
-        _require(file, columns, content.schema_arrow.names)
+        require_columns(file, columns, content.schema_arrow.names)
         metadata = content.metadata
         groups = range(start, metadata.num_row_groups if stop == WHOLE else stop)
         bytes_per_group = file.size / max(metadata.num_row_groups, 1)
@@ -107,8 +108,8 @@ def _parquet_batches(file: InputFile, start: int, stop: int, columns: Sequence[s
 
 
 def _arrow_batches(file: InputFile, start: int, stop: int, columns: Sequence[str], tally: Tally) -> Iterator[list[Any]]:
-    with _memory_map(file) as source:
-        _require(file, columns, _arrow_schema(file).names)
+    with _source(file) as source:
+        require_columns(file, columns, _arrow_schema(file).names)
         share = file.size
         for batch, share in _record_batches(file, source, start, stop):
             tally.consumed += share
@@ -142,18 +143,25 @@ def _record_batches(file: InputFile, source: Any, start: int, stop: int) -> Iter
 def _arrow_schema(file: InputFile) -> Any:
     import pyarrow as pa
 
-    with _memory_map(file) as source:
+    with _source(file) as source:
         return _stream_schema(source) if _is_stream(file) else pa.ipc.open_file(source).schema
 
 
-def _memory_map(file: InputFile) -> Any:
+@contextlib.contextmanager
+def _source(file: InputFile) -> Iterator[Any]:
+    """The file for pyarrow. It is not mapped: a mapping of a file that is cut short ends the process with SIGBUS."""
     import pyarrow as pa
 
-    return pa.memory_map(file.path, "r")
+    if not file.is_remote:
+        with pa.OSFile(file.path, "r") as source:
+            yield source
+        return
+    with open_at_random(file) as raw, pa.PythonFile(raw, mode="r") as source:
+        yield source
 
 
 def _is_stream(file: InputFile) -> bool:
-    with open(file.path, "rb") as content:
+    with open_at_random(file) as content:
         return content.read(len(_ARROW_MAGIC)) != _ARROW_MAGIC
 
 
@@ -197,7 +205,7 @@ def _next_batch(source: Any, schema: Any) -> Any:
     return pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
 
 
-def _require(file: InputFile, columns: Sequence[str], present: Sequence[str]) -> None:
+def require_columns(file: InputFile, columns: Sequence[str], present: Sequence[str]) -> None:
     for name in columns:
         if name not in present:
             raise DataError(f"{file.name}: no column {name!r}; it has: {', '.join(present)}. Name one with --text-field")

@@ -52,8 +52,9 @@ def find_duplicates(
 
 def blocks(parts: Parts, number: int, unit: PartSummary, size: int = _BLOCK) -> Iterator[tuple[int, np.ndarray]]:
     """(first, records) of the documents of a unit, a bounded number at a time."""
-    for first in range(0, unit.documents, size):
-        yield first, parts.documents(number, unit.tokens, first, min(size, unit.documents - first))
+    with parts.open(number) as part:
+        for first in range(0, unit.documents, size):
+            yield first, part.records(first, min(size, unit.documents - first))
 
 
 def _distribute(parts: Parts, units: Sequence[PartSummary], directory: Path, buckets: int) -> None:

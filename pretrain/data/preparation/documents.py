@@ -6,6 +6,7 @@ wants one schema for the fields that nobody reads, and cannot say on which line 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.preparation.columns import WHOLE, column_batches, rows_before
-from pretrain.data.preparation.inputs import InputFile
+from pretrain.data.preparation.inputs import SIGNATURE_BYTES, InputFile, known_as
 from pretrain.data.preparation.lines import Tally, lines_before, lines_of, open_bytes, reading
+from pretrain.data.preparation.records import archive_texts, csv_rows
 from pretrain.data.preparation.token_files import cut_at, documents_before, id_documents, ids_of
 from pretrain.errors import DataError
 
@@ -30,13 +32,13 @@ Content = str | np.ndarray
 
 @dataclass(frozen=True)
 class DocumentOptions:
-    """Which part of the input is a document; the command line describes each."""
+    """Which part of the input is a document; the command line describes each. `max_invalid`: rows that may be left out."""
 
     text_field: str = "text"
     text_mode: str = "file"
     ids_field: str = ""
     ids_dtype: str = ""
-    skip_invalid: bool = False
+    max_invalid: int = 0
 
     @property
     def text_fields(self) -> list[str]:
@@ -68,29 +70,44 @@ class PieceReader:
         """(document, row) in order, empty documents included; rows count from 0 at the start of the piece.
 
         Afterwards `tally.rows` is the number of rows in the piece. Raises DataError naming the file, and the line or row, for
-        anything that cannot be read.
+        anything that cannot be read; rows that cannot be used are left out, as many as the options allow.
         """
         self._tally.rows = 0
+        if self._options.ids_field and self._kind in ("text", "csv", "warc"):
+            raise DataError(f"{self._file.name}: has no field {self._options.ids_field!r} of ids; leave out --ids-field")
         if self._kind == "json":
             return self._ids_in_lines() if self._options.ids_field else self._texts_in_lines()
         if self._kind in ("parquet", "arrow"):
             return self._ids_in_columns() if self._options.ids_field else self._texts_in_columns()
-        if self._kind == "ids":
-            return self._id_file()
-        if self._options.ids_field:
-            raise DataError(f"{self._file.name}: plain text has no field {self._options.ids_field!r}; leave out --ids-field")
-        return self._lines() if self._options.text_mode == "line" else self._whole()
+        if self._kind == "text":
+            return self._lines() if self._options.text_mode == "line" else self._whole()
+        return {"ids": self._id_file, "csv": self._texts_in_csv, "warc": self._texts_in_archive}[self._kind]()
 
     def origin(self, row: int) -> str:
         """Where a row is, for people: they count lines and rows from 1 and from the start of the file."""
-        name, options = self._file.name, self._options
+        if self._kind == "text" and self._options.text_mode == "file":
+            return self._file.name
+        unit = {"ids": "document", "parquet": "row", "arrow": "row", "csv": "row", "warc": "record"}.get(self._kind, "line")
+        return f"{self._file.name}, {unit} {1 + row + self._rows_before}"
+
+    @functools.cached_property
+    def _rows_before(self) -> int:
+        """Rows of the file ahead of the piece."""
         if self._kind == "ids":
-            return f"{name}, document {1 + row + documents_before(self._file, options.ids_dtype, self._end_id, self._start)}"
+            return documents_before(self._file, self._options.ids_dtype, self._end_id, self._start)
         if self._kind in ("parquet", "arrow"):
-            return f"{name}, row {1 + row + rows_before(self._file, self._kind, self._start)}"
-        if self._kind == "text" and options.text_mode == "file":
-            return name
-        return f"{name}, line {1 + row + lines_before(self._file, self._start)}"
+            return rows_before(self._file, self._kind, self._start)
+        return lines_before(self._file, self._start)
+
+    def leave_out(self, row: int, reason: str) -> None:
+        """Count a row that cannot be used where there may be more such; otherwise raise DataError with its place and the reason."""
+        origin = self.origin(row)
+        if self._tally.invalid >= self._options.max_invalid:
+            before = f" (after {self._tally.invalid} that were left out)" if self._tally.invalid else ""
+            raise DataError(
+                f"{origin}: {reason}{before}; correct it, or leave such rows out, up to a number, with --max-invalid"
+            )
+        self._tally.leave_out(origin, reason)
 
     # Plain text.
 
@@ -117,70 +134,73 @@ class PieceReader:
             yield row, line
 
     def _decoded(self, data: bytes, row: int) -> str | None:
-        """Text, or None for what is not text and to be left out."""
-        try:
-            if self._kind == "text" and b"\0" in data:
-                reason = "a binary file"
+        """Text without a byte order mark, or None for what is not text and is left out."""
+        first = row == self._start == 0
+        if first and self._kind == "text" and (other := known_as(data[:SIGNATURE_BYTES])):
+            reason = other
+        elif self._kind == "text" and b"\0" in data:
+            more = "; of token ids say their type with --ids-dtype" if self._file.suffix == ".bin" else ""
+            reason = f"a binary file, not text{more}"
+        else:
+            try:
+                text = data.decode()
+            except UnicodeDecodeError as error:
+                reason = f"not valid UTF-8 ({error.reason}); convert it first, for instance with iconv"
             else:
-                return data.decode()
-        except UnicodeDecodeError as error:
-            reason = f"not valid UTF-8 ({error.reason})"
-        return self.leave_out(
-            row, f"{reason}; convert it first, for instance with iconv, or leave such out with --skip-invalid"
-        )
-
-    def leave_out(self, row: int, reason: str) -> None:
-        """Count an invalid document where that is asked for; otherwise raise DataError with its place and the reason."""
-        if not self._options.skip_invalid:
-            raise DataError(f"{self.origin(row)}: {reason}")
-        self._tally.leave_out(self.origin(row))
+                if not first or not text.startswith("\ufeff"):
+                    return text
+                self._tally.marks += 1
+                return text[1:]
+        return self.leave_out(row, reason)
 
     # JSON lines.
 
     def _objects(self) -> Iterator[tuple[dict[str, Any], int]]:
         for row, line in self._numbered_lines():
-            if not line.strip():
-                continue
-            text = self._decoded(line, row)
-            if text is None:
+            if not line.strip() or (text := self._decoded(line, row)) is None:
                 continue
             try:
-                value = json.loads(text.removeprefix("\ufeff") if row == self._start == 0 else text)
+                value = json.loads(text)
             except (ValueError, RecursionError) as error:
-                message = f"{self.origin(row)}: not valid JSON ({error}); expected one JSON object per line"
-                raise DataError(message) from error
-            if not isinstance(value, dict):
-                raise DataError(f"{self.origin(row)}: expected one JSON object per line, found {type(value).__name__}")
-            yield value, row
+                self.leave_out(row, f"not valid JSON ({error}); expected one JSON object per line")
+                continue
+            if isinstance(value, dict):
+                yield value, row
+            else:
+                self.leave_out(row, f"expected one JSON object per line, found {type(value).__name__}")
 
     def _texts_in_lines(self) -> Iterator[tuple[str, int]]:
         fields = self._options.text_fields
         for value, row in self._objects():
-            texts = [self._field(value, name, row, "--text-field") for name in fields]
-            yield self._joined(texts, fields, row), row
+            if self._has_fields(value, fields, row, "--text-field"):
+                yield from self._joined([value[name] for name in fields], fields, row)
 
     def _ids_in_lines(self) -> Iterator[tuple[np.ndarray, int]]:
         name = self._options.ids_field
         for value, row in self._objects():
-            found = self._field(value, name, row, "--ids-field")
-            try:
-                ids = ids_of(found, name, "")
-            except DataError as error:
-                raise DataError(f"{self.origin(row)}{error}") from error
-            for document in cut_at(ids, self._end_id):
-                yield document, row
+            if not self._has_fields(value, [name], row, "--ids-field"):
+                continue
+            ids = ids_of(value[name])
+            if ids is None:
+                self.leave_out(row, f"field {name!r} is not a list of ids; see --ids-field")
+            else:
+                for document in cut_at(ids, self._end_id):
+                    yield document, row
 
-    def _field(self, value: dict[str, Any], name: str, row: int, option: str) -> Any:
-        if name not in value:
-            fields = ", ".join(sorted(value)) or "none"
-            raise DataError(f"{self.origin(row)}: no field {name!r}; it has: {fields}. Name one with {option}")
-        return value[name]
+    def _has_fields(self, value: dict[str, Any], fields: list[str], row: int, option: str) -> bool:
+        for name in fields:
+            if name not in value:
+                present = ", ".join(sorted(value)) or "none"
+                self.leave_out(row, f"no field {name!r}; it has: {present}. Name one with {option}")
+                return False
+        return True
 
-    def _joined(self, texts: list[Any], fields: list[str], row: int) -> str:
+    def _joined(self, texts: list[Any], fields: list[str], row: int) -> Iterator[tuple[str, int]]:
         for name, text in zip(fields, texts):
             if type(text) is not str:
-                raise DataError(f"{self.origin(row)}: field {name!r} is {type(text).__name__}, not text")
-        return texts[0] if len(texts) == 1 else FIELD_SEPARATOR.join(texts)
+                self.leave_out(row, f"field {name!r} is {type(text).__name__}, not text")
+                return
+        yield texts[0] if len(texts) == 1 else FIELD_SEPARATOR.join(texts), row
 
     # Parquet and Arrow.
 
@@ -197,18 +217,37 @@ class PieceReader:
             with reading(self._file):
                 columns = [array.to_pylist() for array in arrays]
             for row, texts in enumerate(zip(*columns), first):
-                yield self._joined(list(texts), fields, row), row
+                yield from self._joined(list(texts), fields, row)
 
     def _ids_in_columns(self) -> Iterator[tuple[np.ndarray, int]]:
         name = self._options.ids_field
         for first, (array,) in self._column_batches([name]):
             for row, ids in enumerate(_id_lists(array, self._file, name), first):
                 if ids is None:
-                    raise DataError(f"{self.origin(row)}: field {name!r} has no list of ids")
+                    self.leave_out(row, f"field {name!r} has no list of ids, or one with gaps")
+                    continue
                 for document in cut_at(ids, self._end_id):
                     yield document, row
 
-    # Ids in a file of their own.
+    # Files that are read from start to end.
+
+    def _texts_in_csv(self) -> Iterator[tuple[str, int]]:
+        fields = self._options.text_fields
+        for row, values in enumerate(csv_rows(self._file, fields, self._tally)):
+            self._tally.rows = row + 1
+            if isinstance(values, str):
+                self.leave_out(row, values)
+            elif any(map(_is_broken, values)):
+                self.leave_out(row, "not valid UTF-8; convert it first, for instance with iconv")
+            else:
+                yield from self._joined(list(values), fields, row)
+
+    def _texts_in_archive(self) -> Iterator[tuple[str, int]]:
+        for row, content in enumerate(archive_texts(self._file, self._tally)):
+            self._tally.rows = row + 1
+            text = self._decoded(content, row)
+            if text is not None:
+                yield text, row
 
     def _id_file(self) -> Iterator[tuple[np.ndarray, int]]:
         options = self._options
@@ -218,8 +257,13 @@ class PieceReader:
             yield ids, row
 
 
+def _is_broken(text: str) -> bool:
+    """Whether bytes in it were not UTF-8."""
+    return not text.isascii() and any("\udc80" <= character <= "\udcff" for character in text)
+
+
 def _id_lists(array: Any, file: InputFile, name: str) -> Iterator[np.ndarray | None]:
-    """The lists of an Arrow array, each as integers; None for a missing one."""
+    """The lists of an Arrow array, each as integers; None for a missing one, and for one with missing ids."""
     import pyarrow.types as types
 
     kind = array.type
@@ -228,7 +272,8 @@ def _id_lists(array: Any, file: InputFile, name: str) -> Iterator[np.ndarray | N
         raise DataError(f"{file.name}: column {name!r} is {kind}, not lists of integers; see --ids-field")
     flat = array.flatten()  # of the lists that are there
     if flat.null_count:
-        raise DataError(f"{file.name}: column {name!r} has missing ids")
+        yield from (None if ids is None or None in ids else np.array(ids, np.int64) for ids in array.to_pylist())
+        return
     values, begin = flat.to_numpy(zero_copy_only=False), 0
     for length in array.value_lengths().to_pylist():
         if length is None:
@@ -252,16 +297,18 @@ class Document:
         return f"{self.file}, {self.place}" if self.place else self.file
 
 
-def read_documents(files: Iterable[Path], text_field: str = "text", text_mode: str = "file") -> Iterator[Document]:
+def read_documents(
+    files: Iterable[str | Path | InputFile], text_field: str = "text", text_mode: str = "file"
+) -> Iterator[Document]:
     """Every text of `files` in order, empty ones included, in one process: for training tokenizers, and training on text.
 
     See `DocumentOptions`. Raises DataError naming the file, and the line or row, for anything that cannot be read.
     """
     options = DocumentOptions(text_field, text_mode)
-    for path in files:
-        piece = Piece(InputFile.found_at(str(path)))
+    for file in files:
+        piece = Piece(file if isinstance(file, InputFile) else InputFile.found_at(str(file)))
         reader = PieceReader(piece, options, -1, Tally())
         for text, row in reader.documents():
             if not isinstance(text, str):
-                raise DataError(f"{path}: holds ids, not text")
-            yield Document(text, str(path), reader.origin(row).removeprefix(f"{piece.file.name}").removeprefix(", "))
+                raise DataError(f"{piece.file.name}: holds ids, not text")
+            yield Document(text, piece.file.name, reader.origin(row).removeprefix(piece.file.name).removeprefix(", "))

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from pretrain.data.preparation.long_documents import LongTexts
 from pretrain.data.shards.manifest import DTYPES, dtype_for
-from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, TokenizerIdentity, identity_of, load_tokenizer
 from pretrain.errors import ConfigError, DataError
 
 FIM_SEED = 0
@@ -19,8 +20,8 @@ FIM_SEED = 0
 class Encoder:
     """A tokenizer, the end-of-document id after each document, and fill-in-the-middle where it is asked for.
 
-    The ids of a document depend on its text alone, whatever batch it comes in. `seconds` is the time spent inside the
-    tokenizer so far.
+    The ids of a document depend on its text alone, whatever batch it comes in; memory is a few times the text of the longest one.
+    `seconds` is the time spent inside the tokenizer so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, fim_rate: float = 0.0, fim_spm_rate: float = 0.0) -> None:
@@ -28,11 +29,12 @@ class Encoder:
         self.dtype = DTYPES[dtype_for(tokenizer.vocab_size)]
         self.seconds = 0.0
         self._end = np.array([tokenizer.eod_id], dtype=np.uint32)
-        self._encode = tokenizer.encode_arrays
+        texts = LongTexts(tokenizer, self.dtype)
+        self._encode = texts.encode_arrays
         if fim_rate:
             from pretrain.data.tokenizers.fill_in_middle import FillInMiddle
 
-            self._encode = FillInMiddle(tokenizer, fim_rate, fim_spm_rate, FIM_SEED).encode
+            self._encode = FillInMiddle(texts, fim_rate, fim_spm_rate, FIM_SEED).encode
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, lengths): the documents end to end, each closed, and how many tokens each has with its end.
@@ -63,10 +65,10 @@ class Encoder:
 
 
 @functools.lru_cache(maxsize=1)
-def load_encoder(path: str, fingerprint: str, engine: str, fim_rate: float, fim_spm_rate: float) -> Encoder:
-    """The encoder of this process. Raises DataError when the tokenizer at `path` is no longer the one with `fingerprint`."""
+def load_encoder(path: str, expected: TokenizerIdentity, engine: str, fim_rate: float, fim_spm_rate: float) -> Encoder:
+    """The encoder of this process. Raises DataError when the tokenizer at `path` is no longer the expected one."""
     tokenizer = load_tokenizer(path, engine)
-    if tokenizer.fingerprint != fingerprint:
+    if identity_of(tokenizer) != expected:
         raise DataError(f"{path}: the tokenizer was changed during the preparation; start again with --restart")
     return Encoder(tokenizer, fim_rate, fim_spm_rate)
 

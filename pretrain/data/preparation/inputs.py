@@ -1,35 +1,63 @@
-"""What a preparation reads: files by name, folder, pattern or data set, each with its kind and the state it was found in.
+"""What a preparation reads: files by name, folder, pattern, URL or data set, each with its kind and the state it was found in.
 
-*.jsonl *.ndjson *.json (.gz .zst)   one JSON object per line
+*.jsonl *.ndjson *.json              one JSON object per line
+*.csv *.tsv                          rows under a line with the names of the columns
 *.parquet *.pq                       rows
 *.arrow                              rows: an Arrow IPC file or stream, as `datasets` writes them
+*.warc *.wet                         text records of web archives
 *.npy, and *.bin with a --ids-dtype  token ids, an end-of-document id after each document
-anything else (.gz .zst)             plain text: a document per file, or per line
+anything else                        plain text: a document per file, or per line
+
+All but Parquet, Arrow and ids may be compressed: .gz .bz2 .xz .zst.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
+from pretrain.data.remote.transfer import Remote, is_url, judged, shown
 from pretrain.errors import DataError
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-PARQUET_SUFFIXES = (".parquet", ".pq")
-ARROW_SUFFIXES = (".arrow",)
-COMPRESSED_SUFFIXES = (".gz", ".zst")
+_KINDS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".warc", ".wet"), "warc"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".arrow",), "arrow"),
+    **dict.fromkeys((".npy",), "ids"),
+}
+_COMPRESSIBLE = ("json", "csv", "warc", "text")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+_STATE_KEYS = (
+    "etag",
+    "lastmodified",
+    "last_modified",
+    "last-modified",
+    "mtime",
+    "updated",
+    "md5",
+    "md5hash",
+    "generation",
+    "oid",
+)
+
+_remote = Remote()
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file, and its size and time of change (ns) when it was found: a later difference is an error, not other data.
+    """One file, and its size and state when it was found: a later difference is an error, not other data.
 
-    `name` is what the user gave and what errors and provenance say; `path` is where it is read on this machine. `modified` is
-    0 for a file whose path already stands for its content (a download cache), where machines differ in the time.
+    `name` is what the user gave and what errors and provenance say; `path` is where it is read on this machine, or its URL. `modified`
+    is the time of change (ns), of a URL a number made of what its server says (ETag, time), and 0 for a file whose path already
+    stands for its content (a download cache), where machines differ in the time.
     """
 
     name: str
@@ -40,6 +68,8 @@ class InputFile:
     @classmethod
     def found_at(cls, path: str, name: str | None = None, *, check_time: bool = True) -> InputFile:
         """The file as it is now. Raises DataError when it is not there."""
+        if is_url(path):
+            return cls(name or shown(path), path, *_persistently(path, lambda: _state_of(path)))
         try:
             status = os.stat(path)
         except OSError as error:
@@ -47,24 +77,41 @@ class InputFile:
         return cls(name or path, path, status.st_size, status.st_mtime_ns if check_time else 0)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether the path is a URL."""
+        return is_url(self.path)
+
+    @property
     def compression(self) -> str:
-        """`.gz`, `.zst` or nothing."""
-        suffix = Path(self.path).suffix.lower()
+        """`.gz`, `.bz2`, `.xz`, `.zst` or nothing."""
+        suffix = self._suffixes[-1]
         return suffix if suffix in COMPRESSED_SUFFIXES else ""
 
+    @property
+    def suffix(self) -> str:
+        """The ending that says what it holds, in lower case: that before the compression's."""
+        return self._suffixes[-2] if self.compression else self._suffixes[-1]
+
+    @property
+    def _suffixes(self) -> list[str]:
+        plain = self.path.split("::")[0].partition("?")[0] if self.is_remote else self.path
+        return ["", "", *(suffix.lower() for suffix in Path(plain).suffixes)]
+
     def kind(self, ids_dtype: str = "") -> str:
-        """`json`, `parquet`, `arrow`, `ids` or `text`."""
-        path = Path(self.path)
-        suffix = (Path(path.stem).suffix if self.compression else path.suffix).lower()
-        if suffix in JSON_SUFFIXES:
-            return "json"
-        if self.compression:
-            return "text"
-        if suffix in PARQUET_SUFFIXES:
-            return "parquet"
-        if suffix in ARROW_SUFFIXES:
-            return "arrow"
-        return "ids" if suffix == ".npy" or (suffix == ".bin" and ids_dtype) else "text"
+        """`json`, `csv`, `warc`, `parquet`, `arrow`, `ids` or `text`."""
+        kind = "ids" if self.suffix == ".bin" and ids_dtype else _KINDS.get(self.suffix, "text")
+        return kind if not self.compression or kind in _COMPRESSIBLE else "text"
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether it can be read from any place on: https has servers that cannot."""
+        return not self.compression and not self.path.startswith(("http://", "https://"))
+
+    def open(self, at_random: bool = False) -> BinaryIO:
+        """The file's bytes, unbuffered where it is local. `at_random`: for readers that jump. Errors are for `lines.reading`."""
+        if self.is_remote:
+            return _remote.open(self.path, at_random or self.is_divisible)
+        return open(self.path, "rb", buffering=0)
 
     def refuse_changes(self) -> None:
         """Raise DataError unless the file is as it was found."""
@@ -73,14 +120,44 @@ class InputFile:
             raise DataError(f"{self.name}: was changed during the preparation; leave the input alone and start with --restart")
 
 
-def find_inputs(patterns: Sequence[str], log: Callable[[str], None] | None = None) -> list[Path]:
-    """The files that `patterns` name, each once, sorted: a file, a glob (`**` descends), or a folder with all its files.
+def _state_of(url: str) -> tuple[int, int]:
+    """Size, and a number that changes with the content as far as the server tells."""
+    system, path = _remote.system(url)
+    system.invalidate_cache()
+    found = system.info(path)
+    if found.get("type") == "directory":
+        raise IsADirectoryError(path)
+    told = sorted((key.lower(), str(value)) for key, value in found.items() if key.lower() in _STATE_KEYS)
+    return found.get("size") or 0, int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:7], "big")
+
+
+def _persistently(url: str, ask: Callable[[], Any]) -> Any:
+    """What a server answers, asked again while it may still answer. Raises DataError."""
+
+    def attempt() -> Any:
+        try:
+            return ask()
+        except Exception as error:  # of any of fsspec's backends
+            raise judged(url, error) from error
+
+    try:
+        return _remote.persist(url, attempt)
+    except FileNotFoundError as error:
+        raise DataError(f"{shown(url)}: no such input file") from error
+
+
+def find_inputs(patterns: Sequence[str], log: Callable[[str], None] | None = None) -> list[InputFile]:
+    """The files that `patterns` name, each once, sorted: a file, a glob (`**` descends), or a folder with all its files; or URLs of
+    such, as fsspec reads them.
 
     In a folder hidden files and folders are left out, and links to folders are not followed; `log` (default: a line on
     standard error) is told when that left something out. Raises DataError for a pattern that gives no file.
     """
     found: set[str] = set()
     for pattern in patterns:
+        if is_url(pattern):
+            found.update(_persistently(pattern, lambda pattern=pattern: _remote_files(pattern)))
+            continue
         # A name that exists is taken literally, so that a file called "a[1].txt" can be given at all.
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         files = [os.path.normpath(match) for match in matches if os.path.isfile(match)]
@@ -90,17 +167,34 @@ def find_inputs(patterns: Sequence[str], log: Callable[[str], None] | None = Non
             hint = " (a folder without files)" if os.path.isdir(pattern) else ""
             raise DataError(f"{pattern}: no such input file{hint}")
         found.update(files)
-    return [Path(name) for name in sorted(found)]
+    return [InputFile.found_at(name) for name in sorted(found)]
+
+
+def _remote_files(pattern: str) -> list[str]:
+    """The URLs that a URL stands for: itself, the files below it, or what matches it."""
+    system, path = _remote.system(pattern)
+    if "::" in pattern:
+        return [pattern]
+    # A query of https (a signed URL, say) has question marks that mean nothing else.
+    if glob.has_magic(path) and not (path.startswith("http") and not {"*", "["} & set(path)):
+        paths = [name for name, found in system.glob(path, detail=True).items() if found["type"] == "file"]
+    elif not path.startswith("http") and system.isdir(path):
+        paths = [name for name in system.find(path) if not any(part.startswith(".") for part in name[len(path) :].split("/"))]
+    else:
+        return [pattern]
+    if not paths:
+        raise FileNotFoundError(pattern)
+    return [system.unstrip_protocol(name) for name in paths]
 
 
 def _files_below(folder: str, log: Callable[[str], None]) -> list[str]:
     found, hidden, links = [], 0, 0
     for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
-        shown = [name for name in folders if not name.startswith(".")]
-        followed = [name for name in shown if not os.path.islink(os.path.join(parent, name))]
+        shown_folders = [name for name in folders if not name.startswith(".")]
+        followed = [name for name in shown_folders if not os.path.islink(os.path.join(parent, name))]
         visible = [name for name in names if not name.startswith(".")]
-        hidden += len(folders) - len(shown) + len(names) - len(visible)
-        links += len(shown) - len(followed)
+        hidden += len(folders) - len(shown_folders) + len(names) - len(visible)
+        links += len(shown_folders) - len(followed)
         folders[:] = followed
         found += [path for name in visible if os.path.isfile(path := os.path.join(parent, name))]
     if hidden or links:
@@ -114,3 +208,35 @@ def _refuse_folder(error: OSError) -> None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+_SIGNATURES = (
+    (b"\x1f\x8b", "a gzip file: name it .gz"),
+    (b"\xfd7zXZ\0", "an xz file: name it .xz"),
+    (b"\x28\xb5\x2f\xfd", "a Zstandard file: name it .zst"),
+    (b"PAR1", "a Parquet file: name it .parquet, uncompressed"),
+    (b"ARROW1", "an Arrow file: name it .arrow, uncompressed"),
+    (b"\x93NUMPY", "a NumPy file: name it .npy, uncompressed"),
+    (b"PK\x03\x04", "a zip archive (.zip, .npz, .xlsx, .docx, .pt): unpack or convert it first"),
+    (b"7z\xbc\xaf", "a 7z archive: unpack it first"),
+    (b"Rar!\x1a\x07", "a rar archive: unpack it first"),
+    (b"%PDF-1.", "a PDF: extract its text first, for instance with pdftotext"),
+    (b"SQLite format 3\0", "an SQLite database: write its texts to JSON lines or Parquet first"),
+    (b"\x89HDF", "an HDF5 file: write its texts to JSON lines or Parquet first"),
+    (b"ORC", "an ORC file: convert it to Parquet first"),
+    (b"Obj\x01", "an Avro file: convert it to Parquet or JSON lines first"),
+    (b"WARC/1.", "a web archive: name it .warc"),
+    (b"\xff\xfe", "UTF-16: convert it first, for instance with iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "UTF-16: convert it first, for instance with iconv -f UTF-16 -t UTF-8"),
+)
+SIGNATURE_BYTES = 512
+
+
+def known_as(head: bytes) -> str | None:
+    """What the first bytes of a file that is read as plain text show it to be instead, and what to do; None for what may be text."""
+    for signature, what in _SIGNATURES:
+        if head.startswith(signature) and (signature != b"ORC" or b"\0" in head):
+            return what
+    if head.startswith(b"BZh") and head[4:10] == b"1AY&SY":
+        return "a bzip2 file: name it .bz2"
+    return "a tar archive: unpack it first" if head[257:262] == b"ustar" else None

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import gzip
 import io
+import lzma
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.errors import DataError
+from pretrain.data.remote.transfer import judged
+from pretrain.errors import DataError, UserError
 
 _BUFFER = 1 << 18
 _ZSTD_CHUNK = 1 << 15
 _ZSTD_WINDOW = 1 << 31  # what `zstd --long=31` needs
 
 
+LISTED = 1000
+"""How many of the rows of a unit of work that are left out are listed, with their places; all are counted."""
+
+
 @dataclass
 class Tally:
-    """What a reader counts as it goes: rows of the piece at hand, bytes of input used, and documents left out."""
+    """What a reader counts as it goes: rows of the piece at hand, bytes of input used, documents left out, byte order marks removed."""
 
     rows: int = 0
     consumed: int = 0
     empty: int = 0
     invalid: int = 0
-    invalid_names: list[str] = field(default_factory=list)
-    """Where the first few of the invalid ones are."""
+    invalid_rows: list[tuple[str, str]] = field(default_factory=list)
+    """(where, why) of the first of them."""
+    marks: int = 0
 
-    def leave_out(self, origin: str) -> None:
+    def leave_out(self, origin: str, reason: str) -> None:
         self.invalid += 1
-        if len(self.invalid_names) < 20:
-            self.invalid_names.append(origin)
+        if len(self.invalid_rows) < LISTED:
+            self.invalid_rows.append((origin, reason))
 
 
 @contextlib.contextmanager
@@ -40,7 +48,20 @@ def reading(file: InputFile) -> Iterator[None]:
     """Turns whatever a library says of an unreadable or damaged file into one line that names it."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, ValueError) as error:  # pyarrow's errors are ValueErrors or OSErrors
+    except (UserError, GeneratorExit):
+        raise
+    except Exception as error:
+        if file.is_remote and not isinstance(error, (EOFError, zlib.error, lzma.LZMAError)):
+            found = judged(file.path, error)
+            if isinstance(found, FileNotFoundError):
+                found = DataError(str(found))
+            if found is error:  # a defect of ours
+                raise
+            raise found from error
+        if not isinstance(
+            error, (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
+        ):  # pyarrow's are OSErrors or ValueErrors
+            raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         raise DataError(f"{file.name}: cannot be read ({reason})") from error
 
@@ -49,16 +70,24 @@ def reading(file: InputFile) -> Iterator[None]:
 def open_bytes(file: InputFile, tally: Tally) -> Iterator[BinaryIO]:
     """The content of `file`, decompressed. `tally` learns how many bytes of the file itself have been used."""
     with reading(file):
-        raw: Any = open(file.path, "rb", buffering=0)
+        raw: Any = file.open()
     with raw:
-        if file.compression == ".gz":
-            counted = io.BufferedReader(_Counted(raw, tally), _BUFFER)
-            stream: Any = io.BufferedReader(gzip.GzipFile(fileobj=counted), _BUFFER)
-        elif file.compression == ".zst":
-            stream = io.BufferedReader(_Zstandard(_Counted(raw, tally)), _BUFFER)
+        counted = _Counted(raw, tally, file.size)
+        if file.compression == ".zst":
+            unpacked: Any = _Zstandard(counted)
+        elif file.compression:
+            opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[file.compression]
+            unpacked = opener(io.BufferedReader(counted, _BUFFER))
         else:
-            stream = io.BufferedReader(_Counted(raw, tally), _BUFFER)
-        yield stream
+            unpacked = counted
+        yield io.BufferedReader(unpacked, _BUFFER)
+
+
+@contextlib.contextmanager
+def open_at_random(file: InputFile) -> Iterator[BinaryIO]:
+    """The bytes of a file for a reader that jumps; an answer that ends early is asked for again, or an error."""
+    with file.open(at_random=True) as raw:
+        yield io.BufferedReader(_Counted(raw, Tally(), file.size), 1 << 16)
 
 
 def lines_of(file: InputFile, start: int, stop: int, tally: Tally) -> Iterator[bytes]:
@@ -88,7 +117,7 @@ def lines_before(file: InputFile, start: int) -> int:
     if not start:
         return 0
     count, left = 0, start - 1
-    with open(file.path, "rb") as stream:
+    with reading(file), file.open() as stream:
         while left and (chunk := stream.read(min(left, _BUFFER))):
             count += chunk.count(b"\n")
             left -= len(chunk)
@@ -106,10 +135,10 @@ def _after_line_feed(stream: BinaryIO, position: int, stop: int) -> int:
 
 
 class _Counted(io.RawIOBase):
-    """A file that tells a tally what is read of it."""
+    """A file that tells a tally what is read of it, and that does not end before its `size`, as an answer of a server may."""
 
-    def __init__(self, raw: BinaryIO, tally: Tally):
-        self._raw, self._tally = raw, tally
+    def __init__(self, raw: BinaryIO, tally: Tally, size: int):
+        self._raw, self._tally, self._size, self._place = raw, tally, size, 0
 
     def readable(self) -> bool:
         return True
@@ -118,7 +147,8 @@ class _Counted(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._raw.seek(offset, whence)
+        self._place = self._raw.seek(offset, whence)
+        return self._place
 
     def tell(self) -> int:
         return self._raw.tell()
@@ -126,6 +156,9 @@ class _Counted(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         size = self._raw.readinto(buffer)
         self._tally.consumed += size
+        self._place += size
+        if not size and len(buffer) and self._place < self._size:
+            raise OSError(f"it ends after {self._place} of {self._size} bytes")
         return size
 
 

@@ -2,9 +2,11 @@
 
     parts/00000042.part     the ids of its documents end to end, in the final type
                             one fixed record per document
-                            counts as JSON, and how long that is
+                            counts, and the sha256 of every MiB so far, as JSON
+                            the sha256 of that JSON, and how long it is
 
-One file, because flushing each of several to the disk would take a fifth of the time.
+One file, because flushing each of several to the disk would take a fifth of the time. Parts may lie for days on shared storage before
+they are merged: whoever reads a stretch of one hashes the blocks that it lies in.
 """
 
 from __future__ import annotations
@@ -12,21 +14,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import json
 import os
-import shutil
+import re
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
 from pretrain.errors import DataError
 
 _RECORDS_IN_MEMORY = 8 << 20
-_LENGTH_BYTES = 8
+_BLOCK = 1 << 20
+_HASH_BYTES, _LENGTH_BYTES = 32, 8
+_LEFTOVER = re.compile(r"\.(\d{8})\.part\.")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -38,7 +43,9 @@ def document_dtype(deduplicate: bool) -> np.dtype:
 
 @dataclass(frozen=True)
 class PartSummary:
-    """The counts of one part. `rows` is those of its last piece; `seconds` and `encode_seconds` are only reported."""
+    """The counts of one part. `rows` is those of its last piece; `marks`: byte order marks that were removed; `invalid_rows`: where
+    and why, of the first of the invalid; `seconds` and `encode_seconds` are only reported.
+    """
 
     documents: int = 0
     tokens: int = 0
@@ -46,9 +53,10 @@ class PartSummary:
     rows: int = 0
     empty: int = 0
     invalid: int = 0
+    marks: int = 0
     seconds: float = 0.0
     encode_seconds: float = 0.0
-    invalid_names: list[str] = field(default_factory=list)
+    invalid_rows: list[tuple[str, str]] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -72,6 +80,8 @@ class PartWriter:
         # Named by the process: one that outlives its killed parent for a moment must not write into its successor's file.
         self._aside = directory / f".{part_name(unit)}.{os.getpid()}"
         self._token_dtype, self._dtype = token_dtype, document_dtype(deduplicate)
+        self._hashes: list[str] = []
+        self._block, self._filled = hashlib.sha256(), 0
         self.documents = self.tokens = self.bytes = 0
 
     def __enter__(self) -> PartWriter:
@@ -95,25 +105,122 @@ class PartWriter:
         for name, values in columns.items():
             records[name] = values
         with writing(self._directory):
-            self._stream.write(memoryview(np.ascontiguousarray(tokens, self._token_dtype)).cast("B"))
+            self._write(memoryview(np.ascontiguousarray(tokens, self._token_dtype)).cast("B"))
             self._records.write(records.tobytes())
         self.documents += len(lengths)
         self.tokens += len(tokens)
         self.bytes += int(records["bytes"].sum())
 
+    def _write(self, content: memoryview | bytes) -> None:
+        """Append to the file, and to the hash of the block at hand."""
+        self._stream.write(content)
+        content = memoryview(content)
+        while len(content):
+            taken = content[: _BLOCK - self._filled]
+            self._block.update(taken)
+            self._filled += len(taken)
+            if self._filled == _BLOCK:
+                self._close_block()
+            content = content[len(taken) :]
+
+    def _close_block(self) -> None:
+        self._hashes.append(self._block.hexdigest())
+        self._block, self._filled = hashlib.sha256(), 0
+
     def finish(self, **counts: Any) -> PartSummary:
         """Make the part durable and visible."""
         summary = PartSummary(documents=self.documents, tokens=self.tokens, bytes=self.bytes, **counts)
-        text = json.dumps(dataclasses.asdict(summary)).encode()
         with writing(self._directory):
             self._records.seek(0)
-            shutil.copyfileobj(self._records, self._stream, 1 << 20)
-            self._stream.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
+            while chunk := self._records.read(_BLOCK):
+                self._write(chunk)
+            if self._filled:
+                self._close_block()
+            text = json.dumps({"summary": dataclasses.asdict(summary), "blocks": self._hashes}).encode()
+            self._stream.write(text + hashlib.sha256(text).digest() + len(text).to_bytes(_LENGTH_BYTES, "little"))
             self._stream.flush()
             os.fsync(self._stream.fileno())
             # The directory is not flushed: should a crash of the machine undo the renaming, the unit is done once more.
             os.replace(self._aside, self._file)
         return summary
+
+
+class Part:
+    """A finished part, read a stretch at a time. `Parts.open` makes one; use it in a `with` block."""
+
+    def __init__(self, file: Path, token_dtype: np.dtype, records_dtype: np.dtype) -> None:
+        self._file, self._token_dtype, self._records_dtype = file, token_dtype, records_dtype
+        self._held: tuple[int, bytes] = (-1, b"")
+        try:
+            self._stream = open(file, "rb", buffering=0)
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror}); start the same command again") from error
+        footer = _footer(self._stream)
+        if footer is None:
+            self._set_aside("its end")
+        self.summary, self._hashes = footer
+        self._size = self.summary.tokens * token_dtype.itemsize + self.summary.documents * records_dtype.itemsize
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def tokens(self, first: int, count: int) -> np.ndarray:
+        """`count` tokens from number `first` on."""
+        size = self._token_dtype.itemsize
+        return np.frombuffer(self._read(first * size, count * size), self._token_dtype)
+
+    def records(self, first: int, count: int) -> np.ndarray:
+        """Records of the documents [first, first + count)."""
+        begin, size = self.summary.tokens * self._token_dtype.itemsize, self._records_dtype.itemsize
+        return np.frombuffer(self._read(begin + first * size, count * size), self._records_dtype)
+
+    def _read(self, offset: int, size: int) -> bytearray:
+        content, filled = bytearray(size), 0
+        while filled < size:
+            number, begin = divmod(offset + filled, _BLOCK)
+            piece = self._checked(number)[begin : begin + size - filled]
+            content[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return content
+
+    def _checked(self, number: int) -> bytes:
+        """A block of the content, hashed. The last one read is kept: the next stretch begins in it."""
+        if self._held[0] != number:
+            try:
+                content = os.pread(self._stream.fileno(), min(_BLOCK, self._size - number * _BLOCK), number * _BLOCK)
+            except OSError as error:
+                raise DataError(f"{self._file}: cannot be read ({error.strerror}); start the same command again") from error
+            if number >= len(self._hashes) or hashlib.sha256(content).hexdigest() != self._hashes[number]:
+                self._set_aside(f"bytes {number * _BLOCK} to {number * _BLOCK + len(content)}")
+            self._held = number, content
+        return self._held[1]
+
+    def _set_aside(self, what: str) -> NoReturn:
+        with contextlib.suppress(OSError):
+            os.replace(self._file, self._file.with_suffix(".damaged"))
+        raise DataError(
+            f"{self._file}: damaged: {what} are not what was written; it was set aside, and the command that prepares it makes it anew: "
+            f"start the same command again, or of several tasks the one that does unit {int(self._file.stem)}, then merge"
+        )
+
+
+def _footer(stream: BinaryIO) -> tuple[PartSummary, list[str]] | None:
+    """Counts, and the hashes of the blocks; None where the end of the file is not what was written."""
+    ending = _HASH_BYTES + _LENGTH_BYTES
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(max(size - ending, 0))
+    sha256, length = stream.read(_HASH_BYTES), int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    if length > size - ending:
+        return None
+    stream.seek(size - ending - length)
+    text = stream.read(length)
+    if hashlib.sha256(text).digest() != sha256:
+        return None
+    content = json.loads(text)
+    return PartSummary(**content["summary"]), content["blocks"]
 
 
 class Parts:
@@ -134,33 +241,23 @@ class Parts:
 
     def _summary(self, file: Path) -> PartSummary | None:
         with open(file, "rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(size - _LENGTH_BYTES, 0))
-            length = min(int.from_bytes(stream.read(), "little"), size)
-            stream.seek(max(size - _LENGTH_BYTES - length, 0))
-            try:
-                summary = PartSummary(**json.loads(stream.read(length)))
-            except (ValueError, TypeError):  # a crash of the machine may leave less than was flushed: the unit is done again
+            footer = _footer(stream)
+            if footer is None:  # a crash of the machine may leave less than was flushed: the unit is done again
                 return None
-        expected = self._records_begin(summary.tokens) + summary.documents * self.document_dtype.itemsize
-        return summary if size == expected + length + _LENGTH_BYTES else None
+            stream.seek(-_LENGTH_BYTES, os.SEEK_END)
+            ending = _HASH_BYTES + _LENGTH_BYTES + int.from_bytes(stream.read(), "little")
+            summary, size = footer[0], stream.tell()
+        content = summary.tokens * self.token_dtype.itemsize + summary.documents * self.document_dtype.itemsize
+        return summary if size == content + ending else None
 
-    def _records_begin(self, tokens: int) -> int:
-        return tokens * self.token_dtype.itemsize
-
-    def documents(self, unit: int, tokens: int, first: int, count: int) -> np.ndarray:
-        """Records of the documents [first, first + count) of a part that has `tokens` tokens."""
-        begin = self._records_begin(tokens) + first * self.document_dtype.itemsize
-        return np.fromfile(self.directory / part_name(unit), self.document_dtype, count, offset=begin)
-
-    def open_tokens(self, unit: int) -> BinaryIO:
-        """A part's file, unbuffered, which begins with its tokens."""
-        return open(self.directory / part_name(unit), "rb", buffering=0)
+    def open(self, unit: int) -> Part:
+        """The part of a finished unit. Reading it raises DataError where it is not what was written, and sets it aside."""
+        return Part(self.directory / part_name(unit), self.token_dtype, self.document_dtype)
 
     def remove_leftovers(self, units: Collection[int]) -> None:
         """Remove what processes that were killed had begun of `units`."""
-        for path in self.directory.glob(".*"):
-            if int(path.name.split(".")[1]) in units:
+        for path in self.directory.glob(".*"):  # NFS has files of its own there: what is removed while it is open
+            if (found := _LEFTOVER.match(path.name)) and int(found[1]) in units:
                 path.unlink(missing_ok=True)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pretrain.data.preparation.documents import TEXT_MODES, DocumentOptions
@@ -13,9 +14,12 @@ from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.token_files import check_ids_options
 from pretrain.data.preparation.units import Span, plan_units, unit_size
 from pretrain.data.shards.writer import SHARD_TOKENS
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
 
-_FORMAT, _VERSION = "pretrain-preparation", 1
+_FORMAT, _VERSION = "pretrain-preparation", 2
+_NO_CONTENT = ("max_invalid",)
+"""Settings that decide whether there is an output, and nothing in it: they may change while the work is under way."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Settings:
     text_mode: str = "file"
     ids_field: str = ""
     ids_dtype: str = ""
-    skip_invalid: bool = False
+    max_invalid: int = 0
     deduplicate: bool = False
     validation_fraction: float = 0.0
     fim_rate: float = 0.0
@@ -39,6 +43,8 @@ class Settings:
             raise ConfigError(f"--documents {self.text_mode}: expected one of {', '.join(TEXT_MODES)}")
         if not 0 <= self.validation_fraction < 1:
             raise ConfigError(f"--validation-fraction {self.validation_fraction}: expected a number in [0, 1)")
+        if self.max_invalid < 0:
+            raise ConfigError(f"--max-invalid {self.max_invalid}: expected at least 0")
         if self.shard_tokens < 1:
             raise ConfigError(f"--shard-tokens {self.shard_tokens}: expected at least 1")
         if not all(self.documents.text_fields):
@@ -48,16 +54,20 @@ class Settings:
 
     @property
     def documents(self) -> DocumentOptions:
-        return DocumentOptions(self.text_field, self.text_mode, self.ids_field, self.ids_dtype, self.skip_invalid)
+        return DocumentOptions(self.text_field, self.text_mode, self.ids_field, self.ids_dtype, self.max_invalid)
+
+    def difference(self, before: Mapping[str, object]) -> str | None:
+        """An option that was another one in what a manifest says of its preparation, as a phrase; None where none is known to be."""
+        for field in dataclasses.fields(self):
+            now = getattr(self, field.name)
+            if field.name not in _NO_CONTENT and field.name in before and before[field.name] != now:
+                return f"{option_of(field.name)} {before[field.name]!r} instead of {now!r}"
+        return None
 
 
-@dataclass(frozen=True)
-class PlannedTokenizer:
-    """What of the tokenizer decides the content."""
-
-    fingerprint: str
-    vocab_size: int
-    eod_id: int
+def option_of(setting: str) -> str:
+    """How the command line calls a setting."""
+    return "--documents" if setting == "text_mode" else f"--{setting.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
@@ -65,14 +75,14 @@ class Plan:
     """Equal plans give equal output, byte for byte, however often the work is interrupted and whoever does it."""
 
     settings: Settings
-    tokenizer: PlannedTokenizer
+    tokenizer: TokenizerIdentity
     unit_bytes: int
     inputs: tuple[InputFile, ...]
     units: tuple[tuple[Span, ...], ...]
 
     @classmethod
     def make(
-        cls, settings: Settings, tokenizer: PlannedTokenizer, inputs: Sequence[InputFile], unit_bytes: int | None = None
+        cls, settings: Settings, tokenizer: TokenizerIdentity, inputs: Sequence[InputFile], unit_bytes: int | None = None
     ) -> Plan:
         """`unit_bytes` (default: by the size of the input) is for tests. Raises DataError for a file that cannot be read."""
         unit_bytes = unit_bytes or unit_size(inputs)
@@ -84,9 +94,11 @@ class Plan:
             "format": _FORMAT,
             "version": _VERSION,
             "settings": dataclasses.asdict(self.settings),
-            "tokenizer": dataclasses.asdict(self.tokenizer),
+            "tokenizer": self.tokenizer,
             "unit_bytes": self.unit_bytes,
-            "inputs": [dataclasses.astuple(file) for file in self.inputs],
+            "inputs": [
+                (file.name, file.size, file.modified) for file in self.inputs
+            ],  # a path may be a URL with a password in it
             "units": self.units,
         }
         return json.dumps(content, separators=(",", ":")) + "\n"
@@ -100,24 +112,38 @@ class Plan:
                 raise ValueError("another format or version")
             return cls(
                 Settings(**content["settings"]),
-                PlannedTokenizer(**content["tokenizer"]),
+                TokenizerIdentity(*content["tokenizer"]),
                 content["unit_bytes"],
-                tuple(InputFile(*values) for values in content["inputs"]),
+                tuple(InputFile(name, name, size, modified) for name, size, modified in content["inputs"]),
                 tuple(tuple((number, start, stop) for number, start, stop in unit) for unit in content["units"]),
             )
         except (ValueError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{name}: not a plan of this program ({reason}); start again with --restart") from error
 
+    @property
+    def sha256(self) -> str:
+        """The same for all plans that give the same output."""
+        settings = dataclasses.replace(self.settings, **{name: getattr(Settings, name) for name in _NO_CONTENT})
+        return hashlib.sha256(dataclasses.replace(self, settings=settings).to_json().encode()).hexdigest()
+
+    @property
+    def cuts_tail(self) -> bool:
+        """Whether the corpus is one document, of plain text, of which the end is to be the validation split."""
+        files = self.inputs if self.settings.validation_fraction else ()
+        return len(files) == 1 and files[0].kind(self.settings.ids_dtype) == "text" and self.settings.text_mode == "file"
+
     def differences(self, now: Plan) -> Iterator[str]:
         """What is not as it was in this plan, one phrase each."""
         for field in dataclasses.fields(Settings):
+            if field.name in _NO_CONTENT:
+                continue
             before, after = getattr(self.settings, field.name), getattr(now.settings, field.name)
             if before != after:
-                option = "documents" if field.name == "text_mode" else field.name.replace("_", "-")
-                yield f"--{option} was {before!r} and is {after!r}"
+                yield f"{option_of(field.name)} was {before!r} and is {after!r}"
         if self.tokenizer != now.tokenizer:
-            yield "the tokenizer is another one"
+            difference = self.tokenizer.difference(now.tokenizer)
+            yield f"they have {difference}" if difference and "one tokenizer" in difference else "the tokenizer is another one"
         before_files = {file.name: file for file in self.inputs}
         after_files = {file.name: file for file in now.inputs}
         for name in sorted(before_files.keys() | after_files.keys()):

@@ -9,11 +9,15 @@ number of processes, machines and interruptions. Memory is a batch per process, 
 
 A document goes to the validation split when the hash of its text, read as a number in [0, 1), is below the fraction.
 Nothing else decides: adding data never moves a document, duplicates land on the same side, and a larger fraction only
-adds to validation.
+adds to validation. A corpus that is one file of plain text, and so one document, is cut instead: its end is the validation split.
+
+Rows that cannot be used (not UTF-8, not JSON, no text, ids or characters that the tokenizer does not have) are left out, up to
+`max_invalid` in the whole preparation, counted in the manifest and listed in invalid.jsonl.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -29,18 +33,18 @@ from pretrain.data.preparation.documents import Piece
 from pretrain.data.preparation.encode import Encoder, copy_tokenizer
 from pretrain.data.preparation.inputs import InputFile, find_inputs
 from pretrain.data.preparation.parts import Parts, PartSummary
-from pretrain.data.preparation.plan import Plan, PlannedTokenizer, Settings
+from pretrain.data.preparation.plan import Plan, Settings
 from pretrain.data.preparation.process_pool import ProcessPool
 from pretrain.data.preparation.progress import MEGABYTE, CorpusProgress
 from pretrain.data.preparation.unit_work import UnitJob, Work, do_unit, sample_texts
 from pretrain.data.preparation.work_directory import WorkDirectory
-from pretrain.data.shards.manifest import DTYPES, Manifest, dtype_for, read_manifest
+from pretrain.data.shards.manifest import DTYPES, INVALID_NAME, Manifest, dtype_for, read_manifest
 from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.engine import choose_engine
-from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, identity_of, load_tokenizer
 from pretrain.errors import ConfigError, DataError
 
-_COUNTS = ("empty_documents", "duplicate_documents", "invalid_documents")
+_COUNTS = ("empty_documents", "duplicate_documents", "invalid_documents", "byte_order_marks")
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,18 @@ class PreparedSplit:
 class Preparation:
     """The outcome of `prepare` or `merge`; `str()` of it is the closing line of the tool.
 
-    The counts are of the whole preparation. `seconds`, the rates (MB of text) and `tokenizer_share`, the part of the time of
-    all processes that was spent inside the tokenizer, are of this start of it, and 0 when it tokenized nothing.
+    The counts are of the whole preparation; `byte_order_marks` were removed. `seconds`, the rates (MB of text) and `tokenizer_share`,
+    the part of the time of all processes that was spent inside the tokenizer, are of this start of it, and 0 when it tokenized nothing.
+    `repeated`: the output was there, made by the same command.
     """
 
     splits: tuple[PreparedSplit, ...]
     empty_documents: int
     duplicate_documents: int
     invalid_documents: int
+    byte_order_marks: int
     seconds: float
+    repeated: bool = False
     megabytes_per_second: float = 0.0
     megabytes_per_second_per_core: float = 0.0
     tokenizer_share: float = 0.0
@@ -80,7 +87,11 @@ class Preparation:
         if self.duplicate_documents:
             left_out += f", {self.duplicate_documents} duplicates removed"
         if self.invalid_documents:
-            left_out += f", {self.invalid_documents} invalid documents skipped"
+            left_out += f", {self.invalid_documents} invalid rows left out (see {self.splits[0].path / INVALID_NAME})"
+        if self.byte_order_marks:
+            left_out += f", {self.byte_order_marks} byte order marks removed"
+        if self.repeated:
+            return f"nothing to do: the same command has prepared {where}; {left_out}"
         text = f"prepared {where}; {left_out}; {self.seconds:.1f} s"
         if not self.megabytes_per_second:
             return text
@@ -136,20 +147,25 @@ def prepare(
     settings.check()
     _check_division(workers, task, tasks, restart)
     begin = time.monotonic()
-    output = Path(output)
-    own = None if task is None else (task, tasks)
-    with WorkDirectory.locked(output, work, own) as directory:
-        if (done := _already_published(directory)) is not None:
-            return done
-        refuse_existing(output)
-        if restart:
-            directory.restart()
+
+    def planned() -> tuple[Plan, Tokenizer]:
         loaded = load_tokenizer(tokenizer)
         Encoder(loaded, settings.fim_rate, settings.fim_spm_rate)  # refuses a tokenizer without what fill-in-the-middle needs
-        planned = PlannedTokenizer(loaded.fingerprint, loaded.vocab_size, loaded.eod_id)
-        plan = Plan.make(settings, planned, _found(inputs), unit_bytes)
+        return Plan.make(settings, identity_of(loaded), _found(inputs), unit_bytes), loaded
+
+    if _is_there(output):
+        return _repeated(output, work, planned()[0], tidy=task is None)
+    own = None if task is None else (task, tasks)
+    with WorkDirectory.locked(output, work, own) as directory:
+        refuse_existing(directory.output)
+        if restart:
+            directory.restart()
+        plan, loaded = planned()
         directory.agree(plan, lambda path: copy_tokenizer(loaded, path))
-        parts = directory.parts(plan, DTYPES[dtype_for(planned.vocab_size)])
+        parts = directory.parts(plan, DTYPES[dtype_for(plan.tokenizer.vocab_size)])
+        if plan.cuts_tail:
+            share = f"{settings.validation_fraction:.4g}"
+            _say(f"{plan.inputs[0].name}: one document; its end, a share of {share}, cut at a line, is the validation split")
         with ProcessPool(workers) as pool:
             units = _Units(plan, parts, str(tokenizer), engine)
             try:
@@ -160,23 +176,24 @@ def prepare(
                 raise
             if task is not None:
                 return FinishedTask(task, tasks, len(units.mine), directory.path, time.monotonic() - begin)
-            result = _assembled(directory, plan, parts, pool)
+            result = _assembled(directory, plan, parts, pool, settings.max_invalid)
     seconds = time.monotonic() - begin
     return units.rated(dataclasses.replace(result, seconds=seconds), workers)
 
 
-def merge(output: str | Path, *, work: str | Path | None = None, workers: int = 1) -> Preparation:
-    """Put the output together that tasks have prepared.
+def merge(
+    output: str | Path, *, work: str | Path | None = None, workers: int = 1, max_invalid: int | None = None
+) -> Preparation:
+    """Put the output together that tasks have prepared. `max_invalid`: by default what the first of them was given.
 
     Raises DataError naming the tasks that have not finished, and for everything that `prepare` does.
     """
     _check_division(workers, None, 1, False)
     begin = time.monotonic()
-    output = Path(output)
+    if _is_there(output):
+        return _repeated(output, work, None, tidy=True)
     with WorkDirectory.locked(output, work) as directory:
-        if (done := _already_published(directory)) is not None:
-            return done
-        refuse_existing(output)
+        refuse_existing(directory.output)
         plan = directory.read_plan()
         parts = directory.parts(plan, DTYPES[dtype_for(plan.tokenizer.vocab_size)])
         missing = sorted(set(range(len(plan.units))) - parts.finished().keys())
@@ -186,7 +203,8 @@ def merge(output: str | Path, *, work: str | Path | None = None, workers: int = 
             which = f"; run again, or wait for, task {', '.join(map(str, named))} of {tasks}" if named else ""
             raise DataError(f"{directory.path}: {len(missing)} of {len(plan.units)} units of work are not finished{which}")
         with ProcessPool(workers) as pool:
-            result = _assembled(directory, plan, parts, pool)
+            limit = plan.settings.max_invalid if max_invalid is None else max_invalid
+            result = _assembled(directory, plan, parts, pool, limit)
     return dataclasses.replace(result, seconds=time.monotonic() - begin)
 
 
@@ -205,18 +223,39 @@ def _check_division(workers: int, task: int | None, tasks: int, restart: bool) -
 
 def _found(inputs: Sequence[str] | Sequence[InputFile]) -> list[InputFile]:
     named = [item for item in inputs if isinstance(item, str)]
-    if not named:
-        return list(inputs)
-    return [InputFile.found_at(str(path)) for path in find_inputs(named)]
+    return find_inputs(named) if named else list(inputs)
 
 
-def _already_published(directory: WorkDirectory) -> Preparation | None:
-    """The result of a start that was killed between its last two steps, after tidying up behind it."""
-    if not directory.was_published():
-        return None
-    directory.remove()
-    paths = [directory.output / name for name in (".", *SPLITS)]
-    return _outcome({path: read_manifest(path) for path in paths if (path / "manifest.json").is_file()})
+def _is_there(output: str | Path) -> bool:
+    """Whether a prepared output is there: it is put there in one step."""
+    return any((Path(output) / name / "manifest.json").is_file() for name in (".", SPLITS[0]))
+
+
+def _repeated(output: str | Path, work: str | Path | None, plan: Plan | None, tidy: bool) -> Preparation:
+    """The outcome that is there, of the same `plan` (None: of that of the work that is left, if any); `tidy`: remove the work.
+
+    Raises DataError for an output of another plan.
+    """
+    output = Path(output)
+    names = (".",) if (output / "manifest.json").is_file() else SPLITS
+    manifests = {output / name: read_manifest(output / name) for name in names}
+    made_by = {manifest.plan_sha256 for manifest in manifests.values()}
+    left = WorkDirectory.place(output, work)
+    if plan is None and (left / "plan.json").is_file():
+        plan = WorkDirectory(output, left).read_plan()
+    if None in made_by or (plan is not None and made_by != {plan.sha256}):
+        before = next(iter(manifests.values())).preparation
+        changed = plan.settings.difference(before) if plan and None not in made_by else None
+        which = (
+            f", prepared with {changed}," if changed else ", prepared from other inputs or with other options," if plan else ""
+        )
+        raise DataError(f"{output}: already exists{which} and was left as it is; choose another output or remove it first")
+    if tidy and left.exists():
+        # What a start has left that was killed between its last two steps; whoever holds it removes it itself.
+        with contextlib.suppress(DataError), WorkDirectory.locked(output, work) as directory:
+            if directory.begun and directory.read_plan().sha256 in made_by:
+                directory.remove()
+    return dataclasses.replace(_outcome(manifests), repeated=True)
 
 
 def _outcome(manifests: dict[Path, Manifest]) -> Preparation:
@@ -225,7 +264,7 @@ def _outcome(manifests: dict[Path, Manifest]) -> Preparation:
     return Preparation(tuple(splits), **{name: int(counts[name] or 0) for name in _COUNTS}, seconds=0.0)
 
 
-def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: ProcessPool) -> Preparation:
+def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: ProcessPool, max_invalid: int) -> Preparation:
     """Put the output together from the finished parts, and publish it."""
     settings = plan.settings
     found = parts.finished()
@@ -234,15 +273,17 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
     if not documents:
         directory.restart()
         raise DataError("the corpus is empty: the input files hold no document with any text")
+    refuse_invalid(summaries, max_invalid)
     duplicates, count = find_duplicates(parts, summaries, directory.path / "deduplicate") if settings.deduplicate else (None, 0)
-    counts = (sum(summary.empty for summary in summaries), count, sum(summary.invalid for summary in summaries))
+    totals = [sum(getattr(summary, name) for summary in summaries) for name in ("empty", "invalid", "marks")]
+    counts = dict(zip(_COUNTS, (totals[0], count, *totals[1:])))
     description = Description(
-        plan.tokenizer.vocab_size,
-        plan.tokenizer.eod_id,
-        plan.tokenizer.fingerprint,
+        plan.tokenizer,
         directory.tokenizer,
         [file.name for file in plan.inputs],
-        {**dataclasses.asdict(settings), **dict(zip(_COUNTS, counts))},
+        {**dataclasses.asdict(settings), **counts},
+        plan.sha256,
+        [row for summary in summaries for row in summary.invalid_rows],
     )
     rows = _rows_before(plan, summaries)
     root = directory.begin_assembly()
@@ -257,12 +298,24 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
             if manifest is None:
                 directory.restart()
                 raise DataError(
-                    f"the {name} split is empty: none of the {documents} documents falls into it with"
-                    f" --validation-fraction {settings.validation_fraction}; change the fraction or add data"
+                    f"the {name} split is empty: none of the {documents} documents falls into it with --validation-fraction"
+                    f" {settings.validation_fraction}; add data, cut text files into more documents with --documents line, or give one file"
+                    " of plain text, whose end is then the validation split"
                 )
             manifests[directory.output / name] = manifest
     directory.publish(root)
     return _outcome(manifests)
+
+
+def refuse_invalid(summaries: Sequence[PartSummary], most: int) -> None:
+    """Raise DataError where more rows cannot be used than may be left out."""
+    count = sum(summary.invalid for summary in summaries)
+    if count > most:
+        where, reason = next(row for summary in summaries for row in summary.invalid_rows)
+        raise DataError(
+            f"{count} rows cannot be used, more than --max-invalid {most}, the first of them {where}: {reason}; what is finished is kept: "
+            "correct the input, or start again with a larger number"
+        )
 
 
 def _rows_before(plan: Plan, summaries: Sequence[PartSummary]) -> list[int]:
@@ -305,8 +358,7 @@ class _Units:
 
             for _, summary in pool.run(do_unit, jobs, on_report):
                 self._done.append(summary)
-                for name in summary.invalid_names:
-                    _say(f"skipped {name}: not valid text")
+                refuse_invalid([*finished.values(), *self._done], self._plan.settings.max_invalid)
 
     def rated(self, result: Preparation, workers: int) -> Preparation:
         """`result` with the rates of this start."""
@@ -326,11 +378,12 @@ class _Units:
             inputs=tuple(number for number, _, _ in spans),
             options=settings.documents,
             tokenizer_path=self._tokenizer_path,
-            tokenizer_sha256=plan.tokenizer.fingerprint,
+            tokenizer=plan.tokenizer,
             engine="library",
             fim_rate=settings.fim_rate,
             fim_spm_rate=settings.fim_spm_rate,
             validation_fraction=settings.validation_fraction,
+            cuts_tail=plan.cuts_tail,
             deduplicate=settings.deduplicate,
             parts=self._parts.directory,
         )

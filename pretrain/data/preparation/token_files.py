@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,66 +26,110 @@ def cut_at(ids: np.ndarray, end_id: int) -> list[np.ndarray]:
     return parts if bounds[-1] == len(ids) else [*parts, ids[bounds[-1] :]]
 
 
-def open_ids(file: InputFile, ids_dtype: str) -> np.ndarray:
-    """The ids of a file as a map of it. Raises DataError for anything but one dimension of integers."""
-    with reading(file):
-        if not file.path.lower().endswith(".npy"):
-            kind = np.dtype(ids_dtype).newbyteorder("<")
-            if file.size % kind.itemsize:
+class IdFile:
+    """The ids of a file, read a stretch at a time. Raises DataError for anything but one dimension of integers."""
+
+    def __init__(self, file: InputFile, ids_dtype: str) -> None:
+        self._file, self._offset = file, 0
+        if file.suffix != ".npy":
+            self.dtype = np.dtype(ids_dtype).newbyteorder("<")
+            if file.size % self.dtype.itemsize:
                 raise DataError(f"{file.name}: {file.size} bytes are no whole number of {ids_dtype}; see --ids-dtype")
-            return np.memmap(file.path, kind, "r") if file.size else np.empty(0, kind)
-        ids = np.load(file.path, mmap_mode="r", allow_pickle=False)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise DataError(f"{file.name}: holds {ids.ndim} dimensions of {ids.dtype}; expected one of integers")
-        return ids
+            self._length = file.size // self.dtype.itemsize
+            return
+        with reading(file), file.open(at_random=True) as stream:
+            version = np.lib.format.read_magic(stream)
+            read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, self.dtype = read_header(stream)
+            self._offset = stream.tell()
+        if len(shape) != 1 or self.dtype.kind not in "iu":
+            raise DataError(f"{file.name}: holds {len(shape)} dimensions of {self.dtype}; expected one of integers")
+        self._length = shape[0]
+        if file.size != self._offset + self._length * self.dtype.itemsize:
+            raise DataError(
+                f"{file.name}: cannot be read (its {file.size} bytes are not the {self._length} ids that it says it holds)"
+            )
+
+    def __len__(self) -> int:
+        return self._length
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Callable[[int, int], np.ndarray]]:
+        """A function that reads the ids [start, stop)."""
+        size = self.dtype.itemsize
+        with reading(self._file), self._file.open(at_random=True) as stream:
+
+            def read(start: int, stop: int) -> np.ndarray:
+                stream.seek(self._offset + start * size)
+                content, missing = b"", (stop - start) * size
+                while missing and (part := stream.read(missing)):
+                    content, missing = content + part, missing - len(part)
+                if missing:
+                    raise EOFError(f"it ends {missing} bytes before id {stop}")
+                return np.frombuffer(content, dtype=self.dtype)
+
+            yield read
 
 
 def id_documents(file: InputFile, ids_dtype: str, end_id: int, start: int, stop: int, tally: Tally) -> Iterator[np.ndarray]:
     """The documents of a file whose first id lies in [start, stop), to the end for a negative `stop`; some may be empty.
 
-    Memory is one document, and what the system caches of the file.
+    Memory is one document, or a stretch of 4 MB at the least.
     """
-    ids = open_ids(file, ids_dtype)
+    ids = IdFile(file, ids_dtype)
     stop = len(ids) if stop < 0 else stop
-    position = start if not start else _after_end(ids, end_id, start - 1, stop)
-    while position < stop:
-        end = _after_end(ids, end_id, position, len(ids))
-        closed = ids[end - 1] == end_id
-        tally.consumed += (end - position) * ids.itemsize
-        yield ids[position : end - 1 if closed else end]
-        position = end
+    with ids.opened() as read:
+        position = start if not start else _after_end(read, end_id, start - 1, stop)
+        place, open_parts = position, []  # what was read, and what of it is of a document that goes on
+        while position < stop:
+            chunk, begin = read(place, min(place + _CHUNK, len(ids))), 0
+            place += len(chunk)
+            for end in np.flatnonzero(chunk == end_id).tolist():
+                document = np.concatenate([*open_parts, chunk[begin:end]]) if open_parts else chunk[begin:end]
+                position, begin, open_parts = position + len(document) + 1, end + 1, []
+                tally.consumed += (len(document) + 1) * ids.dtype.itemsize
+                yield document
+                if position >= stop:
+                    return
+            open_parts.append(chunk[begin:])
+            if place == len(ids):
+                document = np.concatenate(open_parts)
+                tally.consumed += len(document) * ids.dtype.itemsize
+                yield document
+                return
 
 
 def documents_before(file: InputFile, ids_dtype: str, end_id: int, start: int) -> int:
     """Documents of a file that begin before the first one in a range at `start`: for messages."""
     if not start:
         return 0
-    ids = open_ids(file, ids_dtype)[: start - 1]
-    return 1 + sum(int((ids[first : first + _CHUNK] == end_id).sum()) for first in range(0, len(ids), _CHUNK))
+    ids, count = IdFile(file, ids_dtype), 1
+    with ids.opened() as read:
+        for first in range(0, start - 1, _CHUNK):
+            count += int((read(first, min(first + _CHUNK, start - 1)) == end_id).sum())
+    return count
 
 
-def _after_end(ids: np.ndarray, end_id: int, position: int, stop: int) -> int:
+def _after_end(read: Callable[[int, int], np.ndarray], end_id: int, position: int, stop: int) -> int:
     """The place after the first `end_id` at or after `position`; `stop` when there is none before it."""
     size = 1 << 12
     while position < stop:
-        found = np.flatnonzero(ids[position : min(position + size, stop)] == end_id)
+        found = np.flatnonzero(read(position, min(position + size, stop)) == end_id)
         if len(found):
             return position + int(found[0]) + 1
         position, size = min(position + size, stop), _CHUNK
     return stop
 
 
-def ids_of(value: Any, field: str, origin: str) -> np.ndarray:
-    """One dimension of integers from what a JSON field held."""
+def ids_of(value: Any) -> np.ndarray | None:
+    """One dimension of integers from what a JSON field held; None for anything else."""
     try:
         ids = np.array(value if isinstance(value, list) else None)
     except (ValueError, OverflowError):  # lists of different lengths
-        ids = np.array(None)
+        return None
     if ids.size == 0 and ids.ndim == 1:
         return ids.astype(np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise DataError(f"{origin}: field {field!r} is not a list of ids; see --ids-field")
-    return ids
+    return ids if ids.ndim == 1 and ids.dtype.kind in "iu" else None
 
 
 def check_ids_options(ids_field: str, ids_dtype: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,28 +17,34 @@ from pretrain.data.preparation.documents import Content, DocumentOptions, Piece,
 from pretrain.data.preparation.encode import Encoder, load_encoder
 from pretrain.data.preparation.lines import Tally
 from pretrain.data.preparation.parts import PartSummary, PartWriter
+from pretrain.data.remote.transfer import Remote
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import DataError
 
 BATCH_CHARACTERS = 1 << 19
 BATCH_DOCUMENTS = 4096
 _SAMPLED_UNITS = 64
 _SAMPLED_CHARACTERS = 1 << 17
+_LAST_PLACE = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class UnitJob:
-    """All that a process needs to know to do one unit. `inputs` are the numbers of the pieces' files."""
+    """All that a process needs to know to do one unit. `inputs` are the numbers of the pieces' files; with `cuts_tail` each document's
+    end belongs to the validation split, instead of some documents.
+    """
 
     unit: int
     pieces: tuple[Piece, ...]
     inputs: tuple[int, ...]
     options: DocumentOptions
     tokenizer_path: str
-    tokenizer_sha256: str
+    tokenizer: TokenizerIdentity
     engine: str
     fim_rate: float
     fim_spm_rate: float
     validation_fraction: float
+    cuts_tail: bool
     deduplicate: bool
     parts: Path
 
@@ -60,17 +69,44 @@ class _Batch:
     positions: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
 
+    def keep(self, numbers: list[int]) -> None:
+        """Leave out the other documents."""
+        for name, values in vars(self).items():
+            setattr(self, name, [values[number] for number in numbers] if values else values)
+
 
 def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
-    """Read, tokenize and write one unit. Raises DataError naming the place in the input; nothing is left behind then."""
+    """Read, tokenize and write one unit. Raises DataError naming the place in the input; nothing is left behind then.
+
+    Where a server or a network fails in a way that may pass, the unit is begun again, for as long as patience lasts.
+    """
+    done = Work()
+
+    def count(work: Work) -> None:
+        nonlocal done
+        done = Work(*(a + b for a, b in zip(dataclasses.astuple(done), dataclasses.astuple(work))))
+        report(work)
+
+    def attempt() -> PartSummary:
+        nonlocal done
+        report(Work(*(-number for number in dataclasses.astuple(done))))  # what an attempt before this one has reported
+        done = Work()
+        return _attempt(job, count)
+
+    return Remote().persist(job.pieces[0].file.path, attempt)
+
+
+def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
     begin = time.perf_counter()
-    encoder = load_encoder(job.tokenizer_path, job.tokenizer_sha256, job.engine, job.fim_rate, job.fim_spm_rate)
+    encoder = load_encoder(job.tokenizer_path, job.tokenizer, job.engine, job.fim_rate, job.fim_spm_rate)
     encode_begin = encoder.seconds
     with PartWriter(job.parts, job.unit, encoder.dtype, job.deduplicate) as part:
         unit = _Unit(job, encoder)
         consumed = 0
         for batch in unit.batches():
             tokens, lengths = unit.encoded(batch)
+            if not len(lengths):  # none that the vocabulary can express
+                continue
             columns = {"bytes": batch.sizes, "input": batch.inputs, "row": batch.rows, "validation": unit.split(batch)}
             if job.deduplicate:
                 columns["hash"] = np.frombuffer(b"".join(batch.hashes), "<u8").reshape(-1, 2)
@@ -83,21 +119,26 @@ def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
             rows=tally.rows,
             empty=tally.empty,
             invalid=tally.invalid,
-            invalid_names=tally.invalid_names,
+            invalid_rows=tally.invalid_rows,
+            marks=tally.marks,
             seconds=time.perf_counter() - begin,
             encode_seconds=encoder.seconds - encode_begin,
         )
 
 
 def sample_texts(jobs: Sequence[UnitJob], end_id: int) -> Iterator[str]:
-    """Some documents from the beginnings of up to 64 units, evenly spread: not what is done, but a look at it."""
+    """Some documents, or the beginnings of long ones, from the beginnings of up to 64 units, evenly spread: a look at the corpus.
+
+    What cannot be read is left to the units, which say where it is.
+    """
     for job in jobs[:: -(-len(jobs) // _SAMPLED_UNITS)]:
-        characters = 0
-        for content, _ in PieceReader(job.pieces[0], job.options, end_id, Tally()).documents():
-            if not isinstance(content, str) or characters > _SAMPLED_CHARACTERS:
-                break
-            characters += len(content)
-            yield content
+        characters, options = 0, dataclasses.replace(job.options, max_invalid=sys.maxsize)
+        with contextlib.suppress(DataError):
+            for content, _ in PieceReader(job.pieces[0], options, end_id, Tally()).documents():
+                if not isinstance(content, str) or characters > _SAMPLED_CHARACTERS:
+                    break
+                characters += len(content)
+                yield content[:_SAMPLED_CHARACTERS]
 
 
 class _Unit:
@@ -115,9 +156,8 @@ class _Unit:
             piece.file.refuse_changes()
             self.tally.consumed = 0
             reader = PieceReader(piece, self._job.options, self._encoder.tokenizer.eod_id, self.tally)
-            for content, row in reader.documents():
-                added = self._add(batch, content, number, row, reader)
-                size += added
+            for content, row, place in self._placed(reader):
+                size += self._add(batch, content, number, row, reader, place)
                 if size >= BATCH_CHARACTERS or len(batch.contents) >= BATCH_DOCUMENTS:
                     self.consumed = before + min(self.tally.consumed, piece.size)
                     yield batch
@@ -128,7 +168,17 @@ class _Unit:
         if batch.contents:
             yield batch
 
-    def _add(self, batch: _Batch, content: Content, number: int, row: int, reader: PieceReader) -> int:
+    def _placed(self, reader: PieceReader) -> Iterator[tuple[Content, int, int | None]]:
+        """Documents with their rows, and where they lie between 0 and 2**64 if their content is not to decide that."""
+        for content, row in reader.documents():
+            if not self._job.cuts_tail or not isinstance(content, str):
+                yield content, row, None
+                continue
+            cut = tail_begin(content, self._job.validation_fraction)
+            yield content[:cut], row, _LAST_PLACE
+            yield content[cut:], row + content.count("\n", 0, cut), 0
+
+    def _add(self, batch: _Batch, content: Content, number: int, row: int, reader: PieceReader, place: int | None) -> int:
         """The number of characters or ids added."""
         if isinstance(content, str):
             if not content or content.isspace():
@@ -147,7 +197,7 @@ class _Unit:
             data = np.ascontiguousarray(content, "<u4").tobytes() if self._hashed else b""
             batch.sizes.append(0)
         if self._threshold:
-            batch.positions.append(document_position(data))
+            batch.positions.append(document_position(data) if place is None else place)
         if self._job.deduplicate:
             batch.hashes.append(hashlib.blake2b(data, digest_size=16).digest())
         batch.contents.append(content)
@@ -165,17 +215,22 @@ class _Unit:
         return None
 
     def encoded(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
-        encode = self._encode
+        """Tokens and lengths of the documents of a batch; those that the vocabulary cannot express are taken out of it."""
         try:
-            return encode(batch.contents)
+            return self._encode(batch.contents)
         except DataError as error:
             batch_error = error
-        for content, row, reader in zip(batch.contents, batch.rows, batch.readers):  # one by one, to name the document
-            try:
-                encode([content])
+        kept = []
+        for number, (content, row, reader) in enumerate(zip(batch.contents, batch.rows, batch.readers)):
+            try:  # one by one, to name the document
+                self._encode([content])
+                kept.append(number)
             except DataError as error:
-                raise DataError(f"{reader.origin(row)}: {error}") from error
-        raise batch_error
+                reader.leave_out(row, str(error))
+        if len(kept) == len(batch.contents):
+            raise batch_error
+        batch.keep(kept)
+        return self._encode(batch.contents)
 
     def _encode(self, contents: Sequence[Content]) -> tuple[np.ndarray, np.ndarray]:
         """Runs of texts and of ids (a folder may hold both) in their order."""
@@ -190,6 +245,16 @@ class _Unit:
     def split(self, batch: _Batch) -> list[bool] | bool:
         """Which documents belong to the validation split."""
         return [position < self._threshold for position in batch.positions] if self._threshold else False
+
+
+def tail_begin(text: str, fraction: float) -> int:
+    """Where the last `fraction` of a text begins: at the line that begins next, or else at the word that does."""
+    place = int(len(text) * (1 - fraction))
+    line = text.find("\n", place) + 1
+    if 0 < line < len(text) and not text[line:].isspace():
+        return line
+    word = text.find(" ", place) + 1
+    return word if 0 < word < len(text) else place
 
 
 def document_position(data: bytes) -> int:

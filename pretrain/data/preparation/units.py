@@ -2,7 +2,7 @@
 
     many small files ─┐
                       ├─▶ unit 0, unit 1, unit 2, ... in the order of the documents
-    one large file  ──┘   (cut at lines, row groups, record batches or ids; a compressed file is never cut)
+    one large file  ──┘   (cut at lines, row groups, record batches or ids; compressed files, csv and web archives are never cut)
 
 The cuts depend on the names, sizes and inner structure of the files alone: never on processes or machines, so that these may
 change from one run to the next. Units are about 1/256 of the input between 2 and 32 MB, so that few files still occupy all
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pretrain.data.preparation.columns import WHOLE, column_parts
 from pretrain.data.preparation.documents import DocumentOptions
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.preparation.token_files import open_ids
+from pretrain.data.preparation.token_files import IdFile
+from pretrain.data.remote.transfer import Remote
 
 Span = tuple[int, int, int]
 """(number of the input file, start, stop) of a piece."""
@@ -52,11 +53,13 @@ def plan_units(files: Sequence[InputFile], options: DocumentOptions, unit_bytes:
 
 def _parts(file: InputFile, options: DocumentOptions, unit_bytes: int) -> list[tuple[int, int]]:
     kind = file.kind(options.ids_dtype)
-    if file.size <= unit_bytes or file.compression or (kind == "text" and options.text_mode == "file"):
+    if file.size <= unit_bytes or kind in ("csv", "warc") or (kind == "text" and options.text_mode == "file"):
         return [(0, WHOLE)]
     if kind in ("parquet", "arrow"):
-        return column_parts(file, kind, unit_bytes)
-    length = len(open_ids(file, options.ids_dtype)) if kind == "ids" else file.size
+        return Remote().persist(file.path, lambda: column_parts(file, kind, unit_bytes))
+    if kind != "ids" and not file.is_divisible:
+        return [(0, WHOLE)]
+    length = len(IdFile(file, options.ids_dtype)) if kind == "ids" else file.size
     count = -(-file.size // unit_bytes)
     bounds = [length * part // count for part in range(count + 1)]
     return list(zip(bounds, bounds[1:]))

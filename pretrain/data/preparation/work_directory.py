@@ -6,7 +6,6 @@
 .NAME.preparing/tokenizer/            a copy, for the output
 .NAME.preparing/parts/                what is finished
 .NAME.preparing/assembled/            the output while it is put together
-.NAME.preparing/published             hashes of the output's manifests, written just before it is renamed into place
 
 The two names that vary are for worker processes that outlive a killed parent until the end of what they were doing: what they
 still write reaches neither work on another plan nor another attempt at the output.
@@ -17,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -29,11 +27,11 @@ from typing import Any
 
 from pretrain.data.preparation.parts import Parts, writing
 from pretrain.data.preparation.plan import Plan
-from pretrain.data.shards.staging import flush_tree, refuse_existing, rename_into_place
+from pretrain.data.shards.staging import flush_tree, refuse_existing, refuse_url, rename_into_place
 from pretrain.errors import ConfigError, DataError
-from pretrain.storage import flush, replace_text, sha256_of
+from pretrain.storage import flush, sha256_of
 
-_OURS = ("lock", "plan.json", "tokenizer", "deduplicate", "published")
+_OURS = ("lock", "plan.json", "tokenizer", "deduplicate")
 _BEGIN, _PARTS, _ASSEMBLED = "begin.", "parts-", "assembled."
 _TASK = re.compile(r"task-(\d+)-of-(\d+)")
 
@@ -44,7 +42,13 @@ class WorkDirectory:
     def __init__(self, output: Path, path: Path) -> None:
         self.output, self.path = output, path
         self.tokenizer = path / "tokenizer"
-        self._plan, self._published = path / "plan.json", path / "published"
+        self._plan = path / "plan.json"
+
+    @staticmethod
+    def place(output: Path, work: str | Path | None) -> Path:
+        """Where the work of `output` lies: `work`, by default a hidden folder beside the output."""
+        whole = Path(os.path.abspath(output))
+        return Path(os.path.abspath(work)) if work else whole.parent / f".{whole.name}.preparing"
 
     @classmethod
     @contextlib.contextmanager
@@ -56,8 +60,10 @@ class WorkDirectory:
         `work` (default: a hidden folder beside `output`) must be on the same filesystem as `output`. Raises DataError at once
         when another process holds it. It is removed again when it comes to hold no plan.
         """
+        refuse_url("--output", output)
+        refuse_url("--work", work)
         output, whole = Path(output), Path(os.path.abspath(output))
-        path = Path(os.path.abspath(work)) if work else whole.parent / f".{whole.name}.preparing"
+        path = cls.place(output, work)
         with contextlib.ExitStack() as stack:
             while True:
                 with writing(output):
@@ -102,7 +108,8 @@ class WorkDirectory:
         # Under another name first, where an orphan of a killed parent cannot put a file between listing and removing.
         aside = Path(tempfile.mkdtemp(prefix=_BEGIN, dir=self.path))
         os.rename(path, aside / "removed")
-        shutil.rmtree(aside)
+        # On NFS a file that a process still has open stays, under another name, until that process ends.
+        shutil.rmtree(aside, ignore_errors=True)
 
     def agree(self, plan: Plan, save_tokenizer: Callable[[Path], None]) -> None:
         """Write the plan, or find it written. Raises DataError naming a difference when the work was begun with another one."""
@@ -164,25 +171,15 @@ class WorkDirectory:
         """Rename `assembled` to the output, in one step and for good, and remove the work."""
         with writing(self.path):
             flush_tree(assembled)
-            replace_text(self._published, json.dumps(_manifest_hashes(assembled)))
             refuse_existing(self.output)
             rename_into_place(assembled, Path(os.path.abspath(self.output)))
         self.remove()
 
-    def was_published(self) -> bool:
-        """Whether the output was renamed into place and the process then killed before it could remove the work."""
-        return self._published.exists() and json.loads(self._published.read_bytes()) == _manifest_hashes(self.output)
-
     def remove(self) -> None:
-        """Remove the work, and last of all what says that it was published."""
-        self._remove_all_but("published")
-        self._published.unlink(missing_ok=True)
+        """Remove the work. Where that is interrupted, the output is there, and the next start finds it and goes on."""
+        self._remove_all_but()
         with contextlib.suppress(OSError):  # another process has just come, and will see the output
             self.path.rmdir()
-
-
-def _manifest_hashes(directory: Path) -> dict[str, str]:
-    return {str(path.relative_to(directory)): sha256_of(path) for path in sorted(directory.glob("**/manifest.json"))}
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@
 
 A file is named by its content, so that equal shards of two data sets are kept once and a shard that changed at its origin is another
 file. Locks are `flock`s: they end with the process, so one that is killed blocks nobody, and what it left is removed by whoever
-makes room next. A file that is dropped while a process has it mapped stays readable there (POSIX unlink); its space comes
-back when the process lets go, which readers do within seconds (`mapped_files.py`).
+makes room next. A file that is dropped while a process has it open stays readable there (POSIX unlink); its space comes
+back when the process lets go, which readers do within seconds (`cached_files.py`).
 
 There is no record of what is used: the folder itself is the record, read anew under the lock whenever room is made. So the count
 cannot drift, whatever was killed when.

@@ -18,30 +18,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
-
-import numpy as np
+from typing import Any, BinaryIO
 
 from pretrain.data.remote.cache import ShardCache
-from pretrain.data.remote.mapped_files import MappedFiles
+from pretrain.data.remote.cached_files import CachedFiles
 from pretrain.data.remote.prefetch import Prefetcher
 from pretrain.data.remote.transfer import Remote, join, shown
-from pretrain.data.shards.manifest import Manifest, read_manifest
-from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME, tokenizer_fingerprint
+from pretrain.data.shards.manifest import Manifest, StoredFile, read_manifest
+from pretrain.data.shards.open_files import OpenFile
+from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME, copy_difference
 from pretrain.errors import DataError
 from pretrain.storage import sha256_of
 
 log = logging.getLogger(__name__)
 
 _STAGE = ".partial-"
-
-
-class RemoteFile(NamedTuple):
-    """A file that the manifest describes: its size in bytes and its content."""
-
-    name: str
-    size: int
-    sha256: str
 
 
 class RemoteFiles:
@@ -63,7 +54,7 @@ class RemoteFiles:
         """The URL of a file, for messages."""
         return shown(join(self.url, name))
 
-    def open(self, file: RemoteFile, cancelled: Callable[[], bool] = lambda: False) -> BinaryIO:
+    def open(self, file: StoredFile, cancelled: Callable[[], bool] = lambda: False) -> BinaryIO:
         """The local copy of a file, open for reading; fetched where there is none. It stays readable whatever the cache drops.
 
         Raises DataError naming the URL, and what to do.
@@ -77,11 +68,11 @@ class RemoteFiles:
 
         return self.cache.open(file.sha256, file.size, self.place(file.name), download)
 
-    def maps(self, open_map: Callable[..., np.ndarray], file_of: Callable[..., RemoteFile], maxsize: int) -> MappedFiles:
-        """`open_map` remembered; `file_of` says which file a call of it maps."""
-        return MappedFiles(open_map, lambda *key: file_of(*key).sha256, self.cache, maxsize)
+    def open_files(self, open_file: Callable[[Any], OpenFile], file_of: Callable[[Any], StoredFile]) -> CachedFiles:
+        """The files that `open_file(key)` opens, kept open; `file_of(key)` is what the cache has of one."""
+        return CachedFiles(open_file, lambda key: file_of(key).sha256, self.cache)
 
-    def prefetch(self, files: Iterable[RemoteFile]) -> None:
+    def prefetch(self, files: Iterable[StoredFile]) -> None:
         """Bring files in the background, first come first served, as many as take half of the cache. Returns at once."""
         chosen, total = [], 0
         for file in files:
@@ -101,7 +92,7 @@ class RemoteFiles:
         """End the threads that prefetch."""
         self._prefetcher.close()
 
-    def verify(self, files: Iterable[RemoteFile], fetch: bool) -> None:
+    def verify(self, files: Iterable[StoredFile], fetch: bool) -> None:
         """Hash the copies that are here, and with `fetch` bring the others, which checks them too.
 
         A damaged copy is dropped, with a warning, and fetched anew now or when it is read. Raises DataError when that fails.
@@ -131,7 +122,7 @@ class RemoteFiles:
         return directory
 
     @functools.cached_property
-    def _prefetcher(self) -> Prefetcher[RemoteFile]:
+    def _prefetcher(self) -> Prefetcher[StoredFile]:
         # Not a method of self: the threads would keep alive what their end waits for.
         return Prefetcher(functools.partial(_prefetch, RemoteFiles(self.url, self.directory, self.cache, self.remote)))
 
@@ -152,16 +143,17 @@ def open_remote(url: str, cache: ShardCache | None = None, remote: Remote | None
     _keep(directory, files)
     try:
         parsed = read_manifest(directory)
-        if tokenizer_fingerprint(directory / "tokenizer") != parsed.tokenizer_sha256:
+        if difference := copy_difference(directory / "tokenizer", parsed.tokenizer):
             raise DataError(
-                f"{shown(join(url, 'tokenizer'))} is not the tokenizer that {shown(url)} was prepared with; restore it or prepare again"
+                f"{shown(join(url, 'tokenizer'))} is not the tokenizer that {shown(url)} was prepared with: {difference}; restore it or "
+                "prepare again"
             )
     except DataError as error:
         raise DataError(str(error).replace(str(directory), shown(url).rstrip("/"))) from error
     return RemoteFiles(url, directory, cache, remote), parsed
 
 
-def _prefetch(files: RemoteFiles, file: RemoteFile, cancelled: Callable[[], bool]) -> None:
+def _prefetch(files: RemoteFiles, file: StoredFile, cancelled: Callable[[], bool]) -> None:
     files.open(file, cancelled).close()
 
 

@@ -71,8 +71,8 @@ class Cancelled(Exception):
     """A download that nobody waits for any more."""
 
 
-class _Passing(Exception):
-    """A failure that may pass."""
+class PassingError(DataError):
+    """A failure of a server or a network that may pass: worth another attempt."""
 
 
 class _WrongContent(Exception):
@@ -127,14 +127,14 @@ class Remote:
             if digest.hexdigest() != sha256:
                 raise _WrongContent(f"sha256 {digest.hexdigest()} where manifest.json says {sha256}")
 
-        self._persist(url, attempt, cancelled)
+        self.persist(url, attempt, cancelled)
 
     def read(self, url: str) -> bytes:
         """A small file whole. Raises FileNotFoundError where there is none, else DataError."""
-        return self._persist(url, lambda: b"".join(self._chunks(url, lambda: False)), lambda: False)
+        return self.persist(url, lambda: b"".join(self._chunks(url, lambda: False)), lambda: False)
 
-    def _persist(self, url: str, attempt: Callable[[], Any], cancelled: Callable[[], bool]) -> Any:
-        """`attempt` until it works, by the rules above."""
+    def persist(self, url: str, attempt: Callable[[], Any], cancelled: Callable[[], bool] = lambda: False) -> Any:
+        """The result of `attempt`, which is made again where it raises PassingError, by the rules above. `url`: for messages."""
         patience, first_failure, delay, contents = self.patience, None, self.patience.first_delay, 0
         while True:
             try:
@@ -146,8 +146,8 @@ class Remote:
                         f"{shown(url)}: fetched {contents} times, each time {error}; restore the file there, or prepare the data again"
                     ) from error
                 reason = str(error)
-            except _Passing as error:
-                reason = str(error)
+            except PassingError as error:
+                reason = str(error).removeprefix(f"{shown(url)}: ")
             now = time.monotonic()
             first_failure = now if first_failure is None else first_failure
             if now - first_failure > patience.give_up:
@@ -170,7 +170,7 @@ class Remote:
             while True:
                 piece = self._next(pieces, cancelled)
                 if isinstance(piece, BaseException):
-                    raise _judged(url, piece) from piece
+                    raise judged(url, piece) from piece
                 if not piece:
                     return
                 yield piece
@@ -186,11 +186,11 @@ class Remote:
                 return pieces.get(timeout=max(0.0, min(0.2, deadline - time.monotonic())))
             except queue.Empty:
                 if time.monotonic() >= deadline:
-                    raise _Passing(f"nothing came for {self.patience.stall:g} s") from None
+                    raise PassingError(f"nothing came for {self.patience.stall:g} s") from None
 
     def _produce(self, url: str, pieces: queue.Queue, left: threading.Event) -> None:
         try:
-            with self._open(url) as file:
+            with self.open(url) as file:
                 while not left.is_set():
                     piece = _fill(file, left)
                     if not _put(pieces, piece, left) or not piece:
@@ -198,22 +198,26 @@ class Remote:
         except BaseException as error:  # raised in the thread that asked
             _put(pieces, error, left)
 
-    def _open(self, url: str) -> Any:
+    def open(self, url: str, at_random: bool = False) -> Any:
+        """The file as fsspec opens it: to be read from start to end, or `at_random`. What it raises is for `judged` to judge."""
+        system, path = self.system(url)
+        opening = {} if at_random or "::" in url else _options(_protocol(url), self.patience.stall)[1]
+        return system.open(path, "rb", **opening)
+
+    def system(self, url: str) -> tuple[Any, str]:
+        """The fsspec file system of a URL, and the path in it."""
         import fsspec
 
-        protocol = _protocol(url)
-        options, opening = _options(protocol, self.patience.stall)
         if "::" in url:  # what the links of a chain need is for fsspec to say
-            system, path = fsspec.core.url_to_fs(url)
-            return system.open(path, "rb")
-        place = os.getpid(), url.rsplit("/", 1)[0]
+            return fsspec.core.url_to_fs(url)
+        protocol, place = _protocol(url), (os.getpid(), url.rsplit("/", 1)[0])
         system = self._systems.get(place)
         if system is None:
-            system, _ = fsspec.core.url_to_fs(url, **options)
+            system, _ = fsspec.core.url_to_fs(url, **_options(protocol, self.patience.stall)[0])
             if protocol in ("s3", "s3a"):
                 system.retries = 1  # ours are logged
             self._systems[place] = system
-        return system.open(system._strip_protocol(url), "rb", **opening)
+        return system, system._strip_protocol(url)
 
 
 def _options(protocol: str, stall: float) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -279,8 +283,8 @@ def _sleep(seconds: float, cancelled: Callable[[], bool]) -> None:
         time.sleep(min(remaining, 0.2))
 
 
-def _judged(url: str, error: BaseException) -> BaseException:
-    """What to raise for a backend's error: DataError for what waiting cannot mend, `_Passing` for what it may."""
+def judged(url: str, error: BaseException) -> BaseException:
+    """What to raise for a backend's error: DataError for what waiting cannot mend, PassingError for what it may."""
     status = _status(error)
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     what = what.replace(url, shown(url))
@@ -303,7 +307,7 @@ def _judged(url: str, error: BaseException) -> BaseException:
         return error
     if isinstance(error, _FINAL) or type(error).__name__ in _OFFLINE or (400 <= status < 500 and status not in (408, 425, 429)):
         return DataError(f"{shown(url)}: cannot be read ({what}); check the URL")
-    return _Passing(what)
+    return PassingError(f"{shown(url)}: {what}")
 
 
 def _status(error: BaseException) -> int:

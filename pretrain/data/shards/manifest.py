@@ -1,4 +1,7 @@
-"""The manifest of a prepared directory: what is in it, how it was made, and the sha256 of every file. Plain JSON, every key checked."""
+"""The manifest of a prepared directory: what is in it, how it was made, and the sha256 of every file and of itself.
+
+Plain JSON, every key checked. Version 2, of before 2026-12, had no seal, no plan and no list of invalid rows; it is read as it is.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,19 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import DataError
-from pretrain.storage import sha256_of
+from pretrain.storage import sealed_json, sha256_of, unsealed
 
 FORMAT = "pretrain-shards"
-VERSION = 2
+VERSION = 3
+READABLE = (2, 3)
 INPUTS_NAME = "inputs.json"
+INVALID_NAME = "invalid.jsonl"
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 INDEX_DTYPE = np.dtype("<u8")
@@ -25,6 +32,14 @@ ORIGIN_DTYPE = np.dtype([("input", "<u4"), ("row", "<u4")])
 
 Scalar = str | int | float | bool | None
 _HASH = re.compile("[0-9a-f]{64}")
+
+
+class StoredFile(NamedTuple):
+    """A file that the manifest describes: its size in bytes and its content."""
+
+    name: str
+    size: int
+    sha256: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +65,19 @@ class Shard:
         """(name, sha256) of each."""
         return (self.file, self.sha256), (self.index_file, self.index_sha256), (self.origin_file, self.origin_sha256)
 
+    def stored(self, dtype: np.dtype) -> tuple[StoredFile, StoredFile, StoredFile]:
+        """Tokens, document index and origins, where tokens are stored as `dtype`."""
+        sizes = self.tokens * dtype.itemsize, self.documents * INDEX_DTYPE.itemsize, self.documents * ORIGIN_DTYPE.itemsize
+        return tuple(StoredFile(name, size, sha256) for (name, sha256), size in zip(self.files, sizes))
+
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """The whole of `manifest.json` but for its format and version.
 
-    `preparation` says how the data were made (options and counts), for people: nothing is decided by it.
+    `preparation` says how the data were made (options and counts), for people: nothing is decided by it. `plan_sha256` names the
+    inputs and options, so that the same command finds its work done; None where there was no such plan. `eod_token`: see
+    TokenizerIdentity. `invalid_sha256`: that of the list of rows that were left out, where there is one.
     """
 
     dtype: str
@@ -67,9 +89,26 @@ class Manifest:
     inputs_sha256: str
     preparation: dict[str, Scalar]
     shards: tuple[Shard, ...]
+    eod_token: str | None = None
+    plan_sha256: str | None = None
+    invalid_sha256: str | None = None
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity:
+        return TokenizerIdentity(self.tokenizer_sha256, self.eod_id, self.vocab_size, self.eod_token)
 
 
 _SHARD_KEYS = {field.name for field in dataclasses.fields(Shard)}
+
+
+def tokenizer_keys(tokenizer: TokenizerIdentity) -> dict[str, Any]:
+    """What a manifest says of its tokenizer."""
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod_id,
+        "tokenizer_sha256": tokenizer.sha256,
+        "eod_token": tokenizer.eod_token,
+    }
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -87,43 +126,69 @@ def read_manifest(path: str | Path) -> Manifest:
         splits = [name for name in ("train", "validation") if (path / name / "manifest.json").is_file()]
         hint = f"did you mean {path / splits[0]}?" if splits else "is this a directory written by tools/prepare_data.py?"
         raise DataError(f"{file}: missing; {hint}")
+    return _parse_manifest(file, read_described(file, FORMAT, READABLE, "prepare the data again"))
+
+
+def read_described(file: Path, format_name: str, readable: tuple[int, ...], remedy: str) -> dict[str, Any]:
+    """The JSON object in `file`, of this format and one of these versions, all but the first of which have a seal (`storage.sealed_json`).
+
+    Raises DataError, naming the file, for anything else.
+    """
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: not valid JSON ({str(error).splitlines()[0]})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f"{file}: not a {FORMAT} manifest")
-    if content.get("version") != VERSION or isinstance(content["version"], bool):
-        raise DataError(
-            f"{file}: format version {content.get('version')!r}, this program reads {VERSION}; prepare the data again"
-        )
-    return _parse_manifest(file, content)
+    if not isinstance(content, dict) or content.get("format") != format_name:
+        raise DataError(f"{file}: not a {format_name} manifest")
+    version = content.get("version")
+    if version not in readable or isinstance(version, bool):
+        known = " and ".join(map(str, readable))
+        raise DataError(f"{file}: format version {version!r}, this program reads {known}; {remedy}")
+    try:
+        return content if version == readable[0] else unsealed(file.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{file}: {error}; restore it, or {remedy}") from error
+
+
+_NEWER = ("eod_token", "plan_sha256", "invalid_sha256")
+"""Keys that version 2 did not have; each may be null."""
 
 
 def _parse_manifest(file: Path, content: dict) -> Manifest:
     """Exact keys, exact types, and counts that add up."""
-    _check_keys(file, "", content, {"format", "version", *(field.name for field in dataclasses.fields(Manifest))})
+    keys = {"format", "version", *(field.name for field in dataclasses.fields(Manifest))}
+    _check_keys(file, "", content, keys.difference(_NEWER) if content["version"] < 3 else keys)
     if content["dtype"] not in tuple(DTYPES):  # a tuple, so that an unhashable value is just not in it
         raise DataError(f"{file}: dtype must be one of {', '.join(DTYPES)}, got {content['dtype']!r}")
     if not isinstance(content["shards"], list) or not content["shards"]:
         raise DataError(f"{file}: shards must be a non-empty list")
     for key, least in (("vocab_size", 1), ("eod_id", 0), ("documents", 1), ("tokens", 1)):
         _check_integer(file, key, content[key], least)
-    for key in ("tokenizer_sha256", "inputs_sha256"):
+    for key in ("tokenizer_sha256", "inputs_sha256", *(key for key in _NEWER[1:] if content.get(key) is not None)):
         _check_hash(file, key, content[key])
-    _check_preparation(file, content["preparation"])
+    _check_values(file, content)
     shards = tuple(_parse_shard(file, number, entry) for number, entry in enumerate(content["shards"]))
     for key in ("documents", "tokens"):
         total = sum(getattr(shard, key) for shard in shards)
         if total != content[key]:
             raise DataError(f"{file}: {key} is {content[key]} but the shards have {total}")
+    return Manifest(
+        **{key: value for key, value in content.items() if key not in ("format", "version", "shards")}, shards=shards
+    )
+
+
+def _check_values(file: Path, content: dict) -> None:
     if content["eod_id"] >= content["vocab_size"]:
         raise DataError(f"{file}: eod_id {content['eod_id']} is outside the vocabulary of {content['vocab_size']}")
     if content["vocab_size"] > np.iinfo(DTYPES[content["dtype"]]).max + 1:
         raise DataError(f"{file}: {content['dtype']} cannot hold a vocabulary of {content['vocab_size']}")
-    return Manifest(
-        **{key: value for key, value in content.items() if key not in ("format", "version", "shards")}, shards=shards
-    )
+    if not isinstance(content.get("eod_token"), (str, type(None))):
+        raise DataError(f"{file}: eod_token must be a string or null, got {content['eod_token']!r}")
+    if not isinstance(content["preparation"], dict):
+        raise DataError(f"{file}: preparation must be an object, got {content['preparation']!r}")
+    for key, value in content["preparation"].items():
+        if not isinstance(value, (str, int, float, type(None))):
+            raise DataError(f"{file}: preparation.{key} must be a single value, got {value!r}")
 
 
 def _parse_shard(file: Path, number: int, entry: object) -> Shard:
@@ -140,14 +205,6 @@ def _parse_shard(file: Path, number: int, entry: object) -> Shard:
     for key in ("sha256", "index_sha256", "origin_sha256"):
         _check_hash(file, f"{place}.{key}", entry[key])
     return Shard(**entry)
-
-
-def _check_preparation(file: Path, content: object) -> None:
-    if not isinstance(content, dict):
-        raise DataError(f"{file}: preparation must be an object, got {content!r}")
-    for key, value in content.items():
-        if not isinstance(value, (str, int, float, type(None))):
-            raise DataError(f"{file}: preparation.{key} must be a single value, got {value!r}")
 
 
 def _check_keys(file: Path, place: str, content: dict, expected: set[str]) -> None:
@@ -170,13 +227,22 @@ def _check_hash(file: Path, key: str, value: object) -> None:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `directory`/manifest.json."""
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
-    (directory / "manifest.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (directory / "manifest.json").write_text(sealed_json(content), encoding="utf-8")
 
 
 def write_inputs(directory: Path, names: Sequence[str]) -> str:
     """Write the names of the input files to `directory`/inputs.json; the sha256 of that file."""
     content = (json.dumps(list(names), indent=0) + "\n").encode()
     (directory / INPUTS_NAME).write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def write_invalid(directory: Path, rows: Sequence[tuple[str, str]]) -> str | None:
+    """List rows that were left out, (where, why) each, in `directory`/invalid.jsonl; the sha256 of that file, None where there are none."""
+    if not rows:
+        return None
+    content = "".join(json.dumps({"where": where, "why": why}) + "\n" for where, why in rows).encode()
+    (directory / INVALID_NAME).write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
 

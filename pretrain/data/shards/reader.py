@@ -9,6 +9,9 @@
 
 Positions: a *shard position* counts tokens from the start of one file, a *stream position* from the start of shard 0. Documents
 never straddle shards. Reading needs numpy alone and can execute nothing: the files are raw integers and JSON.
+
+Files are read by position and never mapped: a file that is cut short, or a disk that fails, is then an error with a name, where
+a mapping would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -18,21 +21,47 @@ import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from pretrain.data.remote.transfer import is_url, shown
-from pretrain.data.shards.manifest import DTYPES, INDEX_DTYPE, ORIGIN_DTYPE, Manifest, check_content, read_inputs, read_manifest
+from pretrain.data.shards.manifest import (
+    DTYPES,
+    INDEX_DTYPE,
+    ORIGIN_DTYPE,
+    Manifest,
+    StoredFile,
+    check_content,
+    read_inputs,
+    read_manifest,
+)
+from pretrain.data.shards.open_files import OpenFile, OpenFiles, check_size
+from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import DataError
 
 if TYPE_CHECKING:
     from pretrain.data.remote.cache import ShardCache
-    from pretrain.data.remote.files import RemoteFile, RemoteFiles
+    from pretrain.data.remote.files import RemoteFiles
 
-_OPEN_SHARDS = 256  # every open map holds a file descriptor, and 1024 is a common limit for a process
+_DENSE = 512  # bytes of a document index that are cheaper to read through than to skip with one more call
+
+
+class Holding(Protocol):
+    """Files that a run reads, with a local manifest that has their hashes. `content`: equal where they hold the same, wherever they lie."""
+
+    @property
+    def path(self) -> Path | str: ...
+
+    @property
+    def content(self) -> str: ...
+
+    @property
+    def manifest_file(self) -> Path: ...
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Hash this part of the files. Raises DataError naming the first whose content is not what was written."""
 
 
 class PreparedData:
@@ -48,16 +77,13 @@ class PreparedData:
         self.dtype = DTYPES[manifest.dtype]
         self.vocab_size = manifest.vocab_size
         self.eod_id = manifest.eod_id
-        self.tokenizer_sha256 = manifest.tokenizer_sha256
+        self.tokenizer = manifest.tokenizer
         self.tokens = manifest.tokens
         self.documents = manifest.documents
         self._token_starts = [0, *itertools.accumulate(shard.tokens for shard in manifest.shards)]
         self._token_starts_array = np.array(self._token_starts, dtype=np.int64)
         self._document_starts = [0, *itertools.accumulate(shard.documents for shard in manifest.shards)]
-        if remote is None:
-            self._map = functools.lru_cache(maxsize=_OPEN_SHARDS)(self._open_map)
-        else:
-            self._map = remote.maps(self._open_map, self._remote_file, _OPEN_SHARDS)
+        self._files = OpenFiles(self._open) if remote is None else remote.open_files(self._open, self._file)
 
     @classmethod
     def open(cls, path: str | Path, cache: ShardCache | None = None) -> PreparedData:
@@ -68,7 +94,7 @@ class PreparedData:
         are there is then seen when they are read.
 
         Raises DataError, naming the file, for anything missing, empty, truncated, of another version or inconsistent. Contents
-        are not hashed here: that is `verify`.
+        are not hashed here: that is `verify`, and `verify_documents`.
         """
         if is_url(path):
             from pretrain.data.remote.files import open_remote
@@ -79,19 +105,15 @@ class PreparedData:
         manifest = read_manifest(path)
         with os.scandir(path) as entries:  # one listing, because 10^4 shards are 3 * 10^4 files
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        itemsize = DTYPES[manifest.dtype].itemsize
+        dtype = DTYPES[manifest.dtype]
         for shard in manifest.shards:
-            for name, size in (
-                (shard.file, shard.tokens * itemsize),
-                (shard.index_file, shard.documents * INDEX_DTYPE.itemsize),
-                (shard.origin_file, shard.documents * ORIGIN_DTYPE.itemsize),
-            ):
-                if sizes.get(name) != size:
-                    _check_size(path / name, size)
+            for file in shard.stored(dtype):
+                if sizes.get(file.name) != file.size:
+                    check_size(path / file.name, file.size)
         return cls(path, manifest)
 
     def __reduce__(self):
-        # A pickled memmap would carry the shard's whole content to every data worker; path and manifest are enough.
+        # Open files stay here; path and manifest are enough.
         return PreparedData, (self.path, self.manifest, self._remote)
 
     @property
@@ -104,50 +126,73 @@ class PreparedData:
         """The local directory with the copy of the tokenizer, for `load_tokenizer`."""
         return (self._remote.directory if self._remote else self.path) / "tokenizer"
 
+    def check_tokenizer(self) -> None:
+        """Raise DataError unless the copy of the tokenizer is the one that the data were prepared with."""
+        if difference := copy_difference(self.tokenizer_path, self.tokenizer):
+            raise DataError(
+                f"{self.tokenizer_path} is not the tokenizer that {self.path} was prepared with: {difference}; restore it or prepare again"
+            )
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """sha256 of the dtype and of the shards' token hashes in order: the content's identity, wherever it lies."""
         parts = [self.manifest.dtype, *(shard.sha256 for shard in self.manifest.shards)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) of the stream, as a fresh int64 array; see `read_into`."""
-        if count < 0:
-            raise IndexError(f"{self.path}: a stretch of {count} tokens")
-        out = np.empty(count, dtype=np.int64)
-        self.read_into(start, out)
-        return out
+    @property
+    def content(self) -> str:
+        """What its tokens and documents are, and its tokenizer: equal where data are the same, wherever they lie."""
+        return f"{self.fingerprint} {self.documents_fingerprint} {' '.join(map(str, self.tokenizer[:3]))}"
 
-    def read_into(self, start: int, out: np.ndarray) -> None:
-        """Fill `out` with the tokens of the stream from `start` on.
+    @property
+    def manifest_file(self) -> Path:
+        """The local manifest.json."""
+        return Path(self._remote.directory if self._remote else self.path) / "manifest.json"
+
+    @functools.cached_property
+    def documents_fingerprint(self) -> str:
+        """sha256 of the hashes of the shards' document indices in order: where documents end, as packing and pairs cut them."""
+        parts = [str(INDEX_DTYPE), *(shard.index_sha256 for shard in self.manifest.shards)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) of the stream, as a fresh int64 array.
 
         Finding the shard is O(log shards), and only the pages that are touched are read from disk. Raises IndexError outside
-        the stream, DataError when a shard has changed size since `open`.
+        the stream, DataError when a shard has changed size since `open` or cannot be read.
         """
-        count = len(out)
-        if start < 0 or start + count > self.tokens:
+        if count < 0 or start < 0 or start + count > self.tokens:
             raise IndexError(f"{self.path}: tokens {start}..{start + count} are outside 0..{self.tokens}")
-        filled = 0
-        shard = bisect.bisect_right(self._token_starts, start) - 1
-        while filled < count:
-            first = start + filled - self._token_starts[shard]
-            taken = min(count - filled, self.manifest.shards[shard].tokens - first)
-            out[filled : filled + taken] = self._map(shard, False)[first : first + taken]
-            filled += taken
-            shard += 1
+        return np.frombuffer(self._read(start, count), dtype=self.dtype).astype(np.int64)
 
-    def read_each(self, starts: np.ndarray, outs: Sequence[np.ndarray]) -> None:
-        """`read_into` for each of many stretches, several times faster where these are short."""
-        if starts.size and not 0 <= starts.min() <= starts.max() < self.tokens:
+    def read_joined(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The tokens of these stretches of the stream, one stretch after the other, as they are stored: read-only, of `dtype`.
+
+        Several times faster than `read` where stretches are short; errors as there.
+        """
+        if starts.size and not 0 <= starts.min() <= (starts + lengths).max() <= self.tokens:
             raise IndexError(f"{self.path}: tokens from {starts.min()} and {starts.max()} on are outside 0..{self.tokens}")
         shards = np.searchsorted(self._token_starts_array, starts, side="right") - 1
-        firsts = starts - self._token_starts_array[shards]
-        for start, shard, first, out in zip(starts.tolist(), shards.tolist(), firsts.tolist(), outs):
-            tokens, last = self._map(shard, False), first + len(out)
-            if last <= len(tokens):
-                out[:] = tokens[first:last]
+        firsts = (starts - self._token_starts_array[shards]) * self.dtype.itemsize
+        ends, get, parts = self._token_bytes, self._files.get, []
+        for number, (shard, first, size) in enumerate(
+            zip(shards.tolist(), firsts.tolist(), (lengths * self.dtype.itemsize).tolist())
+        ):
+            if first + size <= ends[shard]:
+                parts.append(get((shard, False)).read(size, first))
             else:
-                self.read_into(start, out)
+                parts.append(self._read(int(starts[number]), int(lengths[number])))
+        return np.frombuffer(b"".join(parts), dtype=self.dtype)
+
+    def _read(self, start: int, count: int) -> bytes:
+        """Tokens that may go on in the shards that follow."""
+        parts, shard = [], bisect.bisect_right(self._token_starts, start) - 1
+        while count:
+            first = start - self._token_starts[shard]
+            taken = min(count, self.manifest.shards[shard].tokens - first)
+            parts.append(self._files.get((shard, False)).read(taken * self.dtype.itemsize, first * self.dtype.itemsize))
+            start, count, shard = start + taken, count - taken, shard + 1
+        return b"".join(parts)
 
     def document_ends(self, first: int, last: int) -> np.ndarray:
         """Stream positions just after each of the documents first..last-1, int64. Raises IndexError outside."""
@@ -157,8 +202,7 @@ class PreparedData:
         while first < last:
             shard = bisect.bisect_right(self._document_starts, first) - 1
             base, upto = self._document_starts[shard], min(last, self._document_starts[shard + 1])
-            ends = self._map(shard, True)[first - base : upto - base].astype(np.int64)
-            parts.append(ends + self._token_starts[shard])
+            parts.append(self._shard_ends(shard, first - base, upto - base) + self._token_starts[shard])
             first = upto
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
@@ -169,31 +213,41 @@ class PreparedData:
             raise IndexError(f"{self.path}: documents {documents.min()} to {documents.max()} are outside 0..{self.documents}")
         starts, ends = np.empty((2, len(documents)), dtype=np.int64)
         shards = np.searchsorted(self._document_starts, documents, side="right") - 1
-        for shard in np.unique(shards):
+        for shard in np.unique(shards).tolist():
             here = np.flatnonzero(shards == shard)
-            local, index = documents[here] - self._document_starts[shard], self._map(int(shard), True)
-            ends[here] = index[local].astype(np.int64)
-            starts[here] = np.where(local > 0, index[np.maximum(local - 1, 0)].astype(np.int64), 0)
-            starts[here] += self._token_starts[shard]
-            ends[here] += self._token_starts[shard]
+            bounds = self._bounds(shard, documents[here] - self._document_starts[shard])
+            starts[here], ends[here] = bounds + self._token_starts[shard]
         return starts, ends
+
+    def _bounds(self, shard: int, local: np.ndarray) -> np.ndarray:
+        """Shard positions [2, documents] where these documents of a shard start and end."""
+        first, last = int(local.min()), int(local.max()) + 1
+        if (last - first) * INDEX_DTYPE.itemsize <= _DENSE * len(local):
+            ends = self._shard_ends(shard, max(first - 1, 0), last)
+            ends = ends if first else np.concatenate(([0], ends))
+            return np.stack([ends[local - first], ends[local - first + 1]])
+        return np.stack([self._bounds(shard, local[i : i + 1])[:, 0] for i in range(len(local))], axis=1)
 
     def document_at(self, position: int) -> int:
         """The document that holds the token at a stream position. Raises IndexError outside."""
         if not 0 <= position < self.tokens:
             raise IndexError(f"{self.path}: token {position} is outside 0..{self.tokens}")
         shard = bisect.bisect_right(self._token_starts, position) - 1
-        local = INDEX_DTYPE.type(position - self._token_starts[shard])
-        return self._document_starts[shard] + int(np.searchsorted(self._map(shard, True), local, side="right"))
+        numbers, local = range(self.manifest.shards[shard].documents), position - self._token_starts[shard]
+        found = bisect.bisect_right(numbers, local, key=lambda number: int(self._shard_ends(shard, number, number + 1)[0]))
+        return self._document_starts[shard] + found
 
     def document_span(self, document: int) -> tuple[int, int]:
         """Stream positions [start, end) of one document, its end-of-document token included. Raises IndexError outside."""
         if not 0 <= document < self.documents:
             raise IndexError(f"{self.path}: document {document} is outside 0..{self.documents}")
-        shard = bisect.bisect_right(self._document_starts, document) - 1
-        ends, local = self._map(shard, True), document - self._document_starts[shard]
-        base = self._token_starts[shard]
-        return base + (int(ends[local - 1]) if local else 0), base + int(ends[local])
+        starts, ends = self.spans(np.array([document]))
+        return int(starts[0]), int(ends[0])
+
+    def _shard_ends(self, shard: int, first: int, last: int) -> np.ndarray:
+        """Shard positions just after the documents first..last-1 of a shard, int64."""
+        content = self._files.get((shard, True)).read((last - first) * INDEX_DTYPE.itemsize, first * INDEX_DTYPE.itemsize)
+        return np.frombuffer(content, dtype=INDEX_DTYPE).astype(np.int64)
 
     def prefetch(self, start: int, count: int) -> None:
         """Bring the shards that hold tokens [start, start + count) into the cache, in the background. Local data: nothing to do.
@@ -205,7 +259,9 @@ class PreparedData:
         start, end = max(start, 0), min(start + count, self.tokens)
         if start < end:
             first, last = (bisect.bisect_right(self._token_starts, position) - 1 for position in (start, end - 1))
-            self._remote.prefetch(file for shard in range(first, last + 1) for file in self._remote_files(shard)[:2])
+            self._remote.prefetch(
+                file for shard in range(first, last + 1) for file in self.manifest.shards[shard].stored(self.dtype)[:2]
+            )
 
     def origin(self, document: int) -> tuple[str, int]:
         """The input file a document comes from, as it was named when it was prepared, and its line or row there, from 0.
@@ -215,14 +271,8 @@ class PreparedData:
         if not 0 <= document < self.documents:
             raise IndexError(f"{self.path}: document {document} is outside 0..{self.documents}")
         shard = bisect.bisect_right(self._document_starts, document) - 1
-        entry = self.manifest.shards[shard]
         place = (document - self._document_starts[shard]) * ORIGIN_DTYPE.itemsize
-        if self._remote is not None:
-            with self._remote.open(self._remote_files(shard)[2]) as file:
-                record = np.fromfile(file, ORIGIN_DTYPE, 1, offset=place)
-        else:
-            _check_size(self.path / entry.origin_file, entry.documents * ORIGIN_DTYPE.itemsize)
-            record = np.fromfile(self.path / entry.origin_file, ORIGIN_DTYPE, 1, offset=place)
+        record = np.frombuffer(self._open((shard, None)).read(ORIGIN_DTYPE.itemsize, place), dtype=ORIGIN_DTYPE)
         number, row = record[0].tolist()
         return self._inputs[number], row
 
@@ -233,52 +283,72 @@ class PreparedData:
         return read_inputs(folder, sha256)
 
     def verify(self, part: int = 0, parts: int = 1, fetch: bool = False) -> None:
-        """Hash the shards i with i % parts == part (so that ranks can share the work) against the manifest.
+        """Hash the shards i with i % parts == part (so that ranks can share the work) against the manifest, and check their documents.
 
         Behind a URL, every file is checked when it is fetched, so only the copies in the cache are hashed here, and damaged ones
         dropped; `fetch` brings the rest too, which checks what lies there now.
 
         Raises DataError naming the first file whose content is not what was written.
         """
+        shards = range(part, len(self.manifest.shards), parts)
         if self._remote is not None:
-            shards = range(part, len(self.manifest.shards), parts)
-            self._remote.verify((file for shard in shards for file in self._remote_files(shard)), fetch)
+            self._remote.verify((file for shard in shards for file in self.manifest.shards[shard].stored(self.dtype)), fetch)
             return
-        for shard in self.manifest.shards[part::parts]:
-            for name, sha256 in shard.files:
+        for shard in shards:
+            for name, sha256 in self.manifest.shards[shard].files:
                 check_content(self.path / name, sha256)
+            self._check_documents(shard)
+            self._check_end(shard)
 
-    def _open_map(self, shard: int, index: bool) -> np.ndarray:
-        entry = self.manifest.shards[shard]
-        name, dtype, length = (
-            (entry.index_file, INDEX_DTYPE, entry.documents) if index else (entry.file, self.dtype, entry.tokens)
-        )
+    def verify_documents(self) -> None:
+        """Hash the document index of every shard, and check it: before anything that is to last is built from them.
+
+        Behind a URL this brings those that are not in the cache. Raises DataError naming the first that is not what was written.
+        """
+        for shard, entry in enumerate(self.manifest.shards):
+            if self._remote is not None:
+                self._remote.verify([self._file((shard, True))], fetch=True)
+            else:
+                check_content(self.path / entry.index_file, entry.index_sha256)
+            self._check_documents(shard)
+
+    def _check_documents(self, shard: int) -> None:
+        """Raise DataError unless the ends of a shard's documents rise to the end of its tokens."""
+        entry, before = self.manifest.shards[shard], 0
+        for first in range(0, entry.documents, 1 << 20):
+            ends = self._shard_ends(shard, first, min(first + (1 << 20), entry.documents))
+            if (np.diff(ends, prepend=before) <= 0).any():
+                raise DataError(f"{self._place(entry.index_file)}: the ends of documents do not rise; prepare the data again")
+            before = int(ends[-1])
+        if before != entry.tokens:
+            raise DataError(
+                f"{self._place(entry.index_file)}: the last document ends at token {before} of {entry.tokens}; prepare the data again"
+            )
+
+    def _check_end(self, shard: int) -> None:
+        """Raise DataError unless the last document of a shard ends as the manifest says that documents do."""
+        entry, size = self.manifest.shards[shard], self.dtype.itemsize
+        last = int.from_bytes(self._files.get((shard, False)).read(size, (entry.tokens - 1) * size), "little")
+        if last != self.eod_id:
+            raise DataError(
+                f"{self._place(entry.file)}: ends with token {last}, and manifest.json says that documents end with {self.eod_id}; "
+                "restore or re-prepare it"
+            )
+
+    def _place(self, name: str) -> str:
+        return f"{str(self.path).rstrip('/')}/{name}"
+
+    @functools.cached_property
+    def _token_bytes(self) -> list[int]:
+        return [shard.tokens * self.dtype.itemsize for shard in self.manifest.shards]
+
+    def _open(self, key: tuple[int, bool | None]) -> OpenFile:
+        """A file of a shard: its tokens (False), its document index (True) or its origins (None)."""
+        file = self._file(key)
         if self._remote is not None:
-            with self._remote.open(self._remote_file(shard, index)) as file:
-                return np.memmap(file, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
-        _check_size(self.path / name, length * dtype.itemsize)
-        # As a plain array: a memmap's own slicing costs a microsecond, which is as much as reading 500 tokens.
-        return np.memmap(self.path / name, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
+            with self._remote.open(file) as copy:
+                return OpenFile(os.dup(copy.fileno()), self._remote.place(file.name))
+        return OpenFile.at(self.path / file.name, file.size)
 
-    def _remote_file(self, shard: int, index: bool) -> RemoteFile:
-        return self._remote_files(shard)[index]
-
-    def _remote_files(self, shard: int) -> list[RemoteFile]:
-        """Tokens, document index, origins."""
-        from pretrain.data.remote.files import RemoteFile
-
-        entry = self.manifest.shards[shard]
-        return [
-            RemoteFile(entry.file, entry.tokens * self.dtype.itemsize, entry.sha256),
-            RemoteFile(entry.index_file, entry.documents * INDEX_DTYPE.itemsize, entry.index_sha256),
-            RemoteFile(entry.origin_file, entry.documents * ORIGIN_DTYPE.itemsize, entry.origin_sha256),
-        ]
-
-
-def _check_size(file: Path, expected: int) -> None:
-    if not file.is_file():
-        raise DataError(f"{file}: missing, though manifest.json lists it")
-    size = file.stat().st_size
-    if size != expected:
-        what = "empty" if size == 0 else "truncated" if size < expected else "too long"
-        raise DataError(f"{file}: {what}: {size} bytes where manifest.json says {expected}")
+    def _file(self, key: tuple[int, bool | None]) -> StoredFile:
+        return self.manifest.shards[key[0]].stored(self.dtype)[2 if key[1] is None else key[1]]

@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretrain.errors import DataError
+from pretrain.data.remote.transfer import is_url, shown
+from pretrain.errors import ConfigError, DataError
 from pretrain.storage import flush
 
 
@@ -38,6 +39,15 @@ def staged_directory(output: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+def refuse_url(option: str, path: object) -> None:
+    """Raise ConfigError for a URL where a directory is made: object stores cannot rename one into place."""
+    if is_url(path):
+        raise ConfigError(
+            f"{option} {shown(str(path))}: is a URL; name a directory on a local or shared disk, and copy it when it is finished "
+            "(training reads prepared data from URLs)"
+        )
 
 
 def refuse_existing(output: Path) -> None:

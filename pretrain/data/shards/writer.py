@@ -17,11 +17,12 @@ from pretrain.data.shards.manifest import (
     Manifest,
     Shard,
     dtype_for,
+    tokenizer_keys,
     write_inputs,
     write_manifest,
 )
 from pretrain.data.shards.staging import staged_directory
-from pretrain.data.tokenizers.tokenizer import Tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, identity_of
 from pretrain.errors import DataError
 
 SHARD_TOKENS = 2**27
@@ -166,9 +167,7 @@ class ShardWriter:
         self._tokenizer.save(self._directory / "tokenizer")
         manifest = Manifest(
             dtype=self._dtype,
-            vocab_size=self._tokenizer.vocab_size,
-            eod_id=self._tokenizer.eod_id,
-            tokenizer_sha256=self._tokenizer.fingerprint,
+            **tokenizer_keys(identity_of(self._tokenizer)),
             documents=self.documents,
             tokens=self.tokens,
             inputs_sha256=write_inputs(self._directory, [_NO_INPUT]),

@@ -42,8 +42,10 @@ class FileCorpus:
         """The files that the glob `patterns` match. Raises DataError for a pattern that matches none."""
         if text_mode not in ("file", "line"):
             raise ConfigError(f"text_mode {text_mode}: expected file or line")
-        files = tuple(find_inputs(patterns))
-        return cls(files, tuple(file.stat().st_size for file in files), text_field, text_mode)
+        found = find_inputs(patterns)
+        if remote := next((file.name for file in found if file.is_remote), None):
+            raise ConfigError(f"data.text.input: {remote} is a URL; prepare it with tools/prepare_data.py, which reads URLs")
+        return cls(tuple(Path(file.path) for file in found), tuple(file.size for file in found), text_field, text_mode)
 
     def read(self, start: Place) -> Iterator[tuple[Place, Document]]:
         for number in range(start[0], len(self.files)):

@@ -17,11 +17,12 @@ from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import StepBatch, make_batch, validation_inputs
 from pretrain.data.objective import NextToken, Objective
 from pretrain.data.samples import Samples
+from pretrain.data.shards.reader import Holding
 from pretrain.data.shards.staging import staged_directory
 from pretrain.data.stream import rank_positions
 from pretrain.data.text.corpus import FileCorpus, HubCorpus
 from pretrain.data.text.stream import START, Cursor, TextStream
-from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, identity_of, load_tokenizer
 from pretrain.errors import ConfigError, DataError
 
 
@@ -48,7 +49,7 @@ class TextTraining:
             corpus: Any = HubCorpus(text.dataset, text.text_field, text.split, text.dataset_config, text.revision)
         else:
             corpus = FileCorpus.find(text.input, text.text_field, text.documents)
-        copy = cache / "tokenizers" / tokenizer.fingerprint
+        copy = cache / "tokenizers" / f"{tokenizer.fingerprint}-{tokenizer.eod_id}"
         if not copy.is_dir():
             try:
                 with staged_directory(copy) as stage:
@@ -63,8 +64,8 @@ class TextTraining:
         return {"tokenizer": self.tokenizer_path}
 
     @property
-    def tokenizer_sha256(self) -> str:
-        return self.stream.tokenizer.fingerprint
+    def tokenizer(self) -> TokenizerIdentity:
+        return identity_of(self.stream.tokenizer)
 
     @property
     def fingerprints(self) -> list[str]:
@@ -80,8 +81,9 @@ class TextTraining:
     def shares(self, until: int) -> dict[str, float]:
         return {}
 
-    def verify(self, part: int, parts: int) -> None:
-        """Text has no hashes; files whose size changes are noticed when they are read."""
+    @property
+    def holdings(self) -> list[tuple[str, Holding]]:
+        return []  # text has no hashes; files whose size changes are noticed when they are read
 
     def describe(self, until: int) -> list[str]:
         return [

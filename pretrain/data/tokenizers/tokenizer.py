@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -58,6 +58,40 @@ class Tokenizer(Protocol):
         """Copy the tokenizer's own files into `directory`, which `load_tokenizer` then reads by itself."""
 
 
+class TokenizerIdentity(NamedTuple):
+    """What must be equal where token ids are to mean the same.
+
+    `sha256`: of the file that decides the ids, special tokens included; `eod_token`: the text of the token `eod_id` where a file beside
+    it names the token (tokenizer_config.json), which base and chat releases of one model do differently; None where the file itself
+    does, and for data of format version 2, which did not keep it.
+    """
+
+    sha256: str
+    eod_id: int
+    vocab_size: int
+    eod_token: str | None = None
+
+    def difference(self, other: TokenizerIdentity) -> str | None:
+        """What keeps ids of the two from meaning the same, as a phrase about both in this order; None where nothing does."""
+        if self.sha256 != other.sha256:
+            return "different tokenizers"
+        if self.eod_id != other.eod_id:
+            return f"one tokenizer but different end-of-document tokens, {self._end} and {other._end}"
+        if self.vocab_size != other.vocab_size:
+            return f"one tokenizer but vocabularies of {self.vocab_size} and {other.vocab_size} tokens"
+        return None
+
+    @property
+    def _end(self) -> str:
+        return str(self.eod_id) if self.eod_token is None else f"{self.eod_token} ({self.eod_id})"
+
+
+def identity_of(tokenizer: Tokenizer) -> TokenizerIdentity:
+    """The identity of a loaded tokenizer."""
+    token = _eos_token(tokenizer.file.parent / CONFIG_NAME) if tokenizer.file.suffix == ".json" else None
+    return TokenizerIdentity(tokenizer.fingerprint, tokenizer.eod_id, tokenizer.vocab_size, token)
+
+
 def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
     """The tokenizer at `path`: a file, or a directory that has a `tokenizer.json` or one `*.model`.
 
@@ -65,6 +99,8 @@ def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
     `tokenizer_engine.choose_engine`, and load the same file again in another process. Raises DataError when there is none, when it
     cannot be read, when it has no end-of-document token, or when tiktoken cannot express it.
     """
+    if "://" in str(path):
+        raise DataError(f"{path}: tokenizers are read from local disks only; copy it here first")
     path = Path(path)
     if path.is_dir() and not (path / JSON_NAME).is_file() and not any(path.glob("*.model")) and any(path.glob("*vocab*")):
         from pretrain.data.tokenizers.auto import converted
@@ -84,6 +120,29 @@ def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
 def tokenizer_fingerprint(path: str | Path) -> str:
     """The `fingerprint` of the tokenizer at `path`, without loading it: training needs no tokenizer library."""
     return hashlib.sha256(_read(_file_of(Path(path)))).hexdigest()
+
+
+def copy_difference(path: str | Path, expected: TokenizerIdentity) -> str | None:
+    """What makes the files at `path` another tokenizer than `expected`, as a phrase about them; None where nothing does.
+
+    No tokenizer library is needed. Raises DataError for files that cannot be read.
+    """
+    file = _file_of(Path(path))
+    if tokenizer_fingerprint(file) != expected.sha256:
+        return f"{file.name} has other content"
+    if file.suffix != ".json":
+        return None
+    token = _eos_token(file.parent / CONFIG_NAME)
+    if expected.eod_token is not None:
+        return None if token == expected.eod_token else f"{CONFIG_NAME} ends documents with {token}, not {expected.eod_token}"
+    # Data of format version 2 has kept the id alone. The library may number added tokens anew, so only a clear contradiction counts.
+    content = json.loads(_read(file))
+    vocabulary = content["model"].get("vocab") or {}
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {piece[0]: id for id, piece in enumerate(vocabulary)}
+    ids = {item["content"]: item["id"] for item in content.get("added_tokens") or []} | ids
+    if ids.get(token) != expected.eod_id and expected.eod_id in ids.values():
+        return f"{CONFIG_NAME} ends documents with {token} ({ids.get(token)}), not with token {expected.eod_id}"
+    return None
 
 
 def _file_of(path: Path) -> Path:

@@ -22,7 +22,7 @@ from typing import Any
 from pretrain.data.preparation.documents import Document, read_documents
 from pretrain.data.preparation.inputs import find_inputs
 from pretrain.data.preparation.progress import MEGABYTE, CorpusProgress
-from pretrain.data.shards.staging import staged_directory
+from pretrain.data.shards.staging import refuse_url, staged_directory
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME, byte_characters
 from pretrain.errors import ConfigError, DataError
 
@@ -77,6 +77,7 @@ def train_tokenizer(
     Raises ConfigError for arguments that do not fit, DataError for the corpus; nothing is left behind then.
     """
     _check_arguments(inputs, model_type, vocab_size, sample_pieces, special_tokens)
+    refuse_url("--output", output)
     output = Path(output)
     files = find_inputs(inputs) if model_type != "byte" else []
     with staged_directory(output) as directory, CorpusProgress("reading") as progress:

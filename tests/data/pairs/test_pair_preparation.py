@@ -11,6 +11,7 @@ from pretrain.data.pairs.preparation import Options, Split, prepare_pairs
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
+from pretrain.storage import sealed_json, unsealed
 
 
 def texts(path, tokenizer) -> list[tuple[str, str]]:
@@ -108,30 +109,40 @@ def test_a_character_the_tokenizer_lacks_is_named_with_its_line(tmp_path, byte_t
         prepare_pairs(tmp_path / "out", split, None, tmp_path / "chars")
 
 
+def verify(path) -> None:
+    for side in PreparedPairs.open(path).holdings:
+        side.verify()
+
+
 def test_damage_is_found(tmp_path, byte_tokenizer):
     path = prepare(tmp_path, byte_tokenizer, 40, seed=3)
-    PreparedPairs.open(path).verify()
+    verify(path)
     other = prepare(tmp_path / "b" if (tmp_path / "b").mkdir() is None else tmp_path, byte_tokenizer, 40, seed=4)
     shard = path / "target" / "shard-00000.bin"
     content = bytearray(shard.read_bytes())
     content[10] ^= 1
     shard.write_bytes(content)
     with pytest.raises(DataError, match="content does not match its hash"):
-        PreparedPairs.open(path).verify()
+        verify(path)
     manifest = path / "source" / "manifest.json"
     before = manifest.read_bytes()
     manifest.write_bytes((other / "source" / "manifest.json").read_bytes())
     with pytest.raises(DataError, match="not the manifest that pairs.json ties to the other side"):
         PreparedPairs.open(path)
     manifest.write_bytes(before)
-    content = json.loads((path / "pairs.json").read_text())
+    content = unsealed((path / "pairs.json").read_bytes())
     for change, message in (
         ({"pairs": 39}, "pairs is 39, and source has 40 documents"), ({"version": 9}, "format version 9"),
         ({"extra": 1}, "extra is not a known key"), ({"format": "x"}, "not a pretrain-pairs manifest"),
     ):  # fmt: skip
-        (path / "pairs.json").write_text(json.dumps(content | change))
+        (path / "pairs.json").write_text(sealed_json(content | change))
         with pytest.raises(DataError, match=message):
             PreparedPairs.open(path)
+    (path / "pairs.json").write_text(json.dumps(content | {"version": 1}))  # as it was before there were seals
+    assert len(PreparedPairs.open(path)) == 40
+    (path / "pairs.json").write_text(sealed_json(content).replace('"lowercase": false', '"lowercase": true'))
+    with pytest.raises(DataError, match="pairs.json: damaged, or edited by hand"):
+        PreparedPairs.open(path)
     (path / "pairs.json").write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
         PreparedPairs.open(path)

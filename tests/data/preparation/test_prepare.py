@@ -28,7 +28,7 @@ def documents_of(path: Path) -> list[str]:
     """The documents of a prepared directory, decoded by its own copy of the tokenizer."""
     data = PreparedData.open(path)
     tokenizer = load_tokenizer(data.tokenizer_path)
-    assert (tokenizer.fingerprint, tokenizer.eod_id) == (data.tokenizer_sha256, data.eod_id)
+    assert (tokenizer.fingerprint, tokenizer.eod_id) == (data.tokenizer.sha256, data.eod_id)
     spans = [data.document_span(number) for number in range(data.documents)]
     tokens = [data.read(start, end - start) for start, end in spans]
     assert all(document[-1] == data.eod_id for document in tokens)
@@ -88,10 +88,11 @@ def test_every_format_gives_the_same_tokens(trained, texts, tmp_path):
 
 
 def test_a_text_file_is_one_document_to_the_last_byte(tmp_path):
-    content = "\ufefffirst\r\nsecond\r\n\n\tthird\x0c\x85\u2028 \n"
-    (tmp_path / "a.md").write_bytes(content.encode())
-    assert texts_of(tmp_path / "a.md") == [content]
-    assert texts_of(tmp_path / "a.md", text_mode="line") == ["\ufefffirst", "second", "", "\tthird\x0c\x85\u2028 "]
+    content = "first\r\nsecond\r\n\n\tthird\x0c\x85\u2028 \ufeff\n"
+    for mark in ("", "\ufeff"):
+        (tmp_path / "a.md").write_bytes((mark + content).encode())
+        assert texts_of(tmp_path / "a.md") == [content]
+        assert texts_of(tmp_path / "a.md", text_mode="line") == ["first", "second", "", "\tthird\x0c\x85\u2028 \ufeff"]
 
 
 def test_strings_that_look_like_other_types_stay_text(tmp_path):
@@ -112,7 +113,7 @@ def test_the_text_field_can_be_named(tmp_path):
 
 def test_names_with_pattern_characters_are_read(tmp_path):
     file = write_jsonl(tmp_path / "part[1].jsonl", [{"text": "x"}])
-    assert find_inputs([str(file)]) == [file]
+    assert [found.path for found in find_inputs([str(file)])] == [str(file)]
     assert texts_of(file) == ["x"]
 
 
@@ -121,7 +122,7 @@ def test_inputs_are_sorted_and_read_once(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     found = find_inputs([str(tmp_path / "**/*.txt"), str(tmp_path / "b.txt"), str(tmp_path / "*")])
-    assert [str(path.relative_to(tmp_path)) for path in found] == ["a.txt", "b.txt", "sub/c.txt"]
+    assert [os.path.relpath(file.path, tmp_path) for file in found] == ["a.txt", "b.txt", "sub/c.txt"]
 
 
 # Independence of how the work is done.
@@ -276,8 +277,6 @@ def test_the_closing_line_says_where_and_how_much(trained, tmp_path, capsys):
         r" [\d.]+ MB/s, [\d.]+ MB/s per core, \d+% of it in the tokenizer\n"
     )
     assert re.fullmatch(expected, line)
-    assert prepare_tool.main(arguments) == 1
-    assert capsys.readouterr().err == f"error: {tmp_path}/out: already exists; choose another output or remove it first\n"
     assert prepare_tool.main([*arguments, "--workers", "0"]) == 2
 
 
@@ -316,3 +315,47 @@ def test_the_standard_library_feeds_the_quickstart(tmp_path, capsys):
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert 700_000 < sum(len(row["text"].encode()) for row in rows) <= 1_000_000
     assert all(row["path"].endswith(".py") and "site-packages" not in row["path"] for row in rows)
+
+
+# One text file.
+
+
+LINES = [f"line {number}, " + "word " * (number % 7) for number in range(1000)]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+def test_the_end_of_one_text_file_is_the_validation_split(trained, tmp_path, capsys, suffix):
+    """Newcomer review, section 1: nanoGPT's case failed, because a file is one document."""
+    text = "\n".join(LINES)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    file = tmp_path / f"a{suffix}"
+    result = prepare([str(file)], trained["byte"], tmp_path / "out", validation_fraction=0.1)
+    (head,), (tail,) = (documents_of(tmp_path / "out" / name) for name in ("train", "validation"))
+    assert head + tail == text and head.endswith("\n") and tail.startswith("line ")
+    assert 0.095 < len(tail) / len(text) <= 0.1
+    assert [split.documents for split in result.splits] == [1, 1]
+    said = f"{file}: one document; its end, a share of 0.1, cut at a line, is the validation split\n"
+    assert said in capsys.readouterr().err
+    assert PreparedData.open(tmp_path / "out" / "validation").origin(0) == (str(file), head.count("\n"))
+    assert prepare([str(file)], trained["byte"], tmp_path / "out", validation_fraction=0.1).repeated
+
+
+@pytest.mark.parametrize("text, parts", [("one long line of words " * 50, (1039, 111)), ("x" * 1000, (900, 100))])
+def test_one_line_is_cut_at_a_word_or_where_it_must(trained, tmp_path, text, parts):
+    (tmp_path / "a.txt").write_text(text)
+    prepare([str(tmp_path / "a.txt")], trained["byte"], tmp_path / "out", validation_fraction=0.1)
+    (head,), (tail,) = (documents_of(tmp_path / "out" / name) for name in ("train", "validation"))
+    assert head + tail == text and (len(head), len(tail)) == parts
+
+
+def test_several_files_lines_and_other_kinds_are_split_by_document(trained, tmp_path):
+    """The end is taken of a corpus that is one plain file only; an empty split says what to do."""
+    (tmp_path / "a.txt").write_text("\n".join(LINES))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
+    result = prepare([str(tmp_path / "a.txt")], trained["byte"], tmp_path / "lines", validation_fraction=0.1, text_mode="line")
+    assert 60 < result.splits[1].documents < 140
+    with pytest.raises(
+        DataError, match=r"split is empty: none of the 1 documents .* more documents with --documents line, or give one file"
+    ):
+        prepare([str(tmp_path / "b.jsonl")], trained["byte"], tmp_path / "out", validation_fraction=0.001)

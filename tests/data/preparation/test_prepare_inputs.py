@@ -1,10 +1,15 @@
 """Every kind of input: what it holds comes out once, in order, wherever it is cut; where it came from is kept."""
 
+import bz2
+import csv
 import gzip
 import io
 import json
+import lzma
 import os
 import re
+import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +24,12 @@ from running import tool
 from pretrain.data.preparation.documents import DocumentOptions, Piece, PieceReader, read_documents
 from pretrain.data.preparation.inputs import InputFile, find_inputs
 from pretrain.data.preparation.lines import Tally
-from pretrain.data.preparation.prepare import prepare
+from pretrain.data.preparation.prepare import merge, prepare
 from pretrain.data.preparation.token_files import cut_at
 from pretrain.data.preparation.units import plan_units, unit_size
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import HuggingFaceTokenizer
+from pretrain.data.tokenizers.training import train_tokenizer
 from pretrain.errors import ConfigError, DataError
 
 END = 256  # of the byte tokenizer
@@ -213,23 +219,253 @@ def test_a_folder_means_its_visible_files(prepared, tmp_path, capsys):
     assert capsys.readouterr().err == f"{tmp_path}/c: left out 3 hidden files and folders and 1 links to folders\n"
 
 
-def test_what_is_not_text_is_an_error_or_is_left_out_and_counted(tmp_path, byte_tokenizer, capsys):
-    files = {"a.bin": b"ELF\0\1", "b.txt": b"caf\xe9", "c.txt": b"good"}
-    for name, content in files.items():
+DIRTY = b"""{"text": "fine"}
+{"text": "\xff"}
+{"text": "\\ud800"}
+{"text": null}
+{"body": "x"}
+{"text": 3}
+[1]
+{"text": "good"}
+{"text": "cut"""
+REASONS = [
+    "not valid UTF-8 (invalid start byte)",
+    "U+D800 is half of a surrogate pair, not valid text",
+    "field 'text' is NoneType, not text",
+    "no field 'text'; it has: body",
+    "field 'text' is int, not text",
+    "expected one JSON object per line, found list",
+    "not valid JSON (Unterminated string",
+]
+
+
+@pytest.mark.parametrize("unit_bytes, workers", [(None, 1), (40, 1), (40, 2)])
+def test_rows_that_cannot_be_used_are_left_out_counted_and_listed(tmp_path, byte_tokenizer, unit_bytes, workers):
+    """D-D7: bad UTF-8, broken JSON, missing, empty and wrong fields, up to --max-invalid."""
+    (tmp_path / "d.jsonl").write_bytes(DIRTY)
+    options = {"unit_bytes": unit_bytes, "workers": workers, "engine": "library"}
+    with pytest.raises(DataError, match=r"d\.jsonl, line [23]: .*leave such rows out, up to a number, with --max-invalid"):
+        prepare([str(tmp_path / "d.jsonl")], byte_tokenizer, tmp_path / "out", **options)
+    with pytest.raises(DataError, match=r"--max-invalid") as caught:
+        prepare([str(tmp_path / "d.jsonl")], byte_tokenizer, tmp_path / "out", max_invalid=6, **options)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    result = prepare([str(tmp_path / "d.jsonl")], byte_tokenizer, tmp_path / "out", max_invalid=7, **options)
+    assert result.invalid_documents == 7 and f"7 invalid rows left out (see {tmp_path}/out/invalid.jsonl)" in str(result)
+    assert contents(tmp_path / "out") == (["fine", "good"], [(str(tmp_path / "d.jsonl"), 0), (str(tmp_path / "d.jsonl"), 7)])
+    listed = [json.loads(line) for line in (tmp_path / "out" / "invalid.jsonl").read_text().splitlines()]
+    assert [row["where"] for row in listed] == [f"{tmp_path}/d.jsonl, line {n}" for n in (2, 3, 4, 5, 6, 7, 9)]
+    assert all(row["why"].startswith(reason) for row, reason in zip(listed, REASONS, strict=True))
+    assert PreparedData.open(tmp_path / "out").manifest.preparation["invalid_documents"] == 7
+
+
+def test_the_limit_of_invalid_rows_is_that_of_all_tasks_together(tmp_path, byte_tokenizer):
+    """D-D7: over tasks too; and a larger number goes on from what is finished."""
+    (tmp_path / "d.jsonl").write_bytes(DIRTY)
+    arguments = [[str(tmp_path / "d.jsonl")], byte_tokenizer, tmp_path / "out"]
+    options = {"unit_bytes": 40, "engine": "library", "tasks": 3}
+    message = r"rows cannot be used, more than --max-invalid 4, the first of them .*d\.jsonl, line 2: not valid .*what is finished is kept"
+    with pytest.raises(DataError, match=message):
+        for task in range(3):
+            prepare(*arguments, task=task, max_invalid=4, **options)
+    for task in range(3):
+        prepare(*arguments, task=task, max_invalid=7, **options)
+    with pytest.raises(DataError, match="7 " + message):
+        merge(tmp_path / "out")  # what the first start was given
+    assert merge(tmp_path / "out", max_invalid=7).invalid_documents == 7
+
+
+def test_what_a_tokenizer_cannot_express_and_gaps_in_tables_are_rows_that_may_be_left_out(tmp_path, trained, byte_tokenizer):
+    """D-D7: nulls in Parquet, characters and ids that the vocabulary does not have."""
+    (tmp_path / "a.jsonl").write_text('{"text": "def"}\n{"text": "defß"}\n{"text": "def"}\n')
+    result = prepare([str(tmp_path / "a.jsonl")], trained["char"], tmp_path / "a", max_invalid=1)
+    assert (result.invalid_documents, result.splits[0].documents) == (1, 2)
+    pyarrow.parquet.write_table(pa.table({"text": ["x", None, "y"]}), tmp_path / "b.parquet")
+    assert prepare([str(tmp_path / "b.parquet")], byte_tokenizer, tmp_path / "b", max_invalid=1).invalid_documents == 1
+    assert contents(tmp_path / "b")[1] == [(str(tmp_path / "b.parquet"), 0), (str(tmp_path / "b.parquet"), 2)]
+    table = pa.table({"ids": [[1], None, [2, None], [3], [300]]})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    result = prepare([str(tmp_path / "c.parquet")], byte_tokenizer, tmp_path / "c", max_invalid=3, ids_field="ids")
+    assert (result.invalid_documents, contents(tmp_path / "c")[0]) == (3, ["\x01", "\x03"])
+
+
+def test_binary_files_are_named_by_what_they_are(tmp_path, byte_tokenizer):
+    """D-D9: what is no text is refused with the reader to use, or left out."""
+    parquet = io.BytesIO()
+    pyarrow.parquet.write_table(pa.table({"text": ["x"]}), parquet)
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("a.txt", "x")
+    npy = io.BytesIO()
+    np.save(npy, np.arange(3))
+    files = {
+        "a.txt": (gzip.compress(b"x"), "a gzip file: name it .gz"),
+        "b.txt": (zstandard.ZstdCompressor().compress(b"x"), "a Zstandard file: name it .zst"),
+        "c.txt": (bz2.compress(b"x"), "a bzip2 file: name it .bz2"),
+        "d.txt": (lzma.compress(b"x"), "an xz file: name it .xz"),
+        "e.data": (parquet.getvalue(), "a Parquet file: name it .parquet"),
+        "f.tar": (tar.getvalue(), "a tar archive: unpack it first"),
+        "g.tar.gz": (gzip.compress(tar.getvalue()), "a tar archive: unpack it first"),
+        "h.zip": (zipped.getvalue(), "a zip archive"),
+        "i.ids": (npy.getvalue(), "a NumPy file: name it .npy"),
+        "j.pdf": (b"%PDF-1.7\n", "a PDF: extract its text first"),
+        "k.bin": (b"ELF\0\1", "a binary file, not text; of token ids say their type with --ids-dtype"),
+        "l.exe": (b"MZ\0\1", "a binary file, not text; "),
+        "m.txt": ("x".encode("utf-16"), "UTF-16: convert it first"),
+        "n.txt": (b"caf\xe9", "not valid UTF-8"),
+    }
+    for name, (content, message) in files.items():
         (tmp_path / name).write_bytes(content)
-    (tmp_path / "d.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n{"text": "\\ud800"}\n')
-    inputs = [str(tmp_path / name) for name in (*files, "d.jsonl")]
-    for name, reason in (("a.bin", "a binary file"), ("b.txt", "not valid UTF-8"), ("d.jsonl", "line 2: not valid UTF-8")):
-        with pytest.raises(DataError, match=rf"{name}[,:] {reason}"):
+        with pytest.raises(DataError, match=rf"{name}: {re.escape(message)}") as caught:
             prepare([str(tmp_path / name)], byte_tokenizer, tmp_path / "out", engine="library")
-    result = prepare(inputs, byte_tokenizer, tmp_path / "out", skip_invalid=True, engine="library")
-    assert result.invalid_documents == 4 and "4 invalid documents skipped" in str(result)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "z.txt").write_text("good")
+    inputs = [str(tmp_path / name) for name in (*files, "z.txt")]
+    assert prepare(inputs, byte_tokenizer, tmp_path / "out", max_invalid=len(files), engine="library").invalid_documents == 14
+    assert contents(tmp_path / "out")[0] == ["good"]
+
+
+def test_a_byte_order_mark_is_removed_and_that_is_said(prepared, tmp_path, byte_tokenizer):
+    """D-D9: in every kind of text, at its beginning and nowhere else."""
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.txt").write_bytes(mark + b"one \xef\xbb\xbf")
+    (tmp_path / "b.txt").write_bytes(b"two")
+    (tmp_path / "c.jsonl").write_bytes(mark + b'{"text": "three"}\n')
+    (tmp_path / "d.csv").write_bytes(mark + b"text\nfour\n")
+    inputs = [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.jsonl", "d.csv")]
+    result = prepare(inputs, byte_tokenizer, tmp_path / "out")
+    assert contents(tmp_path / "out")[0] == ["one \ufeff", "two", "three", "four"]
+    assert "3 byte order marks removed" in str(result)
+
+
+# Tables and archives of other programs.
+
+
+def test_csv_is_read_by_its_columns(prepared, tmp_path):
+    """D-D9: a .csv is rows, not one document; quotation marks hold separators and line ends."""
+    rows = [["a, b", "1"], ['say "x"\nand y', "2"], ["", "3"], ["é中", "4"]]
+    for name, options in (("a.csv", {}), ("b.tsv", {"delimiter": "\t"})):
+        with open(tmp_path / name, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file, **options).writerows([["text", "n"], *rows])
+        texts, origins = prepared(tmp_path / name, unit_bytes=5)
+        assert texts == [row[0] for row in rows if row[0]]
+        assert [row for _, row in origins] == [0, 1, 3]
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    assert prepared(tmp_path / "a.csv.gz")[0] == [row[0] for row in rows if row[0]]
+    assert prepared(tmp_path / "a.csv", text_field="n,text")[0][0] == "1\n\na, b"
+
+
+def test_dirty_csv_is_named_or_left_out(tmp_path, byte_tokenizer):
+    (tmp_path / "a.csv").write_bytes(b'text,n\ngood,1\nshort\n"bad"x,3\ncaf\xe9,4\n\nlong,5,6\nfine,7\n')
+    with pytest.raises(DataError, match=r"a\.csv, row 2: has 1 values, and the first line names 2 columns"):
+        prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out")
+    assert prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out", max_invalid=4).invalid_documents == 4
     assert contents(tmp_path / "out")[0] == ["good", "fine"]
-    skipped = capsys.readouterr().err.splitlines()
-    assert [line.split(str(tmp_path))[1] for line in skipped] == [
-        f"/{name}: not valid text" for name in ("a.bin", "b.txt", "d.jsonl, line 2", "d.jsonl, line 3")
-    ]
-    assert PreparedData.open(tmp_path / "out").manifest.preparation["invalid_documents"] == 4
+    for content, message in (
+        (b"a,b\n1,2\n", "no column 'text'; it has: a, b. Name one with --text-field"),
+        (b"", "no column 'text'"),
+        (b"text,text\n1,2\n", "has two columns 'text'"),
+    ):
+        (tmp_path / "b.csv").write_bytes(content)
+        with pytest.raises(DataError, match=rf"b\.csv: {re.escape(message)}"):
+            prepare([str(tmp_path / "b.csv")], byte_tokenizer, tmp_path / "other")
+
+
+def write_archive(path: Path, kind: str, texts: list[str]) -> Path:
+    warcwriter = pytest.importorskip("warcio.warcwriter")
+    with open(path, "wb") as file:
+        writer = warcwriter.WARCWriter(file, gzip=path.suffix == ".gz")
+        writer.write_record(writer.create_warcinfo_record(path.name, {"software": "test"}))
+        for number, text in enumerate(texts):
+            payload = io.BytesIO(text.encode("utf-8", "surrogateescape"))
+            writer.write_record(writer.create_warc_record(f"http://x/{number}", kind, payload, warc_content_type="text/plain"))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.warc.wet.gz", "a.wet", "a.warc"])
+def test_the_texts_of_a_web_archive_are_documents(prepared, tmp_path, byte_tokenizer, name):
+    """D-D9: a WET file is its records, not one document."""
+    path = write_archive(tmp_path / name, "conversion", ["one\r\n\r\ntwo", "", "drei é", "x\udcff"])
+    with pytest.raises(DataError, match=rf"{name}, record 4: not valid UTF-8"):
+        prepared(path)
+    prepare([str(path)], byte_tokenizer, tmp_path / "out", max_invalid=1)
+    assert contents(tmp_path / "out") == (["one\r\n\r\ntwo", "drei é"], [(str(path), 0), (str(path), 2)])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 2 // 3])
+    with pytest.raises(DataError, match=rf"{name}: cannot be read"):
+        prepare([str(path)], byte_tokenizer, tmp_path / "other", max_invalid=1)
+
+
+def test_a_web_archive_of_pages_is_refused_with_what_to_do(tmp_path, byte_tokenizer):
+    path = write_archive(tmp_path / "a.warc.gz", "resource", ["<html>"])
+    with pytest.raises(
+        DataError, match=r"a\.warc\.gz: holds web pages as they were served \(resource records\), not text; take the WET"
+    ):
+        prepare([str(path)], byte_tokenizer, tmp_path / "out")
+
+
+@pytest.mark.parametrize("suffix, compress", [(".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_bzip2_and_xz_are_read_like_gzip(prepared, tmp_path, suffix, compress):
+    lines = b"".join(b'{"text": "%d"}\n' % n for n in range(3000))
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(lines[:30000]) + compress(lines[30000:]))
+    assert prepared(tmp_path / f"a.jsonl{suffix}", unit_bytes=100)[0] == [str(n) for n in range(3000)]
+    (tmp_path / f"b.txt{suffix}").write_bytes(compress(b"text" * 1000)[:-9])
+    with pytest.raises(DataError, match=rf"b\.txt{suffix}: cannot be read \(Compressed file ended"):
+        prepared(tmp_path / f"b.txt{suffix}")
+
+
+# URLs.
+
+
+def test_inputs_may_be_urls(prepared, tmp_path):
+    """D-D4: files, patterns and folders, of every kind, as fsspec reads them; cut like local ones."""
+    (tmp_path / "in" / ".git").mkdir(parents=True)
+    lines = [json.dumps({"text": f"document {n}"}) + "\n" for n in range(40)]
+    (tmp_path / "in" / "a.jsonl").write_text("".join(lines[:10]))
+    (tmp_path / "in" / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[10:20]).encode()))
+    pyarrow.parquet.write_table(
+        pa.table({"text": [f"document {n}" for n in range(20, 30)]}), tmp_path / "in" / "c.parquet", row_group_size=3
+    )
+    write_arrow(tmp_path / "in" / "d.arrow", pa.table({"text": [f"document {n}" for n in range(30, 40)]}), True)
+    (tmp_path / "in" / ".git" / "x").write_text("hidden")
+    for urls in ([f"file://{tmp_path}/in"], [f"file://{tmp_path}/in/{name}*" for name in "abcd"]):
+        texts, origins = prepared(*urls, unit_bytes=60)
+        assert texts == [f"document {n}" for n in range(40)]
+        assert origins[0] == (f"file://{tmp_path}/in/a.jsonl", 0) and origins[25] == (f"file://{tmp_path}/in/c.parquet", 5)
+    np.save(tmp_path / "ids.npy", np.array([72, END, 73, 74, END], dtype=np.uint16))
+    assert prepared(f"file://{tmp_path}/ids.npy", unit_bytes=2)[0] == ["H", "IJ"]
+
+
+def test_urls_that_cannot_be_read_are_one_line(tmp_path, byte_tokenizer, capsys, monkeypatch):
+    """D-D4: and an output is never a folder called s3: in the working directory."""
+    (tmp_path / "a.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    main = tool("prepare_data").main
+    common = ["--tokenizer", str(byte_tokenizer), "--workers", "1"]
+    for arguments, code, message in (
+        (["--input", f"file://{tmp_path}/none.txt", "--output", "out"], 1, "none.txt: no such input file"),
+        (["--input", f"file://{tmp_path}/*.csv", "--output", "out"], 1, "*.csv: no such input file"),
+        (["--input", "nothing://x/y", "--output", "out"], 1, "nothing://x/y: cannot be read"),
+        (
+            ["--input", "a.txt", "--output", "s3://bucket/out"],
+            2,
+            "--output s3://bucket/out: is a URL; name a directory on a local",
+        ),
+        (["--input", "a.txt", "--output", "out", "--work", "gs://b/w"], 2, "--work gs://b/w: is a URL"),
+        (
+            ["--input", "a.txt", "--output", "out", "--tokenizer", "s3://b/t"],
+            1,
+            "s3://b/t: tokenizers are read from local disks only",
+        ),
+    ):
+        assert main([*common, *arguments]) == code
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and message in error and error.count("\n") == 1, error
+    assert sorted(os.listdir(tmp_path)) == ["a.txt"]
+    with pytest.raises(ConfigError, match="--output s3://b/t: is a URL"):
+        train_tokenizer([], "s3://b/t", "byte")
 
 
 def test_an_unreadable_file_is_named(tmp_path, byte_tokenizer):
@@ -327,7 +563,7 @@ def test_id_files_of_other_types_are_refused(tmp_path, byte_tokenizer):
     pyarrow.parquet.write_table(pa.table({"ids": [["1"]]}), tmp_path / "e.parquet")
     pyarrow.parquet.write_table(pa.table({"ids": [[1], None]}), tmp_path / "f.parquet")
     messages = {
-        "a.npy": "2 dimensions of int64", "b.npy": "1 dimensions of float64", "c.npy": "Python objects in dtype", "d.bin": "3 bytes are no",
+        "a.npy": "2 dimensions of int64", "b.npy": "1 dimensions of float64", "c.npy": "1 dimensions of object", "d.bin": "3 bytes are no",
         "e.parquet": "not lists of integers", "f.parquet": "row 2: field 'ids' has no list",
     }  # fmt: skip
     for name, message in messages.items():

@@ -417,19 +417,94 @@ def test_two_of_the_same_task_are_refused_but_different_ones_are_not(inputs, tra
         prepare(inputs, trained["bpe"], tmp_path / "out", task=1, tasks=2, **OPTIONS)
 
 
-def test_an_output_that_exists_is_refused_before_any_work(inputs, trained, tmp_path):
-    prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
+def test_the_same_command_again_is_a_success_and_another_is_refused(inputs, trained, tmp_path, capsys):
+    """D-D8: a job that is requeued after it has succeeded does not fail; another plan into the same output does."""
+    result = prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
     before = files_of(tmp_path / "out")
     for attempt in (
         lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS),
+        lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, workers=2, engine="library", max_invalid=5),
         lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, restart=True),
-        lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, task=0),
+        lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, task=0, tasks=3),
         lambda: merge(tmp_path / "out"),
+    ):
+        again = attempt()
+        assert again.repeated and again.splits == result.splits and again.duplicate_documents == 70
+        assert str(again).startswith(f"nothing to do: the same command has prepared {tmp_path}/out/train (")
+    for changed, message in (
+        ({"validation_fraction": 0.3}, "prepared with --validation-fraction 0.2 instead of 0.3, and was left as it is"),
+        ({"unit_bytes": 1499}, "prepared from other inputs or with other options, and was left as it is"),
+    ):
+        for own in ({}, {"restart": True}, {"task": 0}):
+            with pytest.raises(DataError, match=rf"out: already exists, {message}; choose another output or remove it first"):
+                prepare(inputs, trained["bpe"], tmp_path / "out", **{**OPTIONS, **changed, **own})
+    assert files_of(tmp_path / "out") == before
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_output_of_something_else_is_refused(inputs, trained, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    for attempt in (
+        lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS),
+        lambda: prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, restart=True),
     ):
         with pytest.raises(DataError, match="out: already exists; choose another output or remove it first"):
             attempt()
-    assert files_of(tmp_path / "out") == before
-    assert os.listdir(tmp_path) == ["out"]
+    assert files_of(tmp_path) == {"out/mine": b"keep"}
+    with ShardWriter.create(tmp_path / "old", load_tokenizer(trained["bpe"])) as writer:
+        writer.add(np.array([5, writer._tokenizer.eod_id]), np.array([2]))
+    with pytest.raises(DataError, match="old: already exists, prepared from other inputs or with other options, and was left"):
+        prepare(inputs, trained["bpe"], tmp_path / "old", **OPTIONS)
+
+
+# Damage to what lies between tasks and their merge.
+
+
+def one_task(inputs, trained, output) -> list[Path]:
+    """The finished parts of a preparation that is left to be merged."""
+    prepare(inputs, trained["bpe"], output, **OPTIONS, task=0, tasks=1)
+    return sorted((output.parent / f".{output.name}.preparing").glob("parts-*/*.part"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_part_with_a_flipped_bit_is_refused_and_made_anew(inputs, trained, straight, tmp_path, seed):
+    """D-D3: wherever the bit is: tokens, records, counts."""
+    parts_found = one_task(inputs, trained, tmp_path / "out")
+    chosen = random.Random(seed)
+    part = chosen.choice(parts_found)
+    content = bytearray(part.read_bytes())
+    place = chosen.randrange(len(content)) if seed > 3 else [0, len(content) // 2, len(content) - 60, len(content) - 3][seed]
+    content[place] ^= 1 << chosen.randrange(8)
+    part.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{part.name}: damaged: .* set aside|units of work are not finished") as caught:
+        merge(tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
+    assert files_of(tmp_path / "out") == straight and os.listdir(tmp_path) == ["out"]
+
+
+def test_a_tokenizer_that_is_damaged_between_tasks_and_merge_is_refused(inputs, trained, tmp_path):
+    """D-D3: the copy that goes into the output is checked as well."""
+    one_task(inputs, trained, tmp_path / "out")
+    copy = tmp_path / ".out.preparing" / "tokenizer" / "tokenizer.model"
+    content = bytearray(copy.read_bytes())
+    content[100] ^= 1
+    copy.write_bytes(content)
+    with pytest.raises(DataError, match="tokenizer: damaged .*start again with --restart"):
+        merge(tmp_path / "out")
+
+
+def test_files_that_nfs_leaves_in_the_work_directory_stop_nobody(inputs, trained, straight, tmp_path):
+    """D-D6: NFS renames what is removed while it is open to .nfsXXXX."""
+    prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, task=0, tasks=2)
+    work = tmp_path / ".out.preparing"
+    for folder in (work, *work.glob("parts-*"), work / "tokenizer"):
+        (folder / ".nfs00000000012e5d8c00000a1f").write_bytes(b"x")
+    prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS, task=1, tasks=2)
+    merge(tmp_path / "out")
+    found = {name: content for name, content in files_of(tmp_path / "out").items() if ".nfs" not in name}
+    assert found == straight
 
 
 def test_a_work_directory_keeps_what_is_not_ours(inputs, trained, tmp_path):

@@ -18,7 +18,7 @@ from faulty_server import FaultyServer, faulty_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.remote import mapped_files
+from pretrain.data.remote import cached_files
 from pretrain.data.remote.cache import ShardCache
 from pretrain.data.remote.files import open_remote
 from pretrain.data.remote.transfer import Patience, Remote, is_url, join, shown
@@ -345,7 +345,7 @@ def test_a_pickled_and_a_forked_reader_read_the_same(server, folder, cache):
     assert process.exitcode == 0
 
 
-def test_maps_of_dropped_files_are_let_go_and_used_ones_are_touched(prepared, tmp_path, monkeypatch):
+def test_open_files_that_were_dropped_are_let_go_and_used_ones_are_touched(prepared, tmp_path, monkeypatch):
     cache = ShardCache(tmp_path / "cache", BIG)
     data = PreparedData.open(f"file://{prepared}", cache)
     whole(data)
@@ -353,18 +353,19 @@ def test_maps_of_dropped_files_are_let_go_and_used_ones_are_touched(prepared, tm
     os.utime(first, (0, 0))
     os.utime(second, (0, 0))
 
-    def mapped() -> set[str]:
-        return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if str(cache.directory) in line}
+    def held() -> set[str]:
+        paths = {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
+        return {path for path in paths if str(cache.directory) in path}
 
-    monkeypatch.setattr(mapped_files, "_SWEEP_SECONDS", 0.0)
-    data._map._next_sweep = 0.0
+    monkeypatch.setattr(cached_files, "_SWEEP_SECONDS", 0.0)
+    data._files._next_sweep = 0.0
     data.read(0, 10)
-    assert first.stat().st_mtime > 0 and str(first) in mapped()
+    assert first.stat().st_mtime > 0 and str(first) in held()
     second.unlink()
     time.sleep(0.01)
     data.read(0, 10)
     data.read(0, 10)
-    assert mapped() == {str(first)}
+    assert held() == {str(first)}
 
 
 _READER = """

@@ -1,15 +1,21 @@
 """Prepared data on an S3-compatible server (moto's, on the loopback), directly and through a proxy that misbehaves."""
 
+import gzip
+import io
+import json
 import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from faulty_server import faulty_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running import run_main
 
+from pretrain.data.preparation.prepare import prepare
 from pretrain.data.remote.cache import ShardCache
 from pretrain.data.remote.files import open_remote
 from pretrain.data.remote.transfer import Patience, Remote
@@ -190,3 +196,78 @@ def test_an_object_replaced_after_opening_never_reaches_the_reader(endpoint, env
         PreparedData("s3://corpus/other", manifest, remote).verify(fetch=True)
     client.put_object(Bucket="corpus", Key=f"other/{SHARD}", Body=content)
     assert np.array_equal(whole(data), whole(PreparedData.open(prepared)))
+
+
+# Preparing from there.
+
+
+@pytest.fixture
+def corpus_on_s3(environment, texts_of_inputs, monkeypatch):
+    """Objects under s3://corpus/text/, and the texts in them, in order."""
+    import boto3
+
+    monkeypatch.setattr("pretrain.data.preparation.inputs._remote", Remote())  # without connections to another test's endpoint
+    for name, content in texts_of_inputs[0].items():
+        boto3.client("s3").put_object(Bucket="corpus", Key=f"text/{name}", Body=content)
+    return texts_of_inputs[1]
+
+
+@pytest.fixture(scope="session")
+def texts_of_inputs() -> tuple[dict[str, bytes], list[str]]:
+    texts = [f"document {number} " * (1 + number % 9) for number in range(600)]
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+    table = io.BytesIO()
+    pyarrow.parquet.write_table(pa.table({"text": texts[400:]}), table, row_group_size=20)
+    files = {
+        "a.jsonl": b"".join(lines[:200]),
+        "b.jsonl.gz": gzip.compress(b"".join(lines[200:400])),
+        "c.parquet": table.getvalue(),
+    }
+    return files, texts
+
+
+def texts_in(path) -> list[str]:
+    data = PreparedData.open(path)
+    spans = [data.document_span(number) for number in range(data.documents)]
+    return [bytes(data.read(start, end - start)[:-1].tolist()).decode() for start, end in spans]
+
+
+def test_a_corpus_is_prepared_from_s3(corpus_on_s3, byte_tokenizer, tmp_path):
+    """D-D4: patterns and folders of objects; cut into units like local files, in several processes."""
+    for number, url in enumerate(("s3://corpus/text", "s3://corpus/text/*.*")):
+        prepare([url], byte_tokenizer, tmp_path / str(number), unit_bytes=8000, workers=1 + number)
+        assert texts_in(tmp_path / str(number)) == corpus_on_s3
+        assert PreparedData.open(tmp_path / str(number)).origin(199) == ("s3://corpus/text/a.jsonl", 199)
+    assert prepare(["s3://corpus/text"], byte_tokenizer, tmp_path / "0", unit_bytes=8000).repeated
+    with pytest.raises(DataError, match="s3://corpus/none: no such input file"):
+        prepare(["s3://corpus/none"], byte_tokenizer, tmp_path / "out")
+
+
+@pytest.mark.parametrize("faults", [[503, "reset"], ["half"], ["truncate", 429]])
+def test_a_unit_is_begun_again_where_a_server_fails_in_passing(
+    corpus_on_s3, proxy, byte_tokenizer, tmp_path, faults, monkeypatch
+):
+    """D-D4: an answer that ends early is no short document."""
+    monkeypatch.setattr("pretrain.data.remote.transfer.Patience", lambda: QUICK)
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        proxy.faults[f"text/{name}"] = list(faults)
+    prepare(["s3://corpus/text"], byte_tokenizer, tmp_path / "out", unit_bytes=2000, engine="library")
+    assert texts_in(tmp_path / "out") == corpus_on_s3
+    assert not any(proxy.faults.values())
+
+
+def test_an_object_that_changes_meanwhile_is_named(corpus_on_s3, byte_tokenizer, tmp_path, monkeypatch):
+    import boto3
+
+    from pretrain.data.preparation import unit_work
+
+    original = unit_work.PieceReader.documents
+
+    def documents(self):
+        boto3.client("s3").put_object(Bucket="corpus", Key="text/a.jsonl", Body=b'{"text": "other"}\n')
+        return original(self)
+
+    monkeypatch.setattr(unit_work.PieceReader, "documents", documents)
+    monkeypatch.setattr("pretrain.data.preparation.prepare.sample_texts", lambda *_: iter(()))
+    with pytest.raises(DataError, match="s3://corpus/text/a.jsonl: (was changed during the preparation|cannot be read)"):
+        prepare(["s3://corpus/text/a.jsonl"], byte_tokenizer, tmp_path / "out")

@@ -1,10 +1,14 @@
 """The on-disk format: what is written is what is read, and nothing damaged is read."""
 
+import builtins
+import errno
 import hashlib
 import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +22,9 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.staging import staged_directory
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.errors import DataError
+from pretrain.storage import sealed_json, unsealed
 
+ROOT = Path(__file__).resolve().parents[3]
 SHARD_FILES = ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"]
 
 
@@ -27,6 +33,7 @@ class FakeTokenizer:
     vocab_size: int = 1000
     eod_id: int = 2
     fingerprint: str = "ab" * 32
+    file: Path = Path("tokenizer.model")
 
     def save(self, directory: Path) -> None:
         directory.mkdir()
@@ -53,8 +60,8 @@ def prepared(tmp_path) -> Path:
 
 
 def edit_manifest(path: Path, **changes) -> None:
-    content = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**content, **changes}))
+    content = unsealed((path / "manifest.json").read_bytes())
+    (path / "manifest.json").write_text(sealed_json({**content, **changes}))
 
 
 def test_every_window_is_the_slice_of_the_concatenated_documents(prepared):
@@ -114,12 +121,13 @@ def test_the_files_are_what_the_format_says(tmp_path):
     assert index == (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
     origin = (path / "shard-00000.src").read_bytes()
     assert origin == bytes([0, 0, 0, 0, 0, 0, 0, 0]) + bytes([0, 0, 0, 0, 1, 0, 0, 0])
-    assert json.loads((path / "manifest.json").read_text()) == {
+    assert unsealed((path / "manifest.json").read_bytes()) == {
         "format": "pretrain-shards",
-        "version": 2,
+        "version": 3,
         "dtype": "uint16",
         "vocab_size": 1000,
         "eod_id": 2,
+        "eod_token": None,
         "tokenizer_sha256": "ab" * 32,
         "documents": 2,
         "tokens": 4,
@@ -139,6 +147,8 @@ def test_the_files_are_what_the_format_says(tmp_path):
                 "origin_sha256": hashlib.sha256(origin).hexdigest(),
             }
         ],
+        "plan_sha256": None,
+        "invalid_sha256": None,
     }
     assert sorted(os.listdir(path)) == [
         "inputs.json",
@@ -263,6 +273,124 @@ def test_a_shard_that_shrinks_after_opening_is_named(prepared):
         data.read(0, 1)
 
 
+@pytest.mark.parametrize("name", ["shard-00000.bin", "shard-00000.idx"])
+def test_a_file_that_shrinks_while_it_is_open_is_an_error_with_its_name(tmp_path, name):
+    """D-D11: not a bus error of the process."""
+    path = write(tmp_path / "data", [np.append(np.full(5000, 5), 2)] * 20, shard_tokens=10**6)
+    code = f"""
+import os
+from pretrain.data.shards.reader import PreparedData
+from pretrain.errors import DataError
+data = PreparedData.open({str(path)!r})
+data.read(0, 10), data.document_ends(0, 1)
+os.truncate({str(path / name)!r}, 8)
+try:
+    data.read(90_000, 5000), data.document_ends(0, 20)
+except DataError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done
+    assert done.stdout.startswith(f"{path / name}: truncated: it has 8 bytes now and is read up to byte ")
+
+
+def test_a_file_that_cannot_be_read_any_more_is_named(prepared, monkeypatch):
+    """D-D11: an I/O error of a network disk."""
+    data = PreparedData.open(prepared)
+    data.read(0, 10)
+    monkeypatch.setattr(os, "pread", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+    with pytest.raises(DataError, match="shard-00000.bin: cannot be read: Input/output error"):
+        data.read(0, 10)
+
+
+def test_files_stay_open_beyond_256_shards(tmp_path, monkeypatch):
+    """D-D10: random reads over many shards open each file once."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    data = PreparedData.open(write(tmp_path / "data", [np.array([5, 2])] * 300, shard_tokens=2, batch=300))
+    places = np.random.default_rng(0).permutation(600)
+    for place in places.tolist():
+        data.read(place, 1)
+    opened = []
+    for module, name in ((os, "open"), (builtins, "open")):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda path, *more, _open=original, **rest: opened.append(path) or _open(path, *more, **rest)
+        )
+    found = [data.read(place, 1)[0] for place in places.tolist()]
+    assert not [path for path in opened if str(path).endswith(".bin")]
+    assert found == np.tile([5, 2], 300)[places].tolist()
+
+
+def test_reading_makes_do_with_few_open_files(tmp_path, monkeypatch):
+    """D-D10: where the limit cannot be raised, files are closed and opened again; the soft limit is raised where it can be."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    write(tmp_path / "data", [np.array([5, 2])] * 300, shard_tokens=2, batch=300)
+    code = f"""
+import os, resource, sys
+import numpy as np
+from pretrain.data.shards.reader import PreparedData
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[1])))
+sources = [PreparedData.open({str(tmp_path / "data")!r}) for _ in range(3)]
+for place in np.random.default_rng(0).permutation(600).tolist():
+    assert [data.read(place, 1)[0] for data in sources] == [[5, 2][place % 2]] * 3
+print(len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    for hard, least, most in ((100, 40, 100), (4000, 900, 1000)):
+        done = subprocess.run([sys.executable, "-c", code, str(hard)], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert least < int(done.stdout.split()[0]) < most
+
+
+@pytest.mark.parametrize(
+    "ends, message", [([30, 20, 40], "do not rise"), ([10, 10, 40], "do not rise"), ([10, 20, 30], "ends at token 30 of 40")]
+)
+def test_documents_that_do_not_rise_to_the_end_are_refused_whatever_the_hash(tmp_path, ends, message):
+    """D-D1: an index that was written wrong has the right hash."""
+    path = write(tmp_path / "data", [np.append(np.full(length - 1, 5), 2) for length in (10, 10, 20)])
+    content = np.array(ends, dtype="<u8").tobytes()
+    (path / "shard-00000.idx").write_bytes(content)
+    shards = unsealed((path / "manifest.json").read_bytes())["shards"]
+    edit_manifest(path, shards=[{**shards[0], "index_sha256": hashlib.sha256(content).hexdigest()}])
+    data = PreparedData.open(path)
+    for check in (data.verify, data.verify_documents):
+        with pytest.raises(DataError, match=rf"shard-00000\.idx: .*{message}"):
+            check()
+
+
+def test_a_manifest_of_version_2_is_read_and_checked_for_its_end_token(prepared):
+    """Data of before the seal; D-D2: an end token that is not the one that closes documents is found by `verify`."""
+    content = unsealed((prepared / "manifest.json").read_bytes())
+    old = {key: value for key, value in content.items() if key not in ("eod_token", "plan_sha256", "invalid_sha256")}
+    fingerprint = PreparedData.open(prepared).fingerprint
+    (prepared / "manifest.json").write_text(json.dumps({**old, "version": 2}))
+    data = PreparedData.open(prepared)
+    data.verify()
+    assert (data.fingerprint, data.manifest.plan_sha256, data.tokenizer.eod_token) == (fingerprint, None, None)
+    (prepared / "manifest.json").write_text(json.dumps({**old, "version": 2, "eod_id": 3}))
+    with pytest.raises(
+        DataError, match=r"shard-00000\.bin: ends with token 2, and manifest\.json says that documents end with 3"
+    ):
+        PreparedData.open(prepared).verify()
+    (prepared / "manifest.json").write_text(json.dumps({**old, "version": 3}))
+    with pytest.raises(DataError, match=r"manifest\.json: damaged, or edited by hand"):
+        PreparedData.open(prepared)
+
+
+def test_no_flipped_bit_in_a_manifest_goes_unnoticed(prepared):
+    """Each byte of it, one bit: refused by name, or (white space) the same manifest."""
+    file = prepared / "manifest.json"
+    content, manifest = file.read_bytes(), PreparedData.open(prepared).manifest
+    random = np.random.default_rng(0)
+    for place in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << random.integers(8)
+        file.write_bytes(damaged)
+        try:
+            assert PreparedData.open(prepared).manifest == manifest, place
+        except DataError as error:
+            assert "\n" not in str(error) and str(prepared) in str(error)
+
+
 def test_missing_paths_are_told_apart(tmp_path):
     with pytest.raises(DataError, match="absent: no such directory"):
         PreparedData.open(tmp_path / "absent")
@@ -285,7 +413,7 @@ def test_a_manifest_that_is_none_is_refused(prepared, content):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 1}, "format version 1, this program reads 2"),
+        ({"version": 1}, "format version 1, this program reads 2 and 3"),
         ({"version": True}, "format version True"),
         ({"dtype": "float16"}, "dtype must be one of uint16, uint32, got 'float16'"),
         ({"dtype": ["uint16"]}, "dtype must be one of"),
@@ -326,7 +454,7 @@ def test_a_manifest_is_read_strictly(prepared, change, message):
     ],
 )
 def test_a_shard_entry_is_read_strictly(prepared, change, message):
-    shards = json.loads((prepared / "manifest.json").read_text())["shards"]
+    shards = unsealed((prepared / "manifest.json").read_bytes())["shards"]
     shards[1].update(change)
     edit_manifest(prepared, shards=shards)
     with pytest.raises(DataError, match=message):

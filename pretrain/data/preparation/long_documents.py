@@ -1,0 +1,260 @@
+"""Ids of documents of any length, in memory that does not grow with what a library needs for each byte of a text.
+
+    text ──cut where the tokenizer cuts anyway──▶ stretches of 250,000 characters ──▶ ids of each, joined
+
+A library takes 17 (tiktoken) to 130 (tokenizers) times the size of a text while it encodes it. So a long text is cut, at places where
+the ids on both sides are those of the whole: between a word and the space after it, say, where almost every tokenizer begins a piece of
+its own. What holds for a tokenizer is not believed but tried, when its first long text comes: every kind of place is cut in hundreds of
+awkward texts, in every text of the vocabulary that has one, and in thousands of random ones, and a kind that changes a single id is
+not used. No token crosses a place of a kind that is left: a BPE token that did would be in the vocabulary, and so in the trial.
+
+A text without any such place (a long run of letters, of one character) is spliced, where a trial shows that this is exact: the tokens of
+a stretch, up to one near its end, are followed by those of the next stretch, which begins there. The ids of BPE are right as soon as
+every two neighbours are (van Antwerpen and Neubeck, "So many tokens, so little time", 2024), and the next stretch must begin with the
+tokens that the first one had there. Where neither is exact, the text is encoded whole.
+
+SentencePiece's unigram adds up scores in 32 bits over a whole text: beyond a million characters its own ids suffer from that, and those
+of the stretches are the better ones; up to there they are its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from pretrain.data.tokenizers.engine import TORTURE_TEXTS, vocabulary_texts
+from pretrain.data.tokenizers.tokenizer import Tokenizer
+from pretrain.errors import DataError
+
+LONGEST = 1 << 20
+"""Characters; longer texts are cut, ..."""
+STRETCH = 1 << 18
+"""... into stretches of about so many."""
+_SEARCHED = 1 << 14  # characters at the end of a stretch in which a place is looked for first
+_MARGIN = (
+    64  # characters around a place that must be free of added tokens, and tokens that must agree where stretches are spliced
+)
+_ATTEMPTS = 32
+_BATCH = 512
+
+_LETTERS = "A-Za-z"
+_SIGNS = f"{_LETTERS}0-9\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3"
+
+
+class Place(NamedTuple):
+    """A kind of place: a match is what is left out between two stretches, a space that the tokenizer puts before every text, or nothing."""
+
+    name: str
+    pattern: re.Pattern[str]
+
+
+PLACES = (
+    Place("before a space", re.compile(r"(?<=\S)(?= \S)")),
+    Place("at a space", re.compile(r"(?<=\S) (?=\S)")),
+    Place("before the end of a line", re.compile(f"(?<=[{_SIGNS}])(?=\n)")),
+    Place("before punctuation", re.compile(f"(?<=[{_SIGNS}])(?=[,.;:!?)\\]}}>，。、；：！？）】」』])")),
+    Place("between a letter and a digit", re.compile(f"(?<=[{_LETTERS}])(?=[0-9])|(?<=[0-9])(?=[{_LETTERS}])")),
+)
+
+
+class LongTexts:
+    """A tokenizer as the preparation uses it, whose `encode_arrays` takes texts of any length. `dtype`: of the ids of long ones."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, dtype: np.dtype | type = np.uint32, longest: int = LONGEST, stretch: int = STRETCH
+    ) -> None:
+        self._tokenizer, self._dtype, self._longest, self._stretch = tokenizer, dtype, longest, stretch
+        self.file, self.encode, self.decode, self.special_id = (
+            tokenizer.file,
+            tokenizer.encode,
+            tokenizer.decode,
+            tokenizer.special_id,
+        )
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`tokenizer.encode_arrays`, with the same ids."""
+        if all(len(text) <= self._longest for text in texts):
+            return self._tokenizer.encode_arrays(texts)
+        return [self._encode_long(text) if len(text) > self._longest else self._ids(text) for text in texts]
+
+    def _ids(self, text: str) -> np.ndarray:
+        return self._tokenizer.encode_arrays([text])[0]
+
+    def _encode_long(self, text: str) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        begin, size = 0, self._stretch
+        while len(text) - begin > size:
+            end, after = self._place(text, begin, begin + size) or (begin, begin)
+            if after > begin:
+                parts.append(self._ids(text[begin:end]).astype(self._dtype))
+            elif spliced := self._spliced(text, begin, begin + size):
+                ids, after = spliced
+                parts.append(ids.astype(self._dtype))
+            else:  # a longer stretch may have a place
+                size *= 2
+                continue
+            begin, size = after, self._stretch
+        parts.append(self._ids(text[begin:]).astype(self._dtype))
+        return np.concatenate(parts)
+
+    def _place(self, text: str, begin: int, end: int) -> tuple[int, int] | None:
+        """The last place in [begin, end) where a text can be cut: where the left part ends, and where the right one begins."""
+        for first in (max(begin + 1, end - _SEARCHED), begin + 1):
+            for place in self.places:
+                for match in reversed(list(place.pattern.finditer(text, first, end))):
+                    if not self._is_near_added(text, match.start()):
+                        return match.span()
+        return None
+
+    def _is_near_added(self, text: str, position: int) -> bool:
+        """Whether an added token, which may take white space or words around it into account, is near."""
+        return bool(self._added and self._added.search(text[max(position - _MARGIN, 0) : position + _MARGIN]))
+
+    def _spliced(self, text: str, begin: int, end: int) -> tuple[np.ndarray, int] | None:
+        """Ids of a stretch up to a place near its end, and the place, where the ids that follow do not depend on those before."""
+        if not self.can_splice:
+            return None
+        ids = self._ids(text[begin:end])
+        for count in range(len(ids) * 7 // 8, max(len(ids) * 7 // 8 - _ATTEMPTS, 0), -1):
+            head = self._tokenizer.decode(ids[:count].tolist())
+            place = begin + len(head)
+            if not head or not text.startswith(head, begin) or not self._may_splice_at(text, begin, place):
+                continue
+            if np.array_equal(self._ids(text[place:end]), ids[count:]) and self._goes_on(text, place, ids[count:]):
+                return ids[:count], place
+        return None
+
+    def _may_splice_at(self, text: str, begin: int, place: int) -> bool:
+        if self._is_near_added(text, place):
+            return False
+        if not text[place : place + 1].isnumeric():
+            return True
+        # Digits come in groups, counted from the first one; 12 is a multiple of every size in use.
+        first = place
+        while first > begin and text[first - 1].isnumeric():
+            first -= 1
+        return (place - first) % 12 == 0
+
+    def _goes_on(self, text: str, place: int, expected: np.ndarray) -> bool:
+        """Whether the stretch that begins at `place` begins with the tokens that were there."""
+        first = min(_MARGIN, len(expected) // 2)
+        return first > 0 and np.array_equal(self._ids(text[place : place + self._stretch])[:first], expected[:first])
+
+    # What is exact, tried once.
+
+    @functools.cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The kinds of places at which cutting changes no id."""
+        return tuple(place for place in PLACES if self._is_exact(place))
+
+    @functools.cached_property
+    def can_splice(self) -> bool:
+        """Whether splicing changes no id."""
+        small = LongTexts(self._tokenizer, longest=64, stretch=64)
+        small.places, small.can_splice = (), True
+        for text, ids in zip(_runs(), self._encoded(list(_runs()))):
+            if ids is not None and not np.array_equal(small._encode_long(text), ids):
+                return False
+        return True
+
+    @functools.cached_property
+    def _added(self) -> re.Pattern[str] | None:
+        """Finds tokens that the library looks for inside text before anything else."""
+        specification = getattr(getattr(self._tokenizer, "library", self._tokenizer), "specification", None)
+        added = [] if specification is None else specification()["added_tokens"]
+        contents = sorted(item["content"] for item in added if not item["special"] and item["content"])
+        return re.compile("|".join(map(re.escape, contents))) if contents else None
+
+    def _is_exact(self, place: Place) -> bool:
+        random = Random(0)
+        tried = 0
+        for batch in _batches(text for text in self._trial_texts() if place.pattern.search(text)):
+            cuts = [random.choice(list(place.pattern.finditer(text))) for text in batch]
+            whole = self._encoded(batch)
+            left = self._encoded([text[: cut.start()] for text, cut in zip(batch, cuts)])
+            right = self._encoded([text[cut.end() :] for text, cut in zip(batch, cuts)])
+            for ids, *parts in zip(whole, left, right):
+                if ids is None:
+                    continue
+                if not np.array_equal(ids, np.concatenate(parts)):
+                    return False
+                tried += 1
+        return tried > 0
+
+    def _encoded(self, texts: list[str]) -> list[np.ndarray | None]:
+        """The ids of each text; None for one that the vocabulary cannot express."""
+        expressible = [all(map(self._knows, set(text))) for text in texts]
+        encoded = iter(self._tokenizer.encode_arrays([text for text, is_known in zip(texts, expressible) if is_known]))
+        return [next(encoded) if is_known else None for is_known in expressible]
+
+    @functools.cached_property
+    def _knows(self) -> Callable[[str], bool]:
+        """Whether the vocabulary has a character."""
+
+        def knows(character: str) -> bool:
+            try:
+                self._tokenizer.encode_arrays([character])
+            except DataError:
+                return False
+            return True
+
+        return functools.cache(knows)
+
+    def _trial_texts(self) -> Iterator[str]:
+        """Awkward texts, all that the vocabulary can spell, every neighbourhood of a place, and random words."""
+        for texts in (_neighbourhoods(), TORTURE_TEXTS, vocabulary_texts(self._tokenizer)):
+            for text in texts:
+                if self._added is None or not self._added.search(text):
+                    yield text
+
+
+def _neighbourhoods() -> Iterator[str]:
+    """Two characters of every kind before and after each kind of place."""
+    kinds = ("a", "Z", "é", "中", "1", " ", "\n", "\t", ".", "'", "s", "-", "\u0301", "👍")
+    for first, second, third, fourth in product(kinds, repeat=4):
+        yield f"{first}{second} {third}{fourth}"
+        yield f"{first}{second}{third}{fourth}"
+
+
+def _runs() -> Iterator[str]:
+    """Texts without a place to cut."""
+    random = Random(0)
+    for signs in (
+        "a",
+        "ab",
+        "ACGT",
+        "abcdefghij",
+        "xyXY",
+        "0",
+        "0123456789",
+        "=",
+        "-=",
+        " ",
+        "\n",
+        " \n",
+        "é",
+        "中文字",
+        "👍",
+        "\u0301a",
+    ):
+        for length in (70, 331, 1000):
+            yield "x" + "".join(random.choices(signs, k=length)) + "y"
+    yield "1" * 500 + "234" * 100
+    yield "ab" * 300 + "ba" * 300
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,140 @@
+"""Files that are read at random positions, kept open while the system's limit of open files allows it.
+
+    reader ──(shard, which file)──▶ OpenFiles ──▶ OpenFile.read(size, offset)        one pread, no mapping
+
+All data sets of a process share one budget, half of the limit of open files. The soft limit (`ulimit -n`, often 1,024) is raised
+where it is too low for the data, up to the hard one. Beyond the budget, what was opened first is closed first, and opened again
+when it is read again, which takes three calls more.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import os
+import resource
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import DataError
+
+_LEAST, _MOST = 64, 1 << 16
+_lock = threading.Lock()
+_opened: collections.deque[tuple[weakref.ref[OpenFiles], Hashable]] = collections.deque()
+"""What is open in this process, the oldest first; some of it may be gone."""
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+class OpenFile:
+    """A file that can be read at any position, by any thread. It is closed when nobody holds it any more."""
+
+    __slots__ = ("_close", "_descriptor", "name")
+
+    def __init__(self, descriptor: int, name: object) -> None:
+        self._descriptor, self.name = descriptor, name
+        self._close = os.close  # held, because the module may be gone when Python ends
+
+    @classmethod
+    def at(cls, path: Path, size: int) -> OpenFile:
+        """Open a local file. Raises DataError unless it has `size` bytes; OSError only where too many files are open."""
+        try:
+            file = cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
+            if os.fstat(file._descriptor).st_size == size:
+                return file
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            if error.errno != errno.ENOENT:
+                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        check_size(path, size)
+        raise DataError(f"{path}: was replaced while it was opened; leave the data alone while a run reads it")
+
+    def read(self, size: int, offset: int) -> bytes:
+        """The `size` bytes from `offset` on. Raises DataError naming the file where they cannot be had."""
+        try:
+            content = os.pread(self._descriptor, size, offset)
+            while len(content) < size:  # more than the system reads at once, or the end of the file
+                more = os.pread(self._descriptor, size - len(content), offset + len(content))
+                if not more:
+                    raise DataError(
+                        f"{self.name}: truncated: it has {os.fstat(self._descriptor).st_size} bytes now and is read up to byte "
+                        f"{offset + size}; restore it, and leave the data alone while a run reads it"
+                    )
+                content += more
+            return content
+        except OSError as error:
+            raise DataError(f"{self.name}: cannot be read: {error.strerror}") from error
+
+    def __del__(self) -> None:
+        self._close(self._descriptor)
+
+
+class OpenFiles:
+    """The files of one data set by key, opened by `open_file(key)` when they are first read. Safe between threads."""
+
+    def __init__(self, open_file: Callable[[Any], OpenFile]) -> None:
+        self._open_file = open_file
+        self._files: dict[Hashable, OpenFile] = {}
+
+    def get(self, key: Hashable) -> OpenFile:
+        """The file of this key. Raises DataError where it cannot be opened."""
+        file = self._files.get(key)
+        return file if file is not None else self._add(key)
+
+    def clear(self) -> None:
+        """Close everything, as soon as nobody reads it."""
+        self._files = {}
+
+    def _add(self, key: Hashable) -> OpenFile:
+        try:
+            file = self._open_file(key)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            _close_down_to(0)
+            try:
+                file = self._open_file(key)
+            except OSError as again:
+                raise DataError(f"too many open files ({again.strerror}); raise the limit with ulimit -n") from again
+        _close_down_to(_budget(len(_opened) + 1) - 1)
+        with _lock:
+            _opened.append((weakref.ref(self), key))
+        self._files[key] = file
+        return file
+
+
+def _close_down_to(count: int) -> None:
+    with _lock:
+        while len(_opened) > count:
+            reference, key = _opened.popleft()
+            if (files := reference()) is not None:
+                files._files.pop(key, None)
+
+
+def _budget(wanted: int) -> int:
+    """How many files may be open, where `wanted` are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MOST
+    if wanted > soft // 2 and soft < 2 * _MOST:
+        # The soft limit is low for the sake of programs that call select(), which no library here does.
+        raised = min(2 * _MOST, 4 * wanted, hard if hard != resource.RLIM_INFINITY else 2 * _MOST)
+        if raised > soft:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+                soft = raised
+    return max(_LEAST, min(_MOST, soft // 2))
+
+
+def check_size(file: Path, expected: int) -> None:
+    """Raise DataError, saying what is wrong, unless `file` is there and has so many bytes."""
+    if not file.is_file():
+        raise DataError(f"{file}: missing, though manifest.json lists it")
+    size = file.stat().st_size
+    if size != expected:
+        what = "empty" if size == 0 else "truncated" if size < expected else "too long"
+        raise DataError(f"{file}: {what}: {size} bytes where manifest.json says {expected}")

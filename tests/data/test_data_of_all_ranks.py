@@ -1,0 +1,279 @@
+"""Every rank reads the same data with the same tokenizer, and every node checks what lies on its own disk."""
+
+import json
+import os
+import shutil
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.data.mixture import Mixture, Stage
+from pretrain.data.packing import open_index
+from pretrain.data.pairs.prepared import PreparedPairs
+from pretrain.data.samples import Packed, Windows
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.writer import ShardWriter
+from pretrain.data.sources import check_tokenizers
+from pretrain.data.stream import Shuffle, Stream
+from pretrain.data.tokenizers.tokenizer import copy_difference, identity_of, load_tokenizer
+from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.training_data import verify_everywhere
+from pretrain.distributed.ranks import Ranks
+from pretrain.errors import DataError
+from pretrain.storage import sealed_json, unsealed
+from pretrain.train.identity import check_changes, identity_changes
+
+
+@dataclass(frozen=True)
+class Thread(Ranks):
+    """Ranks as threads of this process."""
+
+    said: list = field(default_factory=list)
+    barrier_of_threads: threading.Barrier | None = None
+
+    def gather(self, name, value):
+        self.said[self.rank] = name, value
+        self.barrier_of_threads.wait(20)
+        names, values = zip(*self.said)
+        self.barrier_of_threads.wait(20)
+        assert set(names) == {name}
+        return list(values)
+
+
+def on_ranks(streams: list[Stream], full: bool = True) -> list[str | bool]:
+    """What `verify_everywhere` returns or raises on each rank, of which each has a stream of its own."""
+    said, barrier = [None] * len(streams), threading.Barrier(len(streams))
+    outcomes: list = [None] * len(streams)
+
+    def run(rank: int) -> None:
+        ranks = Thread(rank, rank, len(streams), torch.device("cpu"), said=said, barrier_of_threads=barrier)
+        try:
+            outcomes[rank] = verify_everywhere(streams[rank], [], full, ranks)
+        except DataError as error:
+            outcomes[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(streams))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return outcomes
+
+
+def stream_of(*samples) -> Stream:
+    return Stream(
+        list(samples),
+        Mixture([Stage(None, (1.0,) * len(samples))], [len(s) for s in samples], [None] * len(samples), 0),
+        Shuffle(0),
+    )
+
+
+def write(path: Path, tokenizer: Path, lengths: list[int], shard_tokens: int = 100) -> Path:
+    ends, loaded = np.cumsum(lengths), load_tokenizer(tokenizer)
+    tokens = np.arange(ends[-1]) % 97
+    tokens[ends - 1] = loaded.eod_id
+    with ShardWriter.create(path, loaded, shard_tokens) as writer:
+        writer.add(tokens, np.array(lengths))
+    return path
+
+
+def opened(path: Path, cache: Path | None = None):
+    data = PreparedData.open(path)
+    return Windows("a", data, 16) if cache is None else Packed("a", data, 16, open_index(data, "best_fit", 16, cache))
+
+
+def flip(file: Path, place: int = 8) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def test_ranks_that_see_one_directory_share_the_work_and_those_with_copies_do_not(tmp_path, byte_tokenizer, monkeypatch):
+    """D-D1: a copy on a node's disk is hashed on that node, and a packing index in a node's cache too."""
+    path = write(tmp_path / "data", byte_tokenizer, [20] * 60)
+    shutil.copytree(path, tmp_path / "copy")
+    seen = []
+    monkeypatch.setattr(PreparedData, "verify", lambda self, part, parts: seen.append((self.path.name, part, parts)))
+    monkeypatch.setattr(
+        "pretrain.data.packing.PackIndex.verify",
+        lambda self, part, parts: seen.append((self.path.parents[1].name, part, parts)),
+    )
+    one = lambda name, cache: stream_of(opened(tmp_path / name, tmp_path / cache))  # noqa: E731
+    assert (
+        on_ranks([one("data", "cache-a"), one("data", "cache-a"), one("data", "cache-b"), one("copy", "cache-b")]) == [True] * 4
+    )
+    data = [("copy", 0, 1), ("data", 0, 3), ("data", 1, 3), ("data", 2, 3)]
+    assert sorted(seen) == [("cache-a", 0, 2), ("cache-a", 1, 2), ("cache-b", 0, 2), ("cache-b", 1, 2), *data]
+    seen.clear()
+    assert on_ranks([one("data", "cache-a")] * 2, full=False) == [False] * 2 and not seen
+
+
+def test_a_damaged_copy_on_one_node_is_found(tmp_path, byte_tokenizer):
+    """D-D1: whichever rank would have hashed that shard elsewhere."""
+    path = write(tmp_path / "data", byte_tokenizer, [20] * 60)
+    shutil.copytree(path, tmp_path / "copy")
+    for shard in ("shard-00001.bin", "shard-00002.idx"):
+        flip(tmp_path / "copy" / shard)
+        outcomes = on_ranks([stream_of(opened(path)), stream_of(opened(path)), stream_of(opened(tmp_path / "copy"))])
+        assert len(set(outcomes)) == 1 and outcomes[0].startswith(f"rank 2: {tmp_path}/copy/{shard}: ")
+        flip(tmp_path / "copy" / shard)
+
+
+def test_a_damaged_packing_index_is_found_on_the_node_that_has_it(tmp_path, byte_tokenizer):
+    """D-D1: not by rank 0 alone."""
+    path = write(tmp_path / "data", byte_tokenizer, [20] * 60)
+    streams = [stream_of(opened(path, tmp_path / cache)) for cache in ("a", "a", "b")]
+    assert on_ranks(streams) == [True] * 3
+    index = next((tmp_path / "b" / "packing").glob("*/pieces.idx"))
+    flip(index)
+    assert set(on_ranks(streams)) == {
+        f"rank 2: {index}: content does not match its hash in manifest.json; remove {index.parent}"
+    }
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_ranks_that_read_other_data_are_refused_before_anything_is_trained(tmp_path, byte_tokenizer, full):
+    """D-D1: other tokens, other ends of documents, another packing; also where files are not hashed."""
+    first = write(tmp_path / "first", byte_tokenizer, [20] * 60)
+    other = write(tmp_path / "other", byte_tokenizer, [20] * 59 + [19, 1])
+    ends = write(tmp_path / "ends", byte_tokenizer, [20] * 60)
+    content = unsealed((ends / "manifest.json").read_bytes())
+    content["shards"][0]["index_sha256"] = "0" * 64
+    (ends / "manifest.json").write_text(sealed_json(content))
+    for path in (other, ends):
+        outcomes = on_ranks([stream_of(opened(first)), stream_of(opened(path))], full)
+        host = os.uname().nodename
+        assert set(outcomes) == {
+            f"data.sources.0: {path} of rank 1 on {host} has other content than {first} of rank 0 on {host}; copy the data anew to the node "
+            "that is wrong, and remove its packing index where one is named"
+        }
+    packed = opened(first, tmp_path / "cache")
+    poisoned = Packed("a", packed.data, 16, type(packed.index)(**{**vars(packed.index), "sha256": {"starts.idx": "1" * 64}}))
+    assert "data.sources.0: " + str(packed.index.path) in on_ranks([stream_of(packed), stream_of(poisoned)], full)[0]
+    assert (
+        "reads 2 directories of data and rank 0"
+        in on_ranks([stream_of(opened(first)), stream_of(opened(first), opened(other))], full)[0]
+    )
+
+
+# One tokenizer, one end of documents.
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory, corpus) -> tuple[Path, Path]:
+    """A tokenizer, and the same file with another end-of-document token, as the chat release of a base model has it."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    train_tokenizer([str(corpus)], root / "base", "byte_bpe", 400, special_tokens=["<|im_end|>"])
+    shutil.copytree(root / "base", root / "chat")
+    set_end(root / "chat", "<|im_end|>")
+    return root / "base", root / "chat"
+
+
+def set_end(folder: Path, token: str) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": token}))
+
+
+def test_sources_of_one_tokenizer_with_different_end_tokens_are_refused(tmp_path, tokenizers):
+    """D-D2: document masks would leak over the documents of the second."""
+    base, chat = (opened(write(tmp_path / name, path, [20] * 60)) for name, path in zip(("base", "chat"), tokenizers))
+    assert base.data.tokenizer.sha256 == chat.data.tokenizer.sha256
+    check_tokenizers([base, base])
+    message = "one tokenizer but different end-of-document tokens, <|endoftext|> (398) and <|im_end|> (399); prepare both with the same tokenizer"
+    with pytest.raises(DataError) as caught:
+        check_tokenizers([base, chat])
+    assert str(caught.value) == f"{tmp_path}/base and {tmp_path}/chat were prepared with {message}"
+    with pytest.raises(DataError, match="data.text.tokenizer=x and .*chat were prepared with one tokenizer but different end"):
+        check_tokenizers([chat], identity_of(load_tokenizer(tokenizers[0])), "data.text.tokenizer=x")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_copy_of_the_tokenizer_with_another_end_token_is_refused(tmp_path, tokenizers, version):
+    """D-D2: what checkpoints and exports would take along."""
+    path = write(tmp_path / "data", tokenizers[0], [20] * 60)
+    if version == 2:
+        content = unsealed((path / "manifest.json").read_bytes())
+        for key in ("eod_token", "plan_sha256", "invalid_sha256"):
+            del content[key]
+        (path / "manifest.json").write_text(json.dumps(content | {"version": 2}))
+    check_tokenizers([opened(path)])
+    set_end(path / "tokenizer", "<|im_end|>")
+    with pytest.raises(
+        DataError,
+        match=r"data/tokenizer is not the tokenizer that .*data was prepared with: tokenizer_config.json ends documents",
+    ):
+        check_tokenizers([opened(path)])
+    set_end(path / "tokenizer", "<|endoftext|>")
+    flip(path / "tokenizer" / "tokenizer.json", 1000)
+    with pytest.raises(DataError, match="tokenizer.json has other content; restore it or prepare again"):
+        check_tokenizers([opened(path), opened(path)])
+
+
+def test_a_tokenizer_is_compared_without_its_library(tokenizers, trained):
+    base = identity_of(load_tokenizer(tokenizers[0]))
+    assert base.eod_token == "<|endoftext|>" and copy_difference(tokenizers[0], base) is None
+    assert "ends documents with <|im_end|>, not <|endoftext|>" in copy_difference(tokenizers[1], base)
+    assert copy_difference(trained["bpe"], identity_of(load_tokenizer(trained["bpe"]))) is None
+    assert (
+        copy_difference(trained["unigram"], identity_of(load_tokenizer(trained["bpe"]))) == "tokenizer.model has other content"
+    )
+    assert base.difference(base._replace(vocab_size=401)) == "one tokenizer but vocabularies of 400 and 401 tokens"
+
+
+def test_pairs_whose_documents_end_elsewhere_are_other_pairs(tmp_path, byte_tokenizer):
+    """D-D1: pairs are read by the document index."""
+    from pretrain.data.pairs.preparation import Split, prepare_pairs
+
+    for name, lines in (("a", ["ab", "c"]), ("b", ["a", "bc"])):
+        (tmp_path / name).write_text("\n".join(lines))
+    prepare_pairs(tmp_path / "pairs", Split([str(tmp_path / "a")], [str(tmp_path / "b")]), None, byte_tokenizer)
+    pairs = PreparedPairs.open(tmp_path / "pairs")
+    assert set(pairs.identity(0)) == {"sources.0", "sources.0.documents", "sources.0.path"}
+    assert pairs.identity(0)["sources.0.documents"] != pairs.source.documents_fingerprint
+
+
+# What a checkpoint says.
+
+HASH, OTHER = "a" * 64, "b" * 64
+
+
+def test_changed_data_are_named_by_their_paths():
+    """D-D2, house.md 2.13: not by two hashes of 64 digits."""
+    saved = {
+        "data.sources.0": HASH,
+        "data.sources.0.path": "data/old",
+        "data.sources.0.documents": HASH,
+        "data.tokenizer": HASH,
+    }
+    own = {**saved, "data.sources.0": OTHER, "data.sources.0.path": "data/new", "data.tokenizer": OTHER}
+    with pytest.raises(Exception) as caught:
+        check_changes("ckpt", identity_changes(saved, own), [], [])
+    line = str(caught.value)
+    assert f"data.sources.0 was data/old (sha256 {HASH[:12]}) and is data/new (sha256 {OTHER[:12]})" in line
+    assert f"data.tokenizer was sha256 {HASH[:12]} and is sha256 {OTHER[:12]}" in line and HASH not in line
+
+
+def test_a_moved_source_is_the_same_and_an_older_record_is_compared_in_what_it_has():
+    """Checkpoints of before the document indices and end tokens were recorded can be resumed."""
+    own = {
+        "data.sources.0": HASH, "data.sources.0.path": "x", "data.sources.0.documents": HASH, "data.packing": "best_fit", "data.packing.index.0": HASH,
+        "data.tokenizer": HASH, "data.tokenizer.eod_id": 3, "data.tokenizer.vocab_size": 9,
+    }  # fmt: skip
+    check_changes("ckpt", identity_changes({**own, "data.sources.0.path": "elsewhere"}, own), [], [])
+    check_changes(
+        "ckpt", identity_changes({"data.sources.0": HASH, "data.packing": "best_fit", "data.tokenizer": HASH}, own), [], []
+    )
+    for name, value in (
+        ("data.sources.0.documents", OTHER),
+        ("data.packing.index.0", OTHER),
+        ("data.tokenizer.eod_id", 4),
+        ("data.sources.0", OTHER),
+    ):
+        with pytest.raises(Exception, match=name.replace(".", r"\.")):
+            check_changes("ckpt", identity_changes({**own, name: value}, own), [], [])
+        kind = {"data.packing.index.0": "data.packing", "data.tokenizer.eod_id": "data.tokenizer"}.get(name, "data.sources")
+        check_changes("ckpt", identity_changes({**own, name: value}, own), [], [kind])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pretrain.config.load import load_config
 from pretrain.config.schema import Batch, Config, Parallel
+from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
+from pretrain.parallel import ddp
 from pretrain.parallel.layout import Layout, check_options, expected_world_size, plan_layout
 
 GB = 10**9
@@ -160,6 +165,17 @@ def test_an_axis_that_does_not_divide_the_processes_is_answered_with_numbers_tha
 def test_options_that_a_strategy_cannot_honour_are_refused(overrides, keys):
     message = refused(ConfigError, 2, *overrides)
     assert all(key in message for key in keys)
+
+
+def test_options_of_ddp_reach_torch(monkeypatch):
+    """Nothing but memory and speed shows them: they are looked at where torch takes them."""
+    taken = {}
+    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda model, **options: taken.update(options) or Mock())
+    for options, expected in (("{}", (25.0, True)), ("{bucket_mb: 0.5, gradient_as_bucket_view: false}", (0.5, False))):
+        chosen = config("batch={sequences: 48, micro_sequences: 2}", f"parallel={{strategy: ddp, ddp: {options}}}")
+        ranks = Ranks(0, 0, 2, torch.device("cpu"))
+        ddp.DataParallel(chosen, plan_layout(chosen, 2, 10, None), ranks).place(torch.nn.Linear(2, 2), lambda model: None)
+        assert (taken["bucket_cap_mb"], taken["gradient_as_bucket_view"]) == expected
 
 
 def test_options_of_fsdp_are_taken_by_fsdp():

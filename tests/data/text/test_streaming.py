@@ -483,3 +483,21 @@ def test_a_row_of_a_dataset_without_text_is_named(tmp_path):
 def test_a_dataset_that_does_not_exist_is_named():
     with pytest.raises(DataError, match="no/such, row 1: cannot be read .*check the name and the network"):
         take(TextStream(HubCorpus("no/such"), Characters(), 2), 1, 1)
+
+
+def test_what_is_said_of_a_dataset_reaches_its_library(monkeypatch, byte_tokenizer, tmp_path):
+    import datasets
+
+    asked = []
+
+    def load(*names, **options):
+        asked.append((*names, options["split"], options["revision"]))
+        raise FileNotFoundError("not here")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    text = Text(dataset="some/name", dataset_config="de", revision="abc", split="test", tokenizer=str(byte_tokenizer), text_field="body")
+    opened = TextTraining.open(text, 32, tmp_path)
+    with pytest.raises(DataError, match="some/name, row 1: cannot be read"):
+        take(opened.stream, 1, 1)
+    assert asked == [("some/name", "de", "test", "abc")]
+    assert opened.stream.identity()["text_field"] == "body"

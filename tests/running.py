@@ -25,9 +25,9 @@ from pretrain.run import main
 
 def run_main(config_file: str, *overrides: str) -> tuple[int, str]:
     """Exit code and printed lines of `pretrain/run.py --config CONFIG_FILE OVERRIDES`, in this process."""
-    import pretrain.run
+    import pretrain.errors
 
-    pretrain.run.OTHERS_WAIT_SECONDS = 0.0  # nobody ends the other ranks here
+    pretrain.errors.OTHERS_WAIT_SECONDS = 0.0  # nobody ends the other ranks here
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = main(["--config", config_file, *overrides])

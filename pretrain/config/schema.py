@@ -203,7 +203,15 @@ class Parallel:
     activation_checkpointing: bool = key(False, "Recompute each block's activations in backward instead of storing them.")
     compile: bool = key(False, "Compile each block with torch.compile: a slower start, faster steps.")
     backend: Literal["auto", "gloo", "nccl"] = key("auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.")
-    timeout_seconds: int = key(600, "Longest wait in a collective or named barrier before the run fails.", ge=1)
+    timeout_seconds: int = key(
+        600, "Longest wait for another rank in a collective before the run fails, naming it.", ge=1, le=30 * 86400
+    )
+    join_seconds: int = key(
+        600,
+        "Longest wait at the start for a process of which nothing is heard; those that are there and open their data may take longer.",
+        ge=1,
+        le=30 * 86400,
+    )
     ddp: DDP = section(DDP)
 
 

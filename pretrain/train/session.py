@@ -19,9 +19,11 @@ from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.show import to_yaml
 from pretrain.distributed import ranks as distributed
+from pretrain.distributed.agreement import machine_name, run_facts
+from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, DataError
+from pretrain.errors import CheckpointError, DataError, LostRankError
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
@@ -68,14 +70,51 @@ def train(config: Config) -> int:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be there before the first CUDA call
     torch.use_deterministic_algorithms(config.run.deterministic)
-    plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
-    directory = RunDirectory(_path_of(plan.config))
-    ranks = distributed.start(plan.config, alone=plan.layout.strategy == "single")
+    meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
+    try:
+        device = distributed.choose_device(config, local_rank)
+        with meeting.doing("plan of the run"):
+            plan = make_plan(config, world_size, device)
+        directory = RunDirectory(_path_of(plan.config))
+        _agree(plan, device, meeting, directory)
+        ranks = distributed.start(plan.config, plan.layout.strategy == "single", meeting)
+        _train_together(plan, ranks, directory)
+    except BaseException as error:
+        meeting.leave(error)
+        raise
+    distributed.stop()
+    return 0
+
+
+def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDirectory) -> None:
+    """Wait for all ranks, and make sure that they are about to train the same."""
+    if meeting.world_size == 1:
+        return
+
+    def keep(differences: list[str]) -> None:
+        log_to_file(directory.path / "logs", meeting.rank)
+        for line in differences:
+            logging.getLogger(TRACEBACKS).error("%s", line)
+
+    packages = ["transformers"] if plan.config.model.family == "hf" else []
+    facts = run_facts(dataclasses.asdict(plan.config), device.type, plan.facts(), packages)
+    for note in meeting.join(facts, machine_name(device.type), keep):
+        log.warning(note)
+
+
+def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
     trainer = None
+
+    def record(error: BaseException) -> None:
+        _record_failure(directory, trainer, ranks, error)
+
+    if ranks.monitor is not None:
+        ranks.monitor.keep_record(directory.path / "logs", lambda line: record(LostRankError(line)))
     try:
         _claim(directory, plan, ranks)
         _verify_data(plan, ranks)
-        trainer = Trainer(plan, ranks, directory)
+        with ranks.part("construction of the model", device=True):
+            trainer = Trainer(plan, ranks, directory)
         check_data_suffices(plan, trainer.progress.step, trainer.progress.samples)
         _record_start(directory, plan, ranks, trainer.progress)
         # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
@@ -86,17 +125,15 @@ def train(config: Config) -> int:
                 export = start_export_check(plan.config, plan.data.tokenizer_path, plan.added_tokens, log.info)
                 stack.callback(lambda: export and export.close())
             outcome = trainer.fit(stop, export)
-            ranks.barrier("end of the run", plan.config.parallel.timeout_seconds)
+            ranks.barrier("end of the run")
             if ranks.is_main:
                 directory.write_status(outcome, trainer.progress.step, _REASONS[outcome])
                 log.info("%s at step %d: %s", outcome, trainer.progress.step, directory.path)
     except BaseException as error:
-        _record_failure(directory, trainer, ranks, error)
+        record(error)
         raise
     finally:
         directory.release()
-    distributed.stop()
-    return 0
 
 
 _REASONS = {"finished": None, "preempted": "asked to stop by a signal; the same command continues"}

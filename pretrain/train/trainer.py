@@ -100,10 +100,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         micro_steps = batch.micro_steps(config.batch.micro_sequences)
-        losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
-        if number in config.log.gradients_at:
-            write_gradients(self.directory.path, number, self.model, self.ranks)
-        grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))
+        with self.ranks.part(f"step {number}: forward and backward", device=True):
+            losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
+            if number in config.log.gradients_at:
+                write_gradients(self.directory.path, number, self.model, self.ranks)
+            grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))
         loss = float(self.ranks.sum("loss of a step", torch.cat(losses).double().sum())) / target_tokens
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._refuse_step(number, batch, torch.cat(losses), loss, grad_norm)
@@ -164,7 +165,8 @@ class Trainer:
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, str | None]:
         try:
-            return next(batches), export.problem() if export else None
+            with self.ranks.part(f"step {self.progress.step + 1}: next batch"):
+                return next(batches), export.problem() if export else None
         except (DataError, OSError) as error:
             return None, str(error)
 
@@ -202,13 +204,15 @@ class Trainer:
         if isinstance(source, PreparedPairs):
             rows = max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
         try:
-            return validate(self.call, source, self.config.validation.sequences, rows, self.loader, self.ranks)
+            with self.ranks.part(f"validation after step {self.progress.step}", device=True):
+                return validate(self.call, source, self.config.validation.sequences, rows, self.loader, self.ranks)
         finally:
             self.strategy.release()
 
     def _translate(self, source: PreparedPairs) -> dict[str, float] | None:
         try:
-            return translate_and_score(self.call, source, self.config, self.ranks)
+            with self.ranks.part(f"translation after step {self.progress.step}", device=True):
+                return translate_and_score(self.call, source, self.config, self.ranks)
         finally:
             self.strategy.release()
 

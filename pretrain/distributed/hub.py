@@ -103,7 +103,7 @@ class _Inquiry:
 
 
 class Hub(threading.Thread):
-    """Listens at `port`. All state belongs to the thread; others look at `everyone_left` and call `close`."""
+    """Listens at `port`. All state belongs to the thread; others look at `went` and `everyone_left` and call `close`."""
 
     def __init__(self, world_size: int, port: int) -> None:
         super().__init__(name="hub", daemon=True)
@@ -111,13 +111,13 @@ class Hub(threading.Thread):
         self.server = listen(port)
         self.port = self.server.getsockname()[1]
         self.everyone_left = threading.Event()
-        """Set when every other rank has had its last word, or its connection is closed."""
+        """Set when every other rank has had its last word, or is lost."""
         self._standings = [Standing(rank) for rank in range(world_size)]
         self._channels: dict[int, Channel] = {}
         self._machines: dict[int, str] = {}
         self._facts: dict[str, Any] | None = None
         self._failure: dict[str, str] | None = None  # of the start
-        self._went = False
+        self.went = False
         self._verdict: str | None = None
         self._logs: str | None = None
         self._calls = 0
@@ -197,7 +197,7 @@ class Hub(threading.Thread):
             self._send(rank, kind, **values)
 
     def _look_who_left(self) -> None:
-        if all(s.left is not None or s.gone for s in self._standings[1:]):
+        if all(s.is_lost for s in self._standings[1:]):
             self.everyone_left.set()
 
     # ---- the start ----------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Hub(threading.Thread):
 
     def _fail(self, line: str, error: str) -> None:
         """The start has failed: everyone who is here, and who is still to come, ends with `line`."""
-        if not self._went and self._failure is None:
+        if not self.went and self._failure is None:
             self._failure = {"line": line, "error": error}
             self._broadcast("left", **self._failure)
 
@@ -253,8 +253,8 @@ class Hub(threading.Thread):
     def _on_ready(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.ready = True
         self._machines[standing.rank] = message["machine"]
-        if not self._went and all(s.ready and not s.is_lost for s in self._standings):
-            self._went = True
+        if not self.went and all(s.ready and not s.is_lost for s in self._standings):
+            self.went = True
             hosts = [s.host for s in self._standings]
             self._broadcast("go", hosts=hosts, notes=self._notes(), torch=self._facts["torch"])
 
@@ -277,7 +277,7 @@ class Hub(threading.Thread):
         self._logs = message["folder"]
 
     def _on_at(self, standing: Standing, message: dict[str, Any]) -> None:
-        standing.mark = Mark(message["number"], message["name"], message["waiting"], message["device"])
+        standing.mark = Mark(**message["mark"])
         standing.seconds, standing.idle, standing.silent = message["seconds"], message["idle"], False
         if message["call"] == self._calls:
             self._answered.add(standing.rank)
@@ -318,6 +318,7 @@ class Hub(threading.Thread):
 
     def _on_stuck(self, standing: Standing, message: dict[str, Any]) -> None:
         """A rank was told to stop and cannot, or has waited as long as it may for work on the device."""
+        self._send(standing.rank, "heard")
 
         def conclude() -> None:
             if self._verdict is not None:
@@ -334,6 +335,7 @@ class Hub(threading.Thread):
     def _judge(self, line: str) -> None:
         self._verdict = line
         self._broadcast("verdict", line=line)
+        self._look_who_left()
 
     def _inquire(self, conclude: Callable[[], None], is_enough: Callable[[], bool] | None = None) -> None:
         """Call everyone, and `conclude` when that `is_enough` (by default: when all have answered), or after ANSWER_SECONDS."""
@@ -366,9 +368,11 @@ class Hub(threading.Thread):
 
     def _on_left(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.left, standing.left_alone = message["line"], message["alone"]
+        if message["traceback"] and self._logs:
+            standing.left += f"; look at {self._logs}/rank-{standing.rank}.log"
         if message["alone"]:
             self._fail(listing([standing]), message["error"])
-            if self._went:
+            if self.went:
                 self._broadcast("left", line=listing([standing]), error="LostRankError")
         self._look_who_left()
 

@@ -33,6 +33,7 @@ FIRST_WORD_SECONDS = 5.0
 """Wait after which a process says for whom; then at twice the time, and so on, at most a minute apart."""
 TELL_SECONDS = 10.0
 """How long a process that failed tries to let the others know."""
+_LINGER_SECONDS = 2.0  # of the main rank, once all have met: what its hub had to say is said
 _CONNECT_SECONDS = 5.0
 
 
@@ -244,9 +245,10 @@ class Meeting:
             error.told = True
             self._attached.wait(TELL_SECONDS)
             alone = not isinstance(error, LostRankError) and error is not self._passed_on
-            self.monitor.send("left", line=line_of(error), alone=alone, error=type(error).__name__)
+            kind, is_ours = type(error).__name__, isinstance(error, UserError)
+            self.monitor.send("left", line=line_of(error), alone=alone, error=kind, traceback=not is_ours)
             if self.hub is not None:
-                self.hub.everyone_left.wait(TELL_SECONDS)
+                self.hub.everyone_left.wait(_LINGER_SECONDS if self.hub.went else TELL_SECONDS)
         self.close()
 
     def close(self) -> None:

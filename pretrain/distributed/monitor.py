@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.distributed.hub import PROTOCOL, Channel
+from pretrain.distributed.hub import ANSWER_SECONDS, PROTOCOL, Channel
 from pretrain.distributed.standing import Mark
 from pretrain.errors import LaunchError, LostRankError, print_error
 
@@ -111,8 +111,8 @@ class Monitor(threading.Thread):
             raise self.explain(error) from error
         finally:
             self._parts.pop()
-            outside = self._parts[-1] if self._parts else Mark(name=f"after '{name}'")
-            self._set(Mark(self.mark.number, outside.name, False, outside.device))
+            outside = self._parts[-1] if self._parts else Mark(name=name, past=True)
+            self._set(Mark(self.mark.number, outside.name, False, outside.device, outside.past))
 
     def _set(self, mark: Mark) -> None:
         self.mark, self.since, self._said = mark, time.monotonic(), 0.0
@@ -125,7 +125,9 @@ class Monitor(threading.Thread):
         if self._verdict is None:
             self.send(
                 "broken",
-                **asdict(mark),
+                number=mark.number,
+                name=mark.name,
+                waiting=mark.waiting,
                 timed_out=timed_out,
                 seconds=self.timeout_seconds,
                 reason=reason,
@@ -225,7 +227,7 @@ class Monitor(threading.Thread):
         for message in messages:
             kind = message["kind"]
             if kind == "call":
-                self.send("at", call=message["call"], **asdict(self.mark), seconds=self._seconds(), idle=self._idle())
+                self.send("at", call=message["call"], mark=asdict(self.mark), seconds=self._seconds(), idle=self._idle())
             elif kind == "verdict":
                 self._verdict = message["line"]
                 self._judged.set()
@@ -310,10 +312,10 @@ class Monitor(threading.Thread):
         if not self._stacks_dumped:
             self._stacks_dumped = True
             self._dump_stacks(f"told to stop by {self._stop_name}, and still in '{self.mark.name}'")
-        if now - self._asked_stuck > STOP_SECONDS / 2:
+        if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS):
             line = f"told to stop by {self._stop_name}, and the run hangs"
             if self._asked_stuck > max(self._heard, self._stop_asked):
-                self._expect_end(f"{line}: {self._silence()}")  # the hub would have called by now
+                self._expect_end(f"{line}: {self._silence()}")  # its hub would have answered
             self._asked_stuck = now
             self.send("stuck", line=line, number=self.mark.number, idle=IDLE_SECONDS)
 
@@ -338,7 +340,7 @@ class Monitor(threading.Thread):
             if self.on_end is not None:
                 self.on_end(line)
 
-        self.send("left", line=line, alone=False, error="LostRankError")
+        self.send("left", line=line, alone=False, error="LostRankError", traceback=False)
         recording = threading.Thread(target=record, daemon=True)
         recording.start()
         recording.join(10.0)  # storage may be what hangs

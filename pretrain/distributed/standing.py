@@ -15,16 +15,20 @@ LISTED = 3
 
 @dataclass
 class Mark:
-    """What a process is doing: inside a control operation (`waiting`), or in a part of its own work.
+    """What a process is doing: inside a control operation (`waiting`), in a part of its own work, or `past` one of the two.
 
     `number` counts the control operations that it has begun: they come in the same order on every rank. `device`: a part in which the
     ranks exchange gradients or weights, so that it may be waiting for another rank without saying so.
     """
 
     number: int = 0
-    name: str = "start"
+    name: str = "start of the process"
     waiting: bool = False
     device: bool = False
+    past: bool = False
+
+    def __str__(self) -> str:
+        return f"{'waiting at' if self.waiting else 'past' if self.past else 'in'} '{self.name}'"
 
 
 @dataclass
@@ -61,21 +65,19 @@ class Standing:
 
 def describe(standing: Standing) -> str:
     """A rank and what is known of it, as a part of a sentence."""
-    title, last = standing.title, ""
-    if standing.mark is not None:
-        last = f"{'waiting at' if standing.mark.waiting else 'in'} '{standing.mark.name}'"
+    title, last = standing.title, f", last seen {standing.mark}" if standing.mark else ""
     if standing.left is not None:
         words = standing.left
         return words if words.startswith(("rank ", "'")) else f"{title} has ended: {words}"
     if standing.gone:
-        return f"{title} is gone without a word (killed?)" + (f", last seen {last}" if last else "")
+        return f"{title} is gone without a word (killed?){last}"
     if not standing.came:
         return f"{title} is missing"
     if standing.silent:
-        return f"{title} does not answer (stopped, or its host or network is down)" + (f", last seen {last}" if last else "")
+        return f"{title} does not answer (stopped, or its host or network is down){last}"
     if standing.mark is None:
         return f"{title} has not said what it does"
-    return f"{title} is {last} for {standing.seconds:.0f} s"
+    return f"{title} has been {standing.mark} for {standing.seconds:.0f} s"
 
 
 def listing(standings: Sequence[Standing]) -> str:

@@ -197,7 +197,7 @@ def _verify_data(plan: Plan, ranks: Ranks) -> None:
 
 def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ranks, error: BaseException) -> None:
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    logging.getLogger(TRACEBACKS).error("%s\n%s", line, traceback.format_exc())
+    logging.getLogger(TRACEBACKS).error("%s\n%s", line, "".join(traceback.format_exception(error)))
     # A run that this start never became keeps the status it had.
     if ranks.is_main and directory.is_held and (trainer is not None or not directory.has_status):
         try:

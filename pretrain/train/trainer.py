@@ -105,7 +105,7 @@ class Trainer:
             if number in config.log.gradients_at:
                 write_gradients(self.directory.path, number, self.model, self.ranks)
             grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))
-        loss = float(self.ranks.sum("loss of a step", torch.cat(losses).double().sum())) / target_tokens
+        loss = float(self.ranks.sum(f"loss of step {number}", torch.cat(losses).double().sum())) / target_tokens
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._refuse_step(number, batch, torch.cat(losses), loss, grad_norm)
         self.optimizer.step()
@@ -174,7 +174,7 @@ class Trainer:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
         tokens, digest = (batch.target_tokens, batch.digest) if batch else (0, 0)
         said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, self.continuation.is_due()])
-        tokens, digests, problems, stops, saves = self.ranks.sum("start of a step", said).tolist()
+        tokens, digests, problems, stops, saves = self.ranks.sum(f"start of step {self.progress.step + 1}", said).tolist()
         if problems:
             self.ranks.agree("reading of a batch", problem, DataError)
         if not tokens:

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -109,12 +109,12 @@ class RankProcess:
 
 
 def start_ranks(
-    folder: Path, world_size: int, function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None
+    folder: Path, world_size: int, function: Callable[..., Any], *arguments: Any, only: Sequence[int] | None = None
 ) -> list[RankProcess]:
-    """Start `function(*arguments)` on `world_size` ranks; its result is the exit code. Kill what is left at the end of the test."""
+    """Start `function(*arguments)` on all ranks, or `only` on some; its result is the exit code. Kill what is left at the end."""
     context, port, ranks = _server(), _free_port(), []
-    for rank in range(world_size):
-        values = dict(zip(_ENVIRONMENT, map(str, (rank, rank, world_size, "127.0.0.1", port)))) | (environment or {})
+    for rank in range(world_size) if only is None else only:
+        values = dict(zip(_ENVIRONMENT, map(str, (rank, rank, world_size, "127.0.0.1", port))))
         output = folder / f"rank-{rank}.out"
         process = context.Process(target=_run_once, args=(values, list(sys.path), output, function, arguments), daemon=True)
         process.start()

@@ -15,7 +15,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 FIRST_WORD_SECONDS = 5.0
-"""Wait after which a process says for whom; then at twice the time, and so on, at most a minute apart."""
+"""Wait after which a process says for whom; then at twice the time, and so on, at most _MOST_APART seconds apart."""
+_MOST_APART = 60.0
 TELL_SECONDS = 10.0
 """How long a process that failed tries to let the others know."""
 _LINGER_SECONDS = 2.0  # of the main rank, once all have met: what its hub had to say is said
@@ -99,23 +100,31 @@ class Meeting:
         self._refusal: LaunchError | None = None
         self._digest: str | None = None
         self._passed_on: BaseException | None = None
+        self._gave_up = False
         self._over = threading.Event()
         self._attached = threading.Event()
         self._hub_address = ""
         if world_size == 1:
             return
-        _open = self
         self.point = MeetingPoint.of_environment()
-        self.monitor = Monitor(rank, local_rank, timeout_seconds)
         if rank == 0:
             self.hub = _start_hub(self.point, world_size)
+        _open = self
+        self.monitor = Monitor(rank, local_rank, timeout_seconds)
         self.monitor.listen_to_signals()
         self.monitor.start()
         threading.Thread(target=self._look_for_hub, name="joining", daemon=True).start()
 
-    def doing(self, name: str) -> contextlib.AbstractContextManager:
-        """Around work before `join`: others who wait are told of it."""
-        return self.monitor.doing(name) if self.monitor else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def doing(self, name: str) -> Iterator[None]:
+        """Around work before `join`: others who wait are told of it. That the hub refuses this rank explains an error in it."""
+        with self.monitor.doing(name) if self.monitor else contextlib.nullcontext():
+            try:
+                yield
+            except UserError as error:
+                if self._refusal is not None:
+                    raise self._refusal from error
+                raise
 
     # ---- the connection -----------------------------------------------------------------------------------------------
 
@@ -143,14 +152,20 @@ class Meeting:
     def _connect(self) -> tuple[Channel, list[dict[str, Any]]]:
         """A connection to the hub, and what it said to begin with. Raises OSError or ValueError, and LaunchError when refused."""
         problem: Exception = ConnectionRefusedError()
-        for host, port in self._places():
+        for place in self._places():
             try:
-                connection = socket.create_connection((host, port), _CONNECT_SECONDS)
-                connection.settimeout(_CONNECT_SECONDS)
-                self._hub_address = connection.getpeername()[0]
-                channel = Channel(connection)
+                channel = Channel(socket.create_connection(place, _CONNECT_SECONDS))
+            except OSError as error:
+                problem = error
+                continue
+            self._problem = self._words_of(ValueError("says nothing so far"))
+            self._hub_address = channel.connection.getpeername()[0]
+            try:
                 return channel, hello(channel, self.rank, self.world_size)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, LaunchError) as error:
+                channel.close()
+                if isinstance(error, LaunchError):
+                    raise
                 problem = error
         raise problem
 
@@ -243,7 +258,7 @@ class Meeting:
             self.monitor.send("bye")
         else:
             error.told = True
-            self._attached.wait(TELL_SECONDS)
+            self._attached.wait(0 if self._gave_up else TELL_SECONDS)
             alone = not isinstance(error, LostRankError) and error is not self._passed_on
             kind, is_ours = type(error).__name__, isinstance(error, UserError)
             self.monitor.send("left", line=line_of(error), alone=alone, error=kind, traceback=not is_ours)
@@ -326,12 +341,16 @@ class _Wait:
         meeting, seconds = self.meeting, now - self.started
         limit = f"{meeting.join_seconds:g} s (parallel.join_seconds)"
         is_found = meeting._attached.is_set()
-        if now - self.progress > meeting.join_seconds:
+        patience = meeting.join_seconds
+        if is_found and meeting.rank:  # the main rank decides, as long as anything is heard of it
+            self.progress, patience = max(self.progress, self.monitor.heard), patience + 2 * _MOST_APART
+        if now - self.progress > patience:
+            meeting._gave_up = True
             missing = self.late.partition("; waiting")[0] or ("rank 0 says nothing" if is_found else meeting._problem)
             raise LaunchError(f"the processes of the run did not meet within {limit}: {missing}; {self._remedy(is_found)}")
         if seconds < self.next_word:
             return
-        self.next_word = seconds + min(max(seconds, FIRST_WORD_SECONDS), 60.0)
+        self.next_word = seconds + min(max(seconds, FIRST_WORD_SECONDS), _MOST_APART)
         if is_found:
             self.monitor.send("ask", number=0)
         elif meeting.local_rank == 0:

@@ -76,6 +76,8 @@ class Monitor(threading.Thread):
         self.busy_elsewhere = False
         """Whether the parts of a step run on a GPU."""
         self.main_rank = "rank 0"
+        self.heard = 0.0
+        """When the hub last said something."""
         self.mark, self.since = Mark(), time.monotonic()
         self._parts: list[Mark] = []
         self._channel: Channel | None = None
@@ -87,7 +89,7 @@ class Monitor(threading.Thread):
         self._stop_name = ""
         self._stacks_dumped = False
         self._said = 0.0  # how long the wait was when it was last said
-        self._asked_stuck, self._heard = 0.0, 0.0
+        self._asked_stuck = 0.0
         self._activity, self._active = (0.0, 0), time.monotonic()
         self._looked = 0.0
         self._closed = False
@@ -223,7 +225,7 @@ class Monitor(threading.Thread):
         self._take(messages)
 
     def _take(self, messages: list[dict[str, Any]]) -> None:
-        self._heard = time.monotonic()
+        self.heard = time.monotonic()
         for message in messages:
             kind = message["kind"]
             if kind == "call":
@@ -314,7 +316,7 @@ class Monitor(threading.Thread):
             self._dump_stacks(f"told to stop by {self._stop_name}, and still in '{self.mark.name}'")
         if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS):
             line = f"told to stop by {self._stop_name}, and the run hangs"
-            if self._asked_stuck > max(self._heard, self._stop_asked):
+            if self._asked_stuck > max(self.heard, self._stop_asked):
                 self._expect_end(f"{line}: {self._silence()}")  # its hub would have answered
             self._asked_stuck = now
             self.send("stuck", line=line, number=self.mark.number, idle=IDLE_SECONDS)

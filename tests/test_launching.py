@@ -124,6 +124,47 @@ def test_accelerate_that_was_asked_for_several_processes_and_started_one_is_refu
     check_launcher(configured(strategy=strategy), environ)
 
 
+# What a task of `srun --ntasks 2` sees, and what the batch script itself does (Slurm 22.05).
+SRUN = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "single", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (SRUN, r"srun started 2 tasks \(SLURM_STEP_NUM_TASKS\) without RANK, .* sbatch --nodes N launch/slurm.sbatch"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, r"mpirun \(Open MPI\) started 4 tasks"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, r"mpirun \(MPICH, Intel MPI\) started 2 tasks"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, r"mpirun \(MVAPICH\) started 2 tasks"),
+    ],
+)
+def test_several_tasks_without_ranks_are_refused_with_the_command_to_use(strategy, environ, said):
+    """T-D14, OP-6.7: plain srun or mpirun trains alone in every task; only the lock stopped the second."""
+    tasks = environ.get("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match=said) as caught:
+        check_launcher(configured(strategy=strategy), dict(environ))
+    assert f"torchrun --nproc-per-node {tasks} " in str(caught.value) and "\n" not in str(caught.value)
+    assert "for runs of one process each, set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        BATCH,  # python in the batch script itself
+        SRUN | TORCHRUN,  # torchrun in each of two tasks, as launch/slurm.sbatch does
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},  # srun --ntasks 1
+        SRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},  # runs of one process each
+        {"OMPI_COMM_WORLD_SIZE": "2"} | TORCHRUN,
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_launcher_task_with_ranks_and_a_single_task_are_accepted(environ):
+    """T-D14, OP-6.7: sbatch with one launcher per node goes on working."""
+    check_launcher(configured(), dict(environ))
+
+
 def test_settings_that_make_transformers_skip_loading_weights_are_removed():
     environ = dict(FSDP2)
     check_launcher(configured(strategy="fsdp"), environ)
@@ -168,6 +209,10 @@ def test_a_command_of_the_page_parses(block):
         ({"GPUS": "1", "NODES": "2", "HEAD": "a:b"}, "error: HEAD=a:b: the port is not a number"),
         ({"GPUS": "1", "NODES": "2", "HEAD": "fe80::1"}, "error: HEAD=fe80::1: write an IPv6 address in brackets"),
         ({"GPUS": "1", "NODES": "2", "HEAD": "a", "NODE_RANK": "2"}, "error: NODE_RANK=2 is not in 0..1"),
+        ({"GPUS": "1", "NODES": "1:2", "HEAD": "a", "NODE_RANK": "2"}, "error: NODE_RANK=2 is not in 0..1"),
+        ({"GPUS": "1", "NODES": "3:2", "HEAD": "a"}, "error: NODES=3:2: the fewest nodes come first, then the most"),
+        ({"GPUS": "1", "NODES": "1:x", "HEAD": "a"}, "error: NODES=x is not a positive number"),
+        ({"GPUS": "1", "NODES": "2", "HEAD": "a", "JOIN_SECONDS": "soon"}, "error: JOIN_SECONDS=soon is not a positive number"),
     ],
 )
 def test_a_missing_or_wrong_variable_of_the_multi_node_script_is_one_line_and_exit_code_2(variables, said):
@@ -181,15 +226,21 @@ def test_a_missing_or_wrong_variable_of_the_multi_node_script_is_one_line_and_ex
     ("variables", "options"),
     [
         ({"HEAD": "a"}, ["--rdzv-endpoint", "a:29500"]),
-        ({"HEAD": "a:1", "NODE_RANK": "0"}, ["--rdzv-endpoint", "a:1", "--rdzv-conf", "is_host=1"]),
-        ({"HEAD": "[::1]:7", "NODE_RANK": "1"}, ["--rdzv-endpoint", "[::1]:7", "--rdzv-conf", "is_host=0"]),
-        ({"HEAD": "[::1]", "LOCAL_ADDR": "b"}, ["--rdzv-endpoint", "[::1]:29500", "--local-addr", "b"]),
+        ({"HEAD": "a:1", "NODE_RANK": "0"}, ["--rdzv-endpoint", "a:1", ",is_host=1"]),
+        ({"HEAD": "[::1]:7", "NODE_RANK": "1"}, ["--rdzv-endpoint", "[::1]:7", ",is_host=0"]),
+        ({"HEAD": "[::1]", "LOCAL_ADDR": "b"}, ["--rdzv-endpoint", "[::1]:29500", "", "--local-addr", "b"]),
+        ({"HEAD": "a", "NODES": "1:2", "NODE_RANK": "1"}, ["--rdzv-endpoint", "a:29500", ",is_host=0"]),
+        ({"HEAD": "a", "JOIN_SECONDS": "30"}, ["--rdzv-endpoint", "a:29500"]),
     ],
 )
 def test_the_multi_node_script_passes_on_what_it_was_told(variables, options):
+    """OP-5, OP-6.3, OP-6.5: the rendezvous' limits are settable, and a range of nodes is passed on."""
+    seconds = variables.get("JOIN_SECONDS", "600")
+    limits = f"join_timeout={seconds},read_timeout={seconds}" + "".join(options[2:3])
+    options = [*options[:2], "--rdzv-conf", limits, *options[3:]]
     environ = {"PATH": os.environ["PATH"], "NODES": "2", "GPUS": "8", "MAX_RESTARTS": "1", "TORCHRUN": "echo", **variables}
     done = subprocess.run(["bash", SCRIPTS[0], "--config", "x y"], capture_output=True, text=True, env=environ)
-    before = "--nnodes 2 --nproc-per-node 8 --max-restarts 1 --rdzv-id pretrain --rdzv-backend c10d".split()
+    before = f"--nnodes {environ['NODES']} --nproc-per-node 8 --max-restarts 1 --rdzv-id pretrain --rdzv-backend c10d".split()
     script = f"{SCRIPTS[0].parent}/../pretrain/run.py"
     assert done.stdout == " ".join([*before, *options, script, "--config", "x y"]) + "\n"
 

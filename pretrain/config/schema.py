@@ -32,6 +32,11 @@ class Run:
         None,
         "Checkpoint whose weights a new run starts from (step 0, fresh optimizer), e.g. of `convert_checkpoint.py from-hf`.",
     )
+    lock: Literal["auto", "flock", "file"] = key(
+        "auto",
+        "How a run directory is kept to one trainer: `flock`, the system's own; `file`, for file systems without it, a file whose owner "
+        "gives a sign of life every 15 s; `auto`: `flock` where there is one.",
+    )
     accept_changes: list[str] = key(
         [],
         "Keys of the data's identity whose change since the checkpoint is meant, e.g. [data.seed]: what would be an error is then a "

@@ -31,6 +31,7 @@ from pretrain.train.continuation import Progress
 from pretrain.train.identity import check_identity
 from pretrain.train.plan import Plan, check_data_suffices, make_plan
 from pretrain.train.run_directory import RunDirectory
+from pretrain.train.run_lock import SIGHT_SECONDS
 from pretrain.train.stop import StopRequest
 from pretrain.train.trainer import Trainer
 
@@ -75,7 +76,7 @@ def train(config: Config) -> int:
         device = distributed.choose_device(config, local_rank)
         with meeting.doing("plan of the run"):
             plan = make_plan(config, world_size, device)
-        directory = RunDirectory(_path_of(plan.config))
+        directory = RunDirectory(_path_of(plan.config), plan.config.run.lock)
         _agree(plan, device, meeting, directory)
         ranks = distributed.start(plan.config, plan.layout.strategy == "single", meeting)
         _train_together(plan, ranks, directory)
@@ -109,7 +110,12 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
         _record_failure(directory, trainer, ranks, error)
 
     if ranks.monitor is not None:
-        ranks.monitor.keep_record(directory.path / "logs", lambda line: record(LostRankError(line)))
+
+        def end(line: str) -> None:
+            record(LostRankError(line))
+            directory.release()
+
+        ranks.monitor.keep_record(directory.path / "logs", end)
     try:
         _claim(directory, plan, ranks)
         _verify_data(plan, ranks)
@@ -159,7 +165,7 @@ def _claim(directory: RunDirectory, plan: Plan, ranks: Ranks) -> None:
         "sight of the run directory",
         None
         if directory.sees(token)
-        else f"{directory.path} is not the main rank's; run.dir must be on storage that all nodes share",
+        else f"{directory.path} is not the main rank's (looked for {SIGHT_SECONDS:g} s); run.dir must be on storage that all nodes share",
         CheckpointError,
     )
     log_to_file(directory.path / "logs", ranks.rank)

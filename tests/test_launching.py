@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launch_pool import _free_port
 
 from pretrain.config.schema import Config
 from pretrain.distributed.launcher import check_launcher
@@ -320,3 +322,73 @@ def test_a_run_whose_rank_is_killed_comes_back_by_itself_and_continues_from_its_
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
     # Steps after the checkpoint are logged again; none is missing.
     assert {record["step"] for record in page.metrics("restarts")} == set(range(1, 121))
+
+
+# ---- torchrun with words ----------------------------------------------------------------------------------------------
+
+
+def multi_node(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen:
+    """launch/torchrun_multinode.sh; what it prints is in `folder`/NODE_RANK.out."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GPUS": "1", "LOCAL_ADDR": "127.0.0.1", **variables}
+    output = (folder / f"{variables.get('NODE_RANK', 'x')}.out").open("w")
+    return subprocess.Popen(["bash", SCRIPTS[0], *arguments], env=environ, stdout=output, stderr=subprocess.STDOUT)
+
+
+def test_nodes_that_do_not_gather_are_waited_for_with_words_and_end_with_one_line(tmp_path):
+    """OP-5, OP-6.3: a node that never starts, another HEAD on each: 600 s of silence, then a traceback of torchrun."""
+    head, other = _free_port(), _free_port()
+    nodes = [
+        multi_node(tmp_path, "--config", "x", NODES="2", NODE_RANK=rank, HEAD=f"127.0.0.1:{port}", JOIN_SECONDS="12")
+        for rank, port in (("0", head), ("1", other))
+    ]
+    began = time.monotonic()
+    assert [node.wait(120) for node in nodes] == [1, 1]
+    assert time.monotonic() - began < 90
+    for rank, port, seen in (("0", head, "is there; start the other nodes"), ("1", other, "listens at|start the head node")):
+        printed = (tmp_path / f"{rank}.out").read_text()
+        assert "Traceback" not in printed and "frame #" not in printed, printed
+        assert re.search(rf"waits for 2 nodes at 127.0.0.1:{port} \(1\d of 12 s, JOIN_SECONDS\): ", printed)
+        (line,) = [line for line in printed.splitlines() if line.startswith("error: ")]
+        assert f"error: 2 nodes at 127.0.0.1:{port} did not gather within 12 s (JOIN_SECONDS); this one is " in line
+        assert re.search(seen, line)
+
+
+def test_a_head_whose_port_another_program_has_says_so(tmp_path):
+    """OP-5: HEAD port taken by another listener: no message."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        node = multi_node(tmp_path, "--config", "x", NODES="2", NODE_RANK="0", HEAD=f"127.0.0.1:{port}", JOIN_SECONDS="20")
+        assert node.wait(90) == 1
+    printed = (tmp_path / "0.out").read_text()
+    assert f"error: 127.0.0.1:{port} is taken by another program or run; choose another port for HEAD on all nodes\n" in printed
+
+
+@pytest.mark.slow
+def test_an_elastic_run_starts_with_fewer_nodes_and_takes_in_one_that_comes(tmp_path, page):
+    """OP-6.5: NODES=1:2 through the script."""
+    where = {"NODES": "1:2", "HEAD": f"127.0.0.1:{_free_port()}"}
+    arguments = ["--config", "runs/launching/tiny.yaml", "run.name=elastic", "run.steps=3000", "checkpoint.every_steps=10", "log.every_steps=1"]
+    before = os.getcwd()
+    os.chdir(page.folder)
+    try:
+        first = multi_node(tmp_path, *arguments, NODE_RANK="0", **where)
+        run = page.folder / "runs" / "launching" / "elastic"
+        wait_for(lambda: (run / "checkpoints").is_dir() and any((run / "checkpoints").glob("step-*")), 180)
+        second = multi_node(tmp_path, *arguments, NODE_RANK="1", **where)
+        wait_for(lambda: (run / "starts.jsonl").read_text().count("\n") >= 2, 180)
+        starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+        assert [start["world_size"] for start in starts[:2]] == [1, 2] and starts[1]["step"] > 0
+    finally:
+        os.chdir(before)
+        for node in (second, first):
+            node.terminate()
+        for node in (second, first):
+            node.wait(120)
+
+
+def wait_for(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.1)

@@ -16,6 +16,7 @@ Nothing is sent while all is well. Messages are lines of JSON, and nothing in th
 from __future__ import annotations
 
 import json
+import secrets
 import selectors
 import socket
 import threading
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.distributed.standing import Mark, Standing, awaited, hung, listing, numbers, verdict
+from pretrain.distributed.standing import Mark, Standing, awaited, hung, listing, numbers, pointer, verdict
 
 PROTOCOL = "pretrain 1"
 ANSWER_SECONDS = 3.0
@@ -110,6 +111,8 @@ class Hub(threading.Thread):
         self.world_size = world_size
         self.server = listen(port)
         self.port = self.server.getsockname()[1]
+        self.token = secrets.token_hex(8)
+        """What tells this hub from another one, where its address was found out and not given."""
         self.everyone_left = threading.Event()
         """Set when every other rank has had its last word, or is lost."""
         self._standings = [Standing(rank) for rank in range(world_size)]
@@ -180,8 +183,9 @@ class Hub(threading.Thread):
             standing = self._standings[who[0]]
             if standing.left is None:
                 standing.gone = True
-                self._broadcast("gone", line=listing([standing]))
-                self._fail(listing([standing]), "LostRankError")
+                line = listing([standing]) + pointer([standing], self._logs)
+                self._broadcast("gone", line=line)
+                self._fail(line, "LostRankError")
         self._look_who_left()
 
     def _send(self, rank: int, kind: str, **values: Any) -> None:
@@ -203,7 +207,7 @@ class Hub(threading.Thread):
     # ---- the start ----------------------------------------------------------------------------------------------------
 
     def _on_hello(self, channel: Channel, who: list[int], message: dict[str, Any]) -> None:
-        if message["kind"] != "hello" or message["protocol"] != PROTOCOL:
+        if message["kind"] != "hello" or message["protocol"] != PROTOCOL or message["token"] not in ("", self.token):
             raise ValueError("a stranger")
         rank, host, process = int(message["rank"]), str(message["host"]), int(message["process"])
         problem = self._problem_of(rank, host, process, int(message["world_size"]))
@@ -328,7 +332,7 @@ class Hub(threading.Thread):
             else:
                 found = [s for s in awaited(self._standings, message["number"]) if s.rank != standing.rank]
             if found:
-                self._judge(f"{message['line']}: {listing(found)}")
+                self._judge(f"{message['line']}: {listing(found)}{pointer(found, self._logs)}")
 
         self._inquire(conclude)
 
@@ -368,8 +372,8 @@ class Hub(threading.Thread):
 
     def _on_left(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.left, standing.left_alone = message["line"], message["alone"]
-        if message["traceback"] and self._logs:
-            standing.left += f"; look at {self._logs}/rank-{standing.rank}.log"
+        if message["traceback"]:
+            standing.left += pointer([standing], self._logs)
         if message["alone"]:
             self._fail(listing([standing]), message["error"])
             if self.went:

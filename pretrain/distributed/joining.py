@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import queue
+import resource
 import socket
 import threading
 import time
@@ -103,7 +104,7 @@ class Meeting:
         self._gave_up = False
         self._over = threading.Event()
         self._attached = threading.Event()
-        self._hub_address = ""
+        self._hub_address, self._token = "", ""
         if world_size == 1:
             return
         self.point = MeetingPoint.of_environment()
@@ -134,7 +135,8 @@ class Meeting:
             try:
                 if self.hub is not None and self.point.attempt is not None and self.store is None:
                     self.store = self.point.agent_store()
-                    self.store.set("hub", json.dumps({"port": self.hub.port, "addresses": addresses_of_this_host(self.point)}))
+                    place = {"port": self.hub.port, "addresses": addresses_of_this_host(self.point), "token": self.hub.token}
+                    self.store.set("hub", json.dumps(place))
                 channel, said = self._connect()
             except LaunchError as error:
                 self._refusal = error
@@ -161,7 +163,7 @@ class Meeting:
             self._problem = self._words_of(ValueError("says nothing so far"))
             self._hub_address = channel.connection.getpeername()[0]
             try:
-                return channel, hello(channel, self.rank, self.world_size)
+                return channel, hello(channel, self.rank, self.world_size, self._token)
             except (OSError, ValueError, LaunchError) as error:
                 channel.close()
                 if isinstance(error, LaunchError):
@@ -179,6 +181,7 @@ class Meeting:
         if not self.store.check(["hub"]):
             raise ValueError("rank 0 has not come")
         found = json.loads(self.store.get("hub"))
+        self._token = found["token"]
         return [(address, found["port"]) for address in found["addresses"]]
 
     def _words_of(self, error: Exception) -> str:
@@ -414,6 +417,11 @@ def addresses_of_this_host(point: MeetingPoint) -> list[str]:
 
 
 def _start_hub(point: MeetingPoint, world_size: int) -> Hub:
+    # The main rank's process holds connections of everyone, for the hub, torch's store and gloo; 1,024 is a common limit.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + 16 * world_size
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
     port = point.port if point.attempt is None else 0
     try:
         hub = Hub(world_size, port)

@@ -31,7 +31,7 @@ from typing import Any
 
 from pretrain.distributed.hub import ANSWER_SECONDS, PROTOCOL, Channel
 from pretrain.distributed.standing import Mark
-from pretrain.errors import LaunchError, LostRankError, print_error
+from pretrain.errors import LaunchError, LostRankError, UserError, print_error
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ class Monitor(threading.Thread):
             try:
                 self._channel = self._reconnect()
                 return
-            except (OSError, ValueError):
+            except (OSError, ValueError, UserError):
                 pass
         self._expect_end(line)
         self._judged.set()
@@ -352,12 +352,13 @@ class Monitor(threading.Thread):
         os._exit(LostRankError.exit_code)
 
 
-def hello(channel: Channel, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Introduce a rank to the hub; its answer, and what it said after that.
+def hello(channel: Channel, rank: int, world_size: int, token: str) -> list[dict[str, Any]]:
+    """Introduce a rank to the hub; its answer, and what it said after that. `token`: of the hub that is looked for, "" for any.
 
     Raises LaunchError when it refuses the rank, OSError or ValueError where the other side is no hub.
     """
-    channel.send("hello", protocol=PROTOCOL, rank=rank, world_size=world_size, host=socket.gethostname(), process=os.getpid())
+    me = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "process": os.getpid()}
+    channel.send("hello", protocol=PROTOCOL, token=token, **me)
     messages: list[dict[str, Any]] = []
     while not messages:
         messages = channel.receive()

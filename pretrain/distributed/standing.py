@@ -139,14 +139,18 @@ def verdict(standings: Sequence[Standing], report: dict[str, Any], logs: str | N
         return f"'{name}' failed between ranks that are all there: {report['reason']}; look at the network between the hosts"
     if any(s.left_alone for s in found):
         return listing(found)
-    where = ""
-    if logs:
-        shown = found[0].rank if len(found) == 1 else "N"
-        where = f"; look at {logs}/rank-{shown}.log"
+    where = pointer(found, logs)
     if report["timed_out"]:
         verb = "was not reached by every rank" if report["waiting"] else "did not come to an end"
         return f"'{name}' {verb} within {report['seconds']:g} s (parallel.timeout_seconds): {listing(found)}{where}"
     return f"'{name}' broke off: {listing(found)}{where}"
+
+
+def pointer(standings: Sequence[Standing], logs: str | None) -> str:
+    """Where to read more of these ranks: the end of a sentence."""
+    if not logs:
+        return ""
+    return f"; look at {logs}/rank-{standings[0].rank if len(standings) == 1 else 'N'}.log"
 
 
 def hung(standings: Sequence[Standing], idle_seconds: float) -> list[Standing]:

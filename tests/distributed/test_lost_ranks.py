@@ -33,9 +33,9 @@ def misbehave(how: str, seconds: float) -> None:
 
 
 def train_badly(
-    place: str, how: str, seconds: float, limits: dict[str, float], config_file: str, *overrides: str, bad: int = 1
+    place: str, how: str, seconds: float, limits: dict[str, float], config_file: str, *overrides: str, bad: int | None = 1
 ) -> int:
-    """A run whose rank 1 misbehaves once, at a place in the code. `limits`: constants of the monitor, to make tests short."""
+    """A run whose rank 1 (or `bad`; None: every rank) misbehaves once, at a place in the code. `limits`: constants of the monitor, to make tests short."""
     for constant, value in limits.items():
         setattr(importlib.import_module("pretrain.distributed.monitor"), constant, value)
     from pretrain.checkpoint import save
@@ -51,7 +51,7 @@ def train_badly(
 
     def bent(*arguments):
         calls.append(1)
-        if len(calls) == when and os.environ["RANK"] == str(bad):
+        if len(calls) == when and (bad is None or os.environ["RANK"] == str(bad)):
             misbehave(how, seconds)
         return real(*arguments)
 
@@ -210,3 +210,38 @@ def test_a_busy_run_that_is_told_to_stop_is_left_to_save(started, config_file):
         "state": "preempted", "step": 3, "reason": "asked to stop by a signal; the same command continues",
     }  # fmt: skip
     assert "told to stop by SIGTERM, and still in 'step 4: next batch'" in log_of(config_file, 1)
+
+
+def lose_a_rank_unnoticed(limits: dict[str, float], config_file: str, *overrides: str) -> int:
+    """As under NCCL: rank 1 dies and rank 0 is somewhere where it cannot notice."""
+    return train_badly("next batch", "die" if os.environ["RANK"] == "1" else "sleep", 1000, limits, config_file, *overrides, bad=None)
+
+
+def wait_on_a_device(limits: dict[str, float], config_file: str, *overrides: str) -> int:
+    """As under NCCL: a collective that does not come to an end says nothing, and rank 1 is stopped before it."""
+    from pretrain.distributed.monitor import Monitor
+
+    real = Monitor.__init__
+    Monitor.__init__ = lambda self, rank, local_rank, seconds: real(self, rank, local_rank, 3.0)
+    Monitor.busy_elsewhere = property(lambda self: True, lambda self, value: None)
+    return train_badly("forward", "stop", 0, limits, config_file, *overrides)
+
+
+@pytest.mark.parametrize(("function", "said"), [
+    (lose_a_rank_unnoticed, f"error: rank 1 ({HERE}) is gone without a word (killed?)"),
+    (wait_on_a_device, "error: 'step 4: forward and backward' did not come to an end within 3 s (parallel.timeout_seconds): "
+                       f"rank 1 ({HERE}) does not answer"),
+])  # fmt: skip
+def test_a_rank_whose_collective_never_fails_is_ended_by_its_monitor(config_file, function, said):
+    """T-D7: NCCL notices nothing: the monitor ends the process, with the line in status.json. (NCCL itself: not run.)"""
+    overrides = ("parallel.strategy=ddp", "data.workers=0", "parallel.timeout_seconds=600")
+    ranks = start_ranks(config_file.parent, 2, function, {"LOST_SECONDS": 2.0}, str(config_file), *overrides)
+    try:
+        assert ranks[0].wait(120) == 1
+        (line,) = errors(ranks[0])
+        assert line.startswith(said) and line.endswith("logs/rank-1.log")
+        assert status(config_file) == {"state": "failed", "step": 3, "reason": line.removeprefix("error: ")}
+        assert "the stacks of all threads" in log_of(config_file, 0)
+    finally:
+        for rank in ranks:
+            rank.process.kill()

@@ -46,7 +46,9 @@ def main(arguments: list[str]) -> int:
         return _fail(f"the rendezvous of {where} is closed: the run has ended on the other nodes; start it again on all")
     except RendezvousConnectionError as error:
         if "is_host=1" in options.rdzv_conf:
-            return _fail(f"{options.rdzv_endpoint} is taken by another program or run; choose another port for HEAD on all nodes")
+            return _fail(
+                f"{options.rdzv_endpoint} is taken by another program or run; choose another port for HEAD on all nodes"
+            )
         return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint)} ({error})")
     except RendezvousError:
         return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint)}")
@@ -138,7 +140,7 @@ def _end(number: int, frame: FrameType | None) -> Any:
 
 
 if __name__ == "__main__":
-    # Started by path, Python puts this file's folder first, where `monitor`, `hub`, ... would shadow other modules.
+    # Started by path, Python puts this file's folder first, where `monitor`, `switchboard`, ... would shadow other modules.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     signal.signal(signal.SIGTERM, _end)
     sys.exit(main(sys.argv[1:]))

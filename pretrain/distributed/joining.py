@@ -10,21 +10,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import queue
 import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pretrain import errors
 from pretrain.distributed.agreement import difference, digest_of
-from pretrain.distributed.hub import Channel, Hub
+from pretrain.distributed.channel import Channel, hello
 from pretrain.distributed.launcher import launched_ranks
-from pretrain.distributed.monitor import Monitor, hello
+from pretrain.distributed.meeting_point import CONNECT_SECONDS, MeetingPoint, addresses_of_this_host, wrong_address
+from pretrain.distributed.monitor import Monitor
+from pretrain.distributed.switchboard import Switchboard
 from pretrain.errors import LaunchError, LostRankError, UserError
 
 if TYPE_CHECKING:
@@ -35,55 +35,11 @@ FIRST_WORD_SECONDS = 5.0
 _MOST_APART = 60.0
 TELL_SECONDS = 10.0
 """How long a process that failed tries to let the others know."""
-_LINGER_SECONDS = 2.0  # of the main rank, once all have met: what its hub had to say is said
-_CONNECT_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class MeetingPoint:
-    """Where processes meet: MASTER_ADDR and MASTER_PORT. `attempt`: None, or which start of torchrun's this is, in its agent's store."""
-
-    host: str
-    port: int
-    attempt: str | None
-
-    @classmethod
-    def of_environment(cls, environ: MutableMapping[str, str] = os.environ) -> MeetingPoint:
-        """Raises LaunchError for what is missing or cannot be."""
-        host, port = environ.get("MASTER_ADDR", "").strip(), environ.get("MASTER_PORT", "").strip()
-        for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)):
-            if not value:
-                raise LaunchError(
-                    f"the launcher set WORLD_SIZE={environ.get('WORLD_SIZE')} but not {name}; set it to "
-                    f"{'the host of rank 0' if name == 'MASTER_ADDR' else 'a free port there'}, or start with torchrun"
-                )
-        if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
-            raise LaunchError(f"MASTER_PORT={port} is not a port; set it to a number from 1 to 65535, free on the host of rank 0")
-        if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            return cls(host, int(port), None)
-        if int(environ.get("GROUP_WORLD_SIZE", "1")) > 1 and int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-            raise LaunchError(
-                "several nodes with restarts: the nodes' agents count restarts each for itself and the ranks would not meet again; "
-                "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, as launch/torchrun_multinode.sh does, or --max-restarts 0"
-            )
-        return cls(host, int(port), environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-    @property
-    def name(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    def agent_store(self) -> dist.Store:
-        """torchrun's own store, in a name space of this attempt: an earlier one's addresses are still in it. Raises OSError."""
-        import torch.distributed as dist
-
-        connection = socket.create_connection((self.host, self.port), _CONNECT_SECONDS)  # torch would retry, aloud
-        address = connection.getpeername()[0]
-        connection.close()
-        return dist.PrefixStore(f"attempt_{self.attempt}", dist.TCPStore(address, self.port, is_master=False))
+_LINGER_SECONDS = 2.0  # of the main rank, once all have met: what its switchboard had to say is said
 
 
 class Meeting:
-    """The control plane of one process: the connection to the hub, and in the main rank's process the hub itself.
+    """The control plane of one process: the connection to the switchboard, and in the main rank's process the switchboard itself.
 
     Alone (`world_size` 1) it does nothing. `join` once the plan is made; `leave` at the end, with the error if there is one.
     """
@@ -94,7 +50,7 @@ class Meeting:
             _open.close()
         self.rank, self.local_rank, self.world_size, self.join_seconds = rank, local_rank, world_size, join_seconds
         self.monitor: Monitor | None = None
-        self.hub: Hub | None = None
+        self.switchboard: Switchboard | None = None
         self.store: dist.Store | None = None
         self.hosts: list[str] = []
         self._problem = ""
@@ -104,21 +60,21 @@ class Meeting:
         self._gave_up = False
         self._over = threading.Event()
         self._attached = threading.Event()
-        self._hub_address, self._token = "", ""
+        self._main_address, self._token = "", ""
         if world_size == 1:
             return
         self.point = MeetingPoint.of_environment()
         if rank == 0:
-            self.hub = _start_hub(self.point, world_size)
+            self.switchboard = _start_switchboard(self.point, world_size)
         _open = self
         self.monitor = Monitor(rank, local_rank, timeout_seconds)
         self.monitor.listen_to_signals()
         self.monitor.start()
-        threading.Thread(target=self._look_for_hub, name="joining", daemon=True).start()
+        threading.Thread(target=self._look_for_switchboard, name="joining", daemon=True).start()
 
     @contextlib.contextmanager
     def doing(self, name: str) -> Iterator[None]:
-        """Around work before `join`: others who wait are told of it. That the hub refuses this rank explains an error in it."""
+        """Around work before `join`: others who wait are told of it. That the switchboard refuses this rank explains an error in it."""
         with self.monitor.doing(name) if self.monitor else contextlib.nullcontext():
             try:
                 yield
@@ -129,14 +85,18 @@ class Meeting:
 
     # ---- the connection -----------------------------------------------------------------------------------------------
 
-    def _look_for_hub(self) -> None:
+    def _look_for_switchboard(self) -> None:
         pause = 0.05
         while not self._over.is_set():
             try:
-                if self.hub is not None and self.point.attempt is not None and self.store is None:
+                if self.switchboard is not None and self.point.attempt is not None and self.store is None:
                     self.store = self.point.agent_store()
-                    place = {"port": self.hub.port, "addresses": addresses_of_this_host(self.point), "token": self.hub.token}
-                    self.store.set("hub", json.dumps(place))
+                    place = {
+                        "port": self.switchboard.port,
+                        "addresses": addresses_of_this_host(self.point),
+                        "token": self.switchboard.token,
+                    }
+                    self.store.set("switchboard", json.dumps(place))
                 channel, said = self._connect()
             except LaunchError as error:
                 self._refusal = error
@@ -152,16 +112,16 @@ class Meeting:
             pause = min(2 * pause, 1.0)
 
     def _connect(self) -> tuple[Channel, list[dict[str, Any]]]:
-        """A connection to the hub, and what it said to begin with. Raises OSError or ValueError, and LaunchError when refused."""
+        """A connection to the switchboard, and what it said to begin with. Raises OSError or ValueError, and LaunchError when refused."""
         problem: Exception = ConnectionRefusedError()
         for place in self._places():
             try:
-                channel = Channel(socket.create_connection(place, _CONNECT_SECONDS))
+                channel = Channel(socket.create_connection(place, CONNECT_SECONDS))
             except OSError as error:
                 problem = error
                 continue
             self._problem = self._words_of(ValueError("says nothing so far"))
-            self._hub_address = channel.connection.getpeername()[0]
+            self._main_address = channel.connection.getpeername()[0]
             try:
                 return channel, hello(channel, self.rank, self.world_size, self._token)
             except (OSError, ValueError, LaunchError) as error:
@@ -172,15 +132,15 @@ class Meeting:
         raise problem
 
     def _places(self) -> list[tuple[str, int]]:
-        if self.hub is not None:
-            return [("127.0.0.1", self.hub.port)]
+        if self.switchboard is not None:
+            return [("127.0.0.1", self.switchboard.port)]
         if self.point.attempt is None:
             return [(self.point.host, self.point.port)]
         if self.store is None:
             self.store = self.point.agent_store()
-        if not self.store.check(["hub"]):
+        if not self.store.check(["switchboard"]):
             raise ValueError("rank 0 has not come")
-        found = json.loads(self.store.get("hub"))
+        found = json.loads(self.store.get("switchboard"))
         self._token = found["token"]
         return [(address, found["port"]) for address in found["addresses"]]
 
@@ -193,12 +153,16 @@ class Meeting:
         if isinstance(error, ConnectionRefusedError):
             return f"nobody listens at {where} (MASTER_ADDR:MASTER_PORT)"
         if isinstance(error, (ValueError, ConnectionError)):
-            return f"what listens at {where} (MASTER_ADDR:MASTER_PORT) is not rank 0 of a run: another program, or another version"
+            return (
+                f"what listens at {where} (MASTER_ADDR:MASTER_PORT) is not rank 0 of a run: another program, or another version"
+            )
         return f"{where} (MASTER_ADDR:MASTER_PORT) does not answer ({error})"
 
     # ---- joining ------------------------------------------------------------------------------------------------------
 
-    def join(self, facts: dict[str, Any], machine: str, on_difference: Callable[[list[str]], object] | None = None) -> list[str]:
+    def join(
+        self, facts: dict[str, Any], machine: str, on_difference: Callable[[list[str]], object] | None = None
+    ) -> list[str]:
         """Wait until all are here and agree; lines about machines that differ, which is allowed.
 
         `facts`: what has to be equal on all ranks, flat; `on_difference` is told every one that is not. Afterwards `store` is torch's
@@ -240,9 +204,9 @@ class Meeting:
         import torch.distributed as dist
 
         problem: OSError = ConnectionRefusedError()
-        for address in dict.fromkeys([self._hub_address, *offered["addresses"]]):
+        for address in dict.fromkeys([self._main_address, *offered["addresses"]]):
             try:
-                socket.create_connection((address, offered["port"]), _CONNECT_SECONDS).close()
+                socket.create_connection((address, offered["port"]), CONNECT_SECONDS).close()
                 return dist.TCPStore(address, offered["port"], is_master=False)
             except OSError as error:
                 problem = error
@@ -265,8 +229,8 @@ class Meeting:
             alone = not isinstance(error, LostRankError) and error is not self._passed_on
             kind, is_ours = type(error).__name__, isinstance(error, UserError)
             self.monitor.send("left", line=line_of(error), alone=alone, error=kind, traceback=not is_ours)
-            if self.hub is not None:
-                self.hub.everyone_left.wait(_LINGER_SECONDS if self.hub.went else TELL_SECONDS)
+            if self.switchboard is not None:
+                self.switchboard.everyone_left.wait(_LINGER_SECONDS if self.switchboard.went else TELL_SECONDS)
         self.close()
 
     def close(self) -> None:
@@ -276,8 +240,8 @@ class Meeting:
         self._over.set()
         if self.monitor is not None:
             self.monitor.close()
-        if self.hub is not None:
-            self.hub.close()
+        if self.switchboard is not None:
+            self.switchboard.close()
 
     def passed_on(self, line: str, error: str) -> UserError:
         """What another rank ended with, as this rank's error."""
@@ -317,7 +281,7 @@ class _Wait:
                 return message
 
     def _step(self) -> dict[str, Any] | None:
-        """The next message of the hub; None when there was none in a moment. Raises what ends the wait."""
+        """The next message of the switchboard; None when there was none in a moment. Raises what ends the wait."""
         meeting = self.meeting
         if meeting._refusal is not None:
             raise meeting._refusal
@@ -361,12 +325,12 @@ class _Wait:
 
     def _remedy(self, is_found: bool) -> str:
         if is_found:
-            hint = _wrong_address(self.meeting.point) if self.meeting.rank == 0 else ""
+            hint = wrong_address(self.meeting.point) if self.meeting.rank == 0 else ""
             return hint or "start every process of the run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
         return "rank 0 has to be started, and MASTER_ADDR to be its host"
 
     def _count(self, message: dict[str, Any]) -> None:
-        """The hub says who is missing, or still busy; those who are here and busy may take their time."""
+        """The switchboard says who is missing, or still busy; those who are here and busy may take their time."""
         now, meeting = time.monotonic(), self.meeting
         if message["came"] != self.came or not message["absent"]:
             self.came, self.progress = message["came"], now
@@ -376,7 +340,7 @@ class _Wait:
         if message["absent"]:
             left = max(0.0, meeting.join_seconds - (now - self.progress))
             self.late += f"; waiting up to {left:.0f} s more (parallel.join_seconds)"
-            if meeting.rank == 0 and (hint := _wrong_address(meeting.point)):
+            if meeting.rank == 0 and (hint := wrong_address(meeting.point)):
                 self.late += f"; {hint}"
         if meeting.rank == 0:
             self.monitor.send("say", line=self.late)
@@ -403,49 +367,23 @@ def line_of(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *first])
 
 
-def addresses_of_this_host(point: MeetingPoint) -> list[str]:
-    """Addresses at which the others may reach this host, the likeliest first."""
-    found = []
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, place = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)  # sends nothing: it only chooses an address
-            found.append(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found += [place[0] for *_, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-    return list(dict.fromkeys([*found, point.host]))
-
-
-def _start_hub(point: MeetingPoint, world_size: int) -> Hub:
-    # The main rank's process holds connections of everyone, for the hub, torch's store and gloo; 1,024 is a common limit.
+def _start_switchboard(point: MeetingPoint, world_size: int) -> Switchboard:
+    # The main rank's process holds connections of everyone, for the switchboard, torch's store and gloo; 1,024 is a common limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1024 + 16 * world_size
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
     port = point.port if point.attempt is None else 0
     try:
-        hub = Hub(world_size, port)
+        switchboard = Switchboard(world_size, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
                 f"rank 0: port {port} of {socket.gethostname()} (MASTER_PORT) is taken by another program or another run; set "
                 "MASTER_PORT to a free port on all nodes"
             ) from error
-        raise LaunchError(f"rank 0: MASTER_PORT={port} cannot be listened at ({error.strerror}); set it to a free port") from error
-    hub.start()
-    return hub
-
-
-def _wrong_address(point: MeetingPoint) -> str:
-    """What is wrong with MASTER_ADDR, seen from the main rank; empty if nothing is."""
-    if point.attempt is not None:
-        return ""
-    try:
-        found = socket.getaddrinfo(point.host, 0, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return f"MASTER_ADDR={point.host} cannot be resolved ({error.strerror})"
-    for family, kind, protocol, _, place in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(place)
-            return ""
-    return f"MASTER_ADDR={point.host} is no address of {socket.gethostname()}, where rank 0 is; set it to that host"
+        raise LaunchError(
+            f"rank 0: MASTER_PORT={port} cannot be listened at ({error.strerror}); set it to a free port"
+        ) from error
+    switchboard.start()
+    return switchboard

@@ -1,9 +1,9 @@
-"""A thread of every rank that knows what the rank is doing, answers the hub, and ends the process when nothing else can.
+"""A thread of every rank that knows what the rank is doing, answers the switchboard, and ends the process when nothing else can.
 
 While the main thread waits in a collective it can neither speak nor look at a signal. This thread can:
 
     the main rank waits for 10 s          it says for whom, again after 20 s, 40 s, ...
-    a collective fails                    the hub finds out why, and every rank ends with the same line (`explain`)
+    a collective fails                    the switchboard finds out why, and every rank ends with the same line (`explain`)
     a rank has ended, or is gone          a rank that makes no progress for 30 s after that ends with a line
     told to stop, no progress for 15 s    the stacks of all threads go to the log; where it is certain that a rank hangs, the run ends
 
@@ -29,9 +29,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.distributed.hub import ANSWER_SECONDS, PROTOCOL, Channel
+from pretrain.distributed.channel import Channel
 from pretrain.distributed.standing import Mark
-from pretrain.errors import LaunchError, LostRankError, UserError, print_error
+from pretrain.distributed.switchboard import ANSWER_SECONDS
+from pretrain.errors import LostRankError, UserError, print_error
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ SAY_PART_SECONDS = 60.0
 LOST_SECONDS = 30.0
 """How long a rank goes on without progress after another one has ended."""
 STOP_SECONDS = 15.0
-"""Time without progress after which a rank that was told to stop writes its stacks to the log and asks the hub who hangs."""
+"""Time without progress after which a rank that was told to stop writes its stacks to the log and asks the switchboard who hangs."""
 IDLE_SECONDS = 60.0
 """How long a rank must have done nothing at all for it to hang, where somebody was told to stop."""
 LEAVE_SECONDS = 60.0
@@ -54,22 +55,23 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass
 class Doom:
-    """What ends this process at `deadline` if it makes no progress before."""
+    """What ends this process at `deadline` if it makes no progress before. `final`: progress or not; `of`: the rank that is gone."""
 
     line: str
     patience: float
     deadline: float
     final: bool = False
+    of: int | None = None
 
 
 class Monitor(threading.Thread):
-    """This rank's end of the hub's connection. `attach` gives it one; `start` and `close` are called by the main thread."""
+    """This rank's end of the switchboard's connection. `attach` gives it one; `start` and `close` are called by the main thread."""
 
     def __init__(self, rank: int, local_rank: int, timeout_seconds: float) -> None:
         super().__init__(name="monitor", daemon=True)
         self.rank, self.local_rank, self.timeout_seconds = rank, local_rank, timeout_seconds
         self.news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        """What the hub says while the ranks are joining (joining.py)."""
+        """What the switchboard says while the ranks are joining (joining.py)."""
         self.on_end: Callable[[str], None] | None = None
         """Called with the line before this thread ends the process: status.json, the log."""
         self.log_file: Path | None = None
@@ -77,7 +79,7 @@ class Monitor(threading.Thread):
         """Whether the parts of a step run on a GPU."""
         self.main_rank = "rank 0"
         self.heard = 0.0
-        """When the hub last said something."""
+        """When the switchboard last said something."""
         self.mark, self.since = Mark(), time.monotonic()
         self._parts: list[Mark] = []
         self._channel: Channel | None = None
@@ -120,7 +122,7 @@ class Monitor(threading.Thread):
         self.mark, self.since, self._said = mark, time.monotonic(), 0.0
 
     def explain(self, error: BaseException) -> LostRankError:
-        """The line that every rank ends with, for a collective that failed here; asks the hub why it did."""
+        """The line that every rank ends with, for a collective that failed here; asks the switchboard why it did."""
         mark, text = self.mark, str(error)
         timed_out = "imed out" in text or "imeout" in text
         reason = text.splitlines()[0].rpartition("] ")[2] if text else type(error).__name__
@@ -143,20 +145,20 @@ class Monitor(threading.Thread):
         return LostRankError(line)
 
     def attach(self, channel: Channel, said: list[dict[str, Any]], reconnect: Callable[[], Channel]) -> None:
-        """Use this connection to the hub, which has `said` something already; `reconnect` makes another one if it breaks off."""
+        """Use this connection to the switchboard, which has `said` something already; `reconnect` makes another one if it breaks off."""
         self._reconnect = reconnect
         self._take(said)
         self._channel = channel
         self._poke()
 
     def send(self, kind: str, **values: Any) -> bool:
-        """Tell the hub; whether there is one."""
+        """Tell the switchboard; whether there is one."""
         channel = self._channel
         if channel is None:
             return False
         try:
             channel.send(kind, **values)
-        except OSError:  # the thread notices, and looks for the hub
+        except OSError:  # the thread notices, and looks for the switchboard
             return False
         return True
 
@@ -174,12 +176,16 @@ class Monitor(threading.Thread):
     def close(self) -> None:
         """Say goodbye; nothing that happens to the others matters any more."""
         self._closed = True
-        if threading.current_thread() is threading.main_thread() and signal.set_wakeup_fd(-1) != self._waker.fileno():
-            signal.set_wakeup_fd(self._signal_before)
+        if threading.current_thread() is threading.main_thread():
+            now = signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._signal_before if now == self._waker.fileno() else now)
         self._poke()
         self.join(2 * _TICK_SECONDS)
         if self._channel is not None:
             self._channel.close()
+        if not self.is_alive():
+            self._wake.close()
+            self._waker.close()
 
     def _poke(self) -> None:
         with contextlib.suppress(OSError):
@@ -220,7 +226,7 @@ class Monitor(threading.Thread):
             channel.close()
             self._channel = None
             self.news.put({"kind": "lost"})
-            self._find_hub_again()
+            self._find_switchboard_again()
             return
         self._take(messages)
 
@@ -235,17 +241,17 @@ class Monitor(threading.Thread):
                 self._judged.set()
                 self._expect_end(message["line"])
             elif kind in ("left", "gone"):
-                self._expect_end(message["line"])
+                self._expect_end(message["line"], message.get("rank"))
                 self.news.put(message)
-            elif kind == "back":
-                self._doom = None if self._doom and not self._doom.final else self._doom
+            elif kind == "back" and self._doom is not None and self._doom.of == message["rank"]:
+                self._doom = None  # it was the connection only
             elif kind == "awaited" and message["number"]:
                 self._say(message)
             else:
                 self.news.put(message)
 
-    def _find_hub_again(self) -> None:
-        """The hub's process has ended, or only the connection."""
+    def _find_switchboard_again(self) -> None:
+        """The switchboard's process has ended, or only the connection."""
         line = f"{self.main_rank} is gone without a word (killed?)"
         if self._reconnect is not None and not self._closed:
             try:
@@ -256,10 +262,10 @@ class Monitor(threading.Thread):
         self._expect_end(line)
         self._judged.set()
 
-    def _expect_end(self, line: str) -> None:
+    def _expect_end(self, line: str, of: int | None = None) -> None:
         if self._doom is None:
             patience = STOP_SECONDS / 5 if self._stop_asked else LOST_SECONDS
-            self._doom = Doom(line, patience, time.monotonic() + patience)
+            self._doom = Doom(line, patience, time.monotonic() + patience, of=of)
 
     def _seconds(self) -> float:
         return time.monotonic() - self.since
@@ -306,7 +312,9 @@ class Monitor(threading.Thread):
         if message["late"]:
             log.warning("waiting %.0f s at '%s': %s", seconds, mark.name, message["late"])
         elif mark.waiting:
-            log.warning("waiting %.0f s at '%s', where all ranks are: the network between the hosts is slow or down", seconds, mark.name)
+            log.warning(
+                "waiting %.0f s at '%s', where all ranks are: the network between the hosts is slow or down", seconds, mark.name
+            )
 
     def _look_at_stop(self, now: float) -> None:
         if self._stop_asked is None or now - max(self._stop_asked, self.since) < STOP_SECONDS:
@@ -317,7 +325,7 @@ class Monitor(threading.Thread):
         if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS):
             line = f"told to stop by {self._stop_name}, and the run hangs"
             if self._asked_stuck > max(self.heard, self._stop_asked):
-                self._expect_end(f"{line}: {self._silence()}")  # its hub would have answered
+                self._expect_end(f"{line}: {self._silence()}")  # its switchboard would have answered
             self._asked_stuck = now
             self.send("stuck", line=line, number=self.mark.number, idle=IDLE_SECONDS)
 
@@ -352,31 +360,12 @@ class Monitor(threading.Thread):
         os._exit(LostRankError.exit_code)
 
 
-def hello(channel: Channel, rank: int, world_size: int, token: str) -> list[dict[str, Any]]:
-    """Introduce a rank to the hub; its answer, and what it said after that. `token`: of the hub that is looked for, "" for any.
-
-    Raises LaunchError when it refuses the rank, OSError or ValueError where the other side is no hub.
-    """
-    me = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "process": os.getpid()}
-    channel.send("hello", protocol=PROTOCOL, token=token, **me)
-    messages: list[dict[str, Any]] = []
-    while not messages:
-        messages = channel.receive()
-    if messages[0]["kind"] == "refused":
-        raise LaunchError(messages[0]["line"])
-    if messages[0]["kind"] != "welcome":
-        raise ValueError("not a hub")
-    return messages
-
-
 def is_communication(error: BaseException) -> bool:
     """Whether an exception of torch says that ranks could not reach each other."""
     import torch.distributed as dist
 
-    text = str(error)
-    return isinstance(error, dist.DistError) or any(
-        part in text for part in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
-    )
+    said = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, dist.DistError) or any(part in str(error) for part in said)
 
 
 def _waits_for_storage() -> bool:

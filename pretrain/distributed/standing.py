@@ -11,6 +11,8 @@ from typing import Any
 
 LISTED = 3
 """Ranks that a sentence names; of the others it gives the number."""
+SURE_SECONDS = 10.0
+"""How long a rank must leave calls unanswered before that alone counts against it: a long call into a library may hold it up."""
 
 
 @dataclass
@@ -33,9 +35,9 @@ class Mark:
 
 @dataclass
 class Standing:
-    """One rank, as the hub sees it. `mark`, `seconds` in it and `idle` seconds are those of its last answer.
+    """One rank, as the switchboard sees it. `mark`, `seconds` in it and `idle` seconds are those of its last answer.
 
-    `gone`: its connection broke off; `silent`: it does not answer; `left`: its last words, with `left_alone` where it is not ending
+    `gone`: its connection broke off; `silent`: it does not answer, for `unheard` seconds so far; `left`: its last words, with `left_alone` where it is not ending
     because of another rank; `broken`: its own collective failed.
     """
 
@@ -46,6 +48,7 @@ class Standing:
     ready: bool = False
     gone: bool = False
     silent: bool = False
+    unheard: float = 0.0
     left: str | None = None
     left_alone: bool = False
     broken: bool = False
@@ -59,8 +62,13 @@ class Standing:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody can wait for it: it has ended, or it has not answered."""
+        """Whether it has ended, or has not answered."""
         return self.gone or self.silent or self.left is not None
+
+    @property
+    def is_surely_lost(self) -> bool:
+        """Whether nobody need wait for it any longer."""
+        return self.gone or self.left is not None or (self.silent and self.unheard >= SURE_SECONDS)
 
 
 def describe(standing: Standing) -> str:
@@ -161,5 +169,5 @@ def hung(standings: Sequence[Standing], idle_seconds: float) -> list[Standing]:
     """
     newest = max((s.mark.number for s in standings if s.mark is not None), default=0)
     behind = [s for s in standings if s.is_lost or s.mark is None or s.mark.number < newest or not s.mark.waiting]
-    idle = [s for s in behind if s.is_lost or (s.mark is not None and s.idle >= idle_seconds)]
+    idle = [s for s in behind if s.is_surely_lost or (not s.is_lost and s.mark is not None and s.idle >= idle_seconds)]
     return behind if len(idle) == len(behind) else []

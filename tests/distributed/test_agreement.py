@@ -77,7 +77,12 @@ def test_a_rank_with_other_data_at_the_same_path_is_named(started, config_file, 
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "data").symlink_to(content)
     ranks = start_ranks(
-        tmp_path, 2, run_changed, {0: {"cd": f"{tmp_path}/a"}, 1: {"cd": f"{tmp_path}/b"}}, str(config_file), f"data.{key}=[{{path: data}}]"
+        tmp_path,
+        2,
+        run_changed,
+        {0: {"cd": f"{tmp_path}/a"}, 1: {"cd": f"{tmp_path}/b"}},
+        str(config_file),
+        f"data.{key}=[{{path: data}}]",
     )
     line = refusal(ranks, config_file)
     assert line.startswith(f"rank 1 ({HERE}) has the content of data.{key}.0=")
@@ -167,13 +172,13 @@ def test_a_fact_that_one_side_lacks_is_a_difference():
 
 def test_many_ranks_that_agree_exchange_one_hash_each(monkeypatch):
     """OP-5: agreement costs little at any size: no facts travel between ranks that agree."""
-    from pretrain.distributed import hub as hub_module
+    from pretrain.distributed.channel import Channel
     from pretrain.distributed.joining import Meeting
 
     count, sent = 64, []
-    real = hub_module.Channel.send
+    real = Channel.send
     monkeypatch.setattr(
-        hub_module.Channel, "send", lambda self, kind, **values: (sent.append((kind, len(str(values)))), real(self, kind, **values))[1]
+        Channel, "send", lambda self, kind, **values: (sent.append((kind, len(str(values)))), real(self, kind, **values))[1]
     )
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}.items():
         monkeypatch.setenv(name, value)
@@ -198,7 +203,7 @@ def test_many_ranks_that_agree_exchange_one_hash_each(monkeypatch):
     assert results == {rank: [] for rank in range(count)}
     assert meetings[5].hosts == [socket.gethostname()] * count
     kinds = [kind for kind, _ in sent]
-    assert kinds.count("facts") == 1 and "want" not in kinds  # the main rank's, to its own hub
+    assert kinds.count("facts") == 1 and "want" not in kinds  # the main rank's, to its own switchboard
     assert sum(size for kind, size in sent if kind != "facts") < count * 3000
     assert seconds < 20
     for meeting in reversed(meetings):

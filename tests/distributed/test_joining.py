@@ -92,7 +92,9 @@ def test_a_process_that_never_comes_is_named_while_the_others_wait_and_in_the_en
     assert time.monotonic() - began < 30
     waits = [line for line in zero.printed().splitlines() if "waiting up to" in line]
     assert len(waits) >= 2
-    assert re.fullmatch(r"2 of 3 processes are here, rank 2 is missing; waiting up to [0-4] s more \(parallel.join_seconds\)", waits[-1])
+    assert re.fullmatch(
+        r"2 of 3 processes are here, rank 2 is missing; waiting up to [0-4] s more \(parallel.join_seconds\)", waits[-1]
+    )
     line = line_of(zero)
     assert line == (
         "the processes of the run did not meet within 4 s (parallel.join_seconds): 2 of 3 processes are here, rank 2 is missing; "

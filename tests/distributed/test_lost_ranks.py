@@ -150,16 +150,16 @@ def test_a_rank_that_stops_in_a_part_of_a_step_or_of_a_save_is_named(started, co
     assert zero.wait(120) == 1
     (line,) = errors(zero)
     name = "step 4: forward and backward" if place == "forward" else "payload of a checkpoint"
-    assert f"error: '{name}' did not come to an end within 4 s (parallel.timeout_seconds): rank 1 ({HERE}) does not answer" in line
+    assert (
+        f"error: '{name}' did not come to an end within 4 s (parallel.timeout_seconds): rank 1 ({HERE}) does not answer" in line
+    )
     assert status(config_file)["reason"] == line.removeprefix("error: ")
 
 
 def test_the_main_rank_itself_is_named_when_it_is_the_one_that_stops(started, config_file):
-    """T-D7: without the hub, which is in the main rank's process, a rank says what it knows."""
+    """T-D7: without the switchboard, which is in the main rank's process, a rank says what it knows."""
     overrides = ("parallel.strategy=ddp", "data.workers=0", "parallel.timeout_seconds=4")
-    ranks = start_ranks(
-        config_file.parent, 2, train_main_badly, {"_VERDICT_SECONDS": 2.0}, str(config_file), *overrides
-    )
+    ranks = start_ranks(config_file.parent, 2, train_main_badly, {"_VERDICT_SECONDS": 2.0}, str(config_file), *overrides)
     try:
         assert ranks[1].wait(120) == 1
         (line,) = errors(ranks[1])
@@ -214,7 +214,9 @@ def test_a_busy_run_that_is_told_to_stop_is_left_to_save(started, config_file):
 
 def lose_a_rank_unnoticed(limits: dict[str, float], config_file: str, *overrides: str) -> int:
     """As under NCCL: rank 1 dies and rank 0 is somewhere where it cannot notice."""
-    return train_badly("next batch", "die" if os.environ["RANK"] == "1" else "sleep", 1000, limits, config_file, *overrides, bad=None)
+    return train_badly(
+        "next batch", "die" if os.environ["RANK"] == "1" else "sleep", 1000, limits, config_file, *overrides, bad=None
+    )
 
 
 def wait_on_a_device(limits: dict[str, float], config_file: str, *overrides: str) -> int:

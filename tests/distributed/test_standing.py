@@ -27,10 +27,15 @@ def test_a_thousand_ranks_are_one_readable_line():
 
 def test_what_is_known_of_a_rank():
     assert describe(Standing(2)) == "rank 2 is missing"
-    assert describe(standing(2, gone=True)) == "rank 2 (host0) is gone without a word (killed?), last seen waiting at 'start of step 18'"
+    assert (
+        describe(standing(2, gone=True))
+        == "rank 2 (host0) is gone without a word (killed?), last seen waiting at 'start of step 18'"
+    )
     assert describe(standing(2, left="disk full")) == "rank 2 (host0) has ended: disk full"
     assert describe(standing(2, left="rank 2 (host0) has optim.lr=1")) == "rank 2 (host0) has optim.lr=1"
-    assert "does not answer (stopped, or its host or network is down), last seen in" in describe(standing(2, 39, STEP, False, silent=True))
+    assert "does not answer (stopped, or its host or network is down), last seen in" in describe(
+        standing(2, 39, STEP, False, silent=True)
+    )
 
 
 def test_those_who_have_come_are_not_awaited():
@@ -72,5 +77,6 @@ def test_a_run_hangs_only_if_nobody_who_is_waited_for_does_anything():
     busy, idle = standing(1, 39, STEP, False, idle=0.5), standing(2, 39, STEP, False, idle=61.0)
     assert hung([waits, busy, idle], 60) == []
     assert hung([waits, idle], 60) == [idle]
-    assert hung([waits, idle, standing(3, 39, STEP, False, silent=True)], 60) != []
+    assert hung([waits, idle, standing(3, 39, STEP, False, silent=True, unheard=12.0)], 60) != []
+    assert hung([waits, idle, standing(3, 39, STEP, False, silent=True, unheard=3.0)], 60) == []  # held up, perhaps
     assert hung([waits, standing(1, idle=300.0)], 60) == []  # all at one operation: the network may come back

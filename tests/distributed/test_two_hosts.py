@@ -43,7 +43,7 @@ class Hosts:
     def start(self, host: int, *command: str | Path, **variables: str) -> subprocess.Popen:
         """A command on a host of that name; its output is in a file, see `printed`."""
         output = (self.folder / f"{NAMES[host]}.out").open("w")
-        named = f"hostname {NAMES[host]}; exec \"$@\""
+        named = f'hostname {NAMES[host]}; exec "$@"'
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         process = subprocess.Popen(
@@ -109,7 +109,10 @@ def wait_for_steps(config_file: Path, count: int) -> None:
 
 def test_two_hosts_that_agree_train_and_one_that_differs_is_named_on_both(hosts, config_file):
     """OP-5, OP-6.1: another learning rate on node 2, started as a user starts two nodes."""
-    script, variables = ROOT / "launch" / "torchrun_multinode.sh", {"NODES": "2", "GPUS": "1", "HEAD": ADDRESSES[0], "MAX_RESTARTS": "0"}
+    script, variables = (
+        ROOT / "launch" / "torchrun_multinode.sh",
+        {"NODES": "2", "GPUS": "1", "HEAD": ADDRESSES[0], "MAX_RESTARTS": "0"},
+    )
     arguments = ("--config", config_file, "parallel.strategy=ddp", "run.steps=3", "schedule.warmup_steps=1")
     for second, code, state in (("optim.lr=0.01", 1, None), ("optim.lr=0.003", 0, "finished")):
         both = [
@@ -123,7 +126,9 @@ def test_two_hosts_that_agree_train_and_one_that_differs_is_named_on_both(hosts,
         line = "error: rank 1 (hostb) has optim.lr=0.01, rank 0 (hosta) 0.003; start all nodes with the same command and files"
         ranks = [hosts.printed(host).count(line) for host in (0, 1)]
         # torchrun, which numbers the nodes itself, may have made hostb rank 0.
-        swapped = "error: rank 1 (hosta) has optim.lr=0.003, rank 0 (hostb) 0.01; start all nodes with the same command and files"
+        swapped = (
+            "error: rank 1 (hosta) has optim.lr=0.003, rank 0 (hostb) 0.01; start all nodes with the same command and files"
+        )
         assert ranks == [1, 1] or [hosts.printed(host).count(swapped) for host in (0, 1)] == [1, 1], hosts.printed(0)
 
 

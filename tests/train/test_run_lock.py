@@ -130,7 +130,9 @@ def test_a_file_system_without_flock_gets_the_other_way_and_says_so(tmp_path, mo
     with pytest.raises(CheckpointError, match="is in use by process"):
         RunDirectory(tmp_path).claim()
     directory.release()
-    with pytest.raises(CheckpointError, match="cannot be locked: .*; set run.lock=auto or file for a file system without flock"):
+    with pytest.raises(
+        CheckpointError, match="cannot be locked: .*; set run.lock=auto or file for a file system without flock"
+    ):
         RunDirectory(tmp_path / "new" if (tmp_path / "new").mkdir() else tmp_path, "flock").claim()
 
 

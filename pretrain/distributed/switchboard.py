@@ -1,6 +1,6 @@
 """Where the processes of a run hear of each other: a thread of the main rank's process that every rank keeps a connection to.
 
-    rank                                 hub
+    rank                                 switchboard
     hello    who I am            ──▶     welcome, or refused (a RANK given twice, another WORLD_SIZE)
     facts    of the main rank    ──▶     digest    to everyone: compare yourself with it (agreement.py)
     ready    I agree             ──▶     go        when all are
@@ -15,7 +15,6 @@ Nothing is sent while all is well. Messages are lines of JSON, and nothing in th
 
 from __future__ import annotations
 
-import json
 import secrets
 import selectors
 import socket
@@ -25,94 +24,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pretrain.distributed.channel import PROTOCOL, Channel, listen
 from pretrain.distributed.standing import Mark, Standing, awaited, hung, listing, numbers, pointer, verdict
 
-PROTOCOL = "pretrain 1"
 ANSWER_SECONDS = 3.0
 """How long a rank may take to say what it is doing before it counts as silent."""
-_LONGEST = 8 << 20  # bytes of a message
-_SEND_SECONDS = 10.0
-
-
-class Channel:
-    """A connection that carries JSON objects in both directions. Any thread may send; one thread receives."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(_SEND_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Idle connections are dropped by some firewalls; a host that vanished is noticed in the end.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 60), ("TCP_KEEPCNT", 20)):
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.connection = connection
-        self._sending = threading.Lock()
-        self._buffer = b""
-
-    def fileno(self) -> int:
-        return self.connection.fileno()
-
-    def send(self, kind: str, **values: Any) -> None:
-        """Raises OSError when the other side is gone."""
-        data = json.dumps({"kind": kind, **values}).encode() + b"\n"
-        with self._sending:
-            self.connection.sendall(data)
-
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come; waits for some. Raises OSError when there will be no more, ValueError for nonsense."""
-        data = self.connection.recv(1 << 16)
-        if not data:
-            raise ConnectionError("the connection was closed")
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        if len(self._buffer) > _LONGEST:
-            raise ValueError("a message without end")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages):
-            raise ValueError("not a message")
-        return messages
-
-    def close(self) -> None:
-        self.connection.close()
-
-
-def listen(port: int) -> socket.socket:
-    """A socket that takes connections at a port of every address of this host; 0: at any free port. Raises OSError."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-        except OSError as error:
-            if error.errno is not None and port and _is_taken(port):
-                raise
-    return socket.create_server(("", port), backlog=1024)
-
-
-def _is_taken(port: int) -> bool:
-    try:
-        socket.create_server(("", port)).close()
-    except OSError:
-        return True
-    return False
 
 
 @dataclass
 class _Inquiry:
-    """Something that the hub says when the ranks have told it what they do, or when `deadline` has come."""
+    """Something that the switchboard says when the ranks have told it what they do, or when `deadline` has come."""
 
     deadline: float
     conclude: Callable[[], None]
     is_enough: Callable[[], bool]
 
 
-class Hub(threading.Thread):
+class Switchboard(threading.Thread):
     """Listens at `port`. All state belongs to the thread; others look at `went` and `everyone_left` and call `close`."""
 
     def __init__(self, world_size: int, port: int) -> None:
-        super().__init__(name="hub", daemon=True)
+        super().__init__(name="switchboard", daemon=True)
         self.world_size = world_size
         self.server = listen(port)
         self.port = self.server.getsockname()[1]
         self.token = secrets.token_hex(8)
-        """What tells this hub from another one, where its address was found out and not given."""
+        """What tells this switchboard from another one, where its address was found out and not given."""
         self.everyone_left = threading.Event()
         """Set when every other rank has had its last word, or is lost."""
         self._standings = [Standing(rank) for rank in range(world_size)]
@@ -125,6 +62,7 @@ class Hub(threading.Thread):
         self._logs: str | None = None
         self._calls = 0
         self._answered: set[int] = set()
+        self._silent_since: dict[int, float] = {}
         self._inquiries: list[_Inquiry] = []
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -140,10 +78,10 @@ class Hub(threading.Thread):
                 elif isinstance(key.fileobj, Channel):
                     self._hear(key.fileobj, key.data)
             self._conclude()
-        for channel in self._channels.values():
-            channel.close()
-        self.server.close()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()
         self._selector.close()
+        self._waker.close()
 
     def close(self) -> None:
         """Let go of every connection."""
@@ -184,7 +122,7 @@ class Hub(threading.Thread):
             if standing.left is None:
                 standing.gone = True
                 line = listing([standing]) + pointer([standing], self._logs)
-                self._broadcast("gone", line=line)
+                self._broadcast("gone", line=line, rank=standing.rank)
                 self._fail(line, "LostRankError")
         self._look_who_left()
 
@@ -283,6 +221,7 @@ class Hub(threading.Thread):
     def _on_at(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.mark = Mark(**message["mark"])
         standing.seconds, standing.idle, standing.silent = message["seconds"], message["idle"], False
+        self._silent_since.pop(standing.rank, None)
         if message["call"] == self._calls:
             self._answered.add(standing.rank)
 
@@ -330,7 +269,8 @@ class Hub(threading.Thread):
             if message["idle"]:
                 found = hung(self._standings, message["idle"])
             else:
-                found = [s for s in awaited(self._standings, message["number"]) if s.rank != standing.rank]
+                late = awaited(self._standings, message["number"])
+                found = [s for s in late if s.rank != standing.rank and (s.is_surely_lost or not s.is_lost)]
             if found:
                 self._judge(f"{message['line']}: {listing(found)}{pointer(found, self._logs)}")
 
@@ -367,7 +307,9 @@ class Hub(threading.Thread):
             if is_over or inquiry.is_enough():
                 self._inquiries.remove(inquiry)
                 for standing in self._standings:
-                    standing.silent = is_over and self._is_expected(standing) and standing.rank not in self._answered
+                    if is_over and self._is_expected(standing) and standing.rank not in self._answered:
+                        since = self._silent_since.setdefault(standing.rank, time.monotonic() - ANSWER_SECONDS)
+                        standing.silent, standing.unheard = True, time.monotonic() - since
                 inquiry.conclude()
 
     def _on_left(self, standing: Standing, message: dict[str, Any]) -> None:

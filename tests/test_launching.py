@@ -368,7 +368,14 @@ def test_a_head_whose_port_another_program_has_says_so(tmp_path):
 def test_an_elastic_run_starts_with_fewer_nodes_and_takes_in_one_that_comes(tmp_path, page):
     """OP-6.5: NODES=1:2 through the script."""
     where = {"NODES": "1:2", "HEAD": f"127.0.0.1:{_free_port()}"}
-    arguments = ["--config", "runs/launching/tiny.yaml", "run.name=elastic", "run.steps=3000", "checkpoint.every_steps=10", "log.every_steps=1"]
+    arguments = [
+        "--config",
+        "runs/launching/tiny.yaml",
+        "run.name=elastic",
+        "run.steps=3000",
+        "checkpoint.every_steps=10",
+        "log.every_steps=1",
+    ]
     before = os.getcwd()
     os.chdir(page.folder)
     try:

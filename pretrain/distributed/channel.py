@@ -76,9 +76,9 @@ def _is_taken(port: int) -> bool:
 
 
 def hello(channel: Channel, rank: int, world_size: int, token: str) -> list[dict[str, Any]]:
-    """Introduce a rank to the switchboard; its answer, and what it said after that. `token`: of the switchboard that is looked for, "" for any.
+    """Introduce a rank to the switchboard; its answer, and what it said after that.
 
-    Raises LaunchError when it refuses the rank, OSError or ValueError where the other side is no switchboard.
+    `token`: of the switchboard that is looked for, "" for any. Raises LaunchError when it refuses the rank, OSError or ValueError where the other side is no switchboard.
     """
     me = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "process": os.getpid()}
     channel.send("hello", protocol=PROTOCOL, token=token, **me)

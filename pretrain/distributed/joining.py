@@ -267,7 +267,7 @@ class _Wait:
         self.meeting, self.monitor = meeting, meeting.monitor
         self.started = self.progress = time.monotonic()
         self.next_word = FIRST_WORD_SECONDS
-        self.came = 0
+        self.came = 1
         self.late = ""
 
     def until(self, is_there: Callable[[], bool]) -> None:
@@ -297,7 +297,8 @@ class _Wait:
         elif kind in ("left", "gone"):
             raise meeting.passed_on(message["line"], message.get("error", "LostRankError"))
         elif kind == "say":
-            self.progress = time.monotonic()
+            if meeting.rank:  # the main rank hears its own words, which are no sign of life of those that are missing
+                self.progress = time.monotonic()
             if meeting.local_rank == 0:
                 print(message["line"], flush=True)
         elif kind == "awaited":

@@ -37,8 +37,8 @@ class Mark:
 class Standing:
     """One rank, as the switchboard sees it. `mark`, `seconds` in it and `idle` seconds are those of its last answer.
 
-    `gone`: its connection broke off; `silent`: it does not answer, for `unheard` seconds so far; `left`: its last words, with `left_alone` where it is not ending
-    because of another rank; `broken`: its own collective failed.
+    `gone`: its connection broke off; `silent`: it does not answer, for `unheard` seconds so far; `left`: its last words, with
+    `left_alone` where it is not ending because of another rank; `broken`: its own collective failed.
     """
 
     rank: int

@@ -86,18 +86,18 @@ def test_a_wrong_variable_is_one_line_at_once_and_exit_code_2(started, variables
 
 def test_a_process_that_never_comes_is_named_while_the_others_wait_and_in_the_end(started):
     """T-D8, OP-5: nobody comes; a line says for whom, from the start on, and the limit is the configuration's."""
-    zero, one = started({}, "parallel.join_seconds=4", world_size=3, only=(0, 1))
+    zero, one = started({}, "parallel.join_seconds=6", world_size=3, only=(0, 1))
     began = time.monotonic()
     assert zero.wait(60) == 2 and one.wait(20) == 2
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 40
     waits = [line for line in zero.printed().splitlines() if "waiting up to" in line]
-    assert len(waits) >= 2
+    assert 2 <= len(waits) <= 4, waits  # at 0.5, 1, 2 and 4 s: saying so is no reason to wait longer
     assert re.fullmatch(
-        r"2 of 3 processes are here, rank 2 is missing; waiting up to [0-4] s more \(parallel.join_seconds\)", waits[-1]
+        r"2 of 3 processes are here, rank 2 is missing; waiting up to [0-6] s more \(parallel.join_seconds\)", waits[-1]
     )
     line = line_of(zero)
     assert line == (
-        "the processes of the run did not meet within 4 s (parallel.join_seconds): 2 of 3 processes are here, rank 2 is missing; "
+        "the processes of the run did not meet within 6 s (parallel.join_seconds): 2 of 3 processes are here, rank 2 is missing; "
         "start every process of the run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
     )
     assert line_of(one) == f"rank 0 ({HERE}) has ended: {line}"

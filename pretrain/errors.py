@@ -34,9 +34,16 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """The configuration cannot be used: unknown key, wrong type, out of range, or two values that cannot go together."""
+    """The configuration cannot be used: unknown key, wrong type, out of range, or two values that cannot go together.
+
+    `key`: the dotted path of the key at fault, where one alone is; the entry then says where it was written.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class LaunchError(UserError):
@@ -51,6 +58,17 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class UnreadableError(CheckpointError):
+    """A file of a checkpoint cannot be read at the moment, which says nothing of its content."""
+
+    path: str | None = None
+    missing = False
+
+
+class GenerationError(UserError):
+    """A model gives no text, for instance because its logits are not numbers."""
 
 
 class TrainingError(UserError):

@@ -126,7 +126,7 @@ class Switchboard(threading.Thread):
                 self._fail(line, "LostRankError")
         self._look_who_left()
 
-    def _send(self, rank: int, kind: str, **values: Any) -> None:
+    def _send(self, rank: int, kind: str, /, **values: Any) -> None:
         channel = self._channels.get(rank)
         if channel is not None:
             try:
@@ -134,7 +134,7 @@ class Switchboard(threading.Thread):
             except OSError:
                 self._drop(channel, [rank])
 
-    def _broadcast(self, kind: str, **values: Any) -> None:
+    def _broadcast(self, kind: str, /, **values: Any) -> None:
         for rank in list(self._channels):
             self._send(rank, kind, **values)
 

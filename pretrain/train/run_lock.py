@@ -86,6 +86,23 @@ class RunLock:
         threading.Thread(target=self._beat, args=(self.owner,), name="run-lock", daemon=True).start()
         return self.owner.token
 
+    def check(self) -> None:
+        """Raise CheckpointError for what `acquire` would be refused by, without a change to anything. Watches an owner as `acquire` does."""
+        if not self.path.exists():
+            return
+        kind = self.kind
+        if kind != "file":
+            with self.path.open("a+", encoding="utf-8") as file:
+                try:
+                    self._flock(file)
+                except OSError as error:
+                    if kind == "flock" or error.errno not in _NO_FLOCK:
+                        raise self._cannot_lock(error) from error
+                    kind = "file"
+        holder, _ = read_owner(self.path)
+        if kind == "file" or (holder is not None and holder.kind == "file"):
+            self._wait_for_death()
+
     def release(self) -> None:
         """Let another process have it."""
         self._over.set()
@@ -120,13 +137,20 @@ class RunLock:
     def _take_flock(self) -> None:
         self._file = self.path.open("a+", encoding="utf-8")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._flock(self._file)
+        except OSError as error:
+            raise self._cannot_lock(error) from error
+
+    def _flock(self, file: IO[str]) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise self._in_use(read_owner(self.path)[0]) from error
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: cannot be locked: {error.strerror}; set run.lock=auto or file for a file system without flock"
-            ) from error
+
+    def _cannot_lock(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: cannot be locked: {error.strerror}; set run.lock=auto or file for a file system without flock"
+        )
 
     def _in_use(self, holder: Owner | None) -> CheckpointError:
         by = holder.title if holder else "another process"

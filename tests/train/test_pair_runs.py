@@ -154,12 +154,12 @@ def test_another_batch_size_or_other_pairs_make_another_run(pool, pair_config, t
     (["batch.tokens=null"], "batch.tokens is missing"),
     (["batch.tokens=10"], "batch.tokens=10 is less than the longest source"),
     (["batch.micro_tokens=10"], "batch.micro_tokens=10 is less than the longest source"),
-    (["batch.sequences=8"], "batch.sequences=8 has no effect on data.pairs"),
+    (["batch.sequences=8"], "batch.sequences=8 has no effect with data.pairs"),
     (["data.sequence_length=64"], "data.sequence_length=64 has no effect on data.pairs"),
     (["model.family=llama"], "data.pairs is for an encoder-decoder"),
     (["data.sources=[{path: x}]"], "data.pairs and another key of data"),
-    (["data.validation=[]", "validation.translation.every_steps=2"], "validation.translation.every_steps=2, but data.validation is empty"),
-    (["data.validation=[]", "validation.every_steps=2"], "validation.every_steps=2, but data.validation is empty"),
+    (["data.validation=[]", "validation.translation.every_steps=2"], "validation.translation.every_steps=2 has no effect without data.validation"),
+    (["data.validation=[]", "validation.every_steps=2"], "validation.every_steps=2 has no effect without data.validation"),
     (["model.vocab_size=100"], "model.vocab_size=100 is below the 257 tokens"),
     (["model.norm.placement=sandwich"], "is not built for an encoder-decoder"),
     (["data.pairs=absent"], "absent/pairs.json: missing"),
@@ -172,8 +172,8 @@ def test_what_does_not_fit_is_refused_in_one_line(pair_config, overrides, messag
 
 def test_a_decoder_alone_refuses_what_is_about_pairs(config_file):
     for override, message in (
-        ("batch.tokens=400", "have an effect on data.pairs only"), ("model.family=transformer", "is trained on sentence pairs or on spans; set data.pairs"),
-        ("validation.translation.every_steps=3", "is about data.pairs"),
+        ("batch.tokens=400", "batch.tokens=400 has no effect without data.pairs"), ("model.family=transformer", "is trained on sentence pairs or on spans; set data.pairs"),
+        ("validation.translation.every_steps=3", "has no effect without data.pairs"),
     ):  # fmt: skip
         code, printed = run_main(str(config_file), override)
         assert code == 2 and message in printed
@@ -245,3 +245,38 @@ def test_translations_are_the_same_at_any_world_size(pool, pair_config, layout):
             assert code == 0, printed
         found.append([r["translation"] for r in read_metrics(pair_config.parent / "runs" / name) if "translation" in r])
     assert len(found[0]) == 2 and found[0] == found[1]
+
+
+def stopped_while_translating(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose last rank gets SIGTERM when it has made the first token of the second translation."""
+    import os
+    import signal
+    from unittest.mock import patch
+
+    from pretrain.models import translate
+    from pretrain.train.stop import StopPoll
+
+    greedy, calls = translate._greedy, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return greedy(*arguments)
+
+    with patch.object(StopPoll, "SECONDS", 0.0):  # this translation takes less than a second
+        return run_main_with(translate, "_greedy", interrupted, config_file, *overrides)
+
+
+@pytest.mark.parametrize("strategy", [FSDP, pytest.param(DDP, marks=pytest.mark.slow)])
+def test_a_stop_within_a_translation_is_honoured_by_all_ranks(pool, pair_config, strategy):
+    """T-D2: a request to stop was looked at between steps only."""
+    options = ("run.steps=8", "validation.translation={every_steps: 2}", "checkpoint.every_steps=100", strategy)
+    results = pool.launch(2, stopped_while_translating, str(pair_config), *options)
+    run = pair_config.parent / "runs" / "run"
+    assert [code for code, _ in results] == [0, 0], results
+    assert "asked to stop: the translation of step 4 was left" in results[0][1]
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"], status["checkpoint"]) == ("preempted", 4, "step-00000004")
+    records = {record["step"]: record for record in read_metrics(run)}
+    assert "translation" in records[2] and "translation" not in records[4]

@@ -49,8 +49,11 @@ HARMLESS: dict[str, Any] = {
 # Keys of ours that change no logit of an export: how it is trained and computed.
 NOT_EXPORTED = {
     "family", "hf_config", "attention_backend", "predict_ahead", "experts.correction_rate", "experts.balance_loss",
-    "experts.router_z_loss", "dropout", "init", "init_std",
+    "experts.balance_scope", "experts.router_z_loss", "dropout", "init", "init_std",
 }  # fmt: skip
+
+# Keys of ours that null derives from others; to any other null would mean what a new model of the family has, which no file means.
+DERIVED = {"kv_heads", "head_dim", "ffn_dim"}
 
 
 def same(value: Any, other: Any) -> Any:
@@ -61,7 +64,8 @@ def same(value: Any, other: Any) -> Any:
 class Field:
     """One of our keys, and the field of config.json that says the same.
 
-    `default` is what an absent field means; `to(value, model)` and `back(value, config)` translate where the values differ.
+    `default` is what an absent field means; `to(value, model)` and `back(value, config)` translate where the values differ. Several keys
+    of ours may share a field of theirs: each then needs a `back` of its own, and an export demands that all of them write the same.
     """
 
     ours: str
@@ -73,16 +77,25 @@ class Field:
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is computed and how transformers writes it. Values may be functions of the model.
+    """How a family is computed and how transformers writes it. Values may be functions of the model (docs/adding_a_family.md).
 
-    `fixed`: switches that make the family what it is. `defaults`: what a new model has unless the configuration says otherwise.
-    `constants`: fields of config.json with the one value that we compute; also written. `accepted`: the same, but not written.
-    `derived`: fields that say again, for older readers, what `fields` say: written unless None, and read by the `back` of those.
-    `inert`: more fields without effect. `rope`: how rotary positions are written, None: they are not; `theta` and `local_theta`:
-    the bases that a config.json means which names none, `scaling` the scaling; `partial`: whether transformers can rotate a share of a head here (elsewhere
-    it ignores the field). `refuse`: says why transformers would not take a model. `dropped`: whether a tensor of theirs is no part
-    of what is computed; an import says which it leaves out. `copies`: names under which files may hold the embedding again. `prefix`:
-    what older files leave out before every name.
+    fixed        switches that make the family what it is; no other value can be exported
+    defaults     what a new model has unless the configuration says otherwise
+    constants    fields of config.json with the one value that we compute; exports write them
+    accepted     the same, but exports do not write them
+    derived      fields that say again, for older readers, what `fields` say: written unless None; `back` of those fields reads them
+    inert        fields without effect, besides INERT
+    rope         how rotary positions are written; None: this family has none
+    theta, local_theta, scaling
+                 the bases and the scaling that a config.json means which does not name them
+    balance      of families with experts, the router_aux_loss_coef that a config.json means which does not name it; None: transformers
+                 has no balancing loss there
+    aliases      other values of model_type that mean this family
+    partial      transformers rotates a share of each head here; elsewhere it ignores the field
+    refuse       says why transformers would not take a model
+    dropped      which tensors of a file are no part of the model; an import says what it leaves out
+    copies       names under which files may hold the embedding again
+    prefix       what older files leave out before every name
     """
 
     name: str
@@ -105,6 +118,22 @@ class Family:
     dropped: Callable[[str, Model], bool] | None = None
     copies: tuple[str, ...] = ()
     prefix: str = ""
+    aliases: tuple[str, ...] = ()
+    balance: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where fields that are read twice do not say what each key gets: an error of the family's file."""
+        shared: dict[str, list[Field]] = {}
+        for item in self.fields:
+            shared.setdefault(item.theirs, []).append(item)
+        for theirs, items in shared.items():
+            if len(items) > 1 and (
+                any(item.back is same for item in items) or any(i.default != items[0].default for i in items)
+            ):
+                raise ValueError(
+                    f"family {self.name}: {', '.join(item.ours for item in items)} all read {theirs}: give each of them the same default, "
+                    "and a `back` of its own"
+                )
 
     def switches(self, model: Model) -> dict[str, Any]:
         """What the family says of switches that the configuration leaves open."""
@@ -116,12 +145,34 @@ class Family:
         No token has a special meaning: transformers would give some families tokens of its own, perhaps beyond the vocabulary.
         """
         self._check_expressible(model)
-        values = flat(model)
-        config = {"architectures": [self.architecture], "model_type": self.model_type}
-        config |= {f.theirs: f.to(values[f.ours], model) for f in self.fields}
+        config = {"architectures": [self.architecture], "model_type": self.model_type, **self._written(model)}
         config |= {name: value for name, make in self.derived.items() if (value := make(model)) is not None}
+        if self.balance is not None:  # without the rounding of the division when it was read
+            config[BALANCE] = float(f"{model.experts.balance_loss * layers_with_experts(model):.12g}")
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        return config | self.constants | (rope_to_hf(model, self.rope) if self.rope else {})
+        return config | self.constants | (rope_to_hf(model, self.rope, self.partial) if self.rope else {})
+
+    def _written(self, model: Model) -> dict[str, Any]:
+        """What `fields` say of a model. Raises ConfigError for two keys of ours that would write one field of theirs differently."""
+        values, written, writers = flat(model), {}, {}
+        for item in self.fields:
+            value = item.to(values[item.ours], model)
+            if written.setdefault(item.theirs, value) != value:
+                other = writers[item.theirs]
+                raise ConfigError(
+                    f"model.{item.ours}={values[item.ours]} with model.{other}={values[other]}: {self.architecture} says both in one field, "
+                    f"{item.theirs}; make them agree, or set model.family=custom (which has no export)"
+                )
+            writers[item.theirs] = item.ours
+        return written
+
+    def _with_balance(self, model: Model, config: dict[str, Any]) -> Model:
+        """A model whose experts are balanced as strongly as by transformers' own loss, which averages over layers: ours adds them up."""
+        if self.balance is None or not layers_with_experts(model):
+            return model
+        weight = config.get(BALANCE)
+        weight = _typed(Field("experts.balance_loss", BALANCE), self.balance if weight is None else weight, config)
+        return with_values(model, {"experts.balance_loss": weight / layers_with_experts(model)})
 
     def entries(self, model: Model, parameters: Sequence[str]) -> list[Entry]:
         """The weight map of a model with these parameters. Raises ValueError where it does not cover them."""
@@ -158,6 +209,12 @@ class Family:
 
     def from_hf(self, config: dict[str, Any]) -> Model:
         """The complete model of a config.json. Raises ConfigError naming a field that is missing, unknown or not supported."""
+        kind = config.get("model_type")
+        if kind is not None and kind not in (self.model_type, *self.aliases):
+            raise ConfigError(
+                f"config.json: model_type={kind!r} contradicts architectures=['{self.architecture}'], which is of "
+                f"model_type={self.model_type!r}: transformers would load a {kind}; correct the one that is wrong"
+            )
         ours = {item.theirs for item in self.fields}
         rest = {name: value for name, value in config.items() if name in ours or name not in INERT | self.inert}
         for name, value in {**HARMLESS, **self.accepted, **self.constants}.items():
@@ -165,10 +222,13 @@ class Family:
                 raise ConfigError(f"config.json: {name}={config[name]!r} is not supported for {self.name}; only {value!r} is")
         values: dict[str, Any] = {}
         for item in self.fields:
-            raw = rest.pop(item.theirs, item.default)
+            raw = rest.get(item.theirs, item.default)
             if raw is REQUIRED or (raw is None and item.default is REQUIRED):
                 raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
             values[item.ours] = _typed(item, item.back(raw, config), config)
+            if values[item.ours] is None and item.default is not None and item.ours not in DERIVED:
+                raise ConfigError(f"config.json: {item.theirs} is null, which means nothing to {self.name}; remove it")
+        rest = {name: value for name, value in rest.items() if name not in ours}
         if self.rope:
             rope = rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta, self.scaling)
             values |= {name: _typed(Field(name, "rope_parameters"), value, config) for name, value in rope.items()}
@@ -179,8 +239,16 @@ class Family:
                 f"config.json: {unknown[0]}={rest[unknown[0]]!r} is not known for {self.name}; it may change what is computed"
             )
         model = complete(with_values(Model(family=self.name), {n: v for n, v in values.items() if v is not None}))
+        model = self._with_balance(model, config)
         self._check_expressible(model)
         return model
+
+
+BALANCE = "router_aux_loss_coef"
+
+
+def layers_with_experts(model: Model) -> int:
+    return model.layers - len(model.experts.dense_layers)
 
 
 def _value(value: Any, model: Model) -> Any:

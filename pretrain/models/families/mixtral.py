@@ -21,5 +21,6 @@ MIXTRAL = Family(
     constants={"hidden_act": "silu", "router_jitter_noise": 0.0},
     inert=TRAINING,
     refuse=needs_experts,
+    balance=0.001,
     theta=1_000_000.0,
 )

@@ -46,4 +46,5 @@ QWEN3_MOE = Family(
     # A window's, which is not used, and what `num_experts` reads.
     inert=TRAINING | {"sliding_window", "max_window_layers", "num_local_experts"},
     refuse=needs_experts,
+    balance=0.001,
 )

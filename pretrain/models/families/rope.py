@@ -41,8 +41,12 @@ _NEEDED = {"none": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("
 _OFF_WHEN_ZERO = ("attention_factor", "mscale", "mscale_all_dim")
 
 
-def rope_to_hf(model: Model, kind: str) -> dict[str, Any]:
-    """The fields of config.json; `kind`: `uniform`, or `by_layer_type` where layers with a window have rotations of their own."""
+def rope_to_hf(model: Model, kind: str, partial: bool) -> dict[str, Any]:
+    """The fields of config.json; `kind`: `uniform`, or `by_layer_type` where layers with a window have rotations of their own.
+
+    `partial`: whether transformers rotates a share of a head. It is then written even when it is 1, since the field's absence may mean
+    another share.
+    """
     rope = model.rope
     if rope.scaling == "dynamic" and rope.original_length != model.max_sequence_length:
         raise ConfigError(
@@ -56,7 +60,7 @@ def rope_to_hf(model: Model, kind: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.scaling != "none":
         fields["rope_scaling"] = {"rope_type": name, **scaling}
-    if rope.fraction != 1:
+    if partial:
         parameters["partial_rotary_factor"] = fields["partial_rotary_factor"] = rope.fraction
     if kind == "uniform":
         if rope.local_theta != rope.theta:

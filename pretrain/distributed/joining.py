@@ -35,7 +35,7 @@ FIRST_WORD_SECONDS = 5.0
 _MOST_APART = 60.0
 TELL_SECONDS = 10.0
 """How long a process that failed tries to let the others know."""
-_LINGER_SECONDS = 2.0  # of the main rank, once all have met: what its switchboard had to say is said
+_LINGER_SECONDS = 2.0  # of the main rank, once all have met or it has waited in vain: what its switchboard had to say is said
 
 
 class Meeting:
@@ -230,7 +230,8 @@ class Meeting:
             kind, is_ours = type(error).__name__, isinstance(error, UserError)
             self.monitor.send("left", line=line_of(error), alone=alone, error=kind, traceback=not is_ours)
             if self.switchboard is not None:
-                self.switchboard.everyone_left.wait(_LINGER_SECONDS if self.switchboard.went else TELL_SECONDS)
+                waited_long = self.switchboard.went or self._gave_up
+                self.switchboard.everyone_left.wait(_LINGER_SECONDS if waited_long else TELL_SECONDS)
         self.close()
 
     def close(self) -> None:

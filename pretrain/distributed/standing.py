@@ -168,6 +168,8 @@ def hung(standings: Sequence[Standing], idle_seconds: float) -> list[Standing]:
     is busy is merely slow.
     """
     newest = max((s.mark.number for s in standings if s.mark is not None), default=0)
-    behind = [s for s in standings if s.is_lost or s.mark is None or s.mark.number < newest or not s.mark.waiting]
+    if any(s.mark is not None and s.mark.waiting and s.mark.number < newest and not s.is_lost for s in standings):
+        return []  # another rank is past that operation already, so that this one goes on as well: it answered a moment earlier
+    behind = [s for s in standings if s.is_lost or s.mark is None or not s.mark.waiting]
     idle = [s for s in behind if s.is_surely_lost or (not s.is_lost and s.mark is not None and s.idle >= idle_seconds)]
     return behind if len(idle) == len(behind) else []

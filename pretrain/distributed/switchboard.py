@@ -52,7 +52,7 @@ class Switchboard(threading.Thread):
         """What tells this switchboard from another one, where its address was found out and not given."""
         self.everyone_left = threading.Event()
         """Set when every other rank has had its last word, or is lost."""
-        self._standings = [Standing(rank) for rank in range(world_size)]
+        self._standings = [Standing(0, socket.gethostname()), *(Standing(rank) for rank in range(1, world_size))]
         self._channels: dict[int, Channel] = {}
         self._machines: dict[int, str] = {}
         self._facts: dict[str, Any] | None = None

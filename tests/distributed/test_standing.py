@@ -80,3 +80,5 @@ def test_a_run_hangs_only_if_nobody_who_is_waited_for_does_anything():
     assert hung([waits, idle, standing(3, 39, STEP, False, silent=True, unheard=12.0)], 60) != []
     assert hung([waits, idle, standing(3, 39, STEP, False, silent=True, unheard=3.0)], 60) == []  # held up, perhaps
     assert hung([waits, standing(1, idle=300.0)], 60) == []  # all at one operation: the network may come back
+    # The rank that was waited for has come, and has gone on to the next operation before the others answered.
+    assert hung([waits, standing(1, 41, "tensors of a checkpoint")], 60) == []

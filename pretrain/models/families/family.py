@@ -82,7 +82,8 @@ class Family:
     the bases that a config.json means which names none, `scaling` the scaling; `partial`: whether transformers can rotate a share of a head here (elsewhere
     it ignores the field). `refuse`: says why transformers would not take a model. `dropped`: whether a tensor of theirs is no part
     of what is computed; an import says which it leaves out. `copies`: names under which files may hold the embedding again. `prefix`:
-    what older files leave out before every name.
+    what older files leave out before every name. `llama_cpp`: the switches that llama.cpp obeys, besides sizes, with the values that it
+    computes; None where it was not tried. `elsewhere`: what other programs make of a model (families/other_readers.py has both).
     """
 
     name: str
@@ -105,6 +106,8 @@ class Family:
     dropped: Callable[[str, Model], bool] | None = None
     copies: tuple[str, ...] = ()
     prefix: str = ""
+    llama_cpp: dict[str, Callable[[Any, Model], bool]] | None = None
+    elsewhere: Callable[[Model], Sequence[str]] | None = None
 
     def switches(self, model: Model) -> dict[str, Any]:
         """What the family says of switches that the configuration leaves open."""
@@ -119,9 +122,10 @@ class Family:
         values = flat(model)
         config = {"architectures": [self.architecture], "model_type": self.model_type}
         config |= {f.theirs: f.to(values[f.ours], model) for f in self.fields}
+        config |= rope_to_hf(model, self.rope, self.scaling is not None) if self.rope else {}
         config |= {name: value for name, make in self.derived.items() if (value := make(model)) is not None}
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        return config | self.constants | (rope_to_hf(model, self.rope) if self.rope else {})
+        return config | self.constants
 
     def entries(self, model: Model, parameters: Sequence[str]) -> list[Entry]:
         """The weight map of a model with these parameters. Raises ValueError where it does not cover them."""

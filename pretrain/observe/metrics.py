@@ -27,6 +27,10 @@ class Metrics:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+            if (configuration := directory / "config.yaml").is_file():
+                lines = configuration.read_text(encoding="utf-8").splitlines()
+                # After the step, or the purge would take it. Indented: TensorBoard shows texts as Markdown.
+                self.board.add_text("config", "\n".join(f"    {line}" for line in lines), step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         """One object with `step`; nested objects become `parent/child` in TensorBoard."""

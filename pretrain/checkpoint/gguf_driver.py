@@ -19,7 +19,11 @@ from typing import Any
 
 def main() -> None:
     task: dict[str, Any] = json.load(sys.stdin)
-    script = load_converter(Path(task["llama_cpp"]))
+    convert(load_converter(Path(task["llama_cpp"])), task)
+
+
+def convert(script: ModuleType, task: dict[str, Any]) -> None:
+    """Convert as the task says, with the module that `load_converter` gives; once in a process."""
     base = sys.modules.get("conversion.base", script)
     teach(base.ModelBase, base.TextModel, task)
     sys.argv = [script.__name__, task["model"], "--outfile", task["output"], "--outtype", task["format"]]

@@ -23,9 +23,16 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """The configuration cannot be used: unknown key, wrong type, out of range, or two values that cannot go together."""
+    """The configuration cannot be used: unknown key, wrong type, out of range, or two values that cannot go together.
+
+    `key`: the dotted path of the key at fault, where one alone is; the entry then says where it was written.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class LaunchError(UserError):
@@ -44,6 +51,12 @@ class CheckpointError(UserError):
 
 class TrainingError(UserError):
     """Training cannot go on, for instance because the loss is not a number."""
+
+
+def reason_of(error: OSError) -> str:
+    """What the system said about a file, with its name, in one line."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename is not None else reason
 
 
 def nearest_multiples(value: int, unit: int) -> str:

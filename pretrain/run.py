@@ -15,7 +15,7 @@ if __name__ == "__main__":
     # Started by path, Python puts this package's own folder first, where `data`, `config`, ... would shadow other modules.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pretrain.errors import UserError
+from pretrain.errors import ConfigError, UserError
 
 OTHERS_WAIT_SECONDS = 3.0
 
@@ -55,14 +55,21 @@ def run(arguments: argparse.Namespace) -> int:
     from pretrain.config.show import to_yaml
 
     config, origins = load_config(arguments.config, arguments.overrides)
-    if arguments.print_config:
-        from pretrain.train.plan import complete_config
+    try:
+        if arguments.print_config:
+            from pretrain.config.keys import check_effects
+            from pretrain.train.plan import complete_config
 
-        print(to_yaml(complete_config(config), origins if arguments.origins else None), end="")
-        return 0
-    from pretrain.train.session import check, train
+            check_effects(config)
+            print(to_yaml(complete_config(config), origins if arguments.origins else None), end="")
+            return 0
+        from pretrain.train.session import check, train
 
-    return check(config) if arguments.check else train(config)
+        return check(config) if arguments.check else train(config)
+    except ConfigError as error:
+        if error.key is None or error.key not in origins:
+            raise
+        raise ConfigError(f"{origins[error.key]}: {error}", error.key) from error
 
 
 if __name__ == "__main__":

@@ -27,16 +27,9 @@ def choose_checkpoint(run_directory: Path, resume: str, ranks: Ranks) -> Path | 
     command can be given again after an interruption. A damaged checkpoint is fallen back from, and that is said, except when
     it was given as a path itself; when every one is damaged that is an error, never a fresh start.
     """
-    problem, candidates = None, []
-    if ranks.is_main:
-        try:
-            candidates = _candidates(run_directory / "checkpoints", resume)
-        except CheckpointError as error:
-            problem = str(error)
     # The main rank's view of the directory decides: another node may see it a moment later.
-    problem, candidates = ranks.gather((problem, candidates))[0]
-    if problem:
-        raise CheckpointError(problem)
+    found = ranks.on_main("choice of a checkpoint", lambda: _candidates(run_directory / "checkpoints", resume), CheckpointError)
+    candidates = list(found)
     while candidates:
         problem = first_damage(candidates[-1], ranks)
         if problem is None:
@@ -88,7 +81,7 @@ def first_damage(checkpoint: Path, ranks: Ranks) -> str | None:
         files.verify(checkpoint, ranks.rank, ranks.world_size)
     except CheckpointError as error:
         problem = str(error)
-    return next((text for text in ranks.gather(problem) if text), None)
+    return next((text for text in ranks.gather("hashes of a checkpoint", problem) if text), None)
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -24,8 +24,6 @@ from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError
 from pretrain.storage import flush
-
-T = TypeVar("T")
 
 
 def save_checkpoint(
@@ -66,30 +64,16 @@ def write_checkpoint(
     """
     writing = files.writing_directory_of(target)
     try:
-        _together(ranks, lambda: _start(writing, tensors) if ranks.is_main else None)
-        hashes = _together(ranks, lambda: _write_payload(writing, tensors, ranks, read))
-        written = {name: h for part in hashes for name, h in part.items()}
-        _together(ranks, lambda: _commit(writing, target, written, state, attachments) if ranks.is_main else None)
+        ranks.on_main("start of a save", lambda: _start(writing, tensors), CheckpointError)
+        hashes = ranks.attempt(
+            "payload of a checkpoint", lambda: _write_payload(writing, tensors, ranks, read), CheckpointError
+        )
+        written = {name: h for part in ranks.gather("hashes of a checkpoint", hashes) for name, h in part.items()}
+        ranks.on_main("commit of a checkpoint", lambda: _commit(writing, target, written, state, attachments), CheckpointError)
     except CheckpointError as error:
         if ranks.is_main:
             shutil.rmtree(writing, ignore_errors=True)
         raise CheckpointError(f"{writing}: {error}") from error
-
-
-def _together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
-    """Results of `action` on all ranks; CheckpointError on all of them if it failed on any: no rank is left waiting."""
-    problem, result = None, None
-    try:
-        result = action()
-    except (OSError, CheckpointError) as error:
-        problem = str(error)
-    except CheckpointException as error:  # a BaseException
-        problem = _first_cause(error)
-    outcomes = ranks.gather((problem, result))
-    for rank, (text, _) in enumerate(outcomes):
-        if text:
-            raise CheckpointError(text if text.startswith("rank ") else f"rank {rank}: {text}")
-    return [value for _, value in outcomes]
 
 
 def _start(writing: Path, tensors: dict[str, Tensor]) -> None:
@@ -108,6 +92,14 @@ def _write_payload(
     directory: Path, tensors: dict[str, Tensor], ranks: Ranks, read: Callable[[str], Tensor] | None
 ) -> dict[str, dict[str, Any]]:
     """Sizes and hashes of the files that this rank wrote."""
+    try:
+        _save_payload(directory, tensors, ranks, read)
+    except CheckpointException as error:  # a BaseException
+        raise CheckpointError(_first_cause(error)) from error
+    return {path.name: _flushed(path) for path in sorted(directory.glob(f"__{ranks.rank}_*"))}
+
+
+def _save_payload(directory: Path, tensors: dict[str, Tensor], ranks: Ranks, read: Callable[[str], Tensor] | None) -> None:
     if read is not None:
         writer, planner = StreamingWriter(directory), StreamingPlanner(read)
     else:
@@ -118,7 +110,6 @@ def _write_payload(
             dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
     else:
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=ranks.control)
-    return {path.name: _flushed(path) for path in sorted(directory.glob(f"__{ranks.rank}_*"))}
 
 
 def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict[str, Path]) -> dict[str, dict[str, Any]]:

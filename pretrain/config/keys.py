@@ -1,22 +1,127 @@
-"""How a key of the configuration is declared: default, documentation, legal range."""
+"""How a key of the configuration is declared: default, documentation, legal range, and where it has an effect.
+
+A key that acts only beside certain values of others says so with `when`, a mapping of dotted paths:
+
+    decay_steps: int | None = key(None, "...", when={"schedule.name": ("wsd",)})        one of these values
+    chunk_mb: int | None = key(None, "...", when={"model.family": Except("hf")})        any other value
+    sequences: int = key(64, "...", when={"data.validation": SET})                      anything but the default
+    packing: str = key("concatenate", "...", when={"data.pairs": UNSET})                the default
+
+`check_effects` refuses a key that was changed where it does nothing, and docs/configuration.md shows the conditions.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any
 
+from pretrain.errors import ConfigError
 
-def key(default: Any, help: str, *, ge=None, gt=None, le=None, lt=None, only=None) -> Any:
-    """A configuration key: default value, one line of documentation with units, and its legal range.
+SET, UNSET = "set", "unset"
+
+
+@dataclasses.dataclass(frozen=True)
+class Except:
+    """The condition that a key has any value but this one."""
+
+    value: Any
+
+
+Condition = tuple[Any, ...] | Except | str
+When = Mapping[str, Condition]
+
+
+def key(default: Any, help: str, *, ge=None, gt=None, le=None, lt=None, only=None, when: When | None = None) -> Any:
+    """A configuration key: default value, one line of documentation with units, its legal range, and where it has an effect.
 
     `only` names the single value that is legal today for a key whose other values are not built yet.
     """
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "only": only}
+    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "only": only, "when": when or {}}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type) -> Any:
-    """A nested section with that dataclass's own defaults; its docstring is its documentation."""
-    return field(default_factory=kind, metadata={"help": kind.__doc__})
+def section(kind: type, when: When | None = None) -> Any:
+    """A nested section with that dataclass's own defaults; its docstring is its documentation. `when` holds for all its keys."""
+    return field(default_factory=kind, metadata={"help": kind.__doc__, "when": when or {}})
+
+
+@dataclasses.dataclass(frozen=True)
+class SetKey:
+    """A key of a section: its dotted path, its value, its default, and the conditions under which it acts."""
+
+    path: str
+    value: Any
+    default: Any
+    when: When
+
+
+def keys_of(values: Any, path: str = "", when: When | None = None) -> Iterator[SetKey]:
+    """Every key of a section and of the sections in it; items of lists are not looked into."""
+    neutral = type(values)()
+    for fld in dataclasses.fields(values):
+        value, full = getattr(values, fld.name), f"{path}{fld.name}"
+        conditions = {**(when or {}), **fld.metadata["when"]}
+        if dataclasses.is_dataclass(value):
+            yield from keys_of(value, f"{full}.", conditions)
+        else:
+            yield SetKey(full, value, getattr(neutral, fld.name), conditions)
+
+
+def check_effects(config: Any, resolved: Mapping[str, Any] | None = None) -> list[str]:
+    """Raise ConfigError for a key that differs from its default where it has no effect.
+
+    `resolved`: what keys whose value is `auto` came to. Where that alone takes the effect away, the configuration may be meant for other
+    machines as well: it is not refused, and the result has a line that says so. What `auto` comes to elsewhere is not known yet.
+    """
+    keys, resolved, notes = {key.path: key for key in keys_of(config)}, resolved or {}, []
+    for own in keys.values():
+        if own.value == own.default:
+            continue
+        for path, wanted in own.when.items():
+            problem = _unmet(path, wanted, keys, resolved)
+            if problem is None:
+                continue
+            line = f"{own.path}={_shown(own.value)} has no effect {problem}"
+            if path in keys and keys[path].value == "auto":
+                notes.append(line)
+            else:
+                raise ConfigError(f"{line}, or set {own.path}={_shown(own.default)}", key=own.path)
+    return notes
+
+
+def _unmet(path: str, wanted: Condition, keys: Mapping[str, SetKey], resolved: Mapping[str, Any]) -> str | None:
+    """Why a condition is not met, and what would meet it."""
+    if wanted in (SET, UNSET):
+        parts = [key for name, key in keys.items() if name == path or name.startswith(f"{path}.")]
+        is_set = any(part.value != part.default for part in parts)
+        if is_set == (wanted == SET):
+            return None
+        return f"without {path}; set it" if wanted == SET else f"with {path}; remove it"
+    value = resolved.get(path, keys[path].value)
+    if value == "auto" or (value != wanted.value if isinstance(wanted, Except) else value in wanted):
+        return None
+    auto = " (the choice of auto)" if keys[path].value == "auto" else ""
+    remedy = f"change {path}" if isinstance(wanted, Except) else f"set {path}={' or '.join(map(_shown, wanted))}"
+    return f"with {path}={_shown(value)}{auto}; {remedy}"
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def describe_when(when: When) -> str:
+    """The conditions in a reader's words, for docs/configuration.md; empty where there are none."""
+    sentences = []
+    for path, wanted in when.items():
+        if isinstance(wanted, Except):
+            sentences.append(f"Not with `{path}: {_shown(wanted.value)}`.")
+        elif wanted == UNSET:
+            sentences.append(f"Not with `{path}`.")
+        else:
+            values = "" if wanted == SET else f": {' or '.join(map(_shown, wanted))}"
+            sentences.append(f"Only with `{path}{values}`.")
+    return " ".join(sentences)

@@ -12,8 +12,9 @@ from typing import Literal
 from pretrain.config.keys import key, section
 
 FamilyName = Literal[
-    "custom", "hf", "transformer", "deepseek_v3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral", "mixtral", "olmo2", "olmo3",
-    "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "t5",
+    "custom", "hf", "transformer", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "gemma2", "gemma3", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
+    "granite", "llama", "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+    "t5",
 ]  # fmt: skip
 Projection = Literal["query", "key", "value", "output"]
 

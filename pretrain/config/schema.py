@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pretrain.config.data_schema import Data
-from pretrain.config.keys import key, section
+from pretrain.config.keys import SET, UNSET, Except, key, section
 from pretrain.config.model_schema import Model
 
 
@@ -58,38 +58,62 @@ class Batch:
     """How many samples make an optimizer step. Accumulation is derived, never set."""
 
     sequences: int = key(
-        16, "Samples per optimizer step, over all ranks: a multiple of `micro_sequences` times the data-parallel ranks.", ge=1
+        16,
+        "Samples per optimizer step, over all ranks: a multiple of `micro_sequences` times the data-parallel ranks.",
+        ge=1,
+        when={"data.pairs": UNSET},
     )
     micro_sequences: int = key(
-        16, "Samples per rank in one forward and backward (a micro-step). Decides memory and speed, not the result.", ge=1
+        16,
+        "Samples per rank in one forward and backward (a micro-step). Decides memory and speed, not the result.",
+        ge=1,
+        when={"data.pairs": UNSET},
     )
     tokens: int | None = key(
         None,
         "On `data.pairs`, instead of `sequences`: most tokens of an optimizer step over all ranks, (longest source + longest target) × "
         "pairs.",
         ge=1,
+        when={"data.pairs": SET},
     )
     micro_tokens: int | None = key(
         None,
         "On `data.pairs`, instead of `micro_sequences`: most tokens per rank in one forward and backward, counted alike; by default "
         "a rank's whole share. Decides memory and speed, not the result.",
         ge=1,
+        when={"data.pairs": SET},
     )
-    ramp: list[BatchStage] = key([], "Other sizes before `sequences` is reached: a batch-size ramp, stage after stage.")
+    ramp: list[BatchStage] = key(
+        [], "Other sizes before `sequences` is reached: a batch-size ramp, stage after stage.", when={"data.pairs": UNSET}
+    )
 
 
 @dataclass
 class Translation:
     """Translations of validation pairs, decoded by all ranks together and scored: BLEU and chrF (sacrebleu), character and word error rate."""
 
-    every_steps: int = key(0, "Optimizer steps between them; 0: never.", ge=0)
-    sequences: int = key(0, "Pairs per validation source: its first ones; 0 takes all.", ge=0)
-    beam: int = key(1, "Hypotheses kept per sentence; 1 is greedy.", ge=1)
-    length_penalty: float = key(0.6, "Exponent of the length normalisation (arXiv 1609.08144, equation 14); 0: none.", ge=0)
-    max_ratio: float = key(2.0, "Longest translation, as a multiple of the source's tokens, plus `max_extra`.", ge=0)
-    max_extra: int = key(10, "Tokens that a translation may have beyond that.", ge=1)
-    lowercase: bool = key(False, "Whether scores ignore case.")
-    samples: int = key(3, "Translations that are written to the log.", ge=0)
+    every_steps: int = key(0, "Optimizer steps between them; 0: never.", ge=0, when={"data.pairs": SET, "data.validation": SET})
+    sequences: int = key(
+        0, "Pairs per validation source: its first ones; 0 takes all.", ge=0, when={"validation.translation.every_steps": SET}
+    )
+    beam: int = key(1, "Hypotheses kept per sentence; 1 is greedy.", ge=1, when={"validation.translation.every_steps": SET})
+    length_penalty: float = key(
+        0.6,
+        "Exponent of the length normalisation (arXiv 1609.08144, equation 14); 0: none.",
+        ge=0,
+        when={"validation.translation.every_steps": SET},
+    )
+    max_ratio: float = key(
+        2.0,
+        "Longest translation, as a multiple of the source's tokens, plus `max_extra`.",
+        ge=0,
+        when={"validation.translation.every_steps": SET},
+    )
+    max_extra: int = key(
+        10, "Tokens that a translation may have beyond that.", ge=1, when={"validation.translation.every_steps": SET}
+    )
+    lowercase: bool = key(False, "Whether scores ignore case.", when={"validation.translation.every_steps": SET})
+    samples: int = key(3, "Translations that are written to the log.", ge=0, when={"validation.translation.every_steps": SET})
 
 
 @dataclass
@@ -108,13 +132,17 @@ class Loss:
         ge=0,
     )
     predict_ahead_weight: float = key(
-        0.3, "Weight of the losses of `model.predict_ahead` together (arXiv 2412.19437, section 4.2).", gt=0
+        0.3,
+        "Weight of the losses of `model.predict_ahead` together (arXiv 2412.19437, section 4.2).",
+        gt=0,
+        when={"model.predict_ahead": SET},
     )
     chunk_mb: int | None = key(
         None,
         "Memory for the logits that exist at one time, MB: they are computed, used and dropped in chunks of tokens. By default 256 on CPU, "
         "1024 on CUDA. Changes memory and speed, not the result.",
         ge=1,
+        when={"model.family": Except("hf")},
     )
 
 
@@ -123,9 +151,12 @@ class Validation:
     """Validation loss on a fixed list of samples: the same number at any world size."""
 
     every_steps: int = key(
-        0, "Optimizer steps between validations; 0: only after the last step. `data.validation` names what is validated.", ge=0
+        0,
+        "Optimizer steps between validations; 0: only after the last step. `data.validation` names what is validated.",
+        ge=0,
+        when={"data.validation": SET},
     )
-    sequences: int = key(64, "Samples per validation source: its first ones; 0 takes all.", ge=0)
+    sequences: int = key(64, "Samples per validation source: its first ones; 0 takes all.", ge=0, when={"data.validation": SET})
     translation: Translation = section(Translation)
 
 
@@ -153,11 +184,21 @@ class Schedule:
         "arXiv 2405.18392) stays and then falls linearly for `decay_steps`, `inverse_sqrt` (arXiv 1706.03762, section 5.3) falls with the "
         "square root of the step, from `optim.lr` at `warmup_steps`.",
     )
-    warmup_steps: int = key(0, "Steps of linear warmup, from `optim.lr / warmup_steps` at step 1 to `optim.lr`.", ge=0)
-    min_ratio: float = key(
-        0.1, "Learning rate at the last step, as a share of the peak; not of `constant` and `inverse_sqrt`.", ge=0, le=1
+    warmup_steps: int = key(
+        0,
+        "Steps of linear warmup, from `optim.lr / warmup_steps` at step 1 to `optim.lr`. Shortened, with a line that says so, where `run.steps` is below.",
+        ge=0,
     )
-    decay_steps: int | None = key(None, "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.", ge=1)
+    min_ratio: float = key(
+        0.1,
+        "Learning rate at the last step, as a share of the peak.",
+        ge=0,
+        le=1,
+        when={"schedule.name": ("cosine", "linear", "wsd")},
+    )
+    decay_steps: int | None = key(
+        None, "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.", ge=1, when={"schedule.name": ("wsd",)}
+    )
 
 
 @dataclass
@@ -195,16 +236,25 @@ class Parallel:
         "When the gradients of several micro-steps are synchronised: in the `last` micro-step only (no_sync: less communication), "
         "in `every` one, or `auto`: `last` for ddp; `every` for fsdp, which keeps gradients sharded; for HSDP, reduce-scatter in "
         "every one and all-reduce in the last.",
+        when={"parallel.strategy": ("ddp", "fsdp")},
     )
     reshard_after_forward: bool = key(
-        True, "FSDP: free gathered block weights after forward (ZeRO-3); false keeps them for backward (ZeRO-2)."
+        True,
+        "Free gathered block weights after forward (ZeRO-3); false keeps them for backward (ZeRO-2).",
+        when={"parallel.strategy": ("fsdp",)},
     )
-    offload: bool = key(False, "FSDP: keep sharded weights, gradients and optimizer state in host memory.")
+    offload: bool = key(
+        False,
+        "Keep sharded weights, gradients and optimizer state in host memory.",
+        when={"parallel.strategy": ("fsdp",)},
+    )
     activation_checkpointing: bool = key(False, "Recompute each block's activations in backward instead of storing them.")
     compile: bool = key(False, "Compile each block with torch.compile: a slower start, faster steps.")
-    backend: Literal["auto", "gloo", "nccl"] = key("auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.")
+    backend: Literal["auto", "gloo", "nccl"] = key(
+        "auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.", when={"parallel.strategy": ("ddp", "fsdp")}
+    )
     timeout_seconds: int = key(600, "Longest wait in a collective or named barrier before the run fails.", ge=1)
-    ddp: DDP = section(DDP)
+    ddp: DDP = section(DDP, when={"parallel.strategy": ("ddp",)})
 
 
 @dataclass
@@ -212,7 +262,9 @@ class Precision:
     """Number formats. Parameters, gradients after reduction and optimizer moments stay in `master`."""
 
     compute: Literal["fp32", "bf16"] = key("fp32", "Format of activations and of the weights as used in forward and backward.")
-    reduce: Literal["fp32", "bf16"] = key("fp32", "Format in which gradients are summed over ranks.")
+    reduce: Literal["fp32", "bf16"] = key(
+        "fp32", "Format in which gradients are summed over ranks.", when={"parallel.strategy": ("ddp", "fsdp")}
+    )
     master: Literal["fp32"] = key("fp32", "Format of stored parameters and optimizer moments.")
 
 
@@ -223,7 +275,9 @@ class Checkpoint:
     every_steps: int = key(0, "Optimizer steps between checkpoints; 0: no periodic one.", ge=0)
     every_seconds: float = key(1800.0, "Seconds between checkpoints; 0: not by time.", ge=0)
     keep_last: int = key(2, "Newest checkpoints kept; 0 keeps all.", ge=0)
-    keep_every_steps: int = key(0, "Checkpoints at multiples of this step are kept for ever; 0: none.", ge=0)
+    keep_every_steps: int = key(
+        0, "Checkpoints at multiples of this step are kept for ever; 0: none.", ge=0, when={"checkpoint.keep_last": Except(0)}
+    )
     export_check: bool = key(
         True,
         "Try the export to Hugging Face's format when a run starts, without weights and beside the first steps; the run ends if it "

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from pretrain.config.keys import When, describe_when
 from pretrain.config.load import describe_type
 from pretrain.config.read import Origin, dump, origin_of
 from pretrain.config.schema import Config
@@ -62,13 +63,14 @@ def _text(doc: str | None) -> str:
     return " ".join((doc or "").split())
 
 
-def _table(kind: type, path: str) -> list[str]:
+def _table(kind: type, path: str, outer: When | None = None) -> list[str]:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     hints = typing.get_type_hints(kind)
     for fld in dataclasses.fields(kind):
         hint, full = hints[fld.name], f"{path}.{fld.name}"
+        when = {**(outer or {}), **fld.metadata["when"]}
         if dataclasses.is_dataclass(hint):
-            rows += _table(hint, full)[2:]
+            rows += _table(hint, full, when)[2:]
             continue
         item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
         if dataclasses.is_dataclass(item):
@@ -79,7 +81,8 @@ def _table(kind: type, path: str) -> list[str]:
         shown = (
             "required" if default == "???" else f"`{dump(list(default) if isinstance(default, tuple) else default, flow=True)}`"
         )
-        rows.append(f"| `{full}` | {describe_type(hint)}{_range(fld.metadata)} | {shown} | {fld.metadata['help']} |")
+        help_text = f"{fld.metadata['help']} {describe_when(when)}".strip()
+        rows.append(f"| `{full}` | {describe_type(hint)}{_range(fld.metadata)} | {shown} | {help_text} |")
     return rows
 
 

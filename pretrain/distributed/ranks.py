@@ -11,15 +11,19 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pretrain.config.schema import Config
-from pretrain.errors import LaunchError, UserError
+from pretrain.errors import LaunchError, UserError, reason_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,17 +40,56 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank. Picklable plain data, between the run's own processes only."""
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank. Picklable plain data, between the run's own processes only.
+
+        `name` says what the ranks are doing; a time-out names it.
+        """
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def agree(self, problem: str | None, kind: type[UserError]) -> None:
+    def sum(self, name: str, values: Tensor) -> Tensor:
+        """The sum of `values` over all ranks, on the CPU, equal on every rank. `values` itself may be overwritten."""
+        return self._reduce(name, values, dist.ReduceOp.SUM)
+
+    def largest(self, name: str, number: int) -> int:
+        """The largest `number` of any rank."""
+        return int(self._reduce(name, torch.tensor(number), dist.ReduceOp.MAX))
+
+    def _reduce(self, name: str, values: Tensor, operation: dist.ReduceOp) -> Tensor:
+        values = values.cpu()
+        if self.control is not None:
+            dist.all_reduce(values, op=operation, group=self.control)
+        return values
+
+    def attempt(self, name: str, action: Callable[[], T], kind: type[UserError]) -> T:
+        """The result of `action` on this rank. If it fails on any rank, all raise the first failure, naming its rank.
+
+        An OSError becomes a `kind`; a UserError keeps its class. So no rank is left waiting for one that gave up.
+        """
+        problem, result = None, None
+        try:
+            result = action()
+        except UserError as error:
+            problem = type(error), str(error)
+        except OSError as error:
+            problem = kind, reason_of(error)
+        for rank, found in enumerate(self.gather(name, problem)):
+            if found:
+                kind, text = found
+                raise kind(text if self.world_size == 1 or text.startswith("rank ") else f"rank {rank}: {text}")
+        return result
+
+    def on_main(self, name: str, action: Callable[[], T], kind: type[UserError]) -> T:
+        """The main rank's result of an `action` that it alone does, on every rank; a failure is raised on all (see `attempt`)."""
+        return self.gather(name, self.attempt(name, lambda: action() if self.is_main else None, kind))[0]
+
+    def agree(self, name: str, problem: str | None, kind: type[UserError]) -> None:
         """Raise `kind` on every rank if any rank has a problem; the message names the first one's rank."""
-        for rank, text in enumerate(self.gather(problem)):
+        for rank, text in enumerate(self.gather(name, problem)):
             if text:
                 raise kind(text if self.world_size == 1 else f"rank {rank}: {text}")
 

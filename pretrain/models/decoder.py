@@ -73,7 +73,9 @@ class Decoder(nn.Module):
         embedded_BTD, inputs = self._begin(tokens_BT, documents_BT, cache)
         counted_BT = targets_BT != IGNORED if targets_BT is not None and torch.is_grad_enabled() else None
         reports: dict[int, RouterReport | None] = {}
-        x_BTD = embedded_BTD
+        # As a view, so that the gradients of the first block's two uses meet before those of multi-token prediction (see `Layer.forward` of
+        # the encoder-decoder).
+        x_BTD = embedded_BTD.view_as(embedded_BTD)
         for i, layer in enumerate(self.layers):
             x_BTD, reports[i] = self._run(layer, i, x_BTD, inputs, cache, counted_BT)
         hidden_BTD, x_BTD = x_BTD, x_BTD if self.norm is None else self.norm(x_BTD)

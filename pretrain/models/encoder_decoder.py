@@ -118,7 +118,9 @@ class Layer(nn.Module):
         own = cache.own if cache else None
         x_BTD = self._add(x_BTD, lambda y: self.attention(y, None, mask, own), self.attention_norm, dropout, "attention")
         if self.cross is not None:
-            pair = cache.cross if cache and cache.cross else self.cross.keys_values(memory_BSD)
+            # As a view, so that the gradients of keys and values meet before those of other layers: bf16 sums depend on the order,
+            # and FSDP2, which takes a layer's inputs through a function of its own, adds a layer's gradients first.
+            pair = cache.cross if cache and cache.cross else self.cross.keys_values(memory_BSD.view_as(memory_BSD))
             if cache:
                 cache.cross = pair
             x_BTD = self._add(x_BTD, lambda y: self.cross(y, pair, memory_mask), self.cross_norm, dropout, "cross")

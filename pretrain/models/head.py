@@ -12,8 +12,7 @@ from pretrain.models.loss import CROSS_ENTROPY, LossOptions, finish_logits, fuse
 class OutputHead(nn.Module):
     """Logits, or with targets the summed loss of each sequence, of final hidden states.
 
-    Its weight `weight` [V, D] is stored as it comes and cast to the activations' format where it is used. A tied head has
-    none, and is given the embedding's in every call. Where no gradient is taken, as in validation, it leaves out z-loss and label
+    Its weight `weight` [V, D] is cast to the activations' format where it is used; its gradient is of fp32. A tied head has none, and is given the embedding's in every call. Where no gradient is taken, as in validation, it leaves out z-loss and label
     smoothing: what it returns is the cross-entropy alone.
     """
 
@@ -37,8 +36,8 @@ class OutputHead(nn.Module):
         """
         if (weight is None) == (self.weight is None):
             raise ValueError("a tied head is called with the embedding's weight, and no other head is")
-        used = (self.weight if weight is None else weight).to(x_BTD.dtype)
+        weight = self.weight if weight is None else weight
         if targets_BT is None:
-            return finish_logits(F.linear(x_BTD, used), self.options)
+            return finish_logits(F.linear(x_BTD, weight.to(x_BTD.dtype)), self.options)
         options = self.options if torch.is_grad_enabled() else self.options.cross_entropy_only()
-        return fused_losses(x_BTD, used, targets_BT, options, sequence_weights_B)
+        return fused_losses(x_BTD, weight, targets_BT, options, sequence_weights_B)

@@ -1,15 +1,20 @@
 """Projections, tables and norms.
 
-Weights are stored in the master format and cast to the format of the activations where they are used, so the format of the
-residual stream alone decides in which precision a model computes, under every parallel strategy alike (FSDP2 hands the
-weights over already cast; the cast is then free). Shapes: B batch, T time, D model, H query heads, K key/value heads,
-G head width, F MLP width.
+Weights are stored in the master format. Which precision a model computes in follows from the residual stream's format and three rules,
+the same under every parallel strategy (docs/parallelism.md, "Precision", says why):
+
+- Matrices are cast to the format of the activations where they are used. FSDP2 hands them over already cast; the cast is then free.
+- Norms and attention sinks are applied in fp32, with their vectors in fp32, and the result is rounded once.
+- The gradient of a table, which sums over all tokens and over both uses of a tied table, is formed and summed in fp32.
+
+Shapes: B batch, T time, D model, H query heads, K key/value heads, G head width, F MLP width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pretrain.config.model_schema import Model
@@ -30,11 +35,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token id or position, in the format that the rest of the network computes in.
-
-    The whole table is cast, not the rows looked up: its gradient then accumulates in the compute format, as it does where
-    FSDP2 gathers the table already cast.
-    """
+    """Rows of a table by token id or position, in the format that the rest of the network computes in."""
 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
@@ -42,7 +43,26 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, dim))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight.to(self.compute_dtype))
+        return _LookUp.apply(self.weight, ids, self.compute_dtype)
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows of a table [V, D] by id, in a format. A frequent token adds thousands of rows to one row of the gradient, so they are added
+    in fp32 whatever the formats of table and rows.
+    """
+
+    @staticmethod
+    def forward(ctx, table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = len(table_VD)
+        return F.embedding(ids, table_VD).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None, None]:
+        (ids,) = ctx.saved_tensors
+        g = g.to(torch.promote_types(g.dtype, torch.float32))
+        return torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, -1, False), None, None
 
 
 class RMSNorm(nn.Module):
@@ -54,15 +74,42 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
-        return self.weight.to(x.dtype) * y.to(x.dtype)
+        return rms_norm(x, self.weight.float(), self.eps)
+
+
+def rms_norm(x: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x) × gain over the last dimension, computed in fp32 and rounded once to the format of x. `gain_D`: fp32."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _RMSNorm.apply(x, gain_D, eps)
+    return F.rms_norm(x.float(), x.shape[-1:], gain_D, eps).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What torch composes on a CPU of some twenty passes over the activations, in eight; and it keeps x instead of copies in fp32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+        y = x.float()
+        inverse = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, gain_D, inverse)
+        return (y * inverse).mul_(gain_D).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, gain_D, inverse = ctx.saved_tensors
+        normed, g = x.float() * inverse, g.float()
+        products_ND = (g * normed).flatten(0, -2)
+        mean = torch.mv(products_ND, gain_D).div_(-x.shape[-1]).view(inverse.shape)
+        grad_x = normed.mul_(mean).addcmul_(g, gain_D).mul_(inverse)
+        return grad_x.to(x.dtype), products_ND.sum(0), None
 
 
 class OffsetRMSNorm(RMSNorm):
     """RMSNorm whose gain is one plus the weight, applied in fp32 (Gemma, arXiv 2403.08295)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, 1.0 + self.weight.float(), self.eps)
 
 
 class LayerNorm(nn.Module):

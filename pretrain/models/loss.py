@@ -120,13 +120,11 @@ def fused_losses(
 ) -> Tensor:
     """`sequence_losses` of the logits x @ weight.T, [B], without ever having more than a chunk of them.
 
-    `weight_VD` is in the format of `x_BTD`. `weights_B` multiplies each sequence's loss; no gradient flows to it. Weighting
+    The products are of the format of `x_BTD`, to which `weight_VD` is cast; the weight's gradient is of fp32. `weights_B` multiplies each sequence's loss; no gradient flows to it. Weighting
     here, and not the result, leaves the upstream gradient common to all tokens, which is the fast path.
     """
     if x_BTD.shape[:-1] != targets_BT.shape:  # would be flattened to something else otherwise
         raise ValueError(f"activations are {tuple(x_BTD.shape)}, targets {tuple(targets_BT.shape)}")
-    if x_BTD.dtype != weight_VD.dtype:
-        raise ValueError(f"activations are {x_BTD.dtype}, the output weight {weight_VD.dtype}: cast it where it is used")
     weights_N = None
     if weights_B is not None:
         weights_N = weights_B.detach().to(loss_dtype(x_BTD))[:, None].expand(targets_BT.shape).flatten()
@@ -160,7 +158,7 @@ class _FusedLosses(torch.autograd.Function):
             weights_N = upstream_N if weights_N is None else upstream_N * weights_N
             needs = ctx.needs_input_grad[:2]
             _, grad_x, grad_weight = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, ctx.options, *needs)
-        return grad_x, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 def _scale_in_place(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
@@ -180,7 +178,7 @@ def _losses_and_gradients(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Weighted losses [N], and the gradients of their sum with respect to x, in its format, and to the weight, in fp32."""
-    dtype = loss_dtype(x_ND)
+    dtype, weight_VD = loss_dtype(x_ND), weight_VD.to(x_ND.dtype)
     losses_N = torch.empty(len(x_ND), dtype=dtype, device=x_ND.device)
     grad_x_ND = torch.empty_like(x_ND) if needs_x else None
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None

@@ -38,10 +38,9 @@ class Router(nn.Module):
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None) -> tuple[Tensor, Tensor, RouterReport | None]:
         """Chosen experts [B, T, K] and their weights [B, T, K], fp32; a report over the positions that are `counted_BT`."""
         config = self.config
-        # Weights are rounded to the compute format first, as FSDP2 hands them over; the products are of fp32.
+        # The matrix is rounded to the compute format first, as FSDP2 hands it over; the products are of fp32.
         weight_ED = self.weight.to(x_BTD.dtype).float()
-        bias_E = None if self.bias is None else self.bias.to(x_BTD.dtype).float()
-        logits_BTE = F.linear(x_BTD.float(), weight_ED, bias_E)
+        logits_BTE = F.linear(x_BTD.float(), weight_ED, None if self.bias is None else self.bias.float())
         scores_BTE = logits_BTE.softmax(-1) if config.scoring == "softmax" else logits_BTE.sigmoid()
         chosen_BTK = self._choose(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, chosen_BTK)

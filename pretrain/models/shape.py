@@ -98,7 +98,7 @@ _OF_SCALING = ("rope.factor", "rope.original_length", "rope.low_frequency", "rop
 _OF_LATENT = ("latent.query_rank", "latent.rope_dim", "latent.plain_dim", "latent.value_dim", "latent.norm_eps")
 
 
-def check_effects(given: Model, model: Model) -> None:
+def check_switches(given: Model, model: Model) -> None:
     """Raise ConfigError for a switch that a configuration sets to no effect. `model`: the same, complete."""
     from pretrain.models.families import family_of
 

@@ -25,7 +25,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         squares.setdefault(_sharding_of(gradient), []).append(norm.square())
     total = torch.zeros((), dtype=torch.float64, device=local[0].device)
     for sharding, values in squares.items():
-        total += _sum_over_shards(torch.stack(values).sum(), sharding)
+        total += _sum_over_shards(torch.stack(values).sum(), sharding).to(total.device)
     total = total.sqrt()
     if max_norm > 0:
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from pretrain.config.schema import Optim
 from pretrain.models.layers import Embedding
@@ -21,13 +22,16 @@ def decayed(model: nn.Module) -> dict[str, bool]:
 
 
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
-    """AdamW over two groups, decayed and not. Call after the model is placed: sharding replaces parameters."""
+    """AdamW over groups, decayed and not. Call after the model is placed: sharding replaces parameters."""
     decays = decayed(model)
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    groups = [
-        {"params": [p for n, p in named.items() if decays[n]], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in named.items() if not decays[n]], "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:  # sharded and whole tensors cannot share a group: a fused update takes one kind
+            groups.setdefault((decays[name], isinstance(parameter, DTensor)), []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True
+        [{"params": list(p), "weight_decay": config.weight_decay if decay else 0.0} for (decay, _), p in groups.items()],
+        lr=config.lr,
+        betas=tuple(config.betas),
+        eps=config.eps,
+        fused=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from pretrain.config.schema import Schedule
@@ -28,3 +29,13 @@ def learning_rate(schedule: Schedule, peak: float, steps: int, step: int) -> flo
     progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
     share = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
     return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * share)
+
+
+def fit(schedule: Schedule, steps: int) -> Schedule:
+    """The schedule of a run that is shorter than its warmup, as smoke tests are: warmup and decay share its steps. Others as they are."""
+    if schedule.warmup_steps <= steps:
+        return schedule
+    if schedule.decay_steps is None or schedule.name != "wsd":
+        return dataclasses.replace(schedule, warmup_steps=steps)
+    warmup = steps * schedule.warmup_steps // (schedule.warmup_steps + schedule.decay_steps)
+    return dataclasses.replace(schedule, warmup_steps=warmup, decay_steps=max(1, steps - warmup))

@@ -1,9 +1,13 @@
-"""DistributedDataParallel: every rank holds the whole model, gradients are all-reduced in buckets during backward."""
+"""DistributedDataParallel: every rank holds the whole model, gradients are all-reduced in buckets during backward.
+
+DDP averages over ranks. Cancelled by a factor on the loss, that would change bf16: a number of ranks that is no power of two rounds activations'
+gradients otherwise than one process does. So a hook sums instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -16,15 +20,13 @@ from pretrain.parallel.layout import Layout
 
 
 class DataParallel:
-    """DDP averages over ranks, which `gradient_scale` cancels: a summing hook would count gradients that are already
-    synchronised once per rank in the next micro-step of `grad_sync: every`, where averaging leaves them as they are.
-    """
+    """DDP whose reductions sum, deferred to the last micro-step unless `grad_sync: every`."""
 
     def __init__(self, config: Config, layout: Layout, ranks: Ranks) -> None:
         self.config = config
         self.device = ranks.device
         self.data_rank = ranks.rank
-        self.gradient_scale = float(layout.replicate)
+        self.replicas = layout.replicate
         self.every = config.parallel.grad_sync == "every"
         # DDP lays its buckets out anew after the first iteration, which changes the order in which more than two ranks are
         # summed: a resumed run would differ in the last bit. It does not while it looks for unused parameters.
@@ -42,19 +44,30 @@ class DataParallel:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             find_unused_parameters=self.keep_buckets,
         )
-        if self.config.precision.reduce == "bf16":
-            self.wrapped.register_comm_hook(None, _average_in_bf16)
+        self.wrapped.register_comm_hook(None, _sum_in_bf16 if self.config.precision.reduce == "bf16" else _sum)
         return self.wrapped
 
     def release(self) -> None:
         return None
 
-    def micro_step(self, last: bool) -> AbstractContextManager:
-        return nullcontext() if last or self.every else self.wrapped.no_sync()
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        if self.every:
+            # What earlier micro-steps have summed is the same on all ranks, and is about to be summed over them once more.
+            earlier = [p.grad for p in self.wrapped.parameters() if p.grad is not None]
+            if earlier:
+                torch._foreach_mul_(earlier, 1 / self.replicas)
+        with nullcontext() if last or self.every else self.wrapped.no_sync():
+            yield
 
 
-def _average_in_bf16(state, bucket):
-    # torch has such a hook, which refuses gloo. DDP insists on the name `bucket`, and rejects annotations that are strings.
+# DDP insists on the name `bucket`, and rejects annotations that are strings.
+def _sum(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def _sum_in_bf16(state, bucket):
+    # torch has such a hook, which averages and refuses gloo.
     buffer = bucket.buffer()
-    small = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    small = buffer.to(torch.bfloat16)
     return dist.all_reduce(small, async_op=True).get_future().then(lambda done: buffer.copy_(done.value()[0]))

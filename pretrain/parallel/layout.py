@@ -60,7 +60,6 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
     if strategy == "auto":
         strategy = _automatic(config, world_size, parameters, device_memory)
     replicate, shard = _axes(config, strategy, world_size)
-    _check_strategy_options(config, strategy)
     return Layout(strategy, replicate, shard, check_micro_steps(config, replicate * shard))
 
 
@@ -151,20 +150,10 @@ def _chosen(config: Config, strategy: str) -> str:
 def check_options(config: Config) -> None:
     """Values that cannot go together whatever the world size. Raises ConfigError naming both keys."""
     schedule, steps = config.schedule, config.run.steps
-    if schedule.warmup_steps > steps:
-        raise ConfigError(f"schedule.warmup_steps={schedule.warmup_steps} is above run.steps={steps}; at most {steps}")
-    if schedule.decay_steps is not None and schedule.name != "wsd":
-        raise ConfigError(
-            f"schedule.decay_steps={schedule.decay_steps} has no effect with schedule.name={schedule.name}; use wsd"
-        )
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
         raise ConfigError(
             f"schedule.warmup_steps={schedule.warmup_steps} and schedule.decay_steps={schedule.decay_steps} do not fit in "
             f"run.steps={steps}; decay_steps at most {steps - schedule.warmup_steps}"
-        )
-    if config.validation.every_steps and not config.data.validation:
-        raise ConfigError(
-            f"validation.every_steps={config.validation.every_steps}, but data.validation is empty; name a source or set 0"
         )
     if config.run.init_from and config.run.resume not in ("auto", "never"):
         raise ConfigError(
@@ -175,15 +164,3 @@ def check_options(config: Config) -> None:
         raise ConfigError(f"log.gradients_at={config.log.gradients_at}: step {beyond[0]} is beyond run.steps={steps}")
     if math.isclose(config.schedule.min_ratio, 1) and config.schedule.name == "wsd":
         raise ConfigError("schedule.min_ratio=1 with schedule.name=wsd never decays; use schedule.name=constant")
-
-
-def _check_strategy_options(config: Config, strategy: str) -> None:
-    if strategy == "fsdp":
-        return
-    for name, default in (("offload", False), ("reshard_after_forward", True)):
-        value = getattr(config.parallel, name)
-        if value != default:
-            raise ConfigError(
-                f"parallel.{name}={str(value).lower()} acts on sharded weights and has no effect with "
-                f"{_chosen(config, strategy)}; use fsdp"
-            )

@@ -14,8 +14,6 @@ class Single:
     """The reference that every other strategy must equal."""
 
     data_rank = 0
-    gradient_scale = 1.0
-
     def __init__(self, ranks: Ranks) -> None:
         self.device = ranks.device
 

@@ -27,9 +27,6 @@ class Strategy(Protocol):
     data_rank: int
     """This rank's place among the ranks that see different samples."""
 
-    gradient_scale: float
-    """Factor on the loss before backward that cancels an averaging reduction; 1 where the reduction sums."""
-
     def place(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         """Put a meta-device model on this rank, give its parameters values with `fill`, return what to call.
 

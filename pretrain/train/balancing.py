@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
@@ -26,11 +25,9 @@ class ExpertLoads:
         if not self.routers:
             return {}
         reports = self.model.take_router_reports()
-        counts_LE = torch.stack([reports[layer].counts_E for layer in self.routers]).cpu()
-        loss = torch.stack([reports[layer].loss_B for layer in self.routers]).double().sum().cpu()
-        if self.ranks.control is not None:
-            dist.all_reduce(counts_LE, group=self.ranks.control)
-            dist.all_reduce(loss, group=self.ranks.control)
+        counts_LE = self.ranks.sum("loads of experts", torch.stack([reports[layer].counts_E for layer in self.routers]))
+        losses = torch.stack([reports[layer].loss_B for layer in self.routers])
+        loss = self.ranks.sum("losses of routers", losses.double().sum())
         self.since_report += counts_LE
         if self.config.correction_rate:
             for router, counts_E in zip(self.routers.values(), counts_LE):

@@ -61,7 +61,7 @@ class Continuation:
         tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors(self.ranks)
         state = {
             **dataclasses.asdict(progress),
-            "cursor": self.ranks.gather(progress.cursor),  # of every rank
+            "cursor": self.ranks.gather("cursors of text", progress.cursor),  # of every rank
             "world_size": self.ranks.world_size,
             "layout": self.plan.layout.name,
             "model": dataclasses.asdict(self.plan.config.model),

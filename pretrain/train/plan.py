@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.export_check import check_map, has_export
+from pretrain.config.keys import check_effects
 from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.objective import Objective
@@ -27,9 +28,10 @@ from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.network import build_network
-from pretrain.models.shape import check_effects, check_encoder, complete
+from pretrain.models.shape import check_encoder, check_switches, complete
 from pretrain.observe.flops import flops_per_target_token, flops_per_token
 from pretrain.observe.translation import require_sacrebleu
+from pretrain.optim.schedule import fit
 from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.identity import check_accepted
 
@@ -51,6 +53,8 @@ class Plan:
     schedule: BatchSchedule | PairOrder
     validation: list[Samples] | list[PreparedPairs]
     parameters: int
+    notes: list[str]
+    """What the configuration says and this run does otherwise."""
 
     @property
     def flops_per_token(self) -> int:
@@ -89,6 +93,8 @@ class Plan:
 def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     """Open the data and derive what the configuration leaves open. Raises ConfigError, DataError or LaunchError."""
     check_accepted(config.run.accept_changes)
+    check_effects(config)
+    given = config
     opened, validation = open_data(config)
     config = complete_config(config, *_vocabularies(config, opened))
     _check_encoder(config, opened)
@@ -100,9 +106,20 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
+    notes = _notes(given, config, layout)
     schedule = opened.order if isinstance(opened, PairTraining) else batch_schedule(config)
     data = open_stream(config, opened, schedule) if isinstance(opened, list) else opened
-    return Plan(config, layout, data, open_objective(config, data), schedule, validation, parameters)
+    return Plan(config, layout, data, open_objective(config, data), schedule, validation, parameters, notes)
+
+
+def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
+    notes = check_effects(given, {"parallel.strategy": layout.strategy})
+    if config.schedule != given.schedule:
+        shortened = f"{config.schedule.warmup_steps} steps of warmup"
+        if config.schedule.decay_steps is not None:
+            shortened += f" and {config.schedule.decay_steps} of decay"
+        notes.append(f"schedule.warmup_steps={given.schedule.warmup_steps} is above run.steps={given.run.steps}: {shortened}")
+    return notes
 
 
 def _check_backend(config: Config, device: torch.device) -> None:
@@ -133,7 +150,7 @@ def complete_config(config: Config, vocab_size: int | None = None, source_vocab_
     longest = max(spans.source_length, spans.target_length) if spans else config.data.sequence_length
     model = complete(config.model, longest)
     if model.family != "hf":
-        check_effects(config.model, model)
+        check_switches(config.model, model)
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=vocab_size)
     if model.encoder_layers and model.source_vocab_size is None and not model.tie_source:
@@ -141,7 +158,8 @@ def complete_config(config: Config, vocab_size: int | None = None, source_vocab_
     if model.encoder_layers:
         check_encoder(model)  # what depends on the vocabulary
     seed = config.run.seed if config.data.seed is None else config.data.seed
-    return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, seed=seed))
+    data, schedule = dataclasses.replace(config.data, seed=seed), fit(config.schedule, config.run.steps)
+    return dataclasses.replace(config, model=model, data=data, schedule=schedule)
 
 
 def model_size(config: Config) -> int:
@@ -187,16 +205,10 @@ def _check_encoder(config: Config, opened: list[Samples] | TextTraining | PairTr
             raise ConfigError(
                 "data.objective=span_corruption has one vocabulary for sources and targets; set model.tie_source=true"
             )
-        if translation.every_steps:
-            raise ConfigError("validation.translation.every_steps is about data.pairs; remove it")
         return
     if config.model.tie_source and pairs.source.tokenizer_sha256 != pairs.target.tokenizer_sha256:
         raise ConfigError(
             f"model.tie_source=true, but {pairs.path} has a tokenizer for each side; prepare the pairs with one, or set it to false"
-        )
-    if translation.every_steps and not config.data.validation:
-        raise ConfigError(
-            f"validation.translation.every_steps={translation.every_steps}, but data.validation is empty; name pairs or set 0"
         )
     if translation.every_steps:
         require_sacrebleu()

@@ -107,23 +107,22 @@ def _path_of(config: Config) -> Path:
 
 
 def _claim(directory: RunDirectory, plan: Plan, ranks: Ranks) -> None:
-    problem = None
+    def claim() -> None:
+        held = directory.claim()
+        # Once there is a checkpoint, that is what a resume is compared with.
+        if held is not None and not complete_checkpoints(directory.checkpoints):
+            check_identity(held, plan.identity(0), directory.path, plan.config.run.accept_changes)
+
     if ranks.is_main:
-        try:
-            held = directory.claim()
-            # Once there is a checkpoint, that is what a resume is compared with.
-            if held is not None and not complete_checkpoints(directory.checkpoints):
-                check_identity(held, plan.identity(0), directory.path, plan.config.run.accept_changes)
-        except (OSError, CheckpointError) as error:
-            problem = str(error)
         for line in describe(plan, ranks.world_size):
             log.info(line)
-    # Raised on every rank: none is left waiting in a collective for one that gave up.
-    ranks.agree(problem, CheckpointError)
-    token = ranks.gather(directory.token if ranks.is_main else None)[0]
-    seen = directory.sees(token)
+    ranks.on_main("claim of the run directory", claim, CheckpointError)
+    token = ranks.gather("owner of the run directory", directory.token)[0]
     ranks.agree(
-        None if seen else f"{directory.path} is not the main rank's; run.dir must be on storage that all nodes share",
+        "sight of the run directory",
+        None
+        if directory.sees(token)
+        else f"{directory.path} is not the main rank's; run.dir must be on storage that all nodes share",
         CheckpointError,
     )
     log_to_file(directory.path / "logs", ranks.rank)
@@ -148,13 +147,13 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, progress: P
 def _verify_data(plan: Plan, ranks: Ranks) -> None:
     if plan.config.data.verify == "size":
         return
-    started, problem = time.monotonic(), None
-    try:
+    started = time.monotonic()
+
+    def verify() -> None:
         for data in [plan.data, *plan.validation]:
             data.verify(ranks.rank, ranks.world_size)
-    except DataError as error:
-        problem = str(error)
-    ranks.agree(problem, DataError)
+
+    ranks.attempt("hashes of the data", verify, DataError)
     if ranks.is_main:
         log.info("data: every shard matches its sha256 (%s)", duration(time.monotonic() - started))
 
@@ -190,6 +189,7 @@ def describe(plan: Plan, world_size: int) -> list[str]:
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
+        *(f"note     {note}" for note in plan.notes),
     ]
 
 

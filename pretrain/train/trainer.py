@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pretrain.checkpoint.export_check import ExportCheck
 from pretrain.data.loader import StepBatch
@@ -105,7 +104,7 @@ class Trainer:
         if number in config.log.gradients_at:
             write_gradients(self.directory.path, number, self.model, self.ranks)
         grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))
-        loss = self._sum_over_ranks(torch.cat(losses)) / target_tokens
+        loss = float(self.ranks.sum("loss of a step", torch.cat(losses).double().sum())) / target_tokens
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._refuse_step(number, batch, torch.cat(losses), loss, grad_norm)
         self.optimizer.step()
@@ -121,20 +120,13 @@ class Trainer:
         inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
         with self.strategy.micro_step(last=last):
             losses_B = self.call(**inputs)
-            (losses_B.sum() * (self.strategy.gradient_scale / target_tokens)).backward()
+            (losses_B.sum() / target_tokens).backward()
         return losses_B.detach()
-
-    def _sum_over_ranks(self, losses: torch.Tensor) -> float:
-        total = losses.double().sum()
-        if self.ranks.control is not None:
-            total = total.cpu()
-            dist.all_reduce(total, group=self.ranks.control)
-        return float(total)
 
     def _refuse_step(self, number: int, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> None:
         # The update is not made: the weights are those after the step before.
         bad = batch.positions[~torch.isfinite(losses).cpu().numpy()].tolist()
-        everywhere = self.ranks.gather(bad)
+        everywhere = self.ranks.gather("samples of a refused step", bad)
         where = "; ".join(f"rank {rank}: samples {positions[:8]}" for rank, positions in enumerate(everywhere) if positions)
         raise TrainingError(
             f"step {number}: loss {loss}, gradient norm {grad_norm}: the step was not taken ({where or 'every loss is finite'}); "
@@ -167,7 +159,7 @@ class Trainer:
                 self.window.add(time.monotonic() - started, waited, verdict.target_tokens)
                 self._after_step(record)
             self.continuation.save(progress)
-            self.ranks.agree(export.finish() if export else None, CheckpointError)
+            self.ranks.agree("end of the export check", export.finish() if export else None, CheckpointError)
         return "finished"
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, str | None]:
@@ -180,11 +172,9 @@ class Trainer:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
         tokens, digest = (batch.target_tokens, batch.digest) if batch else (0, 0)
         said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, self.continuation.is_due()])
-        if self.ranks.control is not None:
-            dist.all_reduce(said, group=self.ranks.control)
-        tokens, digests, problems, stops, saves = said.tolist()
+        tokens, digests, problems, stops, saves = self.ranks.sum("start of a step", said).tolist()
         if problems:
-            self.ranks.agree(problem, DataError)
+            self.ranks.agree("reading of a batch", problem, DataError)
         if not tokens:
             samples = batch.positions.tolist() if batch else []
             raise TrainingError(

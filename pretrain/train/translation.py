@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pretrain.checkpoint.open_model import open_translator
@@ -36,12 +35,7 @@ def translate_and_score(call: nn.Module, pairs: PreparedPairs, config: Config, r
     options = config.validation.translation
     numbers = np.arange(min(options.sequences, len(pairs)) if options.sequences else len(pairs))
     search = Search(options.beam, options.length_penalty, options.max_ratio, options.max_extra)
-    problem, sources, targets = None, [], []
-    try:
-        sources, targets = pairs.read(numbers)
-    except (DataError, OSError) as error:
-        problem = str(error)
-    ranks.agree(problem, DataError)
+    sources, targets = ranks.attempt("reading of pairs", lambda: pairs.read(numbers), DataError)
     end = pairs.target.eod_id
     translations = translate_sources(call, sources, config.model.layers, start_token(config.model, end), end, search, ranks)
     if not ranks.is_main:
@@ -74,9 +68,11 @@ def translate_sources(
         for row, source in enumerate(rows):
             source_BS[row, : len(source)] = torch.from_numpy(source)
         inputs = source_BS.to(ranks.device), lengths_B.to(ranks.device)
-        found = translate(call, *inputs, layers, start_id, end_id, search, functools.partial(_largest, ranks))
+        found = translate(
+            call, *inputs, layers, start_id, end_id, search, functools.partial(ranks.largest, "length of translations")
+        )
         results |= dict(zip(mine, found))
-    together = {i: tokens for part in ranks.gather(results) for i, tokens in part.items()}
+    together = {i: tokens for part in ranks.gather("translations", results) for i, tokens in part.items()}
     return [together[i] for i in range(len(sources))]
 
 
@@ -113,14 +109,6 @@ def translate_file(
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """A sentence. A vocabulary may have more rows than the tokenizer has tokens; such a token has no text."""
     return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size and token != tokenizer.eod_id]).strip()
-
-
-def _largest(ranks: Ranks, number: int) -> int:
-    if ranks.control is None:
-        return number
-    value = torch.tensor(number)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=ranks.control)
-    return int(value)
 
 
 @functools.lru_cache(4)

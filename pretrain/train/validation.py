@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pretrain.data.pairs.prepared import PreparedPairs
@@ -41,8 +40,5 @@ def validate(
         if problem is None:
             losses[here.start : here.stop] = losses_B[: len(here)]
             tokens[here.start : here.stop] = (inputs["targets_BT"][: len(here)] != IGNORED).sum(dim=1)
-    ranks.agree(problem, DataError)
-    if ranks.control is not None:
-        dist.all_reduce(losses, group=ranks.control)
-        dist.all_reduce(tokens, group=ranks.control)
-    return float(losses.sum() / tokens.sum())
+    ranks.agree("reading of validation data", problem, DataError)
+    return float(ranks.sum("validation losses", losses).sum() / ranks.sum("validation tokens", tokens).sum())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from pathlib import Path
 
 import torch
+from family_cases import FAMILIES
 
 from pretrain.config.model_schema import Model
 from pretrain.models.families import family_of
@@ -15,7 +15,6 @@ from pretrain.models.network import build_network
 from pretrain.models.shape import complete, with_values
 
 LONGEST = 64
-FAMILIES = sorted(path.stem for path in (Path(__file__).parent / "family_cases").glob("*.py"))
 
 
 @functools.cache

@@ -5,22 +5,25 @@ refused in one line, and what changes no logit is read past. Of published files 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 
 import pytest
-from published_configs import PUBLISHED
-from test_gpt_presets import GPT2_FILE, PYTHIA_FILE
-from test_moe_presets import FILES
+from presets import PUBLISHED
 from test_t5 import config_json
 
 from pretrain.checkpoint.weight_plan import plan_weights
 from pretrain.errors import ConfigError, UserError
-from pretrain.models.families import families, family_of_hf
-from pretrain.models.shape import flat
+from pretrain.models.families import families, family_of, family_of_hf
+from pretrain.models.families.common import projections
+from pretrain.models.families.family import Field
+from pretrain.models.shape import flat, with_values
 
-EVERY = {**PUBLISHED, **FILES, "gpt2-124m": GPT2_FILE, "pythia-160m": PYTHIA_FILE, "t5": config_json(),
-         "t5-v1.1": config_json(feed_forward_proj="gated-gelu", tie_word_embeddings=False)}  # fmt: skip
+EVERY = PUBLISHED | {
+    "t5": config_json(),
+    "t5-v1.1": config_json(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+}
 every_file = pytest.mark.parametrize("name", EVERY)
 ONE_OF_A_FAMILY = {family_of_hf(config).name: name for name, config in reversed(EVERY.items())}
 
@@ -83,15 +86,17 @@ HOSTILE = [
     {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}, {"rope_type": "linear", "factor": 0},
 ]  # fmt: skip
 EXTRA = {"rope_parameters", "rope_scaling", "layer_types", "sliding_window", "head_dim", "partial_rotary_factor", "architectures",
-         "original_max_position_embeddings", "mlp_only_layers", "qk_head_dim", "rope_local_base_freq"}  # fmt: skip
+         "original_max_position_embeddings", "mlp_only_layers", "qk_head_dim", "rope_local_base_freq", "attn_type_list"}  # fmt: skip
 DEPTHS = {"num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"}
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 
 
 @pytest.mark.parametrize("family", ONE_OF_A_FAMILY)
 def test_a_hostile_value_is_read_or_refused_in_one_line(family):
-    depth = {field: 2 for field in DEPTHS & set(EVERY[ONE_OF_A_FAMILY[family]])}
-    lists = {"layer_types": None, "no_rope_layers": None}  # of so many layers as there were
-    config = {k: v for k, v in (EVERY[ONE_OF_A_FAMILY[family]] | depth).items() if k not in lists}
+    published = EVERY[ONE_OF_A_FAMILY[family]]
+    small = dict.fromkeys(DEPTHS & set(published), 2) | dict.fromkeys(EXPERTS & set(published), 16)
+    lists = {"layer_types": None, "no_rope_layers": None, "attn_type_list": None}  # of so many layers as there were
+    config = {k: v for k, v in (published | small).items() if k not in lists}
     read(config)
     refused = 0
     for field in sorted({*config, *EXTRA} - {"model_type"}):
@@ -190,3 +195,54 @@ def test_sizes_that_the_weights_cannot_have_are_refused_before_a_network_is_buil
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 200_000}))
     with pytest.raises(CheckpointError, match="config.json says 200000 layers, and the weights are 1 tensors"):
         read_hf(tmp_path)
+
+
+ONE_BIAS = {name: value for name, value in LLAMA.items() if name not in ("attention_bias", "mlp_bias")}
+LLAMA_FIELDS = [field for field in family_of("llama").fields if field.ours not in ("attention.bias", "mlp.bias")]
+ONE_FIELD = (
+    Field("attention.bias", "use_bias", True, *projections("query", "key", "value", "output")),
+    Field("mlp.bias", "use_bias", True, back=lambda flag, config: flag),
+)
+
+
+def test_two_keys_of_ours_that_share_a_field_of_theirs_both_get_its_value():
+    """M-D8: the second key silently got its default, since the first one had taken the field out of the file."""
+    one = dataclasses.replace(family_of("llama"), fields=(*LLAMA_FIELDS, *ONE_FIELD))
+    written = one.to_hf(one.from_hf(ONE_BIAS))
+    assert written["use_bias"] is True
+    for flag in (True, False):
+        model = one.from_hf(ONE_BIAS | {"use_bias": flag})
+        assert (bool(model.attention.bias), model.mlp.bias) == (flag, flag)
+        assert one.to_hf(model)["use_bias"] is flag
+
+
+def test_two_keys_of_ours_that_would_write_one_field_differently_are_refused():
+    """M-D8: the last one overwrote what the first had written, so that an export said something else than the model."""
+    one = dataclasses.replace(family_of("llama"), fields=(*LLAMA_FIELDS, *ONE_FIELD))
+    model = with_values(one.from_hf(ONE_BIAS), {"attention.bias": []})
+    with pytest.raises(ConfigError, match=r"model.mlp.bias=True with model.attention.bias=\[\]: .* in one field, use_bias"):
+        one.to_hf(model)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        Field("mlp.bias", "use_bias", True),  # reads the field as it is: nobody has thought of what it means to this key
+        Field("mlp.bias", "use_bias", False, back=lambda flag, config: flag),  # an absent field cannot mean two things
+    ],
+)
+def test_a_family_whose_keys_share_a_field_without_saying_what_each_gets_is_refused_when_it_is_declared(second):
+    """M-D8."""
+    with pytest.raises(ValueError, match="family llama: attention.bias, mlp.bias all read use_bias"):
+        dataclasses.replace(family_of("llama"), fields=(*LLAMA_FIELDS, ONE_FIELD[0], second))
+
+
+@pytest.mark.parametrize("name", [family.name for family in families() if family.partial])
+def test_the_rotated_share_is_written_where_it_is_one_too(name):
+    """M-D9: without the field a reader takes the family's own share, a quarter or a half of each head, for the model's."""
+    model = with_values(
+        family_of_hf(EVERY[ONE_OF_A_FAMILY[name]]).from_hf(EVERY[ONE_OF_A_FAMILY[name]]), {"rope.fraction": 1.0}
+    )
+    written = family_of(name).to_hf(model)
+    assert written["partial_rotary_factor"] == written["rope_parameters"]["partial_rotary_factor"] == 1.0
+    assert family_of(name).from_hf(written).rope.fraction == 1.0

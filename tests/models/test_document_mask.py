@@ -179,7 +179,7 @@ def test_loss_and_gradients_of_packed_documents_are_the_sums_over_each_alone_in_
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["plain", "grouped queries"])
 def test_packing_costs_bf16_less_than_bf16_itself_does(name, backend):
-    """Largest difference that packing makes: within what rounding to bf16 alone does to the same logits."""
+    """The difference that packing makes, in 2-norm: below what rounding to bf16 alone does to the same logits."""
     model, ids = ours(name, backend), tokens(shape(name), 1, sum(LENGTHS))
     with torch.no_grad():
         exact = torch.cat([model(ids[:, piece]) for piece in pieces(LENGTHS)], dim=1)
@@ -187,7 +187,7 @@ def test_packing_costs_bf16_less_than_bf16_itself_does(name, backend):
         alone = torch.cat([model(ids[:, piece]) for piece in pieces(LENGTHS)], dim=1)
         packed = model(ids, None, labels(LENGTHS))
     assert packed.dtype == torch.bfloat16
-    assert (packed.float() - alone.float()).abs().max() <= (alone.float() - exact).abs().max()
+    assert (packed.float() - alone.float()).norm() < (alone.float() - exact).norm()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

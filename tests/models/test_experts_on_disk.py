@@ -13,8 +13,6 @@ from pretrain.errors import CheckpointError
 from pretrain.models.families import family_of
 from pretrain.models.families.weights import resolve
 
-FAMILIES = ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"]
-EVERY = pytest.mark.parametrize("family, name", [(family, list(cases(family))[0]) for family in FAMILIES])
 # Names on the hub, of the first layer that has experts.
 ON_THE_HUB = {
     "mixtral": ["layers.0.block_sparse_moe.gate.weight", "layers.0.block_sparse_moe.experts.3.w2.weight"],
@@ -28,7 +26,21 @@ ON_THE_HUB = {
         "layers.0.mlp.router.bias", "layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.gate_up_proj_bias",
         "layers.0.mlp.experts.down_proj", "layers.0.mlp.experts.down_proj_bias", "layers.0.self_attn.sinks",
     ],
+    "glm4_moe": [
+        "layers.1.mlp.gate.e_score_correction_bias", "layers.1.mlp.experts.7.up_proj.weight", "layers.0.mlp.gate_proj.weight",
+        "layers.1.mlp.shared_experts.gate_proj.weight", "layers.0.self_attn.q_proj.bias",
+    ],
+    "minimax_m2": [
+        "layers.0.block_sparse_moe.e_score_correction_bias", "layers.0.block_sparse_moe.experts.7.w2.weight",
+        "layers.0.block_sparse_moe.gate.weight", "layers.0.self_attn.q_norm.weight",
+    ],
+    "olmoe": ["layers.0.mlp.gate.weight", "layers.0.mlp.experts.5.down_proj.weight", "layers.0.self_attn.k_norm.weight"],
+    "ernie4_5_moe": [
+        "layers.1.mlp.moe_statics.e_score_correction_bias", "layers.1.mlp.experts.7.up_proj.weight", "layers.0.mlp.gate_proj.weight",
+        "layers.1.mlp.shared_experts.gate_proj.weight",
+    ],
 }  # fmt: skip
+EVERY = pytest.mark.parametrize("family, name", [(family, next(iter(cases(family)))) for family in ON_THE_HUB])
 
 
 @EVERY
@@ -64,17 +76,25 @@ def test_what_we_write_transformers_loads_and_computes(family, name, tmp_path):
         assert (loaded.eval()(ids).logits - ours(ids)).abs().max() <= 1e-5
 
 
-def test_layers_of_deepseek_that_predict_further_ahead_are_left_out_and_that_is_said(tmp_path, caplog):
-    ours, theirs = pair("deepseek_v3", "plain")
+@pytest.mark.parametrize(
+    ("family", "ahead"),
+    [
+        ("deepseek_v3", ["model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight"]),
+        ("glm4_moe", ["model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight"]),
+        ("ernie4_5_moe", ["model.mtp_block.0.input_layernorm.weight", "model.mtp_linear_proj.0.weight"]),
+    ],
+)
+def test_layers_that_predict_further_ahead_are_left_out_and_that_is_said(family, ahead, tmp_path, caplog):
+    ours, theirs = pair(family, "plain")
     theirs.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors |= {"model.layers.3.eh_proj.weight": torch.zeros(4, 8), "model.layers.3.enorm.weight": torch.zeros(4)}
+    tensors |= {name: torch.zeros(4) for name in ahead}
     save_file(tensors, tmp_path / "model.safetensors")
     model, weights = read_hf(tmp_path)
     assert model == ours.config and weights.keys() == dict(ours.named_parameters()).keys()
-    assert "left out, as transformers does: model.layers.3.eh_proj.weight (2 tensors)" in caplog.text
+    assert f"left out, as transformers does: {ahead[0]} (2 tensors)" in caplog.text
     save_file(tensors | {"model.layers.1.extra.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model.layers.1.extra.weight has no place in deepseek_v3"):
+    with pytest.raises(CheckpointError, match=r"model.layers.1.extra.weight has no place in " + family):
         read_hf(tmp_path)
 
 

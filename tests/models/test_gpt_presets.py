@@ -1,9 +1,9 @@
-"""GPT-2 and Pythia: the files of the hub, and what is refused."""
+"""GPT-2 and Pythia: what an absent field means, and what is refused."""
 
 from __future__ import annotations
 
 import pytest
-from presets import preset
+from presets import PUBLISHED
 from running import losses, run_main, train
 
 from pretrain.config.model_schema import Model, Rope
@@ -11,29 +11,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families import family_of
 from pretrain.models.shape import complete
 
-# Fields of config.json of openai-community/gpt2 and EleutherAI/pythia-160m as they were published, old names and all.
-GPT2_FILE = {
-    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
-    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
-    "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1,
-    "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
-    "summary_use_proj": True, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
-    "vocab_size": 50257,
-}  # fmt: skip
-PYTHIA_FILE = {
-    "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu", "hidden_size": 768,
-    "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
-    "model_type": "gpt_neox", "num_attention_heads": 12, "num_hidden_layers": 12, "rotary_emb_base": 10000, "rotary_pct": 0.25,
-    "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": True,
-    "use_parallel_residual": True, "vocab_size": 50304,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "file"), [("gpt2", "gpt2-124m", GPT2_FILE), ("gpt_neox", "pythia-160m", PYTHIA_FILE)]
-)
-def test_the_published_configuration_is_the_preset(family, name, file):
-    assert family_of(family).from_hf(file) == preset(name)[0]
+GPT2_FILE, PYTHIA_FILE = PUBLISHED["gpt2-124m"], PUBLISHED["pythia-160m"]
 
 
 def test_an_absent_share_of_rotation_is_a_quarter_in_gpt_neox_as_transformers_has_it():

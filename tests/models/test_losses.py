@@ -228,12 +228,23 @@ def test_a_target_outside_of_the_vocabulary_is_refused(target):
         fused_losses(x, weight, targets)
 
 
-def test_shapes_and_formats_that_do_not_fit_are_refused():
+def test_shapes_that_do_not_fit_are_refused():
     x, weight, targets = problem()
     with pytest.raises(ValueError, match="activations are"):
         fused_losses(x, weight, targets[:, :-1])
-    with pytest.raises(ValueError, match="cast it"):
-        fused_losses(x.bfloat16(), weight, targets)
+
+
+def test_a_weight_is_cast_to_the_format_of_the_activations_and_its_gradient_is_not_rounded():
+    x, weight, targets = problem()
+    x, weight = x.detach().bfloat16(), weight.detach().float().requires_grad_()
+    rounded = weight.detach().bfloat16().requires_grad_()
+    rounded.grad_dtype = torch.float32  # as under FSDP2, which gathers the weight in bf16
+    options = LossOptions(chunk_bytes=1 << 10)  # several products are added up
+    losses, others = (fused_losses(x, w, targets, options) for w in (weight, rounded))
+    losses.sum().backward()
+    others.sum().backward()
+    assert torch.equal(losses, others) and torch.equal(weight.grad, rounded.grad)
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
 
 
 @pytest.mark.parametrize("bad", [{"z_loss": -1.0}, {"label_smoothing": 1.5}, {"soft_cap": 0.0}, {"chunk_bytes": 0}])

@@ -14,7 +14,7 @@ from pretrain.models.shape import check_effects, complete, has_rope, has_window,
 
 SIZES = {"dim": 32, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}
 NAMES = [family.name for family in families()]
-WITH_EXPERTS = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"}
+WITH_EXPERTS = {family.name for family in families() if any(field.ours == "experts.count" for field in family.fields)}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -82,7 +82,7 @@ def test_what_transformers_has_no_name_for_is_refused(model, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "olmo2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "olmo2", "gpt_oss", "qwen3_moe", "starcoder2", "ernie4_5"])
 @pytest.mark.parametrize("bias", [["query"], ["query", "key", "value"], ["query", "query"]])
 def test_biases_that_a_family_has_only_together_are_refused_in_part(family, bias):
     experts = Experts(count=4, active=2) if family in WITH_EXPERTS else Experts()

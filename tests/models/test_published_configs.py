@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import math
 
 import pytest
-from presets import preset
-from published_configs import PUBLISHED, llama, phi3, qwen2
-from published_counts import COUNTS
+from family_cases.llama import llama
+from family_cases.phi3 import phi3
+from family_cases.qwen2 import qwen2
+from presets import COUNTS, PUBLISHED, preset
 
 from pretrain.config.model_schema import Attention, Model
 from pretrain.errors import ConfigError
 from pretrain.models.families import families, family_of, family_of_hf
-from pretrain.models.shape import complete
+from pretrain.models.families.family import REQUIRED
+from pretrain.models.shape import complete, with_values
 
 every_file = pytest.mark.parametrize("name", PUBLISHED)
 
@@ -21,9 +25,15 @@ def read(config):
     return family_of_hf(config).from_hf(config)
 
 
+# A preset says how its model was trained; a config.json may not.
+TRAINED = {"experts.balance_loss": 0.0, "experts.router_z_loss": 0.0}
+
+
 @every_file
 def test_a_published_file_is_its_preset_with_the_published_number_of_parameters(name):
-    assert preset(name) == (read(PUBLISHED[name]), COUNTS[name])
+    model, parameters = preset(name)
+    assert with_values(model, TRAINED) == with_values(read(PUBLISHED[name]), TRAINED)
+    assert parameters == COUNTS[name]
 
 
 @every_file
@@ -44,15 +54,14 @@ def written_again(config):
     return AutoConfig.for_model(family_of_hf(config).model_type, **fields).to_dict()
 
 
-# Those of the families that follow Llama; the others have test files of their own.
-LLAMA_LIKE = sorted({family_of_hf(config).name for config in PUBLISHED.values()})
+SPARSE = {"vocab_size": 61, "hidden_size": 1024, "num_hidden_layers": 13, "num_attention_heads": 128, "intermediate_size": 48}
+LLAMA_LIKE = [family.name for family in families() if {f.theirs for f in family.fields if f.default is REQUIRED} <= set(SPARSE)]
 
 
 @pytest.mark.parametrize("family", LLAMA_LIKE)
 def test_an_absent_field_means_what_transformers_takes_it_for(family):
     entry = family_of(family)
-    sizes = {"vocab_size": 61, "hidden_size": 256, "num_hidden_layers": 13, "num_attention_heads": 32, "intermediate_size": 48}
-    sparse = {"architectures": [entry.architecture], "model_type": entry.model_type, **sizes}
+    sparse = {"architectures": [entry.architecture], "model_type": entry.model_type, **SPARSE}
     assert read(sparse) == read({**written_again(sparse), "architectures": [entry.architecture]})
 
 
@@ -142,41 +151,11 @@ def test_layers_with_a_window_follow_the_older_fields():
     assert read(smollm).attention.window_pattern == [False, False, False, True]
 
 
-# What readers other than transformers look up by name and do without, or fail without: vLLM's and SGLang's model files of 2024
-# to 2026 and llama.cpp's convert_hf_to_gguf.py.
-EVERYONE = {
-    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_parameters", "hidden_act",
-    "tie_word_embeddings", "initializer_range",
-}  # fmt: skip
-WINDOWS = {"sliding_window", "layer_types"}
-GEMMA = {
-    *WINDOWS,
-    "attention_bias",
-    "query_pre_attn_scalar",
-    "hidden_activation",
-    "final_logit_softcapping",
-    "attn_logit_softcapping",
-}
-READ = {
-    "llama": {"attention_bias", "mlp_bias"},
-    "mistral": {"sliding_window"},
-    "qwen2": {*WINDOWS, "use_sliding_window", "max_window_layers"},
-    "qwen3": {*WINDOWS, "use_sliding_window", "max_window_layers", "attention_bias"},
-    "phi3": {"sliding_window", "original_max_position_embeddings"},
-    "olmo2": {"attention_bias"},
-    "olmo3": {*WINDOWS, "attention_bias"},
-    "smollm3": {*WINDOWS, "no_rope_layers", "use_sliding_window", "attention_bias", "mlp_bias"},
-    "gemma2": GEMMA,
-    "gemma3": {*GEMMA, "rope_local_base_freq", "sliding_window_pattern"},
-}
-
-
 @every_file
 def test_an_export_has_the_fields_that_vllm_and_llama_cpp_read(name):
     model = read(PUBLISHED[name])
     written = family_of(model.family).to_hf(model)
-    assert not (EVERYONE | READ[model.family]) - set(written)
+    assert not importlib.import_module(f"family_cases.{model.family}").READ - set(written)
     # Every field of the published file that says something of the network is there again, with the same value.
     derived = {
         "rope_scaling",
@@ -184,17 +163,15 @@ def test_an_export_has_the_fields_that_vllm_and_llama_cpp_read(name):
         "max_window_layers",
         "sliding_window",
         "original_max_position_embeddings",
+        "num_nextn_predict_layers",
     }
-    for field in set(written) & set(PUBLISHED[name]) - derived - {"bos_token_id", "eos_token_id"}:
+    for field in set(written) & set(PUBLISHED[name]) - derived - {"bos_token_id", "eos_token_id", "pad_token_id"}:
         assert written[field] == PUBLISHED[name][field], field
     if scaling := PUBLISHED[name].get("rope_scaling"):
-        assert scaling.items() <= written["rope_scaling"].items()
+        renamed = {"rope_type" if field == "type" else field: value for field, value in scaling.items()}
+        assert renamed.items() <= written["rope_scaling"].items()
     else:
         assert "rope_scaling" not in written
-
-
-def test_every_family_that_follows_llama_is_among_the_published_files():
-    assert set(LLAMA_LIKE) == set(READ) <= {family.name for family in families()}
 
 
 def test_partial_rotation_of_phi_is_written_where_older_readers_look():
@@ -223,3 +200,60 @@ def test_gemma_says_to_readers_without_layer_types_what_one_number_can_say(layer
     assert written.get("sliding_window_pattern") == expected
     if expected:
         assert read({k: v for k, v in written.items() if k != "layer_types"}) == model
+
+
+@pytest.mark.parametrize("field", ["logits_scaling", "attention_multiplier", "embedding_multiplier", "residual_multiplier"])
+def test_a_factor_of_granite_comes_back_with_every_digit(field):
+    """Ours are the inverse of one of them and of the root of another: numbers that people write must not come back as 0.30000000000000004."""
+    granite = family_of("granite")
+    for value in (*range(1, 130), *(round(0.001 * n, 3) for n in range(1, 1000)), 0.0078125, 1e-5, 12345.678):
+        config = PUBLISHED["granite3.3-2b"] | {field: float(value)}
+        assert granite.to_hf(granite.from_hf(config))[field] == float(value)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, 1e-320, 10**400, math.nan, math.inf, True, "8", None])
+def test_a_factor_that_is_no_number_above_zero_is_refused(value):
+    for field in ("logits_scaling", "attention_multiplier"):
+        with pytest.raises(ConfigError, match=f"config.json: {field}(=| is null)"):
+            read(PUBLISHED["granite3.3-2b"] | {field: value})
+
+
+def test_what_the_families_of_2025_say_of_rotation_is_read_and_contradictions_are_refused():
+    minimax = PUBLISHED["minimax-m2"]
+    assert read(minimax).rope.fraction == 0.5
+    assert read({k: v for k, v in minimax.items() if k != "rotary_dim"}).rope.fraction == 1.0
+    assert read(minimax | {"partial_rotary_factor": 0.5}).rope.fraction == 0.5
+    with pytest.raises(ConfigError, match="rotary_dim=64 of 128 contradicts partial_rotary_factor=0.25"):
+        read(minimax | {"partial_rotary_factor": 0.25})
+    with pytest.raises(ConfigError, match="attn_type_list is not supported unless"):
+        read(minimax | {"attn_type_list": [1] * 61 + [0]})
+    glm = {k: v for k, v in PUBLISHED["glm4-9b"].items() if k != "partial_rotary_factor"}
+    assert read(glm).rope.fraction == 0.5 and read(glm | {"partial_rotary_factor": 1.0}).rope.fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "dense"),
+    [
+        ({}, [0]),
+        ({"moe_layer_start_index": 3}, [0, 1, 2]),
+        ({"moe_layer_start_index": 0, "moe_layer_interval": 2}, [*range(0, 28, 2)]),
+        (
+            {"moe_layer_start_index": 4, "moe_layer_end_index": 9, "moe_layer_interval": 3},
+            [i for i in range(28) if i not in (5, 8)],
+        ),
+        ({"moe_layer_end_index": -1}, [0]),
+    ],
+)
+def test_three_fields_of_ernie_say_which_layers_have_experts(fields, dense):
+    model = read(PUBLISHED["ernie4.5-21b-a3b"] | fields)
+    assert model.experts.dense_layers == dense
+    assert read(family_of("ernie4_5_moe").to_hf(model)) == model
+    for name in ("moe_layer_start_index", "moe_layer_interval"):
+        with pytest.raises(ConfigError, match=f"{name}='x'.* are not supported"):
+            read(PUBLISHED["ernie4.5-21b-a3b"] | {name: "x"})
+
+
+def test_layers_with_experts_that_ernie_cannot_have_are_refused_by_key():
+    model = with_values(read(PUBLISHED["ernie4.5-21b-a3b"]), {"experts.dense_layers": [0, 5]})
+    with pytest.raises(ConfigError, match=r"model.experts.dense_layers=\[0, 5\] leaves experts"):
+        family_of("ernie4_5_moe").to_hf(model)

@@ -7,7 +7,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MICRO_STEPS = 4
-SHARDED_UNITS = 4  # of a model of 2 blocks: embedding, the blocks, [norm, head]
+SHARDED_UNITS = 4  # of a model of 2 blocks: embedding, the blocks, head
+VECTORS = 1  # norms are whole on every rank, and their gradients are summed together, once per step
 
 
 class CountCollectives(TorchDispatchMode):
@@ -61,14 +62,14 @@ MODES = {
     "ddp, auto": (2, ("parallel.strategy=ddp",), (0, 1)),
     "ddp, last": (2, ("parallel.strategy=ddp", "parallel.grad_sync=last"), (0, 1)),
     "ddp, every": (2, ("parallel.strategy=ddp", "parallel.grad_sync=every"), (0, MICRO_STEPS)),
-    # FSDP: a reduce-scatter per unit.
-    "fsdp, auto": (2, ("parallel.strategy=fsdp",), (MICRO_STEPS * SHARDED_UNITS, 0)),
-    "fsdp, every": (2, ("parallel.strategy=fsdp", "parallel.grad_sync=every"), (MICRO_STEPS * SHARDED_UNITS, 0)),
-    "fsdp, last": (2, ("parallel.strategy=fsdp", "parallel.grad_sync=last"), (SHARDED_UNITS, 0)),
+    # FSDP: a reduce-scatter per unit, and one all-reduce for the vectors.
+    "fsdp, auto": (2, ("parallel.strategy=fsdp",), (MICRO_STEPS * SHARDED_UNITS, VECTORS)),
+    "fsdp, every": (2, ("parallel.strategy=fsdp", "parallel.grad_sync=every"), (MICRO_STEPS * SHARDED_UNITS, VECTORS)),
+    "fsdp, last": (2, ("parallel.strategy=fsdp", "parallel.grad_sync=last"), (SHARDED_UNITS, VECTORS)),
     # HSDP: the sum over the sharding axis is scattered, then all-reduced over the replicating one.
-    "hsdp, auto": (4, ("parallel.strategy=fsdp", *HSDP), (MICRO_STEPS * SHARDED_UNITS, SHARDED_UNITS)),
-    "hsdp, every": (4, ("parallel.strategy=fsdp", "parallel.grad_sync=every", *HSDP), (MICRO_STEPS * SHARDED_UNITS, MICRO_STEPS * SHARDED_UNITS)),
-    "hsdp, last": (4, ("parallel.strategy=fsdp", "parallel.grad_sync=last", *HSDP), (SHARDED_UNITS, SHARDED_UNITS)),
+    "hsdp, auto": (4, ("parallel.strategy=fsdp", *HSDP), (MICRO_STEPS * SHARDED_UNITS, SHARDED_UNITS + VECTORS)),
+    "hsdp, every": (4, ("parallel.strategy=fsdp", "parallel.grad_sync=every", *HSDP), (MICRO_STEPS * SHARDED_UNITS, MICRO_STEPS * SHARDED_UNITS + VECTORS)),
+    "hsdp, last": (4, ("parallel.strategy=fsdp", "parallel.grad_sync=last", *HSDP), (SHARDED_UNITS, SHARDED_UNITS + VECTORS)),
     "single": (1, (), (0, 0)),
 }  # fmt: skip
 

@@ -62,7 +62,7 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
         strategy.micro_step(last=True),
     ):
         losses = call(tokens, targets, documents) if masked else call(tokens, targets)
-        (losses.sum() * strategy.gradient_scale).backward()
+        losses.sum().backward()
     found = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()}
     ranks.barrier("compared", 60)
     return {name: gradient.clone() for name, gradient in found.items()}

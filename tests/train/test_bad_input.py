@@ -84,7 +84,7 @@ def test_a_batch_that_does_not_divide_names_both_keys_and_the_nearest_legal_valu
     (2, ("parallel.strategy=single",), "runs in one process and 2 were started"),
     (2, ("parallel.strategy=fsdp", "parallel.shard=4"), "2 processes do not divide by 4"),
     (2, ("parallel.strategy=ddp", "parallel.shard=2"), "cannot shard"),
-    (2, ("parallel.strategy=ddp", "parallel.offload=true"), "parallel.offload=true acts on sharded weights"),
+    (2, ("parallel.strategy=ddp", "parallel.offload=true"), "parallel.offload=true has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp"),
 ])  # fmt: skip
 def test_processes_that_do_not_fit_the_configuration_are_refused(pool, config_file, ranks, overrides, message):
     code, line = refused(pool, config_file, *overrides, ranks=ranks)

@@ -154,12 +154,12 @@ def test_another_batch_size_or_other_pairs_make_another_run(pool, pair_config, t
     (["batch.tokens=null"], "batch.tokens is missing"),
     (["batch.tokens=10"], "batch.tokens=10 is less than the longest source"),
     (["batch.micro_tokens=10"], "batch.micro_tokens=10 is less than the longest source"),
-    (["batch.sequences=8"], "batch.sequences=8 has no effect on data.pairs"),
+    (["batch.sequences=8"], "batch.sequences=8 has no effect with data.pairs"),
     (["data.sequence_length=64"], "data.sequence_length=64 has no effect on data.pairs"),
     (["model.family=llama"], "data.pairs is for an encoder-decoder"),
     (["data.sources=[{path: x}]"], "data.pairs and another key of data"),
-    (["data.validation=[]", "validation.translation.every_steps=2"], "validation.translation.every_steps=2, but data.validation is empty"),
-    (["data.validation=[]", "validation.every_steps=2"], "validation.every_steps=2, but data.validation is empty"),
+    (["data.validation=[]", "validation.translation.every_steps=2"], "validation.translation.every_steps=2 has no effect without data.validation"),
+    (["data.validation=[]", "validation.every_steps=2"], "validation.every_steps=2 has no effect without data.validation"),
     (["model.vocab_size=100"], "model.vocab_size=100 is below the 257 tokens"),
     (["model.norm.placement=sandwich"], "is not built for an encoder-decoder"),
     (["data.pairs=absent"], "absent/pairs.json: missing"),
@@ -172,8 +172,8 @@ def test_what_does_not_fit_is_refused_in_one_line(pair_config, overrides, messag
 
 def test_a_decoder_alone_refuses_what_is_about_pairs(config_file):
     for override, message in (
-        ("batch.tokens=400", "have an effect on data.pairs only"), ("model.family=transformer", "is trained on sentence pairs or on spans; set data.pairs"),
-        ("validation.translation.every_steps=3", "is about data.pairs"),
+        ("batch.tokens=400", "batch.tokens=400 has no effect without data.pairs"), ("model.family=transformer", "is trained on sentence pairs or on spans; set data.pairs"),
+        ("validation.translation.every_steps=3", "has no effect without data.pairs"),
     ):  # fmt: skip
         code, printed = run_main(str(config_file), override)
         assert code == 2 and message in printed

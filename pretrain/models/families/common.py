@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,9 @@ from pretrain.models.families.weights import CONCATENATED, Entry, entry
 LAYER, THEIRS = "layers.{layer}", "model.layers.{layer}"
 
 
-def sizes(kv_heads: int | None = None, head_dim: int | None = None, length: int = 2048) -> tuple[Field, ...]:
+def sizes(
+    kv_heads: int | None = None, head_dim: int | None = None, length: int = 2048, init_std: float = 0.02
+) -> tuple[Field, ...]:
     """Width, depth and the like, by the names that nearly every configuration of transformers has.
 
     The arguments are what absent fields mean: None derives them.
@@ -27,7 +30,7 @@ def sizes(kv_heads: int | None = None, head_dim: int | None = None, length: int 
         Field("head_dim", "head_dim", head_dim),
         Field("ffn_dim", "intermediate_size"),
         Field("max_sequence_length", "max_position_embeddings", length),
-        Field("init_std", "initializer_range", 0.02),
+        Field("init_std", "initializer_range", init_std),
     )
 
 
@@ -95,8 +98,40 @@ def capped(ours: str, theirs: str, default: float | None) -> Field:
     return Field(ours, theirs, default, lambda cap, model: cap or None, lambda cap, config: 0.0 if cap is None else cap)
 
 
+def power(ours: str, theirs: str, default: float, exponent: float) -> Field:
+    """A factor that config.json writes as ours to the power of `exponent`: its inverse (-1), or the inverse of its root (-0.5)."""
+
+    def back(value: Any, config: dict[str, Any]) -> Any:
+        return (
+            _base(value, exponent) if type(value) in (int, float) and value > 0 else value
+        )  # others are refused by type or range
+
+    return Field(ours, theirs, default, lambda value, model: _base(value, 1 / exponent), back)
+
+
+def _base(value: float, exponent: float) -> float:
+    """What gives `value` when it is raised to `exponent`. Of several floats that do, it is the shortest to write: no digit is lost."""
+    try:
+        guess = value ** (1 / exponent)
+        below, above = math.nextafter(guess, 0.0), math.nextafter(guess, math.inf)
+        near = (guess, below, above, math.nextafter(below, 0.0), math.nextafter(above, math.inf))
+        exact = [base for base in near if base**exponent == value]
+    except ArithmeticError:
+        return math.inf  # which no key takes
+    return min(exact or [guess], key=lambda base: len(repr(base)))
+
+
 def attention_bias() -> Field:
     return Field("attention.bias", "attention_bias", False, *projections("query", "key", "value", "output"))
+
+
+def biases(theirs: str, default: bool) -> tuple[Field, Field]:
+    """One field for the biases of all projections, those of the MLP too."""
+    to, back = projections("query", "key", "value", "output")
+    return (
+        Field("attention.bias", theirs, default, to, back),
+        Field("mlp.bias", theirs, default, back=lambda flag, config: False if flag is None else flag),
+    )
 
 
 def projections(*names: str) -> tuple[Any, Any]:

@@ -1,31 +1,27 @@
 """DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, and experts that are balanced without a loss."""
 
-import re
 from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
 from pretrain.models.families.common import ENDS, LAYER, MLP, PRE_NORMS, THEIRS, eps, sizes, tied
-from pretrain.models.families.experts import TRAINING, needs_experts, stacked
+from pretrain.models.families.experts import (
+    CORRECTED,
+    CORRECTION,
+    SHARED,
+    TRAINING,
+    beyond_the_last_layer,
+    corrected,
+    refuse_uncorrected,
+    stacked,
+)
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.other_readers import scalings, switches
 from pretrain.models.families.weights import entry
 
 
 def _refuse(model: Model) -> str | None:
-    if not model.latent.kv_rank:
-        return "model.latent.kv_rank=0 is ordinary attention"
-    dense, shared = model.experts.dense_layers, model.experts.shared
-    if dense != list(range(len(dense))):
-        return f"model.experts.dense_layers={dense} are not the first ones"
-    return needs_experts(model) or (None if shared else "model.experts.shared=0 has no shared expert")
-
-
-def _first_layers(count: Any, config: dict[str, Any]) -> Any:
-    layers = config["num_hidden_layers"]
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0 or not isinstance(layers, int):
-        raise ConfigError(f"config.json: first_k_dense_replace={count!r} is not supported: expected a whole number of layers")
-    return list(range(min(count, layers)))
+    return refuse_uncorrected(model) if model.latent.kv_rank else "model.latent.kv_rank=0 is ordinary attention"
 
 
 def _implied(**names: int) -> Any:
@@ -41,12 +37,6 @@ def _implied(**names: int) -> Any:
 
 def _sum(widths: list[Any]) -> int | None:
     return sum(widths) if all(isinstance(width, int) for width in widths) else None
-
-
-def _beyond_the_last_layer(name: str, model: Model) -> bool:
-    """The layers that predict tokens further ahead, which transformers leaves out as well."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and int(found[1]) >= model.layers
 
 
 ATTENTION = (
@@ -84,15 +74,7 @@ DEEPSEEK_V3 = Family(
             lambda layout, model: layout == "interleaved",
             lambda flag, config: "interleaved" if flag else "half",
         ),
-        Field("experts.count", "n_routed_experts", 256),
-        Field("experts.active", "num_experts_per_tok", 8),
-        Field("experts.ffn_dim", "moe_intermediate_size", 2048),
-        Field("experts.shared", "n_shared_experts", 1),
-        Field("experts.dense_layers", "first_k_dense_replace", 3, lambda layers, model: len(layers), _first_layers),
-        Field("experts.normalise", "norm_topk_prob", True, back=lambda flag, config: False if flag is None else flag),
-        Field("experts.scale", "routed_scaling_factor", 2.5),
-        Field("experts.groups", "n_group", 8),
-        Field("experts.active_groups", "topk_group", 4),
+        *corrected(count=256, ffn_dim=2048, dense=3, scale=2.5, groups=8, active_groups=4),
     ),
     weights=(
         *ENDS,
@@ -100,14 +82,11 @@ DEEPSEEK_V3 = Family(
         *PRE_NORMS,
         *stacked(),
         *(entry(f"{LAYER}.attention.{ours}.weight", f"{THEIRS}.self_attn.{theirs}.weight") for ours, theirs in ATTENTION),
-        entry(f"{LAYER}.mlp.router.correction", f"{THEIRS}.mlp.gate.e_score_correction_bias"),
-        *(
-            entry(f"{LAYER}.mlp.shared.{name}.weight", f"{THEIRS}.mlp.shared_experts.{name}_proj.weight")
-            for name in ("gate", "up", "down")
-        ),
+        CORRECTION,
+        *SHARED,
     ),
     defaults={"rope.layout": "interleaved", "experts.shared": 1, "experts.correction_rate": 0.001},
-    fixed={"experts.scoring": "sigmoid", "experts.correction": True},
+    fixed=CORRECTED,
     constants={
         "hidden_act": "silu",
         "attention_bias": False,
@@ -118,7 +97,7 @@ DEEPSEEK_V3 = Family(
     derived={"num_nextn_predict_layers": lambda model: 0},
     # Layers that predict further ahead change no logit of the next token: they are left out, whatever their number.
     inert=TRAINING | {"num_nextn_predict_layers", "num_mtp_layers"},
-    dropped=_beyond_the_last_layer,
+    dropped=beyond_the_last_layer,
     refuse=_refuse,
     llama_cpp={
         **switches("tie_embeddings", "latent.kv_rank", "latent.rope_dim", "latent.plain_dim", "latent.value_dim"),

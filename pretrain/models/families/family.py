@@ -52,6 +52,9 @@ NOT_EXPORTED = {
     "experts.router_z_loss", "dropout", "init", "init_std",
 }  # fmt: skip
 
+# Keys of ours that null derives from others; to any other null would mean what a new model of the family has, which no file means.
+DERIVED = {"kv_heads", "head_dim", "ffn_dim"}
+
 
 def same(value: Any, other: Any) -> Any:
     return value
@@ -61,7 +64,8 @@ def same(value: Any, other: Any) -> Any:
 class Field:
     """One of our keys, and the field of config.json that says the same.
 
-    `default` is what an absent field means; `to(value, model)` and `back(value, config)` translate where the values differ.
+    `default` is what an absent field means; `to(value, model)` and `back(value, config)` translate where the values differ. Several keys
+    of ours may share a field of theirs: each then needs a `back` of its own, and an export demands that all of them write the same.
     """
 
     ours: str
@@ -73,17 +77,24 @@ class Field:
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is computed and how transformers writes it. Values may be functions of the model.
+    """How a family is computed and how transformers writes it. Values may be functions of the model (docs/adding_a_family.md).
 
-    `fixed`: switches that make the family what it is. `defaults`: what a new model has unless the configuration says otherwise.
-    `constants`: fields of config.json with the one value that we compute; also written. `accepted`: the same, but not written.
-    `derived`: fields that say again, for older readers, what `fields` say: written unless None, and read by the `back` of those.
-    `inert`: more fields without effect. `rope`: how rotary positions are written, None: they are not; `theta` and `local_theta`:
-    the bases that a config.json means which names none, `scaling` the scaling; `partial`: whether transformers can rotate a share of a head here (elsewhere
-    it ignores the field). `refuse`: says why transformers would not take a model. `dropped`: whether a tensor of theirs is no part
-    of what is computed; an import says which it leaves out. `copies`: names under which files may hold the embedding again. `prefix`:
-    what older files leave out before every name. `llama_cpp`: the switches that llama.cpp obeys, besides sizes, with the values that it
-    computes; None where it was not tried. `elsewhere`: what other programs make of a model (families/other_readers.py has both).
+    fixed        switches that make the family what it is; no other value can be exported
+    defaults     what a new model has unless the configuration says otherwise
+    constants    fields of config.json with the one value that we compute; exports write them
+    accepted     the same, but exports do not write them
+    derived      fields that say again, for older readers, what `fields` say: written unless None; `back` of those fields reads them
+    inert        fields without effect, besides INERT
+    rope         how rotary positions are written; None: this family has none
+    theta, local_theta, scaling
+                 the bases and the scaling that a config.json means which does not name them
+    partial      transformers rotates a share of each head here; elsewhere it ignores the field
+    refuse       says why transformers would not take a model
+    dropped      which tensors of a file are no part of the model; an import says what it leaves out
+    copies       names under which files may hold the embedding again
+    prefix       what older files leave out before every name
+    llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
+    elsewhere    what other programs make of a model (families/other_readers.py has both)
     """
 
     name: str
@@ -109,6 +120,20 @@ class Family:
     llama_cpp: dict[str, Callable[[Any, Model], bool]] | None = None
     elsewhere: Callable[[Model], Sequence[str]] | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ValueError where fields that are read twice do not say what each key gets: an error of the family's file."""
+        shared: dict[str, list[Field]] = {}
+        for item in self.fields:
+            shared.setdefault(item.theirs, []).append(item)
+        for theirs, items in shared.items():
+            if len(items) > 1 and (
+                any(item.back is same for item in items) or any(i.default != items[0].default for i in items)
+            ):
+                raise ValueError(
+                    f"family {self.name}: {', '.join(item.ours for item in items)} all read {theirs}: give each of them the same default, "
+                    "and a `back` of its own"
+                )
+
     def switches(self, model: Model) -> dict[str, Any]:
         """What the family says of switches that the configuration leaves open."""
         return {name: _value(value, model) for name, value in {**self.defaults, **self.fixed}.items()}
@@ -119,13 +144,25 @@ class Family:
         No token has a special meaning: transformers would give some families tokens of its own, perhaps beyond the vocabulary.
         """
         self._check_expressible(model)
-        values = flat(model)
-        config = {"architectures": [self.architecture], "model_type": self.model_type}
-        config |= {f.theirs: f.to(values[f.ours], model) for f in self.fields}
-        config |= rope_to_hf(model, self.rope, self.scaling is not None) if self.rope else {}
+        config = {"architectures": [self.architecture], "model_type": self.model_type, **self._written(model)}
+        config |= rope_to_hf(model, self.rope, self.partial, self.scaling is not None) if self.rope else {}
         config |= {name: value for name, make in self.derived.items() if (value := make(model)) is not None}
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         return config | self.constants
+
+    def _written(self, model: Model) -> dict[str, Any]:
+        """What `fields` say of a model. Raises ConfigError for two keys of ours that would write one field of theirs differently."""
+        values, written, writers = flat(model), {}, {}
+        for item in self.fields:
+            value = item.to(values[item.ours], model)
+            if written.setdefault(item.theirs, value) != value:
+                other = writers[item.theirs]
+                raise ConfigError(
+                    f"model.{item.ours}={values[item.ours]} with model.{other}={values[other]}: {self.architecture} says both in one field, "
+                    f"{item.theirs}; make them agree, or set model.family=custom (which has no export)"
+                )
+            writers[item.theirs] = item.ours
+        return written
 
     def entries(self, model: Model, parameters: Sequence[str]) -> list[Entry]:
         """The weight map of a model with these parameters. Raises ValueError where it does not cover them."""
@@ -169,10 +206,13 @@ class Family:
                 raise ConfigError(f"config.json: {name}={config[name]!r} is not supported for {self.name}; only {value!r} is")
         values: dict[str, Any] = {}
         for item in self.fields:
-            raw = rest.pop(item.theirs, item.default)
+            raw = rest.get(item.theirs, item.default)
             if raw is REQUIRED or (raw is None and item.default is REQUIRED):
                 raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
             values[item.ours] = _typed(item, item.back(raw, config), config)
+            if values[item.ours] is None and item.default is not None and item.ours not in DERIVED:
+                raise ConfigError(f"config.json: {item.theirs} is null, which means nothing to {self.name}; remove it")
+        rest = {name: value for name, value in rest.items() if name not in ours}
         if self.rope:
             rope = rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta, self.scaling)
             values |= {name: _typed(Field(name, "rope_parameters"), value, config) for name, value in rope.items()}

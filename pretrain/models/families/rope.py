@@ -42,11 +42,12 @@ _NEEDED = {"none": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("
 _OFF_WHEN_ZERO = ("attention_factor", "mscale", "mscale_all_dim")
 
 
-def rope_to_hf(model: Model, kind: str, scaled: bool = False) -> dict[str, Any]:
+def rope_to_hf(model: Model, kind: str, partial: bool, scaled: bool) -> dict[str, Any]:
     """The fields of config.json; `kind`: `uniform`, or `by_layer_type` where layers with a window have rotations of their own.
 
-    `scaled`: whether absent fields mean a scaling. Then a model without one is written as scaled by 1: transformers 4 and vLLM's gpt-oss
-    know no other way to say so.
+    `partial`: whether transformers rotates a share of a head. It is then written even when it is 1, since the field's absence may mean
+    another share. `scaled`: whether absent fields mean a scaling. Then a model without one is written as scaled by 1: transformers 4 and
+    vLLM's gpt-oss know no other way to say so.
     """
     rope = model.rope
     if scaled and rope.scaling == "none":
@@ -63,7 +64,7 @@ def rope_to_hf(model: Model, kind: str, scaled: bool = False) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.scaling != "none":
         fields["rope_scaling"] = {"rope_type": name, **scaling}
-    if rope.fraction != 1:
+    if partial:
         parameters["partial_rotary_factor"] = fields["partial_rotary_factor"] = rope.fraction
     if kind == "uniform":
         if rope.local_theta != rope.theta:
@@ -122,7 +123,8 @@ def rope_from_hf(
 def _unscaled(ours: dict[str, Any]) -> dict[str, Any]:
     """Scaling by 1, as `rope_to_hf` writes it, is none."""
     by_one = ours["scaling"] == "yarn" and ours["factor"] == 1 and not any(ours.get(name) for name in _OFF_WHEN_ZERO)
-    return {"scaling": "none", "theta": ours["theta"]} if by_one else ours
+    kept = {name: ours[name] for name in ("theta", "fraction") if name in ours}
+    return {"scaling": "none", **kept} if by_one else ours
 
 
 def _local(local: dict[str, Any], ours: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:

@@ -49,6 +49,16 @@ class Transposed(Same):
         return [tensor.mT.contiguous() for tensor in theirs]
 
 
+class OneRow(Same):
+    """A vector as a matrix of one row."""
+
+    def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
+        return [tensor[None] for tensor in ours]
+
+    def to_ours(self, theirs: list[Tensor], shapes: list[Shape], model: Model) -> list[Tensor]:
+        return [tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor for tensor in theirs]
+
+
 @dataclass(frozen=True)
 class Concatenated:
     """Several of ours, one after the other along the output dimension, as one of theirs; `transposed`: as [in, out]."""
@@ -108,7 +118,7 @@ class Stacked:
         return [torch.stack(theirs)]
 
 
-SAME, TRANSPOSED, STACKED, FUSED_PER_HEAD = Same(), Transposed(), Stacked(), FusedPerHead()
+SAME, TRANSPOSED, ONE_ROW, STACKED, FUSED_PER_HEAD = Same(), Transposed(), OneRow(), Stacked(), FusedPerHead()
 INTERLEAVED, INTERLEAVED_TRANSPOSED = Interleaved(), Interleaved(transposed=True)
 CONCATENATED, CONCATENATED_TRANSPOSED = Concatenated(), Concatenated(transposed=True)
 

@@ -1,5 +1,8 @@
-"""Shapes of Mistral that its tests go through."""
+"""What the tests know of Mistral."""
 
+from typing import Any
+
+from family_cases import LLAMA, hub
 from pretrain.config.model_schema import Attention, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -18,3 +21,19 @@ CASES = {
         **SMALL, attention=Attention(window=8), rope=Rope(scaling="yarn", factor=4.0, original_length=16, beta_fast=4.0)
     ),
 }
+
+
+def mistral(vocab: int, **rest: Any) -> dict[str, Any]:
+    common = {"hidden_act": "silu", "model_type": "mistral", "rms_norm_eps": 1e-05, "tie_word_embeddings": False}
+    return hub("MistralForCausalLM", 4096, 14336, 32, 32, 8, vocab, max_position_embeddings=32768, **common, **rest)
+
+
+PUBLISHED = {
+    "mistral-7b": mistral(32768, rope_theta=1000000.0, sliding_window=None),
+    "mistral-7b-v0.1": mistral(32000, rope_theta=10000.0, sliding_window=4096),
+}
+COUNTS = {
+    "mistral-7b": 7_248_023_552,
+    "mistral-7b-v0.1": 7_241_732_096,
+}
+READ = LLAMA | {"rms_norm_eps", "sliding_window"}

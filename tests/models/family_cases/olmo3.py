@@ -1,5 +1,9 @@
-"""Shapes of OLMo 3 that its tests go through."""
+"""What the tests know of OLMo 3."""
 
+from typing import Any
+
+from family_cases import LLAMA
+from family_cases.olmo2 import olmo2
 from pretrain.config.model_schema import Attention, Model, Rope
 
 SMALL = {"dim": 32, "layers": 5, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -23,3 +27,33 @@ CASES = {
     ),
     "bases that differ": Model(**SMALL, attention=Attention(window=8), rope=Rope(theta=10_000.0, local_theta=100.0)),
 }
+
+
+def olmo3(*shape: int) -> dict[str, Any]:
+    return {
+        **olmo2(*shape),
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "layer_types": ["full_attention" if (layer + 1) % 4 == 0 else "sliding_attention" for layer in range(shape[2])],
+        "max_position_embeddings": 65536,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "sliding_window": 4096,
+    }
+
+
+PUBLISHED = {
+    "olmo3-7b": olmo3(4096, 11008, 32, 32, 32, 100278),
+    "olmo3-32b": olmo3(5120, 27648, 64, 40, 8, 100278),
+}
+COUNTS = {
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
+}
+READ = LLAMA | {"rms_norm_eps", "sliding_window", "layer_types", "attention_bias"}

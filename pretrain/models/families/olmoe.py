@@ -1,0 +1,32 @@
+"""OLMoE 1B-7B (arXiv 2409.02060): a mixture of experts in every layer, RMSNorm over all queries and all keys."""
+
+from pretrain.config.model_schema import Model
+from pretrain.models.families.common import WEIGHTS, attention_bias, eps, head_width, sizes, tied
+from pretrain.models.families.experts import TRAINING, needs_experts, stacked
+from pretrain.models.families.family import Family, Field
+
+
+def _refuse(model: Model) -> str | None:
+    return needs_experts(model) or head_width(model)
+
+
+OLMOE = Family(
+    name="olmoe",
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    fields=(
+        *sizes(length=4096),
+        eps(1e-5),
+        tied(False),
+        attention_bias(),
+        Field("experts.count", "num_experts", 64),
+        Field("experts.active", "num_experts_per_tok", 8),
+        Field("experts.normalise", "norm_topk_prob", False),
+    ),
+    weights=WEIGHTS + stacked(),
+    fixed={"norm.qk": "full", "experts.ffn_dim": lambda model: model.ffn_dim},
+    defaults={"experts.normalise": False},
+    constants={"hidden_act": "silu", "clip_qkv": None},
+    inert=TRAINING,
+    refuse=_refuse,
+)

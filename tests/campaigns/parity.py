@@ -1,0 +1,195 @@
+"""Random models, data and batches in random layouts, against one process with the same micro-batches."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import yaml
+from campaign import REFUSED, Case
+from ranks import corpus, pool
+from running import gradients, run_main
+
+from pretrain.observe.metrics import read_metrics
+
+NAME = "parity"
+ABOUT = "gradients of a step in any layout are those of one process"
+
+GRADIENT_LIMIT, METRIC_LIMIT = 5e-6, 2e-6
+NEGLIGIBLE = 1e-5  # a gradient below this share of the whole one's norm is held against that share
+FAMILIES = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "olmo2", "olmo3", "phi3", "gpt2", "gpt_neox", "smollm3",
+    "deepseek_v3", "gpt_oss", "custom", "custom", "custom", "transformer", "t5",
+)  # fmt: skip
+
+
+def case(random: Random, folder: Path) -> Case:
+    config, layout = configuration(random, folder)
+    text = json.dumps({"world": layout["world"], **layout["overrides"], **without_places(config)})
+    return Case(text, lambda: compare(config, layout, folder))
+
+
+def without_places(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: section for name, section in config.items() if name not in ("run", "log", "checkpoint")}
+
+
+def configuration(random: Random, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A random run of four steps, and the layout that it is compared in."""
+    family = random.choice(FAMILIES)
+    model = model_section(random, family)
+    world = random.choice((2, 2, 2, 3, 4))
+    micro, micro_steps = random.choice((1, 2, 3)), random.choice((1, 1, 2, 4))
+    sequences = world * micro * micro_steps
+    data: dict[str, Any] = {
+        "sequence_length": random.choice((8, 16, 24, 33)),
+        "sources": [{"path": str(corpus(i)), "name": str(i)} for i in range(random.choice((1, 1, 2)))],
+        "workers": random.choice((0, 1, 3)),
+    }
+    if family in ("transformer", "t5"):
+        data |= {"objective": "span_corruption", "span_corruption": {"mean_span_length": 2.0, "sentinels": 12}}
+    else:
+        data |= {
+            "packing": random.choice(("concatenate", "concatenate", "best_fit", "padded")),
+            "document_mask": random.random() < 0.5,
+            "boundary_loss": random.random() < 0.7,
+        }
+        if data["packing"] == "padded":
+            del data["document_mask"], data["boundary_loss"]
+    config = {
+        "run": {"dir": str(folder / "runs"), "steps": 4, "seed": random.randrange(1000)},
+        "model": model,
+        "data": data,
+        "batch": {"sequences": sequences, "micro_sequences": micro},
+        "loss": {"z_loss": random.choice((0, 1e-3)), "label_smoothing": random.choice((0, 0.1))},
+        "optim": {"lr": random.choice((1e-4, 1e-3, 1e-2)), "clip": random.choice((0, 0.1, 1))},
+        "precision": {"compute": random.choice(("fp32", "bf16"))},
+        "parallel": {"timeout_seconds": 60},
+        "checkpoint": {"export_check": False},
+        "log": {"every_steps": 1, "tensorboard": False, "gradients_at": [1, 3]},
+    }
+    return config, layout_of(random, world)
+
+
+def layout_of(random: Random, world: int) -> dict[str, Any]:
+    strategy = random.choice(("ddp", "fsdp"))
+    overrides: dict[str, Any] = {"parallel.strategy": strategy, "parallel.grad_sync": random.choice(("auto", "last", "every"))}
+    if strategy == "fsdp":
+        overrides["parallel.reshard_after_forward"] = random.random() < 0.7
+        if world == 4 and random.random() < 0.6:
+            overrides |= {"parallel.replicate": 2, "parallel.shard": 2}
+    elif random.random() < 0.3:
+        overrides["parallel.ddp.bucket_mb"] = 0.01
+    if random.random() < 0.4:
+        overrides["parallel.activation_checkpointing"] = True
+    return {"world": world, "overrides": overrides}
+
+
+def model_section(random: Random, family: str) -> dict[str, Any]:
+    heads = random.choice((1, 2, 3, 4))
+    model: dict[str, Any] = {"family": family, "dim": heads * random.choice((4, 8, 10)), "layers": random.choice((1, 2, 3)), "heads": heads,
+                             "ffn_dim": random.choice((5, 16, 33))}  # fmt: skip
+    if random.random() < 0.4:
+        model["tie_embeddings"] = random.random() < 0.5
+    if family in ("transformer", "t5"):
+        return model | {"tie_source": True, "encoder_layers": random.choice((1, 2)), "dropout": random.choice((0, 0.1))}
+    if random.random() < 0.2:
+        model["predict_ahead"] = random.choice((1, 2))
+    if family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss") or (family == "custom" and random.random() < 0.3):
+        model["experts"] = experts_section(random, family)
+    if family == "deepseek_v3":
+        model["latent"] = {"kv_rank": 6, "query_rank": random.choice((0, 5)), "rope_dim": 4, "plain_dim": 6, "value_dim": 5}
+        return model
+    if random.random() < 0.5:
+        model["kv_heads"] = random.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    if family == "custom":
+        model |= custom_switches(random)
+    return model
+
+
+def experts_section(random: Random, family: str) -> dict[str, Any]:
+    count = random.choice((2, 3, 4, 6))
+    section: dict[str, Any] = {"count": count, "active": random.randint(1, count), "ffn_dim": random.choice((4, 9))}
+    if section["active"] == 1:
+        section["normalise"] = False
+    if family in ("custom", "deepseek_v3"):
+        section |= {"correction": True, "correction_rate": 0.01} if random.random() < 0.5 else {}
+    if not section.get("correction"):
+        section["balance_loss"] = 0.02
+    if random.random() < 0.3:
+        section["router_z_loss"] = 0.01
+    if family == "deepseek_v3":
+        section |= {"groups": 1, "active_groups": 1}
+    return section
+
+
+def custom_switches(random: Random) -> dict[str, Any]:
+    window = random.choice((0, 0, 3, 7))
+    attention: dict[str, Any] = {
+        "bias": random.sample(["query", "key", "value", "output"], random.randint(0, 4)),
+        "soft_cap": random.choice((0, 0, 2.0)),
+        "sinks": random.random() < 0.3,
+        "window": window,
+    }
+    if window:
+        attention["window_pattern"] = random.choice(([True], [True, False]))
+    section: dict[str, Any] = {
+        "norm": {
+            "kind": random.choice(("rms", "rms_offset", "layer", "layer_plain")),
+            "placement": random.choice(("pre", "post", "reordered", "sandwich")),
+            "qk": random.choice(("none", "head", "full")),
+        },
+        "attention": attention,
+        "positions": random.choice(("rope", "rope", "learned", "none")),
+        "mlp": {"activation": random.choice(("silu", "gelu", "relu2")), "gated": random.random() < 0.6, "bias": random.random() < 0.3},
+        "logit_soft_cap": random.choice((0, 5.0)),
+        "embedding_multiplier": random.choice((1.0, 4.0)),
+        "residual_multiplier": random.choice((1.0, 0.5)),
+        "parallel_residual": random.random() < 0.2,
+    }
+    return section if section["norm"]["placement"] != "post" else section | {"parallel_residual": False}
+
+
+def compare(config: dict[str, Any], layout: dict[str, Any], folder: Path) -> str | None:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    overrides = [f"{key}={str(value).lower()}" for key, value in layout["overrides"].items()]
+    runs = {}
+    for name, world, extra in (("single", 1, ["parallel.strategy=single"]), ("other", layout["world"], overrides)):
+        for code, printed in pool().launch(world, run_main, str(path), f"run.name={name}", *extra):
+            if code == 2 and printed.splitlines()[-1].startswith("error: ") and "Traceback" not in printed:
+                return REFUSED
+            if code != 0:
+                return f"{name}: exit code {code}: {printed[-300:]}"
+        runs[name] = folder / "runs" / name
+    return different(runs["other"], runs["single"])
+
+
+def different(run: Path, reference: Path) -> str | None:
+    """The first thing that two runs computed differently."""
+    ours, theirs = read_metrics(run), read_metrics(reference)
+    if [record["batch"] for record in ours] != [record["batch"] for record in theirs]:
+        return "other samples"
+    problem = different_gradient(gradients(run, 1), gradients(reference, 1))
+    if problem:
+        return f"step 1: {problem}"
+    loss = abs(ours[0]["loss"] - theirs[0]["loss"]) / abs(theirs[0]["loss"])
+    if loss > METRIC_LIMIT:
+        return f"loss of step 1 off by {loss:.1e}"
+    if ours[0].get("experts") != theirs[0].get("experts"):
+        return "other loads of experts"
+    return None
+
+
+def different_gradient(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str | None:
+    if ours.keys() != theirs.keys():
+        return "other parameters"
+    least = NEGLIGIBLE * math.sqrt(sum(float(g.double().square().sum()) for g in theirs.values()))
+    for name, gradient in theirs.items():
+        off = float((ours[name].double() - gradient.double()).norm()) / max(float(gradient.double().norm()), least)
+        if not off <= GRADIENT_LIMIT:
+            return f"gradient of {name} off by {off:.1e}"
+    return None

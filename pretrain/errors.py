@@ -49,6 +49,17 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
 
+class UnreadableError(CheckpointError):
+    """A file of a checkpoint cannot be read at the moment, which says nothing of its content."""
+
+    path: str | None = None
+    missing = False
+
+
+class GenerationError(UserError):
+    """A model gives no text, for instance because its logits are not numbers."""
+
+
 class TrainingError(UserError):
     """Training cannot go on, for instance because the loss is not a number."""
 

@@ -1,11 +1,14 @@
-"""Files that survive a crash: flushed to the disk, replaced in one step, named by their content."""
+"""Files that survive a crash: flushed to the disk, replaced in one step, appended to by whole lines, named by their content."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def flush(path: Path) -> None:
@@ -30,9 +33,51 @@ def sha256_of(path: Path, seen: Callable[[int], object] | None = None) -> str:
     return digest.hexdigest()
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file such that a reader, or a crash, sees the old content or the new, never a part."""
+def replace_text(path: Path, text: str, durable: bool = True) -> None:
+    """Write a small file such that a reader, or a crash, sees the old content or the new, never a part.
+
+    `durable`: wait for the disk, which takes a network file system tens of milliseconds.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    flush(aside)
-    os.replace(aside, path)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        if durable:
+            flush(aside)
+        os.replace(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append one line to a file, which is made if it is not there. A last line that was torn, by a crash or a full disk, is ended first.
+
+    The file is opened for each line: a handle may go stale on a network file system, and so none is kept.
+    """
+    data = text.encode() + b"\n"
+    with path.open("ab+", buffering=0) as file:
+        if size := file.seek(0, os.SEEK_END):
+            file.seek(size - 1)
+            data = data if file.read(1) == b"\n" else b"\n" + data
+        if (written := file.write(data)) != len(data):
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes found room", str(path))
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something at a path. Unlike Path.exists, it raises OSError where that cannot be known (ESTALE, EIO, EACCES)."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def unrepeated(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as `json.loads(object_pairs_hook=unrepeated)` gives it. Raises ValueError for a name that it has twice: readers
+    would differ on which is meant.
+    """
+    if len(dict(items)) != len(items):
+        names = [name for name, _ in items]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
+    return dict(items)

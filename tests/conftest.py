@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from launch_pool import LaunchPool
-from running import write_prepared
+from running import write_config, write_prepared
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -64,19 +63,4 @@ def prepared(tmp_path_factory, byte_tokenizer) -> Path:
 @pytest.fixture
 def config_file(tmp_path, prepared) -> Path:
     """A configuration that trains in a second: 2 layers of 32, 16 samples of 32 tokens per step."""
-    config = {
-        "run": {"name": "run", "dir": str(tmp_path / "runs"), "steps": 20, "seed": 7},
-        "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
-        "data": {"sequence_length": 32, "sources": [{"path": str(prepared)}]},
-        "batch": {"sequences": 16, "micro_sequences": 2},
-        "optim": {"lr": 3e-3},
-        "schedule": {"warmup_steps": 5},
-        "parallel": {"timeout_seconds": 60},
-        "checkpoint": {
-            "export_check": False
-        },  # seconds of transformers' imports, and tests/train/test_export_check.py is about it
-        "log": {"every_steps": 1, "tensorboard": False},
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return write_config(tmp_path, prepared)

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from pretrain.checkpoint.load import saved_tensors
@@ -83,6 +84,26 @@ def write_prepared(path: Path, tokenizer: Path, seed: int, documents: int) -> Pa
         for _ in range(documents):
             letters = np.minimum(random.geometric(0.2, 199), 26) + 96
             writer.add(np.append(letters, loaded.eod_id), np.array([200]))
+    return path
+
+
+def write_config(folder: Path, prepared: Path) -> Path:
+    """config.yaml in a folder: 2 layers of 32, 16 samples of 32 tokens per step, runs in `runs` beside it."""
+    config = {
+        "run": {"name": "run", "dir": str(folder / "runs"), "steps": 20, "seed": 7},
+        "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
+        "data": {"sequence_length": 32, "sources": [{"path": str(prepared)}]},
+        "batch": {"sequences": 16, "micro_sequences": 2},
+        "optim": {"lr": 3e-3},
+        "schedule": {"warmup_steps": 5},
+        "parallel": {"timeout_seconds": 60},
+        "checkpoint": {
+            "export_check": False
+        },  # seconds of transformers' imports, and tests/train/test_export_check.py is about it
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
     return path
 
 

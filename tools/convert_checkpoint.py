@@ -76,12 +76,17 @@ def convert(arguments: argparse.Namespace) -> None:
         print(given.output)
         return
     else:
-        from pretrain.checkpoint.hf_import import import_model
+        from pretrain.checkpoint.hf_import import MODEL_FILE, import_model
 
         done = import_model(arguments.model, arguments.output, arguments.verify, arguments.family)
         print(f"imported {arguments.model}: {done.parameters:,} parameters; tokenizer: {done.tokenizer}")
-    if done.difference is not None:
-        print(f"verified: transformers' logits differ from ours by at most {done.difference:.2e}")
+        for note in done.notes:
+            print(f"note: {note}")
+        print(
+            f"to go on with this model, include {arguments.output}/{MODEL_FILE} in a configuration and set run.init_from={arguments.output}"
+        )
+    if done.compared is not None:
+        print(f"verified: {done.compared}")
     print(arguments.output)
 
 

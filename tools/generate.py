@@ -1,10 +1,12 @@
-"""Continue a text with a trained model: a checkpoint, a run directory (its newest checkpoint) or a Hugging Face directory."""
+"""Continue texts with a trained model: a checkpoint, a run directory (its newest checkpoint) or a Hugging Face directory."""
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
@@ -14,8 +16,18 @@ from pretrain.command_line import run_tool  # noqa: E402
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--prompt", required=True, help="text to continue; may be empty")
-    parser.add_argument("--max-tokens", type=int, required=True, metavar="N")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="text to continue; may be empty, and may be given several times"
+    )
+    prompts.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help='one prompt a line; of a .jsonl file one object {"prompt": TEXT} a line',
+    )
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="of each prompt (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, required=True, metavar="N", help="of each sample")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
     parser.add_argument("--temperature", type=float, default=0.8, help="(default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens only; 0: from all")
@@ -28,56 +40,118 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="ID",
-        help="end before this token, as before the end of document",
+        help="end before this token as well as before the model's own end tokens; may be given several times",
     )
+    parser.add_argument("--no-bos", action="store_true", help="put nothing before a prompt, whatever the tokenizer asks for")
+    parser.add_argument("--seed", type=int, default=0, help="of the first sample of a prompt; the next has the next seed")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of weights and activations (default: %(default)s)"
+    )
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="samples at a time (default: %(default)s)")
     parser.add_argument("--no-cache", action="store_true", help="compute all positions anew for every token")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print an object with prompt, text and token ids")
+    parser.add_argument(
+        "--family",
+        choices=("hf",),
+        help="read a Hugging Face directory as model.family=hf, also where a family of this program could",
+    )
+    parser.add_argument("--json", action="store_true", help="print an object a line with prompt, text, sample and token ids")
     arguments = parser.parse_args(argv)
-    if arguments.max_tokens < 1 or not arguments.temperature > 0 or arguments.top_k < 0 or not 0 < arguments.top_p <= 1:
-        parser.error(
-            "--max-tokens and --temperature must be positive, --top-k not negative, --top-p above 0 and at most 1; "
-            "--greedy is temperature 0"
-        )
+    if min(arguments.max_tokens, arguments.num_samples, arguments.batch_size) < 1 or not arguments.temperature > 0:
+        parser.error("--max-tokens, --num-samples, --batch-size and --temperature must be positive; --greedy is temperature 0")
+    if arguments.top_k < 0 or not 0 < arguments.top_p <= 1:
+        parser.error("--top-k must not be negative, --top-p above 0 and at most 1")
     return run_tool(lambda: sample(arguments))
 
 
 def sample(arguments: argparse.Namespace) -> None:
     from pretrain.checkpoint.open_model import open_model
-    from pretrain.errors import ConfigError
-    from pretrain.models.generate import generate, uncached_reason
+    from pretrain.models.generate import Sampling, generate_batch, uncached_reason
 
-    model, tokenizer = open_model(arguments.model)
-    prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod_id]
-    longest = model.config.max_sequence_length
-    if len(prompt) + arguments.max_tokens > longest:
-        raise ConfigError(
-            f"--max-tokens={arguments.max_tokens}: with a prompt of {len(prompt)} tokens at most {longest - len(prompt)}; "
-            f"the model knows {longest} positions"
+    texts = arguments.prompt if arguments.prompt is not None else list(read_prompts(arguments.prompt_file))
+    device = choose_device(arguments.device)
+    opened = open_model(arguments.model, device, arguments.dtype, arguments.family)
+    tokenizer, begin = opened.tokenizer, [] if arguments.no_bos else opened.begin
+    prompts = [begin + tokenizer.encode(text) or [tokenizer.eod_id] for text in texts]
+    for note in [*opened.notes, *limits(opened.network, prompts, arguments.max_tokens)]:
+        print(note, file=sys.stderr)
+    if begin:
+        print(
+            f"before each prompt: token {', '.join(map(str, begin))}, as the tokenizer asks (--no-bos: nothing)",
+            file=sys.stderr,
         )
-    temperature = 0.0 if arguments.greedy else arguments.temperature
-    if not arguments.no_cache and (reason := uncached_reason(model)):
+    if not arguments.no_cache and (reason := uncached_reason(opened.network)):
         print(f"without a cache: {reason}", file=sys.stderr)
-    started = time.monotonic()
-    tokens = generate(
-        model,
-        prompt,
-        arguments.max_tokens,
-        {tokenizer.eod_id, *arguments.stop_id},
-        temperature,
-        arguments.top_k,
-        arguments.top_p,
-        arguments.seed,
-        cached=not arguments.no_cache,
-    )
+    sampling = Sampling(0.0 if arguments.greedy else arguments.temperature, arguments.top_k, arguments.top_p)
+    ends = opened.ends | set(arguments.stop_id)
+    jobs = [(i, number) for i in range(len(texts)) for number in range(arguments.num_samples)]
+    started, made = time.monotonic(), 0
+    for first in range(0, len(jobs), arguments.batch_size):
+        batch = jobs[first : first + arguments.batch_size]
+        rows, seeds = [prompts[i] for i, _ in batch], [arguments.seed + number for _, number in batch]
+        for (i, number), tokens in zip(
+            batch,
+            generate_batch(opened.network, rows, arguments.max_tokens, ends, sampling, seeds, not arguments.no_cache),
+        ):
+            made += len(tokens)
+            # A vocabulary may have more rows than the tokenizer has tokens; such a token has no text.
+            text = tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
+            line = {"prompt": texts[i], "text": text, "sample": number, "prompt_tokens": prompts[i], "tokens": tokens}
+            show(line, arguments.json, several=len(jobs) > 1)
     seconds = time.monotonic() - started
-    print(f"{len(tokens)} tokens in {seconds:.2f} s: {len(tokens) / seconds:.1f} tokens/s", file=sys.stderr)
-    # A vocabulary may have more rows than the tokenizer has tokens; such a token has no text.
-    text = tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
-    if arguments.json:
-        print(json.dumps({"prompt": arguments.prompt, "text": text, "prompt_tokens": prompt, "tokens": tokens}))
-    else:
-        print(arguments.prompt + text)
+    print(f"{made} tokens in {seconds:.2f} s: {made / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+def show(line: dict[str, Any], as_json: bool, several: bool) -> None:
+    print(json.dumps(line) if as_json else line["prompt"] + line["text"] + ("\n---------------" if several else ""), flush=True)
+
+
+def limits(network: Any, prompts: list[list[int]], max_tokens: int) -> Iterator[str]:
+    """What to say where the model's positions do not last."""
+    longest, most = network.config.max_sequence_length, max(map(len, prompts), default=0)
+    if most + max_tokens > longest:
+        yield (
+            f"the model knows {longest} positions, and prompt and continuation may have {most + max_tokens}: beyond, each token follows from "
+            f"the last {longest}, which are computed anew for it"
+        )
+
+
+def read_prompts(path: Path) -> Iterator[str]:
+    """The prompts of a file. Raises DataError naming a line that is none."""
+    from pretrain.errors import DataError
+
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not lines:
+        raise DataError(f"{path}: has no prompt in it")
+    for number, line in enumerate(lines, start=1):
+        if path.suffix != ".jsonl":
+            yield line
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise DataError(f'{path}:{number}: no object {{"prompt": TEXT}}')
+        yield prompt
+
+
+def choose_device(name: str | None) -> str:
+    """The device that was asked for, or the best there is. Raises ConfigError for one that torch does not have."""
+    import torch
+
+    from pretrain.errors import ConfigError
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device={name}: {str(error).splitlines()[0]}") from error
+    return name
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 def verify_all(path: Path) -> None:
     from pretrain.checkpoint import files
     from pretrain.checkpoint.safe_dcp import read_metadata
-    from pretrain.errors import CheckpointError
+    from pretrain.errors import CheckpointError, UnreadableError
 
     problems = []
     for checkpoint in files.resolve(path):
@@ -29,9 +29,11 @@ def verify_all(path: Path) -> None:
             print(f"good     {checkpoint}: {len(files.read_manifest(checkpoint))} files, {tensors} tensors", flush=True)
         except CheckpointError as error:
             problems.append(str(error))
-            print(f"damaged  {error}", flush=True)
+            # Of what cannot be read now nothing is known.
+            unknown = isinstance(error, UnreadableError) and not error.missing
+            print(f"{'unread ' if unknown else 'damaged'}  {error}", flush=True)
     if problems:
-        raise CheckpointError(f"{len(problems)} damaged: {problems[0]}")
+        raise CheckpointError(f"{len(problems)} not good: {problems[0]}")
 
 
 if __name__ == "__main__":

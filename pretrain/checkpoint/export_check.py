@@ -88,14 +88,12 @@ class ExportCheck:
             return None
         return self._verdict()
 
-    def finish(self) -> str | None:
-        """The same, waited for."""
+    def finish(self, asked_to_stop: Callable[[], bool] = lambda: False) -> str | None:
+        """The same, waited for, unless the run is asked to stop."""
         if self._process is None:
             return None
-        try:
-            self._process.wait(max(0.0, self._seconds_left()))
-        except subprocess.TimeoutExpired:
-            pass  # `_verdict` says so
+        while self._process.poll() is None and self._seconds_left() > 0 and not asked_to_stop():
+            time.sleep(0.05)
         return self._verdict()
 
     def close(self) -> None:
@@ -119,7 +117,8 @@ class ExportCheck:
         self._said.seek(0)
         self._complained.seek(0)
         if code is None or code < 0:
-            what = f"not done after {self.limit_seconds:g} s" if code is None else f"ended by signal {-code}"
+            late = f"not done after {self.limit_seconds:g} s" if self._seconds_left() <= 0 else "left, for a request to stop"
+            what = late if code is None else f"ended by signal {-code}"
             self.say(f"export check: {what}; whether this run can be exported is not known")
             return None
         if code > 0:

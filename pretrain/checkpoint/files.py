@@ -1,11 +1,14 @@
 """Checkpoint directories: which are complete, whether they are intact, which are kept.
 
 checkpoints/step-00000100/   manifest.json names every other file with its size and sha256; its presence means complete
-checkpoints/.writing-step-00000100/   not yet one, or never to be one
+checkpoints/.writing-step-00000100/     not yet one, or never to be one
+checkpoints/damaged-step-00000100/      was one; its content is not what was saved
+checkpoints/abandoned-step-00000100/    is one, of a time line that the run has left
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -14,13 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import CheckpointError
-from pretrain.storage import flush, sha256_of
+from pretrain.errors import CheckpointError, UnreadableError
+from pretrain.storage import exists, flush, sha256_of, unrepeated
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT, VERSION = "pretrain-checkpoint", 1
 _NAME = re.compile(r"step-(\d{8,})")
+_UNFINISHED = re.compile(r"\.((writing|replaced)-step-\d{8,}|removing-step-\d{8,}(\.\d+)?)")
 
 
 def directory_of(step: int) -> str:
@@ -32,11 +36,8 @@ def writing_directory_of(target: Path) -> Path:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a `checkpoints` folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(int(m[1]), p) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / MANIFEST).is_file()]
-    return [path for _, path in sorted(found)]
+    """The complete checkpoints in a `checkpoints` folder, oldest first. Raises OSError where that cannot be known."""
+    return [path for path in _named(folder) if exists(path / MANIFEST)]
 
 
 def resolve(path: Path) -> list[Path]:
@@ -70,11 +71,22 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Raises CheckpointError naming the file when it cannot be read or parsed."""
+    """Raises CheckpointError naming the file when it cannot be parsed or an object in it has a name twice, UnreadableError when it cannot
+    be read.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unrepeated)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _unreadable(path: Path, error: OSError) -> UnreadableError:
+    missing = isinstance(error, FileNotFoundError)
+    problem = UnreadableError(f"{path}: " + ("missing" if missing else f"cannot be read: {error.strerror or error}"))
+    problem.path, problem.missing = str(path), missing
+    return problem
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
@@ -96,23 +108,24 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def verify(checkpoint: Path, part: int = 0, parts: int = 1, seen: Callable[[int], object] | None = None) -> None:
+def verify(
+    checkpoint: Path, part: int = 0, parts: int = 1, seen: Callable[[int], object] | None = None, content: bool = True
+) -> None:
     """Compare files with the manifest: every `parts`-th one from `part`, so that ranks can share the work.
 
-    `seen` is told how many bytes were read, piece by piece.
+    `seen` is told how many bytes were read, piece by piece. Without `content`, only sizes are compared.
 
-    Raises CheckpointError naming the first file that is missing, cut short or altered.
+    Raises CheckpointError naming the first file that is cut short or altered, and UnreadableError for one that is missing or cannot be
+    read.
     """
     for index, (name, expected) in enumerate(sorted(read_manifest(checkpoint).items())):
         if index % parts != part:
             continue
         path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing")
         try:
-            actual = describe_file(path, seen)
+            actual = describe_file(path, seen) if content else {"bytes": path.stat().st_size, "sha256": expected["sha256"]}
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+            raise _unreadable(path, error) from error
         if actual["bytes"] != expected["bytes"]:
             raise CheckpointError(f"{path}: {actual['bytes']} bytes instead of {expected['bytes']}")
         if actual["sha256"] != expected["sha256"]:
@@ -120,10 +133,13 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1, seen: Callable[[int]
 
 
 def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) -> list[Path]:
-    """Remove the checkpoints that need not be kept; the removed ones. `newest`, just committed, always stays."""
+    """Remove the checkpoints that need not be kept; the removed ones. `newest`, just committed, always stays.
+
+    Later ones are no part of this run's past: they neither count nor are removed. Raises OSError where one cannot be removed.
+    """
     if keep_last == 0:
         return []
-    found = complete_checkpoints(folder)
+    found = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
     keep = {newest, *found[-keep_last:]}
     if keep_every_steps:
         keep |= {p for p in found if step_of(p) % keep_every_steps == 0}
@@ -135,38 +151,59 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) ->
 
 def discard(path: Path) -> None:
     """Remove a checkpoint directory such that it is none from the first moment on."""
-    aside = path.with_name(f".removing-{path.name}")
+    aside = _free(path.with_name(f".removing-{path.name}"))
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def replace_directory(writing: Path, target: Path) -> None:
-    """Rename a complete directory into place, also over a damaged one of the same name."""
-    aside = target.with_name(f".replaced-{target.name}")
-    if target.exists():
-        os.rename(target, aside)
+def set_aside(checkpoint: Path, why: str) -> Path:
+    """Rename a checkpoint to `WHY-step-N`. The run has it no more, and no file of it is lost. `why`: `damaged` or `abandoned`."""
+    aside = _free(checkpoint.with_name(f"{why}-{checkpoint.name}"))
+    os.rename(checkpoint, aside)
+    flush(checkpoint.parent)
+    return aside
+
+
+def _free(path: Path) -> Path:
+    """The path, or the first one that is not taken of path.1, path.2, ..."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(1)))
+    return next(name for name in names if not exists(name))
+
+
+def put_in_place(writing: Path, target: Path) -> Path | None:
+    """Give a complete directory its name. One that has it already belongs to another time line; it is set aside, and returned."""
+    aside = set_aside(target, "abandoned") if exists(target) else None
     os.rename(writing, target)
     flush(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    return aside
 
 
 def discard_unfinished(folder: Path) -> list[str]:
-    """Remove what a crashed save left behind; the names removed. Only for the one who holds the run directory."""
-    for aside in folder.glob(".replaced-step-*"):
-        target = aside.with_name(aside.name.removeprefix(".replaced-"))
-        if not target.exists():  # the crash came between the two renames
-            os.rename(aside, target)
-    leftovers = sorted(p for p in folder.glob(".*-step-*") if p.is_dir()) if folder.is_dir() else []
-    for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
-    return [p.name for p in leftovers]
+    """Remove what a crashed save left behind; the names removed. Only for the one who holds the run directory.
+
+    A hidden directory that is not named exactly as a save names its own is somebody's, and stays.
+    """
+    names = os.listdir(folder) if exists(folder) else []
+    leftovers = [name for name in names if _UNFINISHED.fullmatch(name) and (folder / name).is_dir()]
+    for name in [name for name in leftovers if name.startswith(".replaced-")]:  # of an earlier version of the program
+        target = folder / name.removeprefix(".replaced-")
+        if not exists(target):  # the crash came between the two renames
+            os.rename(folder / name, target)
+            leftovers.remove(name)
+    for name in leftovers:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return sorted(leftovers)
 
 
 def incomplete_checkpoints(folder: Path) -> list[Path]:
     """Directories that are named like checkpoints and have no manifest: a partial copy, or an interrupted removal."""
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not (p / MANIFEST).is_file())
+    return [path for path in _named(folder) if not exists(path / MANIFEST)]
+
+
+def _named(folder: Path) -> list[Path]:
+    """What is named like a checkpoint, by rising step."""
+    names = [name for name in (os.listdir(folder) if exists(folder) else []) if _NAME.fullmatch(name)]
+    return sorted((folder / name for name in names), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.safetensors_file import DTYPES, INDEX, WEIGHTS, SafetensorsFile
-from pretrain.checkpoint.weight_plan import plan_weights
+from pretrain.checkpoint.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, SafetensorsFile
+from pretrain.checkpoint.weight_plan import least_numbers, plan_weights, refuse_odd_numbers
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError
 from pretrain.models.families import family_of, family_of_hf
@@ -30,8 +32,8 @@ class HfDirectory:
 
     def __init__(self, directory: Path, family: str | None = None) -> None:
         self.directory = directory
-        config = read_config(directory)
-        self.model: Model = (family_of(family) if family else family_of_hf(config)).from_hf(config)
+        self.config = read_config(directory)
+        self.model: Model = (family_of(family) if family else family_of_hf(self.config)).from_hf(self.config)
         self.files = _placed(directory)
         self._check_sizes()
         self.plan = plan_weights(self.model)
@@ -51,24 +53,33 @@ class HfDirectory:
         return sum(place.end - place.start for place in places)
 
     def read(self, line: Entry) -> dict[str, Tensor]:
-        """The tensors of an entry by our names, fp32."""
-        theirs = [self._tensor(name).float() for name in line.theirs]
+        """The tensors of an entry by our names: fp32, or whole numbers. Raises CheckpointError for NaN and infinity."""
+        theirs = [self._number(line, name) for name in line.theirs]
         return dict(zip(line.ours, line.layout.to_ours(theirs, [self.plan.ours[name] for name in line.ours], self.model)))
 
-    def whole(self) -> dict[str, Tensor]:
-        """All tensors by our names."""
-        return {name: tensor for line in self.plan.entries for name, tensor in self.read(line).items()}
+    def _number(self, line: Entry, name: str) -> Tensor:
+        tensor, kept = self._tensor(name), line.ours[0] in self.plan.kept
+        refuse_odd_numbers(self.files[name].path, name, tensor, kept)
+        return tensor.to(self.plan.kept.get(line.ours[0], torch.float32))
+
+    def whole(self, cast: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+        """All tensors by our names; `cast` takes each, by name, before the next entry is read."""
+        cast = cast or (lambda name, tensor: tensor)
+        return {name: cast(name, tensor) for line in self.plan.entries for name, tensor in self.read(line).items()}
 
     def _check_sizes(self) -> None:
         """Before a network of these sizes is built, on the meta device: that takes time and memory for every layer and every name."""
-        for name, count in (
-            ("layers", self.model.layers + (self.model.encoder_layers or 0)),
-            ("experts", self.model.experts.count or 0),
-        ):
-            if count > 1000 and count > len(self.files):
-                raise CheckpointError(
-                    f"{self.directory}: config.json says {count} {name}, and the weights are {len(self.files)} tensors; it is not theirs"
-                )
+        layers = self.model.layers + (self.model.encoder_layers or 0)
+        if layers > max(64, len(self.files)):
+            raise CheckpointError(
+                f"{self.directory}: config.json says {layers} layers, and the weights are {len(self.files)} tensors; it is not theirs"
+            )
+        needed = least_numbers(self.model)
+        found = sum(math.prod(file.places[name].shape) for name, file in self.files.items())
+        if needed > 2 * found + 10**6:
+            raise CheckpointError(
+                f"{self.directory}: config.json describes at least {needed:,} weights, and the files hold {found:,}; it is not theirs"
+            )
 
     def _rename(self) -> None:
         """Older files leave a word out before all names of the trunk, and hold buffers and layers that are not computed."""
@@ -115,18 +126,25 @@ class HfDirectory:
             raise CheckpointError(f"{self.directory}: {which} ({len(missing)} missing, {len(surplus)} surplus tensors)")
 
     def _check_tensors(self) -> None:
+        whole = {name: dtype for line in self.plan.entries if (dtype := self._whole_numbers(line)) for name in line.theirs}
         for name, shape in self.plan.theirs.items():
-            self._check_format(name)
+            self._check_format(name, whole.get(name))
             actual = self.files[name].places[self._stored(name)].shape
             if actual != shape:
                 raise CheckpointError(f"{self.directory}: {name} has shape {list(actual)}, config.json says {list(shape)}")
 
-    def _check_format(self, name: str) -> None:
+    def _whole_numbers(self, line: Entry) -> torch.dtype | None:
+        """The number format of an entry that is no weight, but a table of whole numbers."""
+        dtype = self.plan.kept.get(line.ours[0])
+        return dtype if dtype in WHOLE else None
+
+    def _check_format(self, name: str, whole: torch.dtype | None = None) -> None:
         code = self.files[name].places[self._stored(name)].code
-        if code not in DTYPES:
+        legal = list(DTYPES) if whole is None else [WHOLE[whole]]
+        if code not in legal:
             raise CheckpointError(
-                f"{self.files[name].path}: {name} is {code}; only {', '.join(DTYPES)} are read: weights in other formats are quantised, "
-                "or would lose digits in fp32"
+                f"{self.files[name].path}: {name} is {code}; only {', '.join(legal)} {'are' if len(legal) > 1 else 'is'} read: weights in "
+                "other formats are quantised, or would lose digits in fp32"
             )
 
 

@@ -9,6 +9,7 @@ memory holds one entry. Output is written aside, read back, compared with what t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.hf_verify import check_expected, read_back, verified_difference
+from pretrain.checkpoint.hf_verify import Compared, check_expected, compare_logits, read_back
 from pretrain.checkpoint.load import load_state
 from pretrain.checkpoint.safetensors_file import ShardedWriter, Spec
 from pretrain.checkpoint.streamed import SavedTensors
-from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_weights
+from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
 from pretrain.config.model_schema import Model
 from pretrain.config.recorded import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
@@ -46,12 +47,12 @@ SAMPLES = ("import os\n\n\ndef main():\n    return 1\n", "To be, or not to be: t
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export did. `difference`: of the logits, None where they were not compared; `notes`: what its users should know."""
+    """What an export did. `compared`: the logits, None where they were not; `notes`: what its users should know."""
 
     checkpoint: Path
     parameters: int
     files: int
-    difference: float | None
+    compared: Compared | None
     notes: list[str]
 
 
@@ -79,10 +80,10 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
         check_expected(config, source.plan.theirs)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
-        difference = verified_difference(writing, model, source.whole) if verify else None
-        record = _record(source, state, tokenizer is not None, difference, padding, notes, writing)
+        compared = compare_logits(writing, model, source.whole) if verify else None
+        record = _record(source, state, tokenizer is not None, compared, padding, notes, writing)
         files.write_json(writing / RECORD, record)
-    return Exported(checkpoint, source.plan.parameters, shards, difference, [*filter(None, [padding]), *notes])
+    return Exported(checkpoint, source.plan.parameters, shards, compared, [*filter(None, [padding]), *notes])
 
 
 def write_description(
@@ -153,13 +154,15 @@ class _Source:
         return {name: tensor for line in self.plan.entries for name, tensor in zip(line.ours, self.ours(line))}
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        if self.dtype == torch.float16 and max(map(abs, torch.aminmax(tensor))) > torch.finfo(torch.float16).max:
+        refuse_odd_numbers(self.checkpoint, name, tensor, name in self.plan.kept)
+        dtype = self.dtype_of(name)
+        if dtype == torch.float16 and max(map(abs, torch.aminmax(tensor))) > torch.finfo(torch.float16).max:
             raise CheckpointError(f"{self.checkpoint}: {name} has values beyond fp16's range; use --dtype bf16 or fp32")
-        return tensor.to(self.dtype_of(name))
+        return tensor.to(dtype)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """fp32 for the corrections that balance experts, as transformers keeps them: small steps would be lost otherwise."""
-        return torch.float32 if name.endswith(".correction") else self.dtype
+        """The export's number format, but for tensors without gradient (`WeightPlan.kept`)."""
+        return self.plan.kept.get(name, self.dtype)
 
 
 def _sentinels(state: dict[str, Any], tokenizer: Path | None) -> list[str]:
@@ -214,7 +217,7 @@ def _record(
     source: _Source,
     state: dict[str, Any],
     tokenizer: bool,
-    difference: float | None,
+    compared: Compared | None,
     padding: str | None,
     notes: list[str],
     directory: Path,
@@ -239,9 +242,10 @@ def _record(
             "structure": f"names and shapes are those of transformers' {architecture}",
             "config": "config.json is read as the same model",
             "tokenizer": "transformers' AutoTokenizer gives the same ids on sample texts" if tokenizer else None,
-            "logits": None if difference is None else "transformers' logits were compared with ours in fp32",
+            "logits": None if compared is None else str(compared),
         },
-        "max_logit_difference": difference,
+        "max_logit_difference": None if compared is None else compared.difference,
+        "logits_compared": None if compared is None else dataclasses.asdict(compared),
         "files": {path.name: files.describe_file(path) for path in sorted(directory.iterdir()) if path.is_file()},
         "versions": versions(),
     }

@@ -1,6 +1,7 @@
 """Hugging Face model directory -> checkpoint with weights only, to start a run from (`run.init_from`) or to look at.
 
     safetensors --the tensors of one entry of the weight map at a time--> fp32, our layout --pieces of rows--> payload
+    config.json --> model.yaml, which a configuration includes to go on with this model
 
 Nothing that executes code is read, and memory holds one entry.
 """
@@ -11,31 +12,39 @@ import dataclasses
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pretrain.checkpoint.hf_directory import HfDirectory
-from pretrain.checkpoint.hf_verify import verified_difference
+from pretrain.checkpoint.hf_verify import Compared, compare_logits
+from pretrain.checkpoint.open_model import GENERATION_FILE, begin_tokens
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.checkpoint.streamed import on_meta
+from pretrain.config.model_schema import Model
+from pretrain.config.read import dump
 from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.trimming import save_trimmed
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
+from pretrain.models.families.family import BALANCE, layers_with_experts
+from pretrain.models.shape import smallest_section
 from pretrain.observe.byte_progress import ByteProgress
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+MODEL_FILE = "model.yaml"
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did. `difference`: of the logits, None where they were not compared; `tokenizer`: a word on it."""
+    """What an import did. `compared`: the logits, None where they were not; `tokenizer`: a word on it; `notes`: what else to know."""
 
     parameters: int
-    difference: float | None
+    compared: Compared | None
     tokenizer: str
+    notes: list[str]
 
 
 def import_model(directory: Path, output: Path, verify: bool = False, family: str | None = None) -> Imported:
@@ -46,8 +55,13 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
     """
     refuse_existing(output)
     source = HfDirectory(directory, family)
-    difference = verified_difference(directory, source.model, source.whole) if verify else None
+    compared = compare_logits(directory, source.model, source.whole) if verify else None
     output.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "directory": directory.resolve().name,
+        "max_logit_difference": None if compared is None else compared.difference,
+        "logits_compared": None if compared is None else dataclasses.asdict(compared),
+    }
     state = {
         "step": 0,
         "samples": 0,
@@ -55,14 +69,50 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
         "world_size": 1,
         "layout": "imported",
         "model": dataclasses.asdict(source.model),
-        "imported": {"directory": directory.resolve().name, "max_logit_difference": difference},
+        "imported": record,
     }
-    tensors = on_meta({f"model.{n}": source.plan.ours[n] for line in source.plan.entries for n in line.ours}, torch.float32)
+    shapes = {f"model.{n}": source.plan.ours[n] for line in source.plan.entries for n in line.ours}
+    tensors = on_meta(shapes, torch.float32, {f"model.{n}": dtype for n, dtype in source.plan.kept.items()})
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-        attachments, tokenizer = _copy_tokenizer(source, Path(folder) / "tokenizer")
+        attachments, tokenizer, record["begin"] = _copy_tokenizer(source, Path(folder) / "tokenizer")
+        (Path(folder) / MODEL_FILE).write_text(preset(source.model, directory.resolve().name), encoding="utf-8")
+        attachments[MODEL_FILE] = Path(folder) / MODEL_FILE
+        if (directory / GENERATION_FILE).is_file():  # its end tokens are those of this model
+            attachments[GENERATION_FILE] = directory / GENERATION_FILE
         with ByteProgress("converting", source.nbytes) as done:
             write_checkpoint(output, tensors, state, attachments, ALONE, _Reader(source, done).read)
-    return Imported(source.plan.parameters, difference, tokenizer)
+    return Imported(source.plan.parameters, compared, tokenizer, _notes(source))
+
+
+def preset(model: Model, name: str) -> str:
+    """A file that a configuration includes, with the fewest keys that make this model."""
+    section: dict[str, Any] = {}
+    for dotted, value in smallest_section(model).items():
+        *path, last = dotted.split(".")
+        place = section
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return f"# The model of {' '.join(name.split())}; a configuration that goes on from its weights includes this file.\n{dump({'model': section})}\n"
+
+
+def _notes(source: HfDirectory) -> list[str]:
+    """What of a mixture of experts' training is carried over, or is not."""
+    model, config, notes = source.model, source.config, []
+    weight = config.get(BALANCE)
+    if model.family == "hf" and weight:
+        notes.append(f"{BALANCE}={weight} is not used: with model.family=hf the auxiliary losses of transformers are not added")
+    elif model.experts.count and weight:
+        notes.append(
+            f"{BALANCE}={weight} is model.experts.balance_loss={model.experts.balance_loss:.4g} here: transformers averages its loss over "
+            f"{layers_with_experts(model)} layers, ours adds them up; {MODEL_FILE} says it, and is the place to change it"
+        )
+    if config.get("aux_loss_alpha") and model.experts.count:
+        notes.append(
+            f"aux_loss_alpha={config['aux_loss_alpha']} is not used, as transformers does not; model.experts.balance_loss="
+            f"{config['aux_loss_alpha'] / max(1, model.experts.active):.4g} would be that loss"
+        )
+    return notes
 
 
 class _Reader:
@@ -83,20 +133,22 @@ class _Reader:
         return self.current[name]
 
 
-def _copy_tokenizer(source: HfDirectory, target: Path) -> tuple[dict[str, Path], str]:
-    """Attachments of the checkpoint, and what to tell the user: training needs no tokenizer, so a model without one is no error."""
+def _copy_tokenizer(source: HfDirectory, target: Path) -> tuple[dict[str, Path], str, list[int]]:
+    """Attachments of the checkpoint, what to tell the user, and the tokens before a text: training needs no tokenizer, so a model without
+    one is no error.
+    """
     try:
         tokenizer = load_tokenizer(source.directory)
     except DataError as error:
-        return {}, f"none ({error})"
+        return {}, f"none ({error})", []
     try:
         dropped = save_trimmed(tokenizer, source.model.vocab_size, target)
     except DataError as error:
         raise CheckpointError(str(error)) from error
-    if dropped:
-        lacking = f"which the vocabulary of {source.model.vocab_size} rows lacks"
-        return {"tokenizer": target}, f"copied without {', '.join(dropped)}, {lacking}"
+    begin, said = begin_tokens(tokenizer, source.directory), "copied"
     unused = source.model.vocab_size - tokenizer.vocab_size
-    return {"tokenizer": target}, "copied" + (
-        f" (the last {unused} rows of the vocabulary are none of its tokens)" if unused else ""
-    )
+    if dropped:
+        said += f" without {', '.join(dropped)}, which the vocabulary of {source.model.vocab_size} rows lacks"
+    elif unused:
+        said += f" (the last {unused} rows of the vocabulary are none of its tokens)"
+    return {"tokenizer": target}, said, begin

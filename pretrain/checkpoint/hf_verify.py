@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pretrain.checkpoint.safetensors_file import Spec, raw_bytes
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError
 from pretrain.models.families.weights import TRAINING_ONLY
+from pretrain.models.hf_config import decoded, hf_window
 from pretrain.models.network import build_network
 
 LOGIT_TOLERANCE = 1e-4
@@ -36,7 +38,9 @@ def expected_by_transformers(config: dict[str, Any]) -> tuple[str, dict[str, tup
 
     # A copy: transformers writes into nested fields.
     fields = {
-        name: value for name, value in copy.deepcopy(config).items() if name not in ("architectures", "dtype", "torch_dtype")
+        name: value
+        for name, value in decoded(copy.deepcopy(config)).items()
+        if name not in ("architectures", "dtype", "torch_dtype")
     }
     with torch.device("meta"):
         model = _auto_class(config).from_config(AutoConfig.for_model(**fields))
@@ -93,29 +97,62 @@ def _compare(path: Path, spec: Spec, tensor: Tensor, sha256: str) -> None:
 # ---- logits -----------------------------------------------------------------------------------------------------------
 
 
-def verified_difference(directory: Path, model: Model, weights: Callable[[], dict[str, Tensor]]) -> float:
-    """`logit_difference`, or CheckpointError where it is above 1e-4 or no number."""
-    difference = logit_difference(directory, model, weights)
-    if not difference <= LOGIT_TOLERANCE:
-        raise CheckpointError(
-            f"transformers' logits differ from ours by {difference:.2e} (limit {LOGIT_TOLERANCE}); nothing was written"
-        )
-    return difference
-
-
-def logit_difference(directory: Path, model: Model, weights: Callable[[], dict[str, Tensor]]) -> float:
-    """Largest absolute difference between transformers' logits of a directory and ours of `weights`, both in fp32.
-
-    One after the other, so that one model at a time is in memory, in fp32.
+@dataclass(frozen=True)
+class Compared:
+    """What a comparison of logits was made on: so many sequences of so many random tokens, both models in fp32; the largest absolute
+    difference. `beyond`: what such a length reaches that a shorter one does not, None where there is nothing.
     """
+
+    difference: float
+    sequences: int
+    length: int
+    beyond: str | None
+
+    def __str__(self) -> str:
+        reach = f", beyond {self.beyond}" if self.beyond else ""
+        return (
+            f"transformers' logits differ from ours by at most {self.difference:.2e}, in fp32, on {self.sequences} sequence"
+            f"{'s' if self.sequences > 1 else ''} of {self.length} random tokens{reach}"
+        )
+
+
+def compare_logits(directory: Path, model: Model, weights: Callable[[], dict[str, Tensor]]) -> Compared:
+    """transformers' logits of a directory against ours of `weights`, one model after the other, so that one at a time is in memory.
+
+    Raises CheckpointError where they differ by more than LOGIT_TOLERANCE, or are no numbers. The sequence is longer than the window, or
+    than the length from which dynamic scaling changes the rotation, where a model has one.
+    """
+    sequences, length, beyond = _reach(model)
     generator = torch.Generator().manual_seed(0)
-    ids, source = (
-        torch.randint(model.vocab_size, (2, min(64, model.max_sequence_length)), generator=generator) for _ in range(2)
-    )
+    ids, source = (torch.randint(model.vocab_size, (sequences, length), generator=generator) for _ in range(2))
     theirs = _their_logits(directory, ids, source if model.encoder_layers else None)
     inputs = {"source_BS": source} if model.encoder_layers else {}
     with torch.no_grad():
-        return float((theirs - build(model, weights())(ids, **inputs)).abs().max())
+        difference = float(theirs.sub_(build(model, _in_fp32(weights()))(ids, **inputs)).abs_().max())
+    if not difference <= LOGIT_TOLERANCE:
+        raise CheckpointError(
+            f"transformers' logits differ from ours by {difference:.2e} on {length} tokens (limit {LOGIT_TOLERANCE}); nothing was written"
+        )
+    return Compared(difference, sequences, length, beyond)
+
+
+_MORE = 64  # tokens beyond what is to be exercised
+
+
+def _reach(model: Model) -> tuple[int, int, str | None]:
+    """Sequences and their length that reach all that the model computes, and what they reach beyond."""
+    longest = model.max_sequence_length
+    window, grows_from = model.attention.window or 0, 0
+    if model.family == "hf":
+        window = hf_window(model)
+    elif model.positions == "rope" and model.rope.scaling == "dynamic":
+        grows_from = model.rope.original_length
+    if grows_from:  # such models go on beyond the length they say
+        return 1, max(grows_from, window) + _MORE, f"the {grows_from} positions from which dynamic scaling grows"
+    if not window:
+        return 2, min(_MORE, longest), None
+    length = min(longest, window + _MORE)
+    return 1, length, f"the window of {window}" if length > window else None
 
 
 def _their_logits(directory: Path, ids: Tensor, source: Tensor | None) -> Tensor:
@@ -124,11 +161,23 @@ def _their_logits(directory: Path, ids: Tensor, source: Tensor | None) -> Tensor
     logging.disable_progress_bar()
     model = (
         _auto_class(files.read_json(directory / "config.json"))
-        .from_pretrained(directory, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False)
+        .from_pretrained(
+            directory,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            experts_implementation="eager",  # its grouped kernel refuses widths that are no multiple of 4
+        )
         .eval()
     )
     with torch.no_grad():
-        return (model(ids) if source is None else model(source, decoder_input_ids=ids)).logits
+        logits = model(ids, use_cache=False) if source is None else model(source, decoder_input_ids=ids, use_cache=False)
+        return logits.logits
+
+
+def _in_fp32(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
 def _auto_class(config: dict[str, Any]) -> Any:
@@ -138,10 +187,13 @@ def _auto_class(config: dict[str, Any]) -> Any:
     return AutoModelForSeq2SeqLM if config.get("is_encoder_decoder") is True else AutoModelForCausalLM
 
 
-def build(model: Model, weights: dict[str, Tensor]) -> nn.Module:
-    """A network that holds these weights, in fp32 on the CPU, without what is for training only."""
-    weights = {name: tensor.float() for name, tensor in weights.items() if not name.startswith(TRAINING_ONLY)}
+def build(model: Model, weights: dict[str, Tensor], compute: torch.dtype = torch.float32) -> nn.Module:
+    """A network that holds these weights as they are, on the CPU, without what is for training only; it computes in `compute`."""
+    weights = {name: tensor for name, tensor in weights.items() if not name.startswith(TRAINING_ONLY)}
     with torch.device("meta"):
         network = build_network(dataclasses.replace(model, predict_ahead=0))
     network.load_state_dict(weights, strict=True, assign=True)
+    for module in network.modules():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = compute
     return network.eval().requires_grad_(False)

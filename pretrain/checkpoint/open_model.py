@@ -2,31 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.hf_directory import HfDirectory
+from pretrain.checkpoint.hf_directory import HfDirectory, read_config
 from pretrain.checkpoint.hf_verify import build
 from pretrain.checkpoint.load import load_state, saved_tensors
 from pretrain.config.model_schema import Model
 from pretrain.config.recorded import build_section
-from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from pretrain.errors import ConfigError
+from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from pretrain.errors import CheckpointError, ConfigError
+from pretrain.models.families import family_of_hf
+
+GENERATION_FILE = "generation_config.json"
+MODEL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def open_model(path: Path) -> tuple[nn.Module, Tokenizer]:
-    """The network, in fp32 on the CPU, and the tokenizer it was trained with. Of a run: its newest checkpoint."""
+@dataclass(frozen=True)
+class Opened:
+    """A network in evaluation, and how text goes into it and comes out.
+
+    `begin`: tokens that the tokenizer asks for before a text (BOS, mostly). `ends`: tokens that end one: the end of a document, and what
+    the model's generation_config.json and config.json name. `notes`: what to tell the user.
+    """
+
+    network: nn.Module
+    tokenizer: Tokenizer
+    begin: list[int]
+    ends: frozenset[int]
+    notes: list[str] = field(default_factory=list)
+
+
+def open_model(path: Path, device: torch.device | str = "cpu", dtype: str = "fp32", family: str | None = None) -> Opened:
+    """A decoder on a device, computing in a number format of MODEL_DTYPES. Of a run: its newest checkpoint.
+
+    Matrices are held in that format, which is what they are cast to where they are used; vectors and what gets no gradient stay as they are.
+    `family`: as for HfDirectory; without, an architecture that no family knows is read as `hf`.
+    """
+    cast = _caster(MODEL_DTYPES[dtype])
+    notes: list[str] = []
     if (path / "config.json").is_file():
-        model, weights = read_hf(path)
-        if model.encoder_layers:
-            raise ConfigError(f"{path} is an encoder-decoder; use tools/translate.py")
-        return build(model, weights), load_tokenizer(path)
-    model, weights, checkpoint = read_checkpoint(path)
+        source = HfDirectory(path, family or _family_for(path, notes))
+        model, weights, place, tokens = source.model, source.whole(cast), path, path
+    else:
+        model, weights, place = read_checkpoint(path, cast)
+        tokens = place / "tokenizer"
     if model.encoder_layers:
-        raise ConfigError(f"{checkpoint} is an encoder-decoder; use tools/translate.py")
-    return build(model, weights), load_tokenizer(checkpoint / "tokenizer")
+        raise ConfigError(f"{place} is an encoder-decoder; use tools/translate.py")
+    network = build(model, weights, MODEL_DTYPES[dtype]).to(device)
+    tokenizer = load_tokenizer(tokens)
+    return Opened(network, tokenizer, begin_tokens(tokenizer, place), frozenset(end_tokens(tokenizer, place)), notes)
+
+
+def _family_for(directory: Path, notes: list[str]) -> str | None:
+    try:
+        family_of_hf(read_config(directory))
+    except ConfigError:
+        notes.append("no family of this program knows the architecture: read as model.family=hf, which transformers builds")
+        return "hf"
+    return None
+
+
+Cast = Callable[[str, Tensor], Tensor]
+
+
+def _caster(dtype: torch.dtype) -> Cast:
+    def cast(name: str, tensor: Tensor) -> Tensor:
+        matrix = tensor.dim() > 1 and tensor.is_floating_point()
+        return tensor.to(dtype) if matrix else tensor
+
+    return cast
 
 
 def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
@@ -35,13 +86,13 @@ def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
     return source.model, source.whole()
 
 
-def read_checkpoint(path: Path) -> tuple[Model, dict[str, Tensor], Path]:
+def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[str, Tensor], Path]:
     """Shape, weights (whole, on the CPU, by our names) and directory of a checkpoint, or of a run's newest; hashes verified."""
     checkpoint = files.resolve(path)[-1]
     files.verify(checkpoint)
     model = build_section(Model, load_state(checkpoint)["model"])
-    weights = saved_tensors(checkpoint, "model.")
-    return model, {name.removeprefix("model."): tensor for name, tensor in weights.items()}, checkpoint
+    weights = {name.removeprefix("model."): tensor for name, tensor in saved_tensors(checkpoint, "model.").items()}
+    return model, weights if cast is None else {name: cast(name, tensor) for name, tensor in weights.items()}, checkpoint
 
 
 def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
@@ -59,3 +110,70 @@ def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
     if not model.encoder_layers:
         raise ConfigError(f"{place} is a decoder alone; use tools/generate.py")
     return build(model, weights), load_tokenizer(source), load_tokenizer(target)
+
+
+# ---- tokens around a text ---------------------------------------------------------------------------------------------
+
+# Classes of transformers that put a BOS before a text unless their configuration says otherwise, of SentencePiece models.
+_BEGINNING = ("LlamaTokenizer", "GemmaTokenizer", "CodeLlamaTokenizer")
+
+
+def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
+    """What a tokenizer asks for before a text, as transformers reads it.
+
+    Of a tokenizer.json the beginning of its post-processor's template, else the bos_token where tokenizer_config.json beside it says
+    add_bos_token; of a SentencePiece model what that file says, or the class it names. `place`: a checkpoint, which remembers what an
+    import found, or the Hugging Face directory.
+    """
+    if (place / files.STATE).is_file():
+        imported = load_state(place).get("imported") or {}
+        if "begin" in imported:
+            return [int(token) for token in imported["begin"]]
+    config = _object(tokenizer.file.parent / CONFIG_NAME)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        template = _template(tokenizer.specification().get("post_processor"))
+        if template or config.get("add_bos_token") is not True:
+            return template
+    elif not config.get("add_bos_token", config.get("tokenizer_class") in _BEGINNING):
+        return []
+    named = config.get("bos_token") or "<s>"
+    token = tokenizer.special_id(named.get("content") if isinstance(named, dict) else named)
+    return [] if token is None else [token]
+
+
+def _template(post: Any) -> list[int]:
+    """Tokens that a post-processor of a tokenizer.json puts before a single text."""
+    post = post if isinstance(post, dict) else {}
+    match post.get("type"):
+        case "TemplateProcessing":
+            before: list[int] = []
+            for piece in post["single"]:
+                if "SpecialToken" not in piece:
+                    break
+                before += post["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+            return before
+        case "BertProcessing" | "RobertaProcessing":
+            return [post["cls"][1]]
+        case "Sequence":
+            return [token for inner in post["processors"] for token in _template(inner)]
+    return []
+
+
+def end_tokens(tokenizer: Tokenizer, place: Path) -> set[int]:
+    """The end of a document, and every eos_token_id of generation_config.json and config.json: chat models have several."""
+    ends = {tokenizer.eod_id}
+    for name in (GENERATION_FILE, "config.json"):
+        said = _object(place / name).get("eos_token_id")
+        named = said if isinstance(said, list) else [] if said is None else [said]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in named):
+            raise CheckpointError(f"{place / name}: eos_token_id={said!r} is no token, nor a list of them")
+        ends |= set(named)
+    return ends
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty where there is no such file."""
+    content = files.read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pretrain.distributed.ranks import Ranks
 
@@ -50,6 +51,23 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
     for state in optimizer.state.values():
         state["step"].zero_()
+
+
+@torch.no_grad()
+def first_nonfinite(tensors: dict[str, Tensor]) -> str | None:
+    """The first tensor of which this rank's part holds a value that is not finite; None where there is no such value.
+
+    One pass over the values where they are: the 2-norm of a tensor is not finite where one of its values is not. Those of huge values
+    overflow as well, so that suspects are looked at again. (The maximum norm, which cannot, is 50 times slower on a CPU.)
+    """
+    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    found: list[str] = []
+    for device in {tensor.device for tensor in local.values()}:
+        here = {n: t for n, t in local.items() if t.device == device and t.is_floating_point() and t.numel()}
+        norms = torch._foreach_norm(list(here.values()), 2) if here else []
+        finite = torch.stack([norm.double() for norm in norms]).isfinite().tolist() if norms else []
+        found += [name for name, good in zip(here, finite) if not good and not here[name].isfinite().all()]
+    return min(found, key=list(tensors).index, default=None)
 
 
 def rng_tensors(ranks: Ranks) -> dict[str, Tensor]:

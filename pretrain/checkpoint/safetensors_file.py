@@ -23,10 +23,14 @@ import torch
 from torch import Tensor
 
 from pretrain.errors import CheckpointError
+from pretrain.storage import unrepeated
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+WHOLE = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
+ALL_DTYPES = DTYPES | {code: dtype for dtype, code in WHOLE.items()}
+"""Number formats by the format's names for them: of weights, and with those of whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def header_of(specs: Sequence[Spec]) -> bytes:
     end = 0
     for spec in specs:
         start, end = end, end + spec.nbytes
-        header[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+        header[spec.name] = {"dtype": (CODES | WHOLE)[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)  # so that the data is aligned
     return len(content).to_bytes(8, "little") + content
@@ -155,7 +159,7 @@ class SafetensorsFile:
                 pass
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length), object_pairs_hook=_without_repetition)
+                header = json.loads(file.read(length), object_pairs_hook=unrepeated)
         except (SafetensorError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: damaged: {str(error).splitlines()[0]}") from error
         except OSError as error:
@@ -167,7 +171,7 @@ class SafetensorsFile:
         }
 
     def read(self, name: str) -> Tensor:
-        """A tensor of one of the number formats in DTYPES."""
+        """A tensor of one of the number formats in ALL_DTYPES."""
         place = self.places[name]
         content = torch.empty(place.end - place.start, dtype=torch.uint8)
         view, done = memoryview(content.numpy()), 0
@@ -178,11 +182,4 @@ class SafetensorsFile:
                 if not size:
                     raise CheckpointError(f"{self.path}: was cut short while it was read")
                 done += size
-        return content.view(DTYPES[place.code]).reshape(place.shape)
-
-
-def _without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(items)) != len(items):
-        names = [name for name, _ in items]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
-    return dict(items)
+        return content.view(ALL_DTYPES[place.code]).reshape(place.shape)

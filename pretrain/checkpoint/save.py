@@ -6,6 +6,7 @@ main rank    state.json, config.yaml, tokenizer -> same;  manifest.json last;  f
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 import warnings
@@ -18,12 +19,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pretrain.checkpoint import files
+from pretrain.checkpoint.load import first_cause
 from pretrain.checkpoint.safe_dcp import METADATA_FILE
 from pretrain.checkpoint.streamed import StreamingPlanner, StreamingWriter
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError
-from pretrain.storage import flush
+from pretrain.errors import CheckpointError, reason_of
+from pretrain.storage import flush, sha256_of
+
+log = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -34,18 +38,21 @@ def save_checkpoint(
     attachments: dict[str, Path],
     policy: Checkpoint,
     ranks: Ranks,
-) -> Path:
-    """Save a run's state on all ranks together, then retire what the policy no longer keeps; the complete checkpoint."""
+) -> tuple[Path, str]:
+    """Save a run's state on all ranks together, then retire what the policy no longer keeps; the complete checkpoint, and the sha256 of
+    its manifest.
+
+    What cannot be removed is warned of: the run needs the new checkpoint, not the room of the old one.
+    """
     target = folder / files.directory_of(step)
-    try:
-        write_checkpoint(target, tensors, state, attachments, ranks)
-    except CheckpointError as error:
-        earlier = files.complete_checkpoints(folder)
-        good = f"{earlier[-1]} stays good" if earlier else "there is no earlier checkpoint"
-        raise CheckpointError(f"checkpoint of step {step} could not be saved: {error}; {good}") from error
+    manifest = write_checkpoint(target, tensors, state, attachments, ranks)
     if ranks.is_main:
-        files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
-    return target
+        try:
+            files.discard_unfinished(folder)  # what an earlier removal could not remove
+            files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
+        except OSError as error:
+            log.warning("an older checkpoint could not be removed, which is tried again at the next save: %s", reason_of(error))
+    return target, manifest
 
 
 def write_checkpoint(
@@ -55,8 +62,8 @@ def write_checkpoint(
     attachments: dict[str, Path],
     ranks: Ranks,
     read: Callable[[str], Tensor] | None = None,
-) -> None:
-    """Write one checkpoint directory on all ranks together.
+) -> str:
+    """Write one checkpoint directory on all ranks together; the sha256 of its manifest.
 
     `state` becomes state.json, `attachments` are files or directories copied in under their names. With `read`, the tensors have
     shapes only, and it gives their values one by one, in their order, to a process that never holds them all. After a failure on any rank
@@ -69,7 +76,9 @@ def write_checkpoint(
             "payload of a checkpoint", lambda: _write_payload(writing, tensors, ranks, read), CheckpointError
         )
         written = {name: h for part in ranks.gather("hashes of a checkpoint", hashes) for name, h in part.items()}
-        ranks.on_main("commit of a checkpoint", lambda: _commit(writing, target, written, state, attachments), CheckpointError)
+        return ranks.on_main(
+            "commit of a checkpoint", lambda: _commit(writing, target, written, state, attachments), CheckpointError
+        )
     except CheckpointError as error:
         if ranks.is_main:
             shutil.rmtree(writing, ignore_errors=True)
@@ -95,7 +104,7 @@ def _write_payload(
     try:
         _save_payload(directory, tensors, ranks, read)
     except CheckpointException as error:  # a BaseException
-        raise CheckpointError(_first_cause(error)) from error
+        raise CheckpointError(first_cause(error)) from error
     return {path.name: _flushed(path) for path in sorted(directory.glob(f"__{ranks.rank}_*"))}
 
 
@@ -133,7 +142,7 @@ def _flushed(path: Path) -> dict[str, Any]:
 
 def _commit(
     writing: Path, target: Path, hashes: dict[str, dict[str, Any]], state: dict[str, Any], attachments: dict[str, Path]
-) -> None:
+) -> str:
     hashes = hashes | _write_attachments(writing, state, attachments)
     for name, expected in hashes.items():
         path = writing / name
@@ -143,10 +152,7 @@ def _commit(
             )
     files.write_json(writing / files.MANIFEST, {"format": files.FORMAT, "version": files.VERSION, "files": hashes})
     flush(writing)
-    files.replace_directory(writing, target)
-
-
-def _first_cause(error: CheckpointException) -> str:
-    for rank, (cause, _) in sorted(error.failures.items()):
-        return f"rank {rank}: {getattr(cause, 'strerror', None) or cause}".splitlines()[0]
-    return str(error).splitlines()[0]
+    manifest = sha256_of(writing / files.MANIFEST)
+    if aside := files.put_in_place(writing, target):
+        log.warning("%s was there already, of a time line that this run has left; it is now %s", target, aside.name)
+    return manifest

@@ -8,7 +8,7 @@ into pieces of rows, so that a rank which starts from them reads its own rows an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,7 @@ class StreamingWriter(dcp.FileSystemWriter):
         return done
 
 
-def on_meta(shapes: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors without values, to plan with."""
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+def on_meta(shapes: dict[str, Any], dtype: torch.dtype, others: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+    """Tensors without values, to plan with. `others`: number formats of those that have another than `dtype`."""
+    others = others or {}
+    return {name: torch.empty(shape, dtype=others.get(name, dtype), device="meta") for name, shape in shapes.items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError
@@ -18,13 +19,18 @@ from pretrain.models.network import build_network
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """`entries` in the order of conversion, `ours` and `theirs` the shapes of all tensors by name, but for those of TRAINING_ONLY."""
+    """`entries` in the order of conversion, `ours` and `theirs` the shapes of all tensors by name, but for those of TRAINING_ONLY.
+
+    `kept`: number formats, by our names, of the tensors that get no gradient. They keep them whatever that of the weights is: the
+    corrections that balance experts, which small steps move, and tables of whole numbers.
+    """
 
     model: Model
     family: Family
     entries: list[Entry]
     ours: dict[str, Shape]
     theirs: dict[str, Shape]
+    kept: dict[str, torch.dtype]
 
     @property
     def parameters(self) -> int:
@@ -37,7 +43,10 @@ def plan_weights(model: Model) -> WeightPlan:
     Raises CheckpointError naming a parameter that the map leaves out or whose layouts do not fit each other.
     """
     family = family_of(model.family)
-    ours = {name: shape for name, shape in shapes_of(model).items() if not name.startswith(TRAINING_ONLY)}
+    with torch.device("meta"):
+        named = dict(build_network(model).named_parameters())
+    ours = {name: tuple(p.shape) for name, p in named.items() if not name.startswith(TRAINING_ONLY)}
+    kept = {name: named[name].dtype for name in ours if not named[name].requires_grad}
     try:
         entries = family.entries(model, list(ours))
     except ValueError as error:
@@ -45,7 +54,9 @@ def plan_weights(model: Model) -> WeightPlan:
     theirs: dict[str, Shape] = {}
     for line in entries:
         shapes = [ours[name] for name in line.ours]
-        laid_out = line.layout.to_theirs([torch.empty(shape, device="meta") for shape in shapes], model)
+        laid_out = line.layout.to_theirs(
+            [torch.empty(ours[name], dtype=kept.get(name), device="meta") for name in line.ours], model
+        )
         back = [tuple(t.shape) for t in line.layout.to_ours(laid_out, shapes, model)]
         if len(laid_out) != len(line.theirs) or back != shapes or any(name in theirs for name in line.theirs):
             raise CheckpointError(
@@ -53,7 +64,28 @@ def plan_weights(model: Model) -> WeightPlan:
                 f"{line.theirs[0]} {[list(t.shape) for t in laid_out][:1]}"
             )
         theirs |= {name: tuple(t.shape) for name, t in zip(line.theirs, laid_out)}
-    return WeightPlan(model, family, entries, ours, theirs)
+    return WeightPlan(model, family, entries, ours, theirs, kept)
+
+
+def least_numbers(model: Model) -> int:
+    """Weights that a model has at least, from its sizes alone: its table, and of each layer one projection, or its experts."""
+    experts = model.experts.count or 0
+    dense = (model.layers + (model.encoder_layers or 0)) * model.dim * max(1, model.heads)
+    routed = (model.layers - len(model.experts.dense_layers or ())) * experts * model.dim * (model.experts.ffn_dim or 0)
+    return model.vocab_size * model.dim + dense + routed
+
+
+def refuse_odd_numbers(place: object, name: str, tensor: Tensor, kept: bool = False) -> None:
+    """Raise CheckpointError naming a tensor that holds NaN or infinity: training, sampling and export would carry it on. `kept`: it
+    gets no gradient, and may hold infinities (a mask, say).
+    """
+    if not tensor.is_floating_point() or torch.isfinite(tensor).all() or (kept and not tensor.isnan().any()):
+        return
+    what = "NaN" if tensor.isnan().any() else "infinite numbers"
+    count = int((~torch.isfinite(tensor)).sum())
+    raise CheckpointError(
+        f"{place}: {name} holds {what} ({count:,} of {tensor.numel():,}); these are no weights of a working model"
+    )
 
 
 def shapes_of(model: Model) -> dict[str, Shape]:

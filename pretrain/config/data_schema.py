@@ -120,7 +120,7 @@ class Data:
     stages: list[MixtureStage] = key(
         [], "Weights that change during the run, stage after stage. Stages, and sources, may be added to a run under way."
     )
-    validation: list[ValidationSource] = key([], "Validation data; each source gets a loss of its own.")
+    validation: list[ValidationSource] = key([], "Validation data; each source gets a loss of its own.", resume="free")
     objective: Literal["next_token", "span_corruption"] = key(
         "next_token",
         "What is learnt from a sample: each token from those before it, or, by an encoder-decoder, spans that were taken out.",
@@ -147,9 +147,10 @@ class Data:
         "Prefetching threads per rank; changes nothing but speed. 0 reads in the training thread.",
         ge=0,
         le=64,
+        resume="free",
     )
     verify: Literal["full", "size"] = key(
-        "full", "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only."
+        "full", "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only.", resume="free"
     )
     text: Text = section(Text)
     pairs: str | None = key(
@@ -158,6 +159,8 @@ class Data:
         "`batch.tokens`, and `validation` names such directories too.",
     )
     exact_resume: bool = key(
-        True, "Demand that resuming gives the same samples on any number of ranks; `text` cannot, and needs this to be false."
+        True,
+        "Demand that resuming gives the same samples on any number of ranks; `text` cannot, and needs this to be false.",
+        resume="free",
     )
-    cache: Cache = section(Cache)
+    cache: Cache = section(Cache, resume="free")

@@ -1,4 +1,4 @@
-"""How a key of the configuration is declared: default, documentation, legal range, and where it has an effect.
+"""How a key of the configuration is declared: default, documentation, legal range, effect, what a change at a resume means.
 
 A key that acts only beside certain values of others says so with `when`, a mapping of dotted paths:
 
@@ -13,16 +13,28 @@ A key that acts only beside certain values of others says so with `when`, a mapp
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from pretrain.errors import ConfigError
+
+AtResume = Literal["free", "accept", "schedule", "content", "never"]
+"""What a value that differs from the checkpoint's means when a run is resumed. It is printed in any case.
+
+    free       speed, memory, place, logging, or only what is still to come: nothing else happens
+    accept     the steps to come are computed otherwise: refused unless run.accept_changes names the key
+    schedule   like `accept` where the steps already taken would have had other learning rates, else like `free`
+    content    judged by what it made of the samples already taken (docs/data.md), not by its own value
+    never      another run
+"""
+
 
 SET, UNSET = "set", "unset"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Except:
     """The condition that a key has any value but this one."""
 
@@ -33,23 +45,35 @@ Condition = tuple[Any, ...] | Except | str
 When = Mapping[str, Condition]
 
 
-def key(default: Any, help: str, *, ge=None, gt=None, le=None, lt=None, only=None, when: When | None = None) -> Any:
+def key(
+    default: Any,
+    help: str,
+    *,
+    ge=None,
+    gt=None,
+    le=None,
+    lt=None,
+    only=None,
+    when: When | None = None,
+    resume: AtResume | None = None,
+) -> Any:
     """A configuration key: default value, one line of documentation with units, its legal range, and where it has an effect.
 
-    `only` names the single value that is legal today for a key whose other values are not built yet.
+    `only` names the single value that is legal today for a key whose other values are not built yet. `resume` says what a change
+    at a resume means; by default what the section says.
     """
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "only": only, "when": when or {}}
+    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "only": only, "when": when or {}, "resume": resume}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type, when: When | None = None) -> Any:
-    """A nested section with that dataclass's own defaults; its docstring is its documentation. `when` holds for all its keys."""
-    return field(default_factory=kind, metadata={"help": kind.__doc__, "when": when or {}})
+def section(kind: type, when: When | None = None, resume: AtResume | None = None) -> Any:
+    """A nested section with that dataclass's own defaults; its docstring is its documentation. `when` and `resume` hold for its keys."""
+    return field(default_factory=kind, metadata={"help": kind.__doc__, "when": when or {}, "resume": resume})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SetKey:
     """A key of a section: its dotted path, its value, its default, and the conditions under which it acts."""
 
@@ -125,3 +149,38 @@ def describe_when(when: When) -> str:
             values = "" if wanted == SET else f": {' or '.join(map(_shown, wanted))}"
             sentences.append(f"Only with `{path}{values}`.")
     return " ".join(sentences)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value of a configuration. `path`: with the numbers of list items; `key`: the key of the schema, without them and what follows."""
+
+    path: str
+    key: str
+    value: Any
+    resume: AtResume
+
+
+def leaves(
+    kind: type, values: dict[str, Any] | None, path: str = "", key: str = "", resume: AtResume = "free"
+) -> Iterator[Leaf]:
+    """All values of a section in the order of the schema. A key that `values` lacks has its default.
+
+    `values` None: the keys of the schema, with one item in each list of sections.
+    """
+    hints = typing.get_type_hints(kind)
+    for own in dataclasses.fields(kind):
+        hint, rule = hints[own.name], own.metadata.get("resume") or resume
+        full = f"{path}.{own.name}" if path else own.name
+        value = own.default_factory() if own.default is dataclasses.MISSING else own.default
+        if values is not None:
+            value = values.get(own.name, value)
+        item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+        if dataclasses.is_dataclass(hint):
+            below = None if values is None else value if isinstance(value, dict) else {}
+            yield from leaves(hint, below, full, key, rule)
+        elif dataclasses.is_dataclass(item):
+            for number, below in enumerate([None] if values is None else value or []):
+                yield from leaves(item, below, f"{full}.{number}", key or full, rule)
+        else:
+            yield Leaf(full, key or full, list(value) if isinstance(value, tuple) else value, rule)

@@ -32,6 +32,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     tree = read_file(Path(path)) if path is not None else Tree()
     for override in overrides or []:
         apply_override(tree, override)
+    _check_references(tree.values, "", tree.origins)
     _check_section(Config, tree.values, "", tree.origins)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(tree.values))
@@ -46,6 +47,23 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     if config.run.name is None and path is not None:
         config.run.name = Path(path).stem
     return config, tree.origins
+
+
+def _check_references(value: Any, path: str, origins: dict[str, Origin]) -> None:
+    """Raise ConfigError for a `${...}` that is not the path of another key.
+
+    OmegaConf has more: `${oc.env:X}` reads the environment, which no record of a run shows, and `${oc.decode:X}` parses.
+    """
+    if isinstance(value, (dict, list)):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_references(item, f"{path}.{name}" if path else str(name), origins)
+    elif isinstance(value, str):
+        for found in re.finditer(r"\$\{([^}]*)\}?", value):
+            if not re.fullmatch(r"\.*[A-Za-z_]\w*(\.\w+|\[\d+\])*", found[1]):
+                raise ConfigError(
+                    f"{origin_of(path, origins)}: {path}={_shown(value)}: {found[0]} is not a reference to another key, such as "
+                    "${run.seed}; write the value itself"
+                )
 
 
 def _check_section(kind: type, values: Any, path: str, origins: dict[str, Origin], resolved: bool = False) -> None:

@@ -124,7 +124,7 @@ class Mlp:
 class Experts:
     """Mixture of experts in place of the MLP (arXiv 2101.03961). No expert has a capacity: no token is dropped."""
 
-    count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0)
+    count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0, le=100_000)
     active: int | None = key(None, "Experts a token is sent to.", ge=0)
     ffn_dim: int | None = key(None, "Hidden width of an expert; `model.ffn_dim` by default.", ge=0)
     shared: int | None = key(None, "Experts that every token passes through, as one MLP of so many times `ffn_dim`.", ge=0)
@@ -143,14 +143,23 @@ class Experts:
         None,
         "A bias per expert that decides who is chosen but not with what weight: balancing without a loss (arXiv 2408.15664).",
     )
-    correction_rate: float | None = key(None, "How far that bias moves in a step, towards even loads.", ge=0)
+    correction_rate: float | None = key(None, "How far that bias moves in a step, towards even loads.", ge=0, resume="accept")
     balance_loss: float | None = key(
         None,
-        "Weight of the load-balancing loss (arXiv 2101.03961), of each sequence by itself, so that no layout changes it.",
+        "Weight of each layer's load-balancing loss: `count` × sum over experts of (share of positions sent there) × (mean score), which is "
+        "`active` where loads are even (arXiv 2101.03961). DeepSeek-V3 (arXiv 2412.19437) and Megatron divide theirs by `active`: their "
+        "weight over `active` is ours. transformers averages over layers: its router_aux_loss_coef over the number of layers is ours.",
         ge=0,
+        resume="accept",
+    )
+    balance_scope: Literal["sequence", "global_batch"] | None = key(
+        None,
+        "What those shares are counted over: each `sequence` by itself (DeepSeek-V3), or the `global_batch` of the step before (arXiv "
+        "2501.11873), so that experts may specialise in kinds of text. No layout changes either. `sequence` by default.",
+        resume="accept",
     )
     router_z_loss: float | None = key(
-        None, "Weight of the mean squared log-sum-exp of the router's logits (arXiv 2202.08906).", ge=0
+        None, "Weight of the mean squared log-sum-exp of the router's logits (arXiv 2202.08906).", ge=0, resume="accept"
     )
 
 
@@ -168,9 +177,9 @@ class Model:
         "With `family: hf`, and in place of all other keys of the model: a config.json of transformers', the directory that has one, "
         "or its contents as JSON, which is what the resolved configuration has.",
     )
-    dim: int = key(384, "Width of the residual stream.", ge=1)
-    layers: int = key(6, "Number of decoder blocks.", ge=1)
-    heads: int = key(6, "Attention heads of a block (query heads).", ge=1)
+    dim: int = key(384, "Width of the residual stream.", ge=1, le=2**24)
+    layers: int = key(6, "Number of decoder blocks.", ge=1, le=10_000)
+    heads: int = key(6, "Attention heads of a block (query heads).", ge=1, le=100_000)
     kv_heads: int | None = key(
         None, "Key/value heads, a divisor of `heads` (grouped-query attention); `heads` by default.", ge=1
     )
@@ -203,6 +212,7 @@ class Model:
         "Blocks of an encoder, whose output the decoder's blocks attend to; trained on `data.pairs` or with `data.objective: "
         "span_corruption`. 0: a decoder alone. `layers` by default with families `transformer` and `t5`.",
         ge=0,
+        le=10_000,
     )
     source_vocab_size: int | None = key(
         None, "Token ids the encoder knows; those of the tokenizer of the sources by default.", ge=2
@@ -220,6 +230,7 @@ class Model:
         "training; of an encoder-decoder.",
         ge=0,
         lt=1,
+        resume="accept",
     )
     predict_ahead: int = key(
         0,
@@ -241,12 +252,14 @@ class Model:
         "scaled_dot_product_attention with a dense mask (a byte per pair of positions); `flex`: FlexAttention, which skips what is "
         "masked (training: CUDA only); `auto`: flex on CUDA for heads of at least 16, else sdpa. Where nothing is masked but the "
         "future, attention is torch's causal kernel.",
+        resume="free",
     )
     max_sequence_length: int | None = key(
         None,
         "Longest sequence the model is said to be good for: `max_position_embeddings` of an export, and the limit of "
         "tools/generate.py; `data.sequence_length` by default. With learned positions, as many as there are.",
         ge=1,
+        resume="free",
     )
     init: Literal["fixed", "fan_in"] | None = key(
         None,
@@ -254,4 +267,4 @@ class Model:
         "(GPT-2). `fan_in`, of an encoder-decoder: `init_std` over the root of a matrix's inputs, embeddings `init_std` itself; where "
         "scores are not divided (attention.query_scalar=1) queries are, over sqrt(head_dim) (T5). `fixed` by default.",
     )
-    init_std: float | None = key(None, "Scale of initial weights; 0.02 by default, 1 with family `t5`.", gt=0)
+    init_std: float | None = key(None, "Scale of initial weights; 0.02 by default, 1 with family `t5`.", gt=0, resume="free")

@@ -21,12 +21,15 @@ class Run:
 
     name: str | None = key(None, "Name of the run directory; the stem of the config file by default.")
     dir: str = key("runs", "Folder that holds run directories.")
-    seed: int = key(0, "Seed of the initial weights, and of the data order unless `data.seed` is set.", ge=0, le=2**63 - 1)
-    steps: int = key(1000, "Optimizer steps of the whole run.", ge=1)
+    seed: int = key(
+        0, "Seed of the initial weights, and of the data order unless `data.seed` is set.", ge=0, le=2**63 - 1, resume="accept"
+    )
+    steps: int = key(1000, "Optimizer steps of the whole run.", ge=1, resume="schedule")
     resume: str = key(
         "auto",
         "`auto` continues from the run's newest good checkpoint or starts; `required` fails when there is none; `never` "
-        "refuses a run directory that has checkpoints; a path continues from that checkpoint or run directory.",
+        "refuses a run directory that has checkpoints; a path continues from that checkpoint or run directory. The path of an older "
+        "checkpoint of the run itself goes back to it: newer ones are set aside, none is deleted.",
     )
     init_from: str | None = key(
         None,
@@ -34,8 +37,8 @@ class Run:
     )
     accept_changes: list[str] = key(
         [],
-        "Keys of the data's identity whose change since the checkpoint is meant, e.g. [data.seed]: what would be an error is then a "
-        "warning that says what it does. The error names them.",
+        "Keys whose change since the checkpoint is meant, e.g. [optim.lr, data.seed]: what would be an error is then a "
+        "warning. The error names them, and the last column of these tables says which keys need it.",
     )
     deterministic: bool = key(
         False, "Bitwise reproducible kernels and reductions: the same layout resumed gives the same bits. Slower."
@@ -68,6 +71,7 @@ class Batch:
         "Samples per rank in one forward and backward (a micro-step). Decides memory and speed, not the result.",
         ge=1,
         when={"data.pairs": UNSET},
+        resume="free",
     )
     tokens: int | None = key(
         None,
@@ -82,6 +86,7 @@ class Batch:
         "a rank's whole share. Decides memory and speed, not the result.",
         ge=1,
         when={"data.pairs": SET},
+        resume="free",
     )
     ramp: list[BatchStage] = key(
         [], "Other sizes before `sequences` is reached: a batch-size ramp, stage after stage.", when={"data.pairs": UNSET}
@@ -143,6 +148,7 @@ class Loss:
         "1024 on CUDA. Changes memory and speed, not the result.",
         ge=1,
         when={"model.family": Except("hf")},
+        resume="free",
     )
 
 
@@ -164,7 +170,9 @@ class Validation:
 class Optim:
     """The optimizer. Norms, biases and embeddings get no weight decay, by rule."""
 
-    name: Literal["adamw"] = key("adamw", "AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where torch has it.")
+    name: Literal["adamw"] = key(
+        "adamw", "AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where torch has it.", resume="never"
+    )
     lr: float = key(3e-4, "Peak learning rate; `schedule` scales it.", gt=0)
     betas: tuple[float, float] = key(
         (0.9, 0.95), "Decay rates of the running means of the gradient and of its square.", ge=0, lt=1
@@ -172,6 +180,13 @@ class Optim:
     eps: float = key(1e-8, "Added to the root of the mean square that a step is divided by.", gt=0)
     weight_decay: float = key(0.1, "Decoupled weight decay, times the learning rate.", ge=0)
     clip: float = key(1.0, "Largest 2-norm of all gradients together; larger ones are scaled down to it. 0: never.", ge=0)
+    skip_nonfinite: int = key(
+        0,
+        "Steps in a row that may be skipped because their loss or gradient is not finite; one more ends the run. A skipped step changes "
+        "neither weights nor optimizer state, and its samples are consumed. 0: the first one ends the run.",
+        ge=0,
+        resume="free",
+    )
 
 
 @dataclass
@@ -303,14 +318,14 @@ class Config:
     """A whole run. Sections in the order in which they are read."""
 
     run: Run = section(Run)
-    model: Model = section(Model)
-    data: Data = section(Data)
-    batch: Batch = section(Batch)
-    loss: Loss = section(Loss)
-    optim: Optim = section(Optim)
-    schedule: Schedule = section(Schedule)
+    model: Model = section(Model, resume="never")
+    data: Data = section(Data, resume="content")
+    batch: Batch = section(Batch, resume="accept")
+    loss: Loss = section(Loss, resume="accept")
+    optim: Optim = section(Optim, resume="accept")
+    schedule: Schedule = section(Schedule, resume="schedule")
     parallel: Parallel = section(Parallel)
-    precision: Precision = section(Precision)
+    precision: Precision = section(Precision, resume="accept")
     validation: Validation = section(Validation)
     checkpoint: Checkpoint = section(Checkpoint)
     log: Log = section(Log)

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pretrain.config.keys import When, describe_when
+from pretrain.config.keys import AtResume, When, describe_when
 from pretrain.config.load import describe_type
 from pretrain.config.read import Origin, dump, origin_of
 from pretrain.config.schema import Config
@@ -52,10 +52,17 @@ def to_markdown() -> str:
         "python pretrain/run.py --config configs/quickstart.yaml --print-config --origins # with the origin of every value\n"
         "python pretrain/run.py --config configs/quickstart.yaml --check optim.lr=1e-3    # validate and stop\n```",
         "`null` means derived: the key's text says from what. Numbers are YAML 1.2's: `1e-4` is a number, and `010` in a "
-        "number's place is refused. `${run.seed}` refers to another key.",
+        "number's place is refused. `${run.seed}` refers to another key; nothing else is read that way.",
+        "The last column says what a value that differs from the checkpoint's means when a run is resumed. Every difference is printed; "
+        "`free` ones need nothing more. `accept`: the steps to come would be computed otherwise, so the run stops unless "
+        "`run.accept_changes` names the key. `schedule`: like `accept` where the steps already taken would have had another learning rate, "
+        "else like `free`; so `run.steps` may be raised freely with `constant`, `inverse_sqrt` and a `wsd` that has not begun to fall. "
+        "`content`: judged by what it made of the samples already taken ([data.md](data.md#what-makes-a-run-this-run)). `never`: another run.",
     ]
-    for section, hint in typing.get_type_hints(Config).items():
-        parts.append(f"## `{section}`\n\n{_text(hint.__doc__)}\n\n" + "\n".join(_table(hint, section)))
+    for section in dataclasses.fields(Config):
+        hint = typing.get_type_hints(Config)[section.name]
+        rows = _table(hint, section.name, section.metadata["resume"] or "free", section.metadata["when"])
+        parts.append(f"## `{section.name}`\n\n{_text(hint.__doc__)}\n\n" + "\n".join(rows))
     return "\n\n".join(parts) + "\n"
 
 
@@ -63,26 +70,26 @@ def _text(doc: str | None) -> str:
     return " ".join((doc or "").split())
 
 
-def _table(kind: type, path: str, outer: When | None = None) -> list[str]:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+def _table(kind: type, path: str, resume: AtResume, outer: When | None = None) -> list[str]:
+    rows = ["| key | type | default | meaning | at a resume |", "|---|---|---|---|---|"]
     hints = typing.get_type_hints(kind)
     for fld in dataclasses.fields(kind):
-        hint, full = hints[fld.name], f"{path}.{fld.name}"
+        hint, full, rule = hints[fld.name], f"{path}.{fld.name}", fld.metadata["resume"] or resume
         when = {**(outer or {}), **fld.metadata["when"]}
         if dataclasses.is_dataclass(hint):
-            rows += _table(hint, full, when)[2:]
+            rows += _table(hint, full, rule, when)[2:]
             continue
         item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
         if dataclasses.is_dataclass(item):
-            rows.append(f"| `{full}` | list | `[]` | {fld.metadata['help']} Each item: |")
-            rows += _table(item, f"{full}[]")[2:]
+            rows.append(f"| `{full}` | list | `[]` | {fld.metadata['help']} Each item: | {rule} |")
+            rows += _table(item, f"{full}[]", rule)[2:]
             continue
         default = fld.default_factory() if fld.default is dataclasses.MISSING else fld.default
         shown = (
             "required" if default == "???" else f"`{dump(list(default) if isinstance(default, tuple) else default, flow=True)}`"
         )
         help_text = f"{fld.metadata['help']} {describe_when(when)}".strip()
-        rows.append(f"| `{full}` | {describe_type(hint)}{_range(fld.metadata)} | {shown} | {help_text} |")
+        rows.append(f"| `{full}` | {describe_type(hint)}{_range(fld.metadata)} | {shown} | {help_text} | {rule} |")
     return rows
 
 

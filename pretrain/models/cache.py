@@ -36,11 +36,33 @@ class LayerCache:
 
 
 class Cache:
-    """The caches of a model's layers; `length` positions are in it."""
+    """The caches of a model's layers; `length` positions are in it.
+
+    `documents_BS` labels them (see `models/masks.py`) where the first tokens came with labels; tokens without continue the last document.
+    """
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.layers = [LayerCache(capacity) for _ in range(layers)]
+        self.documents_BS: Tensor | None = None
 
     @property
     def length(self) -> int:
         return self.layers[0].length
+
+    def label(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
+        """Labels of all positions once so many tokens are added, of which these are the labels; None where there are none."""
+        if documents_BT is not None and self.length and self.documents_BS is None:
+            raise ValueError("tokens with labels of documents cannot follow tokens without")
+        if documents_BT is None and self.documents_BS is not None:
+            documents_BT = self.documents_BS[:, -1:].expand(-1, tokens)
+        if documents_BT is not None:
+            parts = [documents_BT] if self.documents_BS is None else [self.documents_BS, documents_BT]
+            self.documents_BS = torch.cat(parts, dim=1)
+        return self.documents_BS
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, in this order."""
+        for layer in self.layers:
+            layer.select(rows)
+        if self.documents_BS is not None:
+            self.documents_BS = self.documents_BS.index_select(0, rows)

@@ -16,7 +16,7 @@ from pretrain.models.cache import Cache
 from pretrain.models.experts import MixtureOfExperts
 from pretrain.models.head import OutputHead
 from pretrain.models.layers import Embedding, make_norm
-from pretrain.models.loss import LossOptions
+from pretrain.models.loss import Losses, LossOptions
 from pretrain.models.masks import (
     Mask,
     attention_backend,
@@ -62,9 +62,10 @@ class Decoder(nn.Module):
         targets_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Tensor:
+        with_cross_entropy: bool = False,
+    ) -> Tensor | Losses:
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32, in training
-        with the auxiliary losses of routers (`models/router.py`).
+        with the auxiliary losses of routers (`models/router.py`). `with_cross_entropy`: return that alone beside them.
 
         `documents_BT` are whole numbers that say which document each position belongs to (equal neighbours are of one; padding
         has a number of its own): no position then attends to another document, and positions count from 0 in each. With a
@@ -80,16 +81,21 @@ class Decoder(nn.Module):
             x_BTD, reports[i] = self._run(layer, i, x_BTD, inputs, cache, counted_BT)
         hidden_BTD, x_BTD = x_BTD, x_BTD if self.norm is None else self.norm(x_BTD)
         tied = self.embedding.weight if self.config.tie_embeddings else None
+        if targets_BT is None:
+            return self.output(x_BTD, None, tied)
         if self.multi_token is None or counted_BT is None:
-            return self._with_routers(self.output(x_BTD, targets_BT, tied), reports)
+            losses = self.output(x_BTD, targets_BT, tied, with_cross_entropy=True)
+            objective_B = self._with_routers(losses.objective_B, reports)
+            return Losses(objective_B, losses.cross_entropy_B) if with_cross_entropy else objective_B
 
         def run_ahead(block: Block, y_BTD: Tensor) -> Tensor:
             y_BTD, reports[len(reports)] = self._run(block, self.config.layers - 1, y_BTD, inputs, None, counted_BT)
             return y_BTD
 
         ahead = self.multi_token(hidden_BTD, embedded_BTD, run_ahead)
-        losses_B = self.multi_token.losses(self.output, x_BTD, ahead, targets_BT, documents_BT, tied).sum(dim=0)
-        return self._with_routers(losses_B, reports)
+        losses = self.multi_token.losses(self.output, x_BTD, ahead, targets_BT, documents_BT, tied)
+        objective_B = self._with_routers(losses.objective_B.sum(dim=0), reports)
+        return Losses(objective_B, losses.cross_entropy_B[0]) if with_cross_entropy else objective_B
 
     def _run(
         self, block: Block, layer: int, x_BTD: Tensor, inputs: Inputs, cache: Cache | None, counted_BT: Tensor | None
@@ -130,8 +136,11 @@ class Decoder(nn.Module):
         if documents_BT is not None:
             if documents_BT.shape != tokens_BT.shape:  # would be broadcast otherwise
                 raise ValueError(f"documents are {tuple(documents_BT.shape)}, tokens {tuple(tokens_BT.shape)}")
+        if cache is not None:
+            documents_BT = cache.label(documents_BT, tokens_BT.shape[1])
+        if documents_BT is not None:  # of all positions
             numbers_BT = document_numbers(documents_BT)
-            positions_BT = document_positions(numbers_BT)
+            positions_BT = document_positions(numbers_BT)[:, start:]
         x_BTD = self.embedding(tokens_BT)
         if config.embedding_multiplier != 1:
             # Rounded to the compute format first, as Gemma does.
@@ -141,7 +150,7 @@ class Decoder(nn.Module):
             x_BTD = x_BTD + self.position_embedding(places)
         inputs = {}
         for local in {has_window(config, i) for i in range(config.layers)}:
-            mask = self._mask(start, stop, numbers_BT, device, local)
+            mask = self._mask(start, stop, numbers_BT, device, local, cache)
             inputs[local] = self._tables(start, stop, positions_BT, device, local), mask
         return x_BTD, inputs
 
@@ -153,12 +162,14 @@ class Decoder(nn.Module):
             return cos[start:], sin[start:]
         return cos[positions_BT][:, None], sin[positions_BT][:, None]
 
-    def _mask(self, start: int, stop: int, numbers_BT: Tensor | None, device: torch.device, local: bool) -> Mask | None:
+    def _mask(
+        self, start: int, stop: int, numbers_BT: Tensor | None, device: torch.device, local: bool, cache: Cache | None
+    ) -> Mask | None:
         """None where only the future is masked, which torch's causal kernel does by itself."""
         switches = self.config.attention
         window = switches.window if local else 0
-        if start:
-            return cached_mask(start, stop, device, window)
+        if start or (cache is not None and numbers_BT is not None):
+            return cached_mask(start, stop, device, window, numbers_BT)
         if numbers_BT is None and not 0 < window < stop and not switches.soft_cap and not switches.sinks:
             return None
         backend = attention_backend(self.config, device, training=torch.is_grad_enabled())

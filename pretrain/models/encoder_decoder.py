@@ -24,7 +24,7 @@ from pretrain.models.cache import LayerCache
 from pretrain.models.dropout import Dropout, make_dropout
 from pretrain.models.head import OutputHead
 from pretrain.models.layers import Embedding, Linear, make_norm
-from pretrain.models.loss import LossOptions
+from pretrain.models.loss import Losses, LossOptions
 from pretrain.models.mlp import Mlp
 from pretrain.models.network import Parts
 from pretrain.models.relative import RelativeBias
@@ -166,8 +166,10 @@ class EncoderDecoder(nn.Module):
         targets_BT: Tensor | None = None,
         keys_B: Tensor | None = None,
         cache: DecodingCache | None = None,
-    ) -> Tensor:
-        """Logits [B, T, V] in the compute format; with targets, the summed token losses of each pair [B], fp32.
+        with_cross_entropy: bool = False,
+    ) -> Tensor | Losses:
+        """Logits [B, T, V] in the compute format; with targets, the summed token losses of each pair [B], fp32, and if asked for the
+        cross-entropy alone beside them.
 
         `tokens_BT`: the target so far, from its start token on; `source_lengths_B`: real tokens of each source, the rest is padding; all
         are real without it (padding of targets needs no mask: nothing attends to what comes later, and its target is IGNORED). `keys_B`: see
@@ -187,7 +189,8 @@ class EncoderDecoder(nn.Module):
         for i, layer in enumerate(self.decoder):
             x_BTD = self._run(layer, x_BTD, mask, dropout, memory_BSD, memory_mask, cache.layers[i] if cache else None)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
-        return self.output(x_BTD, targets_BT, self.embedding.weight if self.config.tie_embeddings else None)
+        tied = self.embedding.weight if self.config.tie_embeddings else None
+        return self.output(x_BTD, targets_BT, tied, with_cross_entropy=with_cross_entropy)
 
     def encode(self, source_BS: Tensor, mask: Tensor, dropout: Dropout | None) -> Tensor:
         """The encoder's output [B, S, D]; `mask` [B or 1, 1, 1, S] is true at real tokens."""

@@ -95,12 +95,12 @@ def _stretches(ends_E: Tensor, rows: int) -> list[int]:
 
 
 def dispatch(experts: Experts, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """Sum over a token's chosen experts of weight x output, [N, D]; always added up in the order of `chosen_NK`."""
-    tokens, choices = chosen_NK.shape
+    """Sum over a token's chosen experts of weight x output, [N, D]; always added up in the order of `chosen_NK`. N may be 0."""
+    choices = chosen_NK.shape[1]
     experts_R, order_R = chosen_NK.flatten().sort(stable=True)
     place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
     y_RD = experts(_Gather.apply(x_ND, order_R, place_R, choices), experts_R)
-    y_NKD = _Permute.apply(y_RD, place_R, order_R).view(tokens, choices, -1)
+    y_NKD = _Permute.apply(y_RD, place_R, order_R).unflatten(0, chosen_NK.shape)
     return (y_NKD * weights_NK.to(y_NKD.dtype)[..., None]).sum(1)
 
 
@@ -118,7 +118,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_RD: Tensor) -> tuple[Tensor, None, None, None]:
         (place_R,) = ctx.saved_tensors
-        return g_RD[place_R].unflatten(0, (-1, ctx.choices)).sum(1), None, None, None
+        return g_RD[place_R].unflatten(0, (len(place_R) // ctx.choices, ctx.choices)).sum(1), None, None, None
 
 
 class _Permute(torch.autograd.Function):

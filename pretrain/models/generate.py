@@ -1,12 +1,20 @@
-"""Text from a model: one sequence at a time, on the model's device, with a cache of keys and values where it has one."""
+"""Text from a model, on the model's device: several sequences at a time, with a cache of keys and values where it has one.
+
+    prompts of one or of several lengths --padded on the left, each a document of its own--> [B, T] --> one token each --> ...
+
+A padded row computes what it would alone: padding is another document, which nothing attends to, and positions count from 0 in each.
+Models that cannot tell documents apart (`model.family: hf`, dynamic scaling) get rows of equal length together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from pretrain.errors import GenerationError
 from pretrain.models.cache import Cache
 from pretrain.models.decoder import Decoder
 
@@ -20,7 +28,28 @@ def uncached_reason(model: nn.Module) -> str | None:
     return None
 
 
-@torch.no_grad()
+@dataclass
+class _Row:
+    """A sequence under way."""
+
+    prompt: int
+    tokens: list[int]
+    generator: torch.Generator
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. `temperature` 0 is greedy (the first of equal logits); otherwise logits are divided by it, and what is drawn
+    from is, with `top_k` above 0, the k largest, and of these, with `top_p` below 1, the fewest that together have that probability
+    (nucleus sampling, arXiv 1904.09751).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
 def generate(
     model: nn.Module,
     prompt: list[int],
@@ -32,38 +61,93 @@ def generate(
     seed: int = 0,
     cached: bool = True,
 ) -> list[int]:
-    """Tokens that continue `prompt`, which is not empty: at most `max_tokens`, up to and without the first of `stop_ids`.
+    """`generate_batch` of one prompt."""
+    sampling = Sampling(temperature, top_k, top_p)
+    return generate_batch(model, [prompt], max_tokens, stop_ids, sampling, [seed], cached)[0]
 
-    `temperature` 0 is greedy (the first of equal logits); otherwise logits are divided by it, and what is drawn from is, with
-    `top_k` above 0, the k largest, and of these, with `top_p` below 1, the fewest that together have that probability (nucleus
-    sampling, arXiv 1904.09751). With `cached`, models that can (`uncached_reason`) compute every position once.
+
+@torch.no_grad()
+def generate_batch(
+    model: nn.Module,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    stop_ids: Collection[int] = (),
+    sampling: Sampling = Sampling(),
+    seeds: Sequence[int] = (),
+    cached: bool = True,
+) -> list[list[int]]:
+    """Tokens that continue each prompt, none of which is empty: at most `max_tokens`, up to and without the first of `stop_ids`.
+
+    What a row draws depends on its seed (0 by default), its prompt and the model alone. With `cached`, models that can
+    (`uncached_reason`) compute every position once. Beyond `model.max_sequence_length` a row sees its last so many tokens, counted from 0,
+    all computed anew for each token. Raises GenerationError where logits are no numbers.
     """
+    rows = [
+        _Row(len(prompt), list(prompt), torch.Generator().manual_seed(seed))
+        for prompt, seed in zip(prompts, seeds or [0] * len(prompts), strict=True)
+    ]
+    together = [rows]
+    if uncached_reason(model) is not None:
+        together = [[row for row in rows if row.prompt == length] for length in sorted({row.prompt for row in rows})]
+    for group in together:
+        _continue(model, group, max_tokens, frozenset(stop_ids), sampling, cached and uncached_reason(model) is None)
+    return [row.tokens[row.prompt :] for row in rows]
+
+
+def _continue(
+    model: nn.Module, rows: list[_Row], max_tokens: int, stop_ids: frozenset[int], sampling: Sampling, cached: bool
+) -> None:
+    context = model.config.max_sequence_length
+    longest = max((row.prompt for row in rows), default=0)
+    cache = Cache(model.config.layers, min(context, longest + max_tokens)) if cached and longest <= context else None
+    for step in range(max_tokens):
+        if not rows:
+            return
+        if longest + step > context:
+            cache = None  # what is kept was computed at positions that are others now
+        logits_BV = _next_logits(model, [row.tokens[-context:] for row in rows], cache)
+        for row, logits_V in zip(rows, logits_BV):
+            token = choose(logits_V, sampling.temperature, sampling.top_k, sampling.top_p, row.generator)
+            row.ended = token in stop_ids
+            if not row.ended:
+                row.tokens.append(token)
+        left = [i for i, row in enumerate(rows) if not row.ended]
+        if cache is not None and len(left) < len(rows):
+            cache.select(torch.tensor(left, dtype=torch.long, device=next(model.parameters()).device))
+        rows = [rows[i] for i in left]
+
+
+def _next_logits(model: nn.Module, rows: list[list[int]], cache: Cache | None) -> Tensor:
+    """Logits [B, V] of what follows each row, fp32 on the CPU. What is in the cache is not computed again."""
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    cache = None
-    if cached and uncached_reason(model) is None:
-        cache = Cache(model.config.layers, len(prompt) + max_tokens)
-    while len(tokens) < len(prompt) + max_tokens:
-        if cache is None:
-            logits_V = model(torch.tensor([tokens], device=device))[0, -1]
-        else:
-            logits_V = model(torch.tensor([tokens[cache.length :]], device=device), cache=cache)[0, -1]
-        token = choose(logits_V.float().cpu(), temperature, top_k, top_p, generator)
-        if token in stop_ids:
-            break
-        tokens.append(token)
-    return tokens[len(prompt) :]
+    if cache is not None and cache.length:
+        logits_BV = model(torch.tensor([row[-1:] for row in rows], device=device), cache=cache)[:, -1]
+    else:
+        length = max(map(len, rows))
+        documents_BT = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
+        tokens_BT = torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device)
+        inputs = {"documents_BT": documents_BT} if min(map(len, rows)) < length else {}
+        if cache is not None:
+            inputs["cache"] = cache
+        logits_BV = model(tokens_BT, **inputs)[:, -1]
+    logits_BV = logits_BV.float().cpu()
+    if odd := [i for i, logits_V in enumerate(logits_BV) if bool((logits_V.isnan() | (logits_V == torch.inf)).any())]:
+        raise GenerationError(
+            f"the model's logits after {len(rows[odd[0]])} tokens are no numbers (NaN or infinity): its weights are damaged or diverged, or "
+            "the number format is too narrow for it; try --dtype fp32 or another checkpoint"
+        )
+    return logits_BV
 
 
 def choose(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
-    """The next token of these logits; see `generate`."""
+    """The next token of these logits; see `Sampling`."""
     if temperature == 0:
         return int(logits_V.argmax())
     if top_k:
         kept = logits_V.topk(min(top_k, logits_V.numel()))
         logits_V = torch.full_like(logits_V, -torch.inf).scatter_(0, kept.indices, kept.values)
-    probabilities_V = (logits_V / temperature).softmax(-1)
+    # From the largest down, so that a temperature next to 0 leaves no infinity but those of what is never drawn.
+    probabilities_V = ((logits_V - logits_V.max()) / max(temperature, 1e-30)).softmax(-1)
     if top_p < 1:
         sorted_V, order_V = probabilities_V.sort(descending=True, stable=True)
         # What is before a token must not be enough already: the likeliest is always among them.

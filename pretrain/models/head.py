@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pretrain.models.loss import CROSS_ENTROPY, LossOptions, finish_logits, fused_losses
+from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, finish_logits, fused_losses_and_entropy
 
 
 class OutputHead(nn.Module):
@@ -28,11 +28,12 @@ class OutputHead(nn.Module):
         targets_BT: Tensor | None = None,
         weight: Tensor | None = None,
         sequence_weights_B: Tensor | None = None,
-    ) -> Tensor:
+        with_cross_entropy: bool = False,
+    ) -> Tensor | Losses:
         """Logits [B, T, V] in the format of x; with targets the summed token losses of each sequence, [B], fp32.
 
         `weight` is the embedding's, for a tied head only. `sequence_weights_B` multiplies the losses: in here, so that
-        gradients keep the fast path (models/loss.py).
+        gradients keep the fast path (models/loss.py). `with_cross_entropy`: return that beside them.
         """
         if (weight is None) == (self.weight is None):
             raise ValueError("a tied head is called with the embedding's weight, and no other head is")
@@ -40,4 +41,5 @@ class OutputHead(nn.Module):
         if targets_BT is None:
             return finish_logits(F.linear(x_BTD, weight.to(x_BTD.dtype)), self.options)
         options = self.options if torch.is_grad_enabled() else self.options.cross_entropy_only()
-        return fused_losses(x_BTD, weight, targets_BT, options, sequence_weights_B)
+        losses = fused_losses_and_entropy(x_BTD, weight, targets_BT, options, sequence_weights_B)
+        return losses if with_cross_entropy else losses.objective_B

@@ -5,8 +5,12 @@ take its place in the configuration: a run and its checkpoints do not depend on 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import json
+import math
 import os
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,10 +20,12 @@ from pretrain.errors import ConfigError
 from pretrain.models.families.family import INERT
 from pretrain.models.families.rope import ROPE_FIELDS
 from pretrain.models.shape import flat
+from pretrain.storage import unrepeated
 
 # Predicts tokens in any order, so its logits are not those of the next token; those that mask tokens are known by their class.
 _NOT_CAUSAL = {"xlnet"}
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def import_transformers() -> ModuleType:
@@ -41,13 +47,14 @@ def complete_hf(model: Model, sequence_length: int | None) -> Model:
         )
     text = read_config(model.hf_config)
     config = config_of(text).get_text_config()
+    found = {name: _size(config, name) for name in (*_SIZES, *_LONGEST)}
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        if not isinstance(getattr(config, name, None), int):
+        if found[name] is None:
             raise ConfigError(
                 f"model.hf_config: model_type={config.model_type} has no {name}; such a configuration is not supported"
             )
-    dim, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1
-    limit = next((n for name in _LONGEST if isinstance(n := getattr(config, name, None), int)), None)
+    dim, heads = found["hidden_size"], found["num_attention_heads"] or 1
+    limit = next((found[name] for name in _LONGEST if found[name]), None)
     longest = model.max_sequence_length or limit or sequence_length or 2048  # positions that nothing limits (Bloom)
     if limit and max(longest, sequence_length or 0) > limit:
         key = "model.max_sequence_length" if longest > limit else "data.sequence_length"
@@ -56,11 +63,11 @@ def complete_hf(model: Model, sequence_length: int | None) -> Model:
         )
     sizes = {
         "dim": dim,
-        "layers": config.num_hidden_layers,
+        "layers": found["num_hidden_layers"],
         "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or dim // heads,
-        "vocab_size": config.vocab_size,
+        "kv_heads": found["num_key_value_heads"] or heads,
+        "head_dim": found["head_dim"] or dim // heads,
+        "vocab_size": found["vocab_size"],
         "tie_embeddings": bool(config.tie_word_embeddings),
         "max_sequence_length": longest,
     }
@@ -73,12 +80,50 @@ def complete_hf(model: Model, sequence_length: int | None) -> Model:
     return dataclasses.replace(model, hf_config=text, **sizes)
 
 
+def _size(config: Any, name: str) -> int | None:
+    """A size that a configuration says, of all layers or, where these differ, of those it does not name one by one."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # Gemma 4's heads: one width in layers with a window and another in the others
+        value = config.to_dict().get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def hf_window(model: Model) -> int:
+    """The sliding window of a complete model of `family: hf`; 0 where its configuration names none."""
+    config = config_of(model.hf_config).get_text_config()
+    if getattr(config, "use_sliding_window", True) is False:
+        return 0
+    return max((_size(config, name) or 0 for name in ("sliding_window", "attention_window_size", "window_size")), default=0)
+
+
 def config_of(text: str) -> Any:
     """The configuration object of transformers' for the contents that `read_config` gives."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    fields = json.loads(text)
+    fields = decoded(json.loads(text))
     return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+
+
+_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def decoded(value: Any) -> Any:
+    """A value of config.json with the numbers that JSON lacks, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and isinstance(value["__float__"], str) and value["__float__"] in _FLOATS:
+            return _FLOATS[value["__float__"]]
+        return {name: decoded(item) for name, item in value.items()}
+    return [decoded(item) for item in value] if isinstance(value, list) else value
+
+
+def _encoded(value: Any) -> Any:
+    """The inverse of `decoded`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, dict):
+        return {name: _encoded(item) for name, item in value.items()}
+    return [_encoded(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_config(given: str) -> str:
@@ -89,6 +134,7 @@ def read_config(given: str) -> str:
     repository is ever run.
     """
     fields, place = _read(given)
+    _refuse_absurd(fields, place)
     import_transformers()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
@@ -98,17 +144,30 @@ def read_config(given: str) -> str:
         code = "; its auto_map names code in the model's repository, which is never run" if "auto_map" in fields else ""
         raise ConfigError(f"{place}: transformers builds no causal language model of model_type={kind!r}{code}")
     architectures = [CLASSES[kind]] if isinstance(CLASSES[kind], str) else list(CLASSES[kind])
+    _refuse_other_architectures(fields, kind, CLASSES, place)
     try:
         _check_fields(fields, CONFIG_MAPPING[kind], place)
         config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in fields.items() if name != "auto_map"})
         written = {name: value for name, value in config.to_dict().items() if name not in _DROPPED}
-        text = json.dumps(written | {"model_type": kind, "architectures": architectures}, sort_keys=True)
+        text = json.dumps(_encoded(written | {"model_type": kind, "architectures": architectures}), sort_keys=True)
     except ConfigError:
         raise
     except Exception as error:  # whatever checks of a configuration's own raise, which is of many kinds
         raise ConfigError(f"{place}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     _check_causal(config, kind, place)
     return given if _is_contents(given) and fields.get("architectures") == architectures else text
+
+
+def _refuse_other_architectures(fields: dict[str, Any], kind: str, classes: dict[str, Any], place: str) -> None:
+    """Raise ConfigError for architectures of another model_type only. What is of none (a head for another task) is no contradiction."""
+    said = fields.get("architectures")
+    for architecture in said if isinstance(said, list) else []:
+        kinds = [name for name, known in classes.items() if architecture in ([known] if isinstance(known, str) else known)]
+        if kinds and kind not in kinds:
+            raise ConfigError(
+                f"{place}: model_type={kind!r} contradicts architectures=[{architecture!r}], which is of model_type={kinds[0]!r}; correct the "
+                "one that is wrong"
+            )
 
 
 def _is_contents(given: str) -> bool:
@@ -122,12 +181,12 @@ def _read(given: str) -> tuple[dict[str, Any], str]:
         if not _is_contents(given):
             path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
             place, text = str(path), path.read_text(encoding="utf-8")
-        fields = json.loads(text)
+        fields = json.loads(text, object_pairs_hook=unrepeated)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model.hf_config={given}: cannot be read as JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"model.hf_config={given}: not a JSON object")
-    return fields, place
+    return decoded(fields), place
 
 
 _DROPPED = INERT - {"bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "pretraining_tp", "is_encoder_decoder"}
@@ -137,8 +196,12 @@ def _check_fields(fields: dict[str, Any], kind: Any, place: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     known = set(kind().to_dict()) | set(kind.attribute_map) | INERT | ROPE_FIELDS
-    if unknown := sorted(set(fields) - known):
-        raise ConfigError(f"{place}: {unknown[0]}={fields[unknown[0]]!r} is no field of {kind.__name__}; remove it")
+    for name in sorted(set(fields) - known):
+        if name == "quantization_config" or not _is_read(kind, name):
+            raise ConfigError(
+                f"{place}: {name}={fields[name]!r} is no field of {kind.__name__}; transformers would ignore it: remove it if it is to "
+                "change nothing"
+            )
     for name in kind.sub_configs:  # of text and vision, where one model has both
         part = fields.get(name)
         if isinstance(part, dict) and (own := getattr(kind(), name, None)) is not None:
@@ -147,7 +210,18 @@ def _check_fields(fields: dict[str, Any], kind: Any, place: str) -> None:
             _check_fields(part, known_kind, f"{place}: {name}")
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(fields.get(name), dict):
-            _check_rope(fields[name], f"{place}: {name}")
+            _check_rope(fields[name], kind, f"{place}: {name}")
+
+
+@functools.cache
+def _source_of(kind: Any) -> str:
+    """The code of a model of transformers', which is installed here."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(inspect.getfile(kind)).parent.glob("*.py")))
+
+
+def _is_read(kind: Any, name: str) -> bool:
+    """Whether code of the model asks for a field that its configuration does not declare: head_dim, most of all."""
+    return re.search(rf"([\"']){re.escape(name)}\1|\bconfig\.{re.escape(name)}\b", _source_of(kind)) is not None
 
 
 _ROPE_PARAMETERS = {
@@ -157,12 +231,38 @@ _ROPE_PARAMETERS = {
 }  # fmt: skip
 
 
-def _check_rope(parameters: dict[str, Any], place: str) -> None:
+def _check_rope(parameters: dict[str, Any], kind: Any, place: str) -> None:
     for name, value in parameters.items():
         if isinstance(value, dict):  # of one type of layers
-            _check_rope(value, f"{place}: {name}")
-        elif name not in _ROPE_PARAMETERS and value is not None:
-            raise ConfigError(f"{place}: {name}={value!r} is no parameter of rotary positions; remove it")
+            _check_rope(value, kind, f"{place}: {name}")
+        elif name not in _ROPE_PARAMETERS and value is not None and not _is_read(kind, name):
+            raise ConfigError(
+                f"{place}: {name}={value!r} is no parameter of rotary positions that {kind.__name__}'s model reads; transformers would "
+                "ignore it: remove it if it is to change nothing"
+            )
+
+
+# Whole numbers that code counts up to, or makes a list or a table of, by the ends of their names: beyond any network, and within what
+# takes no second.
+_MOST = {
+    ("layers", "n_layer"): 10_000,
+    ("blocks", "experts", "heads", "n_head"): 100_000,
+    ("positions", "position_embeddings"): 2**24,
+}
+
+
+def _refuse_absurd(fields: Any, place: str, name: str = "") -> None:
+    """Raise ConfigError naming a number that no network has, before transformers makes lists and tables of its size."""
+    if isinstance(fields, dict):
+        for key, value in fields.items():
+            _refuse_absurd(value, place, str(key))
+    elif isinstance(fields, list):
+        for value in fields:
+            _refuse_absurd(value, place, name)
+    elif isinstance(fields, int):
+        most = next((most for ends, most in _MOST.items() if name.endswith(ends)), 2**31)
+        if abs(fields) > most:
+            raise ConfigError(f"{place}: {name}={fields} is beyond {most:,}, the most that is taken of it")
 
 
 def _check_causal(config: Any, kind: str, place: str) -> None:

@@ -1,15 +1,17 @@
 """Any causal language model that transformers builds from a configuration, as a network (`models/network.py`).
 
 Its modules become those of this class, so that parameters keep the names transformers has for them. What the rest of the program
-counts on is made so here: one name for a tied parameter, buffers that survive `to_empty`, weights that are cast where they are
-used. Dropout is not applied, under any strategy: it would be another one on every layout.
+counts on is made so here: one name for a tied parameter, a parameter without gradient for what transformers saves beside the
+weights (persistent buffers), other buffers that survive `to_empty`, weights that are cast where they are used. Dropout is not
+applied, under any strategy: it would be another one on every layout.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -22,9 +24,9 @@ from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
 from pretrain.errors import ConfigError
 from pretrain.models.hf_config import config_of, import_transformers
-from pretrain.models.hf_initial import initial_values
-from pretrain.models.loss import CROSS_ENTROPY, LossOptions, sequence_losses
-from pretrain.models.network import Parts
+from pretrain.models.hf_initial import InitialRules
+from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, sequence_losses_and_entropy
+from pretrain.models.network import Initial, Parts
 
 
 class HfModel(nn.Module):
@@ -46,44 +48,64 @@ class HfModel(nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         self.eval()
-        values = initial_values(model)
-        self._initial = {name: values[id(parameter)] for name, parameter in self.named_parameters()}
+        self._saved_buffers, self._exact = _without_gradient(self, model)
         self.tied = _name_once(self)
-        # Of parameters that are used in several places, the cast ones of this forward: gradients meet in the compute format, as
-        # they do where FSDP2 gathers a weight once.
-        self._shared = {owner for names in self.tied.values() for owner in names.values()}
-        self._cast_once: dict[tuple[nn.Module, str], Tensor] = {}
         self._blocks = _find_blocks(model)
+        self._units = self._cut()
         for block in self._blocks:
-            block.forward = functools.partial(self._block, block.forward)
-        for module in self.modules():
-            if module._parameters or module in self.tied:
-                module.register_forward_pre_hook(self._cast)
-                module.register_forward_hook(self._uncast, always_call=True)
+            block.forward = functools.partial(self._block, block, block.forward)
+        parts = self.parts()
+        for unit in parts.embedding:
+            unit.forward = functools.partial(self._run, unit, unit.forward)
+        for unit in parts.head:
+            unit.forward = functools.partial(self._head, unit, unit.forward)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V]; with targets, the summed token losses of each sequence [B], fp32. Documents cannot be kept apart."""
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        with_cross_entropy: bool = False,
+    ) -> Tensor | Losses:
+        """Logits [B, T, V]; with targets, the summed token losses of each sequence [B], fp32, and if asked for the cross-entropy alone
+        beside them. Documents cannot be kept apart.
+        """
         if documents_BT is not None:
             raise ValueError("a model of transformers' gets no documents: data.document_mask is refused with model.family=hf")
         self._bring_buffers(tokens_BT.device)
-        try:
+        with self._cast(self._units[self]):
             logits_BTV = self._transformers(input_ids=tokens_BT, use_cache=False, return_dict=True).logits
-        finally:
-            self._cast_once.clear()
         if targets_BT is None:
             return logits_BTV
-        return sequence_losses(logits_BTV, targets_BT, self.loss if torch.is_grad_enabled() else CROSS_ENTROPY)
+        options = self.loss if torch.is_grad_enabled() else CROSS_ENTROPY
+        losses = sequence_losses_and_entropy(logits_BTV, targets_BT, options)
+        return losses if with_cross_entropy else losses.objective_B
 
     def parts(self) -> Parts:
-        """See `models/network.py`. A table that is used at both ends belongs to neither."""
+        """See `models/network.py`. A table that is used at both ends belongs to neither, and blocks that share weights to the root."""
         embedding, output = self._transformers.get_input_embeddings(), self._transformers.get_output_embeddings()
+        blocks = [] if self._shares_between_blocks() else self._blocks
         if self.tied or embedding is None or output is None:
-            return Parts([], self._blocks, [])
-        return Parts([embedding], self._blocks, [output])
+            return Parts([], blocks, [])
+        return Parts([embedding], blocks, [output])
 
-    def initial(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation of a parameter's initial values: what transformers' own rules say."""
-        return self._initial[name]
+    def initial(self, name: str) -> Initial:
+        """A parameter's initial values: what transformers' own rules say. They are asked when this is called first."""
+        if name in self._saved_buffers:
+            value = self._saved_buffers[name]
+            return lambda seed: value
+        return self._rules.initial(name)
+
+    @functools.cached_property
+    def _rules(self) -> InitialRules:
+        # Of a model of its own: this one may be sharded, and its parameters others than were constructed.
+        order: dict[int, int] = {}
+        model = _built(self.config, lambda number, value, parameter: order.update({id(parameter): number}))
+        return InitialRules(model, order, lambda kept: _built(self.config, lambda number, value, _: kept(number, value)))
+
+    def unmoved(self) -> list[str]:
+        """Parameters that get no gradient, by name: transformers has them as buffers mostly. Nothing moves them in training."""
+        return [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
 
     @property
     def transformers(self) -> Any:
@@ -121,59 +143,149 @@ class HfModel(nn.Module):
         heads = (owner._parameters[name] for names in self.tied.values() for owner, name in names.values())
         total = sum(head.numel() for head in heads if id(head) in tables)
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2 or id(parameter) in tables or name.endswith("bias"):
+            if parameter.dim() < 2 or id(parameter) in tables or name.endswith("bias") or not parameter.requires_grad:
                 continue
             routed = parameter.dim() == 3 and "expert" in name and active
             total += parameter.numel() * active // parameter.shape[0] if routed else parameter.numel()
         return total
 
-    def _block(self, forward: Any, *args: Any, **options: Any) -> Any:
+    def _shares_between_blocks(self) -> bool:
+        """Whether a parameter is used in several blocks, or in one and outside."""
+        home: dict[nn.Module, int] = {}
+        for number, block in enumerate(self._blocks):
+            for module in block.modules():
+                if home.setdefault(module, number) != number:
+                    return True
+        return any(home.get(module) != home.get(owner) for module, names in self.tied.items() for owner, _ in names.values())
+
+    def _cut(self) -> dict[nn.Module, list[nn.Module]]:
+        """Modules with weights, by what runs them: a block, an embedding or head by itself (`parts`), or this network, which has all
+        that is in no unit of FSDP2.
+        """
+        parts = self.parts()
+        cut = {unit: list(unit.modules()) for unit in (*parts.embedding, *self._blocks, *parts.head)}
+        apart = {module for unit in (*parts.embedding, *parts.blocks, *parts.head) for module in cut[unit]}
+        cut[self] = [module for module in self.modules() if module not in apart]
+        return {unit: [m for m in modules if m._parameters or m in self.tied] for unit, modules in cut.items()}
+
+    def _block(self, block: nn.Module, forward: Any, *args: Any, **options: Any) -> Any:
+        run = functools.partial(self._run, block, forward)
         if self.recompute_blocks and torch.is_grad_enabled():
-            return checkpoint(forward, *args, use_reentrant=False, **options)
-        return forward(*args, **options)
+            return checkpoint(run, *args, use_reentrant=False, **options)
+        return run(*args, **options)
 
-    def _cast(self, module: nn.Module, args: Any) -> None:
-        """Weights in the compute format where they are used, as in `models/layers.py`: FSDP2 hands them over already cast."""
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
-                module.__dict__[name] = parameter.to(self.compute_dtype)
-                if (module, name) in self._shared:
-                    self._cast_once[module, name] = module.__dict__[name]
-        for name, owner in self.tied.get(module, {}).items():
-            module.__dict__[name] = self._cast_once[owner]
+    def _run(self, unit: nn.Module, forward: Any, *args: Any, **options: Any) -> Any:
+        with self._cast(self._units[unit]):
+            return forward(*args, **options)
 
-    def _uncast(self, module: nn.Module, args: Any, output: Any) -> None:
-        for name in (*module._parameters, *self.tied.get(module, ())):
-            module.__dict__.pop(name, None)
+    def _head(self, unit: nn.Module, forward: Any, x: Tensor) -> Tensor:
+        # Some ask their head's weight for its format from outside, where it is not cast yet (Mamba's residual stream is fp32).
+        return self._run(unit, forward, x.to(self.compute_dtype))
+
+    @contextmanager
+    def _cast(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Weights in the compute format while something runs, as in `models/layers.py`: FSDP2 hands them over already cast.
+
+        All that a unit holds, not module by module: some take the weights of others (a convolution's, say). A parameter that is used
+        in several places is cast once, so that gradients meet in the compute format, as they do where FSDP2 gathers it once.
+        """
+        given: list[tuple[nn.Module, str]] = []
+
+        def give(module: nn.Module, name: str, value: Tensor) -> None:
+            module.__dict__[name] = value
+            given.append((module, name))
+
+        try:
+            for module in modules:
+                for name, parameter in module._parameters.items():
+                    if name not in module.__dict__ and parameter is not None and parameter.is_floating_point():
+                        give(module, name, parameter if (module, name) in self._exact else parameter.to(self.compute_dtype))
+            for module in modules:
+                for name, (owner, own) in self.tied.get(module, {}).items():
+                    if name not in module.__dict__:
+                        cast = owner.__dict__.get(own)
+                        give(module, name, owner._parameters[own].to(self.compute_dtype) if cast is None else cast)
+            yield
+        finally:
+            for module, name in given:
+                del module.__dict__[name]
 
 
-def _built(config: Model) -> Any:
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def describe_hf(model: Model) -> list[str]:
+    """What to say of a run of `model.family: hf`, line by line: the class, and what training here leaves as it is."""
+    with torch.device("meta"):
+        network = HfModel(model)
+    kind, config = type(network.transformers).__name__, network.transformers.config.get_text_config()
+    lines = [f"         {kind} of transformers; its dropout is not applied"]
+    if any(isinstance(n := getattr(config, name, None), int) and n > 1 for name in _EXPERTS):
+        lines.append(
+            "caution  nothing keeps the loads of its experts even: transformers' auxiliary losses depend on the micro-batch and are not added "
+            "(docs/family_hf.md); use a family of this program where there is one"
+        )
+    if still := network.unmoved():
+        lines.append(
+            f"caution  {len(still)} tensor{'s' if len(still) > 1 else ''} beside the weights stay as they are in training, as "
+            f"transformers leaves them: {', '.join(still[:2])}{', ...' if len(still) > 2 else ''}"
+        )
+    return lines
+
+
+Made = Callable[[int, Tensor, nn.Parameter], object]
+"""Told of a parameter that a constructor makes: which one it is, in order, its value, and what takes its place on the meta device."""
+
+
+def _built(config: Model, made: Made | None = None) -> Any:
     """transformers' model: parameters on the meta device one by one as they are made, buffers with their values on the CPU."""
     transformers = import_transformers()
-    # Buffers must not depend on a rank's generator.
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), _parameters_on_meta():
-        torch.manual_seed(0)
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), _parameters_on_meta(made):
+        if made is None:
+            torch.manual_seed(0)  # buffers must not depend on a rank's generator
         try:
             return transformers.AutoModelForCausalLM.from_config(
                 config_of(config.hf_config), dtype=torch.float32, trust_remote_code=False
             )
-        except (ValueError, TypeError, AttributeError, KeyError, ImportError, RuntimeError) as error:
+        except ConfigError:
+            raise
+        except Exception as error:  # a constructor can raise anything for a configuration that nobody thought of
             kind = json.loads(config.hf_config)["model_type"]
             text = " ".join(str(error).split())[:300]  # torch adds its C++ stack
             raise ConfigError(f"model.hf_config: transformers cannot build {kind}: {type(error).__name__}: {text}") from error
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    register = nn.Module.register_parameter
+def _parameters_on_meta(made: Made | None) -> Iterator[None]:
+    register, numbers = nn.Module.register_parameter, itertools.count()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None and not parameter.is_meta:
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            moved = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            if made is not None:
+                made(next(numbers), parameter, moved)
+            module._parameters[name] = moved
 
     with patch.object(nn.Module, "register_parameter", on_meta):
         yield
+
+
+def _without_gradient(network: nn.Module, model: Any) -> tuple[dict[str, Tensor], set[tuple[nn.Module, str]]]:
+    """Make parameters without gradient of the buffers that transformers saves, so that all that is saved is a parameter: their values
+    by name. And of all that gets no gradient, what transformers keeps in fp32 in whatever format it computes in.
+    """
+    exact = [word for part in model.modules() for word in getattr(part, "_keep_in_fp32_modules_strict", None) or ()]
+    values, kept = {}, set()
+    for path, module in network.named_modules():
+        for own, buffer in list(module._buffers.items()):
+            if buffer is not None and own not in module._non_persistent_buffers_set:
+                values[f"{path}.{own}"] = module._buffers.pop(own)
+                module._parameters[own] = nn.Parameter(buffer.to("meta"), requires_grad=False)
+        for own, parameter in module._parameters.items():
+            if parameter is not None and not parameter.requires_grad and any(word in f"{path}.{own}" for word in exact):
+                kept.add((module, own))
+    return values, kept
 
 
 def _name_once(network: nn.Module) -> dict[nn.Module, dict[str, tuple[nn.Module, str]]]:

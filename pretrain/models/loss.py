@@ -5,6 +5,9 @@ The loss is a sum (invariant 2): whoever reports or scales it divides once by th
     z = soft_cap * tanh(scale * (x @ W.T) / soft_cap)          logits; without a soft-cap, scale * (x @ W.T)
     L = lse(z) - (1 - s) z[target] - s mean(z) + zeta lse(z)^2  label smoothing s, z-loss zeta; 0 where the target is IGNORED
 
+The *objective* is L. The *cross-entropy* H = lse(z) - z[target] comes beside it on request, from the same logits: it is what other
+programs call the loss, and what validation reports. Gradients are of L alone.
+
 `sequence_losses` takes logits that exist already. `fused_losses` never has more than a chunk of them:
 
     for a chunk of tokens       z, L, dL/dz  in buffers that all chunks share
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +87,16 @@ class LossOptions:
 CROSS_ENTROPY = LossOptions()
 
 
+class Losses(NamedTuple):
+    """Summed over the target tokens of each sequence, [B], fp32 (fp64 from fp64)."""
+
+    objective_B: Tensor
+    """What is minimised."""
+
+    cross_entropy_B: Tensor
+    """The cross-entropy alone, unweighted. No gradient flows through it."""
+
+
 def sequence_losses(logits_BTV: Tensor, targets_BT: Tensor, options: LossOptions = CROSS_ENTROPY) -> Tensor:
     """Sum of the token losses of each sequence, [B], fp32 (fp64 from fp64). Targets equal to IGNORED add nothing.
 
@@ -97,6 +111,15 @@ def sequence_losses(logits_BTV: Tensor, targets_BT: Tensor, options: LossOptions
     if options.z_loss:
         losses_N = losses_N + options.z_loss * logits_NV.logsumexp(dim=1).square() * (targets_N != IGNORED)
     return losses_N.view_as(targets_BT).sum(dim=1)
+
+
+def sequence_losses_and_entropy(logits_BTV: Tensor, targets_BT: Tensor, options: LossOptions) -> Losses:
+    """`sequence_losses`, and the cross-entropy beside it."""
+    objective_B = sequence_losses(logits_BTV, targets_BT, options)
+    if not options.z_loss and not options.label_smoothing:
+        return Losses(objective_B, objective_B.detach())
+    with torch.no_grad():
+        return Losses(objective_B, sequence_losses(logits_BTV, targets_BT))
 
 
 def finish_logits(raw: Tensor, options: LossOptions) -> Tensor:
@@ -114,40 +137,47 @@ def loss_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-@torch.compiler.disable
 def fused_losses(
     x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, options: LossOptions = CROSS_ENTROPY, weights_B: Tensor | None = None
 ) -> Tensor:
-    """`sequence_losses` of the logits x @ weight.T, [B], without ever having more than a chunk of them.
+    """The objective of `fused_losses_and_entropy`, [B]."""
+    return fused_losses_and_entropy(x_BTD, weight_VD, targets_BT, options, weights_B).objective_B
 
-    The products are of the format of `x_BTD`, to which `weight_VD` is cast; the weight's gradient is of fp32. `weights_B` multiplies each sequence's loss; no gradient flows to it. Weighting
-    here, and not the result, leaves the upstream gradient common to all tokens, which is the fast path.
+
+@torch.compiler.disable
+def fused_losses_and_entropy(
+    x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, options: LossOptions = CROSS_ENTROPY, weights_B: Tensor | None = None
+) -> Losses:
+    """`sequence_losses_and_entropy` of the logits x @ weight.T, without ever having more than a chunk of them.
+
+    The products are of the format of `x_BTD`, to which `weight_VD` is cast; the weight's gradient is of fp32. `weights_B` multiplies
+    each sequence's objective; no gradient flows to it. Weighting here, and not the result, leaves the upstream gradient common to all
+    tokens, which is the fast path.
     """
     if x_BTD.shape[:-1] != targets_BT.shape:  # would be flattened to something else otherwise
         raise ValueError(f"activations are {tuple(x_BTD.shape)}, targets {tuple(targets_BT.shape)}")
     weights_N = None
     if weights_B is not None:
         weights_N = weights_B.detach().to(loss_dtype(x_BTD))[:, None].expand(targets_BT.shape).flatten()
-    losses_N = _FusedLosses.apply(
-        x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), weights_N, options, torch.is_grad_enabled()
-    )
-    return losses_N.view(targets_BT.shape).sum(dim=1)
+    both = _FusedLosses.apply(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), weights_N, options, torch.is_grad_enabled())
+    return Losses(*(losses_N.view(targets_BT.shape).sum(dim=1) for losses_N in both))
 
 
 class _FusedLosses(torch.autograd.Function):
-    """Weighted token losses [N] of activations [N, D] and an output weight [V, D]."""
+    """Weighted token losses and plain cross-entropies, both [N], of activations [N, D] and an output weight [V, D]."""
 
     @staticmethod
     def forward(ctx, x_ND, weight_VD, targets_N, weights_N, options, recorded):
         needs_x, needs_weight = (recorded and needed for needed in ctx.needs_input_grad[:2])
-        losses_N, *ctx.unit = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, options, needs_x, needs_weight)
+        both, *ctx.unit = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, options, needs_x, needs_weight)
         ctx.save_for_backward(x_ND, weight_VD, targets_N, weights_N)
         ctx.options = options
-        return losses_N
+        ctx.mark_non_differentiable(both[1])
+        return both
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream_N):
+    def backward(ctx, upstream_N, _):
         x_ND, weight_VD, targets_N, weights_N = ctx.saved_tensors
         unit, ctx.unit = ctx.unit, None  # scaled in place: a second backward computes it anew
         # An expanded tensor says that all its values are one without being looked at, for which a GPU would have to wait.
@@ -176,15 +206,17 @@ def _losses_and_gradients(
     options: LossOptions,
     needs_x: bool,
     needs_weight: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Weighted losses [N], and the gradients of their sum with respect to x, in its format, and to the weight, in fp32."""
+) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
+    """Weighted losses and plain cross-entropies [N], and the gradients of the losses' sum with respect to x, in its format, and to the
+    weight, in fp32.
+    """
     dtype, weight_VD = loss_dtype(x_ND), weight_VD.to(x_ND.dtype)
-    losses_N = torch.empty(len(x_ND), dtype=dtype, device=x_ND.device)
+    losses_N, entropies_N = (torch.empty(len(x_ND), dtype=dtype, device=x_ND.device) for _ in range(2))
     grad_x_ND = torch.empty_like(x_ND) if needs_x else None
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
     for rows, logits in _chunks(x_ND, weight_VD, options):
         x, targets = x_ND[rows], targets_N[rows]
-        losses = logits.project(x).losses(targets)
+        losses, entropies_N[rows] = logits.project(x).losses(targets)
         if needs_x or needs_weight:
             grad_logits = logits.gradient(targets)
             # Factors of a token go on the narrow side of the products.
@@ -197,7 +229,7 @@ def _losses_and_gradients(
             if needs_weight:
                 _add_product(grad_weight_VD, grad_logits.t(), x if plain else (x * factor).to(x.dtype), logits.bytes)
         losses_N[rows] = losses if weights_N is None else losses * weights_N[rows]
-    return losses_N, grad_x_ND, grad_weight_VD
+    return (losses_N, entropies_N), grad_x_ND, grad_weight_VD
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, limit: int) -> None:
@@ -265,17 +297,18 @@ class _ChunkLogits:
         self.log_partition = self.logits.amax(dim=1) - self.probabilities.amax(dim=1).log()
         return self
 
-    def losses(self, targets: Tensor) -> Tensor:
-        """Token losses [n], zero where ignored."""
+    def losses(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Token losses and cross-entropies [n], zero where ignored."""
         options, lse = self.options, self.log_partition
         counted = targets != IGNORED
         target_logits = self.logits.gather(1, targets.where(counted, 0)[:, None]).squeeze(1)
+        entropies = (lse - target_logits).where(counted, 0)
         losses = lse - (1 - options.label_smoothing) * target_logits
         if options.label_smoothing:
             losses -= options.label_smoothing * self.logits.mean(dim=1)
         if options.z_loss:
             losses += options.z_loss * lse.square()
-        return losses.where(counted, 0)
+        return losses.where(counted, 0), entropies
 
     def gradient(self, targets: Tensor) -> Tensor:
         """Gradient [n, V] of the sum of losses with respect to scaled logits before the cap, in the activations' format.

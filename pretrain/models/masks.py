@@ -84,11 +84,16 @@ def attention_mask(
     return _block_mask(numbers_BT, window)
 
 
-def cached_mask(start: int, stop: int, device: torch.device, window: int = 0) -> Tensor:
-    """Mask [1, 1, stop - start, stop] of new positions that attend to what is in a cache, and to each other."""
+def cached_mask(start: int, stop: int, device: torch.device, window: int = 0, numbers_BS: Tensor | None = None) -> Tensor:
+    """Mask [B or 1, 1, stop - start, stop] of new positions that attend to what is in a cache, and to each other; with document numbers
+    of all positions, to their own document only.
+    """
     distance = torch.arange(start, stop, device=device)[:, None] - torch.arange(stop, device=device)
     attends = distance >= 0
-    return (attends & (distance < window) if window else attends)[None, None]
+    attends = (attends & (distance < window) if window else attends)[None]
+    if numbers_BS is not None:
+        attends = attends & (numbers_BS[:, start:, None] == numbers_BS[:, None, :])
+    return attends[:, None]
 
 
 def _dense_mask(length: int, device: torch.device, numbers_BT: Tensor | None, window: int) -> Tensor:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from pretrain.data.targets import IGNORED
 from pretrain.models.head import OutputHead
+from pretrain.models.loss import Losses
 from pretrain.models.masks import document_numbers
 
 RunBlock = Callable[[nn.Module, Tensor], Tensor]
@@ -81,8 +82,9 @@ class MultiTokenPrediction(nn.Module):
         targets_BT: Tensor,
         documents_BT: Tensor | None = None,
         weight: Tensor | None = None,
-    ) -> Tensor:
-        """Weighted losses [1 + depths, B] in one call of the head: their sum over rows is what to train on, row 0 the main one.
+    ) -> Losses:
+        """Weighted losses [1 + depths, B] in one call of the head: their sum over rows is what to train on, row 0 the main one. The
+        cross-entropies beside them are not weighted.
 
         `main_BTD` is the trunk's normed output; `documents_BT` as in `Decoder.forward`, None where documents are not masked;
         `weight` the embedding's for a tied head.
@@ -91,8 +93,8 @@ class MultiTokenPrediction(nn.Module):
         targets = torch.cat([targets_BT, *(targets_ahead(targets_BT, k, documents_BT) for k in range(1, count + 1))])
         weights = torch.full((1 + count, len(targets_BT)), self.weight / count, device=targets_BT.device)
         weights[0] = 1.0
-        losses = head(torch.cat([main_BTD, *depths_BTD]), targets, weight, weights.flatten())
-        return losses.view(weights.shape)
+        losses = head(torch.cat([main_BTD, *depths_BTD]), targets, weight, weights.flatten(), with_cross_entropy=True)
+        return Losses(*(part.view(weights.shape) for part in losses))
 
 
 def shift(x_BT: Tensor, k: int, fill: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,10 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
+from pretrain.models.loss import Losses
+
+Initial = tuple[float, float] | Callable[[int], Tensor]
+"""Mean and standard deviation of normally distributed values (0: a constant); or what gives all values on the CPU, from a seed."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,17 @@ class Network(Protocol):
     recompute_blocks: bool
     """Whether the activations of blocks are recomputed in backward instead of stored."""
 
-    def forward(self, **inputs: Tensor) -> Tensor:
-        """The summed token losses of each sequence [B], fp32, of a micro-step's tensors, all of which have B rows."""
+    def forward(self, *, with_cross_entropy: bool = False, **inputs: Tensor) -> Tensor | Losses:
+        """The summed token losses of each sequence [B], fp32, of a micro-step's tensors, all of which have B rows.
+
+        This is what is minimised. `with_cross_entropy`: return the cross-entropy of the targets alone beside it.
+        """
 
     def parts(self) -> Parts:
         """The modules that strategies wrap."""
 
-    def initial(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation of a parameter's initial values, by its name."""
+    def initial(self, name: str) -> Initial:
+        """A parameter's initial values, by its name. They must not depend on a layout."""
 
 
 def build_network(model: Model, loss: Loss | None = None) -> nn.Module:

@@ -24,7 +24,7 @@ PLAIN: dict[str, Any] = {
     "experts.count": 0, "experts.active": 0, "experts.ffn_dim": 0, "experts.shared": 0, "experts.dense_layers": [],
     "experts.scoring": "softmax", "experts.normalise": True, "experts.scale": 1.0, "experts.groups": 1, "experts.active_groups": 1,
     "experts.router_bias": False, "experts.correction": False, "experts.correction_rate": 0.0, "experts.balance_loss": 0.0,
-    "experts.router_z_loss": 0.0,
+    "experts.balance_scope": "sequence", "experts.router_z_loss": 0.0,
 }  # fmt: skip
 
 
@@ -98,6 +98,26 @@ _OF_SCALING = ("rope.factor", "rope.original_length", "rope.low_frequency", "rop
 _OF_LATENT = ("latent.query_rank", "latent.rope_dim", "latent.plain_dim", "latent.value_dim", "latent.norm_eps")
 
 
+_ALWAYS_SAID = ("family", "dim", "layers", "heads", "vocab_size", "max_sequence_length")
+
+
+def smallest_section(model: Model) -> dict[str, Any]:
+    """The fewest dotted keys of which `complete` makes this complete model again, and its sizes."""
+    if model.family == "hf":
+        said = {"family": "hf", "hf_config": model.hf_config, "max_sequence_length": model.max_sequence_length}
+        shorter = Model(family="hf", hf_config=model.hf_config)
+        return said if complete(shorter) != model else {name: said[name] for name in ("family", "hf_config")}
+    said = {name: value for name, value in flat(model).items() if value is not None}
+    for name in [name for name in said if name not in _ALWAYS_SAID]:
+        fewer = {other: value for other, value in said.items() if other != name}
+        try:
+            if complete(with_values(Model(), fewer)) == model:
+                said = fewer
+        except ConfigError:  # it is needed
+            continue
+    return said
+
+
 def check_switches(given: Model, model: Model) -> None:
     """Raise ConfigError for a switch that a configuration sets to no effect. `model`: the same, complete."""
     from pretrain.models.families import family_of
@@ -109,6 +129,7 @@ def check_switches(given: Model, model: Model) -> None:
         *((name, "model.latent.kv_rank") for name in _OF_LATENT if not model.latent.kv_rank),
         *((name, "model.attention.window") for name in ("rope.local_theta", "rope.scale_local") if not model.attention.window),
         *((name, "model.experts.groups") for name in ("experts.active_groups",) if model.experts.groups == 1),
+        *((name, "model.experts.balance_loss") for name in ("experts.balance_scope",) if not model.experts.balance_loss),
     ]
     values = flat(given)
     for name, other in off:

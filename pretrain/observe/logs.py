@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from pretrain.errors import reason_of
+
+log = logging.getLogger(__name__)
 
 TRACEBACKS = "pretrain.traceback"  # a logger for the files only
 FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
@@ -23,9 +28,44 @@ def log_to_console(is_main: bool) -> None:
 
 
 def log_to_file(directory: Path, rank: int) -> None:
-    """Messages, and tracebacks, of this rank in logs/rank-N.log."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Messages, and tracebacks, of this rank in logs/rank-N.log. A file that cannot be opened is warned of: the run goes on without."""
     logging.raiseExceptions = False  # a log line that finds the disk full must not bury the error that is being reported
-    handler = logging.FileHandler(directory / f"rank-{rank}.log", encoding="utf-8")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(directory / f"rank-{rank}.log", encoding="utf-8")
+    except OSError as error:
+        log.warning("the log of rank %d cannot be opened: %s", rank, reason_of(error))
+        return
     handler.setFormatter(logging.Formatter(FORMAT.format(rank=rank)))
     logging.getLogger("pretrain").addHandler(handler)
+
+
+class Tolerated:
+    """Writing that only observes a run, so that the run goes on where it fails.
+
+    The first failure in a row is warned of, and so is how many lines were lost, when it works again or at the end.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what, self.lost = what, 0
+
+    def attempt(self, write: Callable[[], object]) -> bool:
+        """Call `write`; an OSError of it is a warning. Whether it succeeded."""
+        try:
+            write()
+        except OSError as error:
+            if not self.lost:
+                reason = error.strerror or error
+                log.warning("%s: cannot be written: %s; the run goes on, and the next line is tried again", self.what, reason)
+            self.lost += 1
+            return False
+        if self.lost:
+            log.warning("%s: is written again; lines that were lost: %d", self.what, self.lost)
+            self.lost = 0
+        return True
+
+    def close(self) -> None:
+        """Say what was lost to the end."""
+        if self.lost:
+            log.warning("%s: could not be written to the end; lines that were lost: %d", self.what, self.lost)
+            self.lost = 0

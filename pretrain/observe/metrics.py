@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import TrainingError
+from pretrain.observe.logs import Tolerated
+from pretrain.storage import append_line
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -15,46 +18,66 @@ METRICS_FILE = "metrics.jsonl"
 class Metrics:
     """Append-only: a run that went back to a checkpoint says so, and logs the repeated steps again.
 
-    `step`: the step that the run continues from. Raises TrainingError, naming the file, when a line cannot be written.
+    `step`: the step that the run continues from. A line that cannot be written is lost, with a warning: the run goes on.
     """
 
     def __init__(self, directory: Path, tensorboard: bool, step: int = 0) -> None:
-        self.file = (directory / METRICS_FILE).open("a", encoding="utf-8")
-        if _ends_in_torn_line(directory / METRICS_FILE):
-            self.file.write("\n")  # what follows is a line of its own
-        self.board = None
+        self.path, self.board_path, self.step = directory / METRICS_FILE, directory / "tensorboard", step
+        self._lines, self._board_lines = Tolerated(str(self.path)), Tolerated(str(self.board_path))
+        self._has_board, self._board = tensorboard, None
+        self._thread_hook = threading.excepthook
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
-            if (configuration := directory / "config.yaml").is_file():
-                lines = configuration.read_text(encoding="utf-8").splitlines()
-                # After the step, or the purge would take it. Indented: TensorBoard shows texts as Markdown.
-                self.board.add_text("config", "\n".join(f"    {line}" for line in lines), step + 1)
+            self._board_lines.attempt(self._open_board)
 
     def write(self, record: dict[str, Any]) -> None:
         """One object with `step`; nested objects become `parent/child` in TensorBoard."""
-        try:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
-        except OSError as error:
-            raise TrainingError(f"{self.file.name}: cannot be written: {error.strerror}") from error
-        if self.board:
-            for name, value in _flat(record):
-                if name != "step" and isinstance(value, (int, float)):
-                    self.board.add_scalar(name, value, record["step"])
+        written = self._lines.attempt(lambda: append_line(self.path, json.dumps(_plain(record), allow_nan=False)))
+        if self._board is not None or (self._has_board and written):
+            self._board_lines.attempt(lambda: self._add_scalars(record))
+        elif self._has_board:
+            self._board_lines.lost += 1  # each try would leave an empty file, and there is still no room
 
     def close(self) -> None:
-        self.file.close()
-        if self.board:
-            self.board.close()
+        self._lines.close()
+        if self._board is not None:
+            self._board_lines.attempt(self._board.close)
+        self._board_lines.close()
+        threading.excepthook = self._thread_hook
+
+    def _open_board(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        threading.excepthook = self._on_thread_failure
+        self._board = SummaryWriter(str(self.board_path), purge_step=self.step + 1)
+        if (configuration := self.path.with_name("config.yaml")).is_file():
+            lines = configuration.read_text(encoding="utf-8").splitlines()
+            # After the step, or the purge would take it. Indented: TensorBoard shows texts as Markdown.
+            self._board.add_text("config", "\n".join(f"    {line}" for line in lines), self.step + 1)
+
+    def _on_thread_failure(self, failure: threading.ExceptHookArgs) -> None:
+        # TensorBoard writes in a thread of its own. What it meets is raised again at the next line, and said in one line there.
+        of_board = failure.thread is not None and type(failure.thread).__module__.startswith("tensorboard")
+        if not (of_board and issubclass(failure.exc_type, OSError)):
+            self._thread_hook(failure)
+
+    def _add_scalars(self, record: dict[str, Any]) -> None:
+        if self._board is None:
+            self._open_board()
+        try:
+            for name, value in _flat(record):
+                if name != "step" and isinstance(value, (int, float)):
+                    self._board.add_scalar(name, value, record["step"])
+        except OSError:
+            # The thread that writes has ended with this error; another one has to take its place.
+            self._board, self.step = None, record["step"]
+            raise
 
 
-def _ends_in_torn_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 1))
-        return file.read(1) not in (b"", b"\n")
+def _plain(value: Any) -> Any:
+    """The same for JSON, which has no number that is not finite: null in its place."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -81,23 +104,43 @@ def read_metrics(run_directory: Path) -> list[dict[str, Any]]:
     return records
 
 
+def last_record(run_directory: Path, step: int) -> dict[str, Any]:
+    """The run's last record, if it is that of `step`; else, or where it cannot be read, an empty one."""
+    try:
+        return next((record for record in read_metrics(run_directory)[-1:] if record["step"] == step), {})
+    except OSError:
+        return {}
+
+
 def progress_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
     """A step for the console."""
     parts = [
         f"step {record['step']:>{len(str(steps))}}/{steps}",
-        f"loss {record['loss']:.4f}",
-        f"grad {record['grad_norm']:.3f}",
+        f"loss {_number(record['loss'], '.4f')}",
+        *([f"objective {_number(record['objective'], '.4f')}"] if "objective" in record else []),
+        f"grad {_number(record['grad_norm'], '.3f')}",
         f"lr {record['lr']:.2e}",
         f"{_short(record['tokens_per_second'])} tok/s",
     ]
     if record["mfu"] is not None:
         parts.append(f"mfu {record['mfu']:.1%}")
-    parts += [f"validation {name} {loss:.4f}" for name, loss in record.get("validation", {}).items()]
+    if "skipped" in record:
+        parts.append(f"skipped {record['skipped']}")
+    return "  ".join([*parts, *evaluation_parts(record), f"eta {duration(seconds_left)}"])
+
+
+def evaluation_parts(record: dict[str, Any]) -> list[str]:
+    """What was found on validation data, for the console."""
+    parts = [f"validation {name} {loss:.4f}" for name, loss in record.get("validation", {}).items()]
     for name, scores in record.get("translation", {}).items():
         parts.append(
             f"translation {name} BLEU {scores['bleu']:.2f} chrF {scores['chrf']:.2f} CER {scores['cer']:.1f} WER {scores['wer']:.1f}"
         )
-    return "  ".join([*parts, f"eta {duration(seconds_left)}"])
+    return parts
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 def _short(number: float) -> str:
@@ -117,21 +160,38 @@ def duration(seconds: float) -> str:
 
 
 class Window:
-    """Speed since the last report: steps, their seconds, the seconds spent waiting for data."""
+    """Wall-clock time since the last report. Validation, saving and whatever else is no step count as well."""
 
     def __init__(self) -> None:
-        self.steps, self.seconds, self.waited, self.tokens = 0, 0.0, 0.0, 0
+        self._started = time.monotonic()
+        self._steps = self._tokens = 0
+        self._computed = self._waited = 0.0
+        self._all_steps, self._after_first, self._mean = 0, 0.0, 0.0
 
-    def add(self, seconds: float, waited: float, tokens: int) -> None:
-        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
-        self.waited, self.tokens = self.waited + waited, self.tokens + tokens
+    def add(self, computed: float, waited: float, tokens: int) -> None:
+        """A step: the seconds it computed, those it waited for its data before, and its target tokens."""
+        self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+        self._computed, self._waited = self._computed + computed, self._waited + waited
+        self._all_steps += 1
+        if self._all_steps == 1:
+            self._after_first = time.monotonic()
 
     def take(self) -> dict[str, float]:
-        """Tokens per second over all ranks, seconds per step, share of the time spent waiting for data; starts anew."""
+        """What docs/metrics.md says of speed; the window starts anew."""
+        now = time.monotonic()
+        seconds = now - self._started
         speed = {
-            "tokens_per_second": self.tokens / self.seconds,
-            "seconds": self.seconds / self.steps,
-            "data_wait": self.waited / self.seconds,
+            "tokens_per_second": self._tokens / seconds,
+            "seconds": seconds / self._steps,
+            "step_tokens_per_second": self._tokens / self._computed,
+            "step_seconds": self._computed / self._steps,
+            "data_wait": self._waited / seconds,
         }
-        self.__init__()
+        # The first step of a start compiles and warms up; a later one says what a step takes, with its share of all else.
+        self._mean = (now - self._after_first) / (self._all_steps - 1) if self._all_steps > 1 else seconds
+        self._started, self._steps, self._tokens, self._computed, self._waited = now, 0, 0, 0.0, 0.0
         return speed
+
+    def left(self, steps: int) -> float:
+        """Seconds that so many more steps take, at the mean speed of this start at the last report."""
+        return steps * self._mean

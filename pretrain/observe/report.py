@@ -12,7 +12,8 @@ from pretrain.observe.metrics import METRICS_FILE, read_metrics
 def _records(run: Path) -> list[dict[str, Any]]:
     if not (run / METRICS_FILE).is_file():
         raise DataError(f"{run / METRICS_FILE}: missing; {run} is not the directory of a run that has logged a step")
-    records = read_metrics(run)
+    # A step that was skipped has no loss.
+    records = [record for record in read_metrics(run) if record.get("loss") is not None]
     if not records:
         raise DataError(f"{run / METRICS_FILE}: no step was logged yet")
     return records

@@ -48,7 +48,7 @@ class FullyShard:
         self._shard(model)
         model.to_empty(device="cpu" if self.config.parallel.offload else self.device)
         _bring_vectors(model, self.device)  # with offload, FSDP2 brings the matrices to the device, and nothing else
-        self.vectors = [p for p in model.parameters() if _is_vector(p) and p.requires_grad]
+        self.vectors = [p for p in model.parameters() if _is_whole(p) and p.requires_grad]
         fill(model)
         return model
 
@@ -60,7 +60,7 @@ class FullyShard:
                 param_dtype=DTYPES[self.config.precision.compute], reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
             ),
             "offload_policy": self._offload_policy(),
-            "ignored_params": {parameter for parameter in model.parameters() if _is_vector(parameter)},
+            "ignored_params": {parameter for parameter in model.parameters() if _is_whole(parameter)},
         }
         reshard, parts = self.config.parallel.reshard_after_forward, model.parts()
         for unit in (*parts.embedding, *parts.blocks):
@@ -111,14 +111,15 @@ class FullyShard:
             gradient.copy_(part.view_as(gradient))
 
 
-def _is_vector(parameter: nn.Parameter) -> bool:
-    return parameter.dim() < 2
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Whether it is whole on every rank: a vector, or what gets no gradient (tables of whole numbers among them)."""
+    return parameter.dim() < 2 or not parameter.requires_grad
 
 
 def _bring_vectors(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and _is_vector(parameter) and parameter.device != device:
+            if parameter is not None and _is_whole(parameter) and parameter.device != device:
                 moved = torch.empty_like(parameter, device=device)
                 module._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
 

@@ -37,21 +37,29 @@ def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter of a materialised network, sharded or not."""
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        mean, std = model.initial(name)
+        initial, place = model.initial(name), _place(parameter)
+        if callable(initial):
+            # All of it on every rank: rules that are no normal distribution are those of vectors and small matrices.
+            local.copy_(initial(seed)[place])
+            continue
+        mean, std = initial
         if std == 0:
             local.fill_(mean)
         else:
-            local.copy_(_local_values(parameter, name, seed).mul_(std).add_(mean))
+            local.copy_(_normal_values(tuple(parameter.shape), place, name, seed).mul_(std).add_(mean))
 
 
-def _local_values(parameter: Tensor, name: str, seed: int) -> Tensor:
-    shape = tuple(parameter.shape)
+def _place(parameter: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a parameter lies in the whole."""
     if not isinstance(parameter, DTensor):
-        return torch.from_numpy(draw_rows(seed, name, shape, 0, shape[0]))
+        return tuple(slice(0, size) for size in parameter.shape)
     # Imported here: a single process needs none of DTensor's machinery, and this module path is private in places.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    rows = draw_rows(seed, name, shape, offsets[0], offsets[0] + sizes[0])
-    columns = tuple(slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:]))
-    return torch.from_numpy(np.ascontiguousarray(rows[(slice(None), *columns)]))
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+
+
+def _normal_values(shape: tuple[int, ...], place: tuple[slice, ...], name: str, seed: int) -> Tensor:
+    rows = draw_rows(seed, name, shape, place[0].start, place[0].stop)
+    return torch.from_numpy(np.ascontiguousarray(rows[(slice(None), *place[1:])]))

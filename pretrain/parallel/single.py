@@ -14,6 +14,7 @@ class Single:
     """The reference that every other strategy must equal."""
 
     data_rank = 0
+
     def __init__(self, ranks: Ranks) -> None:
         self.device = ranks.device
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.distributed.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 class ExpertLoads:
@@ -19,6 +22,23 @@ class ExpertLoads:
         self.routers = model.routers() if config.experts.count else {}
         # None in a model of transformers', whose routers are its own affair.
         self.since_report = torch.zeros(len(self.routers), config.experts.count or 0, dtype=torch.int64)
+        self.by_last_step = bool(self.routers) and config.experts.balance_scope == "global_batch"
+        self.last: list[list[int]] | None = None
+        """With `experts.balance_scope: global_batch`: positions that each expert got in the last step, by layer. A checkpoint holds them."""
+
+    def restore(self, last: list[list[int]] | None) -> None:
+        """Go on from the `last` of a checkpoint; without, the first step counts loads as even, which pulls nowhere."""
+        if self.by_last_step and last is not None:
+            self._share(torch.tensor(last))
+        elif self.by_last_step and self.ranks.is_main:
+            log.info("experts: the loads of no step are known yet, so the balancing loss of the first one pulls nowhere")
+
+    def _share(self, counts_LE: Tensor) -> None:
+        """Tell the routers how the positions of the last step were spread."""
+        self.last = counts_LE.tolist()
+        for router, counts_E in zip(self.routers.values(), counts_LE):
+            shares_E = counts_E.double() * self.config.active / counts_E.sum().clamp(min=1)
+            router.shares_E = shares_E.to(router.weight.device, torch.float32)
 
     def after_step(self, target_tokens: int) -> dict[str, Any]:
         """Balance by the step's loads; the mean auxiliary loss of a target token, to be reported."""
@@ -32,7 +52,14 @@ class ExpertLoads:
         if self.config.correction_rate:
             for router, counts_E in zip(self.routers.values(), counts_LE):
                 move_correction(router.correction, counts_E, self.config.correction_rate)
+        if self.by_last_step:
+            self._share(counts_LE)
         return {"router_loss": float(loss) / target_tokens} if self.config.balance_loss or self.config.router_z_loss else {}
+
+    def drop(self) -> None:
+        """Forget the loads of a step that was not taken."""
+        if self.routers:
+            self.model.take_router_reports()
 
     def take(self) -> dict[str, Any]:
         """By layer: target tokens that each expert got since the last call, and the largest load over the mean one."""

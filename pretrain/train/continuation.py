@@ -1,52 +1,77 @@
-"""How a run's state leaves a trainer and comes back: saving, resuming, starting from other weights."""
+"""How a run's state leaves a trainer and comes back: saving, and restoring what `find_starting_point` chose."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pretrain.checkpoint.load import choose_checkpoint, load_state, load_tensors, saved_names
-from pretrain.checkpoint.payload import model_tensors, optimizer_tensors, restore_rng, rng_tensors
+from pretrain.checkpoint.load import load_tensors, saved_names
+from pretrain.checkpoint.payload import first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
 from pretrain.data.text.stream import Cursor, continue_cursors
-from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.errors import CheckpointError, TrainingError
 from pretrain.observe.metrics import duration
-from pretrain.train.identity import check_identity
-from pretrain.train.plan import Plan, model_identity
+from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
+from pretrain.train.starting_point import StartingPoint
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Progress:
-    """How far a run is: optimizer steps, training samples and target tokens so far.
+    """How far a run is: optimizer steps, training samples and target tokens so far, and how many of the steps were skipped.
 
-    `cursor`: where this rank's text goes on, of data that is not prepared.
+    `cursor`: where this rank's text goes on, of data that is not prepared. `loads`: positions that each expert of each layer got in the
+    last step, where a balancing loss needs them.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    skipped: int = 0
     cursor: list[int] | None = None
+    loads: list[list[int]] | None = None
 
 
 class Continuation:
-    """The checkpoints of one run, seen from its trainer. All methods are called by all ranks together."""
+    """The checkpoints of one run, seen from its trainer. All methods are called by all ranks together.
 
-    def __init__(self, plan: Plan, ranks: Ranks, directory: RunDirectory, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.plan, self.ranks, self.directory = plan, ranks, directory
-        self.model, self.optimizer = model, optimizer
-        self.last_saved: int | None = None
+    `last`: the newest good checkpoint of this run, or the one it goes on from; None before there is one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        ranks: Ranks,
+        directory: RunDirectory,
+        origin: StartingPoint,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_rank: int,
+    ) -> None:
+        self.plan, self.ranks, self.directory, self.origin = plan, ranks, directory, origin
+        self.model, self.optimizer, self.data_rank = model, optimizer, data_rank
+        self.last = origin.resumed and origin.resumed.path
         self.saved_at = time.monotonic()
+        source = origin.resumed or origin.weights
+        self._saved_step = origin.step if origin.own else None
+        self._parent = _identify(source.path, source.state["step"], source.manifest) if source else None
+        self._timeline = [*(origin.resumed.state.get("timeline", []) if origin.resumed else []), self._start()]
+
+    def _start(self) -> dict[str, Any]:
+        """This start's entry in the time line: whoever has it descends from this start."""
+        back = {"back": True} if self.origin.resumed and self.origin.resumed.back else {}
+        return {"from": self.origin.step, "start": uuid.uuid4().hex[:12], **back}
 
     def is_due(self) -> bool:
         """Whether `checkpoint.every_seconds` have passed since the last save; the main rank's clock decides."""
@@ -54,79 +79,103 @@ class Continuation:
         return self.ranks.is_main and every > 0 and time.monotonic() - self.saved_at >= every
 
     def save(self, progress: Progress) -> None:
-        """Save the whole state, unless this step is saved already."""
-        if self.last_saved == progress.step:
+        """Save the whole state, unless this step is saved already. Raises TrainingError for a state that is not finite."""
+        if self._saved_step == progress.step:
             return
         started = time.monotonic()
-        tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng_tensors(self.ranks)
-        state = {
+        tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
+        self._check_finite(progress.step, tensors)
+        attachments = {"config.yaml": self.directory.path / "config.yaml", **self.plan.data.attachments}
+        folder, policy = self.directory.checkpoints, self.plan.config.checkpoint
+        state = self._state(progress)
+        try:
+            path, manifest = save_checkpoint(
+                folder, progress.step, tensors | rng_tensors(self.ranks), state, attachments, policy, self.ranks
+            )
+        except CheckpointError as error:
+            good = f"{self.last} stays good" if self.last else "there is no earlier checkpoint"
+            raise CheckpointError(f"checkpoint of step {progress.step} could not be saved: {error}; {good}") from error
+        self.last, self._saved_step, self.saved_at = path, progress.step, time.monotonic()
+        self._parent, self.directory.newest = _identify(path, progress.step, manifest), path.name
+        if self.ranks.is_main:
+            log.info("saved %s (%s)", path, duration(time.monotonic() - started))
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        return {
             **dataclasses.asdict(progress),
-            "cursor": self.ranks.gather("cursors of text", progress.cursor),  # of every rank
+            "cursor": self._cursors(progress),
             "world_size": self.ranks.world_size,
             "layout": self.plan.layout.name,
             "model": dataclasses.asdict(self.plan.config.model),
             "identity": self.plan.identity(progress.samples),
+            "parent": self._parent,
+            "timeline": self._timeline,
             "torch": torch.__version__,
         }
-        attachments = {"config.yaml": self.directory.path / "config.yaml", **self.plan.data.attachments}
-        folder, policy = self.directory.checkpoints, self.plan.config.checkpoint
-        path = save_checkpoint(folder, progress.step, tensors, state, attachments, policy, self.ranks)
-        self.last_saved, self.saved_at = progress.step, time.monotonic()
-        if self.ranks.is_main:
-            log.info("saved %s (%s)", path, duration(time.monotonic() - started))
+
+    def _cursors(self, progress: Progress) -> list[list[int] | None]:
+        """Where the text of every data rank goes on; ranks that share their data say the same."""
+        cursors = dict(self.ranks.gather("cursors of text", (self.data_rank, progress.cursor)))
+        return [cursors[data_rank] for data_rank in sorted(cursors)]
+
+    def _check_finite(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """A checkpoint that holds NaN would be continued from, and would retire the good ones before it."""
+        names = list(tensors)
+        found = self.ranks.gather("finiteness of the state", first_nonfinite(tensors))
+        bad = [(names.index(name), rank, name) for rank, name in enumerate(found) if name is not None]
+        if bad:
+            _, rank, name = min(bad)
+            raise TrainingError(
+                f"step {step}: {name} is not finite (rank {rank}), so the state was not saved; {self.describe_last()}: lower optim.lr or "
+                "raise optim.eps, then run again"
+            )
+
+    def describe_last(self) -> str:
+        """The newest good checkpoint, for a message."""
+        return f"the last checkpoint is {self.last}" if self.last else "there is no checkpoint yet"
 
     def restore(self) -> Progress:
-        """Continue from a checkpoint, start from other weights, or start; what `run.resume` and `run.init_from` say."""
-        run = self.plan.config.run
-        checkpoint = choose_checkpoint(self.directory.path, run.resume, self.ranks)
-        if checkpoint is not None:
-            return self._resume(checkpoint)
-        if run.init_from is not None:
-            self._start_from(Path(run.init_from))
+        """Read what the run goes on from into model, optimizer and generators."""
+        resumed, weights = self.origin.resumed, self.origin.weights
+        if resumed is not None:
+            return self._resume(resumed.path, resumed.state)
+        if weights is not None:
+            load_tensors(weights.path, model_tensors(self.model), self.ranks)
         if self.ranks.is_main:
-            log.info("starting at step 0%s", f" with the weights of {run.init_from}" if run.init_from else "")
+            log.info("starting at step 0%s", f" with the weights of {weights.path}" if weights else "")
         return Progress()
 
-    def _resume(self, checkpoint: Path) -> Progress:
-        state = load_state(checkpoint)
-        if not saved_names(checkpoint, "optim."):
-            raise CheckpointError(
-                f"{checkpoint} has weights only and cannot be resumed; use run.init_from={checkpoint} for a new run"
-            )
-        run, data = self.plan.config.run, self.plan.config.data
-        # Where weights alone decide the mixture, a stage can leave the past as it was.
-        by_weight = not any(source.max_epochs or source.tokens for source in data.sources)
-        tokens = state["samples"] * data.sequence_length if by_weight else 0
-        check_identity(state["identity"], self.plan.identity(state["samples"]), checkpoint, run.accept_changes, tokens)
-        if state["step"] > run.steps:
-            raise ConfigError(
-                f"run.steps={run.steps} is below the step {state['step']} of {checkpoint}; raise it, or choose another run.name"
-            )
-        rng = self._generators(checkpoint, state["world_size"])
+    def settle(self) -> None:
+        """Set aside what this start leaves behind. To be called when nothing can refuse it any more."""
+        if self.ranks.is_main:
+            for line in self.origin.resumed.set_aside() if self.origin.resumed else []:
+                log.warning("%s", line)
+            self.directory.newest = self.last.name if self.origin.own else None
+
+    def _resume(self, checkpoint: Path, state: dict[str, Any]) -> Progress:
+        rng = self.ranks.attempt(
+            "generators of a checkpoint", lambda: self._generators(checkpoint, state["world_size"]), CheckpointError
+        )
         load_tensors(checkpoint, model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng, self.ranks)
         restore_rng(rng, self.ranks)
-        own = checkpoint.parent.resolve() == self.directory.checkpoints.resolve()
-        self.last_saved = state["step"] if own else None
         if self.ranks.is_main:
-            log.info(
-                "resumed from %s: step %d, %d samples, saved as %s",
-                checkpoint,
-                state["step"],
-                state["samples"],
-                state["layout"],
-            )
-        return Progress(state["step"], state["samples"], state["tokens"], self._cursor(state["cursor"]))
+            step, samples, layout = state["step"], state["samples"], state["layout"]
+            log.info("resumed from %s: step %d, %d samples, saved as %s", checkpoint, step, samples, layout)
+        # Steps were not skipped, nor counted, by earlier versions of this program.
+        skipped = state.get("skipped", 0)
+        cursor, loads = self._cursor(state["cursor"]), state.get("loads")
+        return Progress(state["step"], state["samples"], state["tokens"], skipped, cursor, loads)
 
     def _cursor(self, saved: list[list[int] | None]) -> list[int] | None:
-        """Where this rank's text goes on."""
+        """Where this data rank's text goes on."""
         if saved[0] is None:
             return None
         continued = continue_cursors([Cursor.from_list(values) for values in saved], self.plan.layout.data_size)
         if self.ranks.is_main:
             log.info("data: %s", continued.description)
-        return continued.cursors[self.ranks.rank].to_list()
+        return continued.cursors[self.data_rank].to_list()
 
-    def _generators(self, checkpoint: Path, world_size: int) -> dict[str, torch.Tensor]:
+    def _generators(self, checkpoint: Path, world_size: int) -> dict[str, Tensor]:
         # Generators belong to ranks: on another number of them this rank keeps the one it was seeded with. Nothing in training
         # draws from it: dropout is a function of the sample.
         if world_size != self.ranks.world_size:
@@ -134,16 +183,7 @@ class Continuation:
         saved = set(saved_names(checkpoint, "rng."))
         return {name: value for name, value in rng_tensors(self.ranks).items() if name in saved}
 
-    def _start_from(self, path: Path) -> None:
-        source = choose_checkpoint(self.directory.path, str(path), self.ranks)  # this run has none of its own
-        model = dataclasses.asdict(self.plan.config.model)
-        check_identity(model_identity(load_state(source)["model"]), model_identity(model), source, [])
-        self._check_tokenizer(source)
-        load_tensors(source, model_tensors(self.model), self.ranks)
 
-    def _check_tokenizer(self, source: Path) -> None:
-        own = self.plan.data.tokenizer_sha256
-        if (source / "tokenizer").is_dir() and tokenizer_fingerprint(source / "tokenizer") != own:
-            raise CheckpointError(
-                f"run.init_from={source} was trained with another tokenizer than the data; prepare the data with {source / 'tokenizer'}"
-            )
+def _identify(checkpoint: Path, step: int, manifest: str) -> dict[str, Any]:
+    """A checkpoint as the one after it records it."""
+    return {"path": str(checkpoint), "step": step, "manifest": manifest}

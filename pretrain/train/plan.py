@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.export_check import check_map, has_export
-from pretrain.config.keys import check_effects
+from pretrain.config.keys import check_effects, leaves
+from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.objective import Objective
@@ -28,6 +29,7 @@ from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.network import build_network
+from pretrain.models.router import check_router
 from pretrain.models.shape import check_encoder, check_switches, complete
 from pretrain.observe.flops import flops_per_target_token, flops_per_token
 from pretrain.observe.translation import require_sacrebleu
@@ -35,11 +37,8 @@ from pretrain.optim.schedule import fit
 from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.identity import check_accepted
 
-# Keys of the model that change no tensor of a run under way (see `model_identity`).
-NO_IDENTITY = {
-    "init_std", "dropout", "max_sequence_length", "attention_backend",
-    "experts.correction_rate", "experts.balance_loss", "experts.router_z_loss",
-}  # fmt: skip
+NO_IDENTITY = {leaf.path for leaf in leaves(Model, None, resume="never") if leaf.resume != "never"}
+"""Keys of the model that change no tensor of a run under way (see `model_identity`)."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +150,7 @@ def complete_config(config: Config, vocab_size: int | None = None, source_vocab_
     model = complete(config.model, longest)
     if model.family != "hf":
         check_switches(config.model, model)
+        check_router(model)
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=vocab_size)
     if model.encoder_layers and model.source_vocab_size is None and not model.tie_source:

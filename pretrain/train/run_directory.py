@@ -1,4 +1,8 @@
-"""The directory of a run: who holds it, which run it is, and what state it is in."""
+"""The directory of a run: where it is, who holds it, which run it is, and what state it is in.
+
+What the run needs stops it where it fails: the lock, identity.json, config.yaml, starts.jsonl, checkpoints. What only observes it is a
+warning: status.json, metrics.jsonl, TensorBoard, logs.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,51 @@ import json
 import logging
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import files
-from pretrain.errors import CheckpointError
-from pretrain.storage import replace_text
+from pretrain.config.schema import Run
+from pretrain.errors import CheckpointError, ConfigError, reason_of
+from pretrain.observe.logs import Tolerated
+from pretrain.storage import append_line, exists, replace_text
 
 log = logging.getLogger(__name__)
 
 
+def directory_of(run: Run) -> Path:
+    """`run.dir`/`run.name`. Raises ConfigError for a name that leads out of `run.dir`, and where a directory cannot be."""
+    name = Path(run.name)
+    if name.is_absolute() or not name.parts or ".." in name.parts or not run.dir:
+        raise ConfigError(
+            f"run.name={run.name}, run.dir={run.dir or repr('')}: a run lies below run.dir; give a name without '..' and a leading '/', "
+            "and in run.dir the folder"
+        )
+    path = Path(run.dir) / name
+    for place in [*reversed(path.parents), path]:
+        key = f"run.dir={run.dir}" if place in [Path(run.dir), *Path(run.dir).parents] else f"run.name={run.name}"
+        try:
+            if exists(place) and not place.is_dir():
+                raise ConfigError(f"{key}: {place} is a file, and a folder is needed there")
+        except OSError as error:
+            raise ConfigError(f"{key}: {reason_of(error)}") from error
+    return path
+
+
 class RunDirectory:
-    """Held by the main rank for as long as the process lives; the other ranks only know its path."""
+    """Held by the main rank for as long as the process lives; the other ranks only know its path.
+
+    `newest`: name of the last checkpoint that is known to be complete, for status.json.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.token = ""
+        self.newest: str | None = None
+        self._started = _now()
+        self._status_lines = Tolerated(str(path / "status.json"))
         self._lock: Any = None
         self._held = False
 
@@ -51,15 +83,46 @@ class RunDirectory:
         self._held = True
         for name in files.discard_unfinished(self.checkpoints):
             log.info("removed %s, which an interrupted save left behind", self.checkpoints / name)
+        return self.identity()
+
+    def check(self) -> None:
+        """Raise CheckpointError for what `claim` would be refused by, without a change to anything."""
+        place = next(place for place in [self.path, *self.path.absolute().parents] if place.exists())
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{place}: this process may not write there; choose another run.dir")
+        lock = self.path / ".lock"
+        if not lock.exists():
+            return
+        with lock.open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = file.read().strip() or "another process"
+                raise CheckpointError(f"{self.path} is in use by {holder}; wait for it, or choose another run.name") from error
+            except OSError as error:
+                raise CheckpointError(f"{lock}: cannot be locked: {error.strerror}; use storage with flock") from error
+
+    def identity(self) -> dict[str, Any] | None:
+        """The identity of the run that is here; None of a new directory."""
         path = self.path / "identity.json"
-        return files.read_json(path) if path.exists() else None
+        return files.read_json(path) if exists(path) else None
+
+    def saved_last(self) -> str | None:
+        """Name of the checkpoint that status.json says was saved last; None where it does not say."""
+        name = self.status().get("checkpoint")
+        return name if isinstance(name, str) else None
+
+    def config(self) -> Path | None:
+        """config.yaml of the last start; None of a new directory."""
+        path = self.path / "config.yaml"
+        return path if exists(path) else None
 
     def record_start(self, identity: dict[str, Any], config: str, start: dict[str, Any]) -> None:
         """Say which run is here, with its resolved configuration, and append to starts.jsonl where it starts or goes on."""
         replace_text(self.path / "identity.json", json.dumps(identity, indent=1) + "\n")
         replace_text(self.path / "config.yaml", config)
-        with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(start) + "\n")
+        append_line(self.path / "starts.jsonl", json.dumps(start))
 
     def sees(self, token: str) -> bool:
         """Whether this rank finds what the main rank wrote: whether both look at the same storage."""
@@ -84,6 +147,37 @@ class RunDirectory:
         """Whether a run has started here before."""
         return (self.path / "status.json").exists()
 
+    def status(self) -> dict[str, Any]:
+        """What status.json says; empty where there is none. It only observes, so one that cannot be read is a warning."""
+        path = self.path / "status.json"
+        try:
+            found = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            log.warning("%s: cannot be read: %s", path, getattr(error, "strerror", None) or error)
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def write_status(self, state: str, step: int, reason: str | None = None) -> None:
-        """status.json: running, finished, preempted or failed."""
-        replace_text(self.path / "status.json", json.dumps({"state": state, "step": step, "reason": reason}) + "\n")
+        """status.json: running, finished, preempted or failed. A failure to write it is a warning.
+
+        While the run is `running`, `updated` is its sign of life.
+        """
+        status = {
+            "state": state,
+            "step": step,
+            "reason": reason,
+            "checkpoint": self.newest,
+            "started": self._started,
+            "updated": _now(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        durable = state != "running"
+        self._status_lines.attempt(lambda: replace_text(self.path / "status.json", json.dumps(status) + "\n", durable))
+
+
+def _now() -> str:
+    """The time, UTC, as ISO 8601 says it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import time
 import traceback
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
 from pretrain.checkpoint.export_check import start_export_check
-from pretrain.checkpoint.files import complete_checkpoints
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.show import to_yaml
@@ -22,13 +19,13 @@ from pretrain.distributed import ranks as distributed
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
+from pretrain.models.router import router_caution
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
-from pretrain.train.continuation import Progress
-from pretrain.train.identity import check_identity
-from pretrain.train.plan import Plan, check_data_suffices, make_plan
-from pretrain.train.run_directory import RunDirectory
+from pretrain.train.plan import Plan, make_plan
+from pretrain.train.run_directory import RunDirectory, directory_of
+from pretrain.train.starting_point import StartingPoint, find_starting_point
 from pretrain.train.stop import StopRequest
 from pretrain.train.trainer import Trainer
 
@@ -44,12 +41,35 @@ def check(config: Config) -> int:
     if world_size == 1:
         world_size = expected_world_size(config) or 1
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
-    check_data_suffices(plan)
     if rank == 0:
-        print("\n".join(describe(plan, world_size)))
+        origin = _check_directory(plan)
+        print("\n".join([*describe(plan, world_size, origin), *_intentions(plan, origin)]))
         _check_export(plan)
         print("the configuration is valid")
     return 0
+
+
+def _check_directory(plan: Plan) -> StartingPoint:
+    """What a start would go on from. Raises what it would be refused by."""
+    directory = RunDirectory(directory_of(plan.config.run))
+    directory.check()
+    alone = Ranks(0, 0, 1, torch.device("cpu"))
+    return find_starting_point(plan, directory, alone, content=False)
+
+
+def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:
+    if origin.resumed is None:
+        return [
+            f"would start at step 0{f' with the weights of {origin.weights.path}' if origin.weights else ''}",
+            *origin.lines,
+        ]
+    aside = [f"would set aside {path}" for path in (*origin.resumed.damaged, *origin.resumed.abandoned)]
+    left = "" if origin.step < plan.config.run.steps else ", with no step left to train"
+    return [
+        f"would resume from step {origin.step} of {origin.resumed.path}{left} (sizes of its files verified, not their content)",
+        *aside,
+        *origin.lines,
+    ]
 
 
 def _check_export(plan: Plan) -> None:
@@ -69,15 +89,19 @@ def train(config: Config) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be there before the first CUDA call
     torch.use_deterministic_algorithms(config.run.deterministic)
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
-    directory = RunDirectory(_path_of(plan.config))
+    directory = RunDirectory(directory_of(plan.config.run))
     ranks = distributed.start(plan.config, alone=plan.layout.strategy == "single")
     trainer = None
     try:
-        _claim(directory, plan, ranks)
+        _claim(directory, ranks)
+        origin = find_starting_point(plan, directory, ranks)
+        if ranks.is_main:
+            for line in [*describe(plan, ranks.world_size, origin), *origin.lines]:
+                log.info(line)
         _verify_data(plan, ranks)
-        trainer = Trainer(plan, ranks, directory)
-        check_data_suffices(plan, trainer.progress.step, trainer.progress.samples)
-        _record_start(directory, plan, ranks, trainer.progress)
+        trainer = Trainer(plan, ranks, directory, origin)
+        evaluated = ranks.on_main("status of the run", lambda: directory.status().get("state") == "finished", CheckpointError)
+        ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer), CheckpointError)
         # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
         with ExitStack() as stack:
             stop = stack.enter_context(StopRequest())
@@ -85,7 +109,7 @@ def train(config: Config) -> int:
             if ranks.is_main and trainer.progress.step == 0:
                 export = start_export_check(plan.config, plan.data.tokenizer_path, plan.added_tokens, log.info)
                 stack.callback(lambda: export and export.close())
-            outcome = trainer.fit(stop, export)
+            outcome = trainer.fit(stop, export, evaluated)
             ranks.barrier("end of the run", plan.config.parallel.timeout_seconds)
             if ranks.is_main:
                 directory.write_status(outcome, trainer.progress.step, _REASONS[outcome])
@@ -102,21 +126,8 @@ def train(config: Config) -> int:
 _REASONS = {"finished": None, "preempted": "asked to stop by a signal; the same command continues"}
 
 
-def _path_of(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
-
-
-def _claim(directory: RunDirectory, plan: Plan, ranks: Ranks) -> None:
-    def claim() -> None:
-        held = directory.claim()
-        # Once there is a checkpoint, that is what a resume is compared with.
-        if held is not None and not complete_checkpoints(directory.checkpoints):
-            check_identity(held, plan.identity(0), directory.path, plan.config.run.accept_changes)
-
-    if ranks.is_main:
-        for line in describe(plan, ranks.world_size):
-            log.info(line)
-    ranks.on_main("claim of the run directory", claim, CheckpointError)
+def _claim(directory: RunDirectory, ranks: Ranks) -> None:
+    ranks.on_main("claim of the run directory", directory.claim, CheckpointError)
     token = ranks.gather("owner of the run directory", directory.token)[0]
     ranks.agree(
         "sight of the run directory",
@@ -128,20 +139,21 @@ def _claim(directory: RunDirectory, plan: Plan, ranks: Ranks) -> None:
     log_to_file(directory.path / "logs", ranks.rank)
 
 
-def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, progress: Progress) -> None:
+def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Trainer) -> None:
     # Only now: a start that was refused must not change what the directory says about the run it holds.
-    if ranks.is_main:
-        start = {
-            "step": progress.step,
-            "samples": progress.samples,
-            "world_size": ranks.world_size,
-            "data_size": plan.layout.data_size,
-            "folder": os.getcwd(),
-            "fingerprints": plan.data.fingerprints,
-            "config": dataclasses.asdict(plan.config),
-        }
-        directory.record_start(plan.identity(0), to_yaml(plan.config), start)
-        directory.write_status("running", progress.step)
+    trainer.continuation.settle()
+    start = {
+        "step": trainer.progress.step,
+        "samples": trainer.progress.samples,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "world_size": ranks.world_size,
+        "data_size": plan.layout.data_size,
+        "folder": os.getcwd(),
+        "fingerprints": plan.data.fingerprints,
+        "config": dataclasses.asdict(plan.config),
+    }
+    directory.record_start(plan.identity(0), to_yaml(plan.config), start)
+    directory.write_status("running", trainer.progress.step)
 
 
 def _verify_data(plan: Plan, ranks: Ranks) -> None:
@@ -154,7 +166,7 @@ def _verify_data(plan: Plan, ranks: Ranks) -> None:
             data.verify(ranks.rank, ranks.world_size)
 
     ranks.attempt("hashes of the data", verify, DataError)
-    if ranks.is_main:
+    if ranks.is_main and (plan.data.fingerprints or plan.validation):
         log.info("data: every shard matches its sha256 (%s)", duration(time.monotonic() - started))
 
 
@@ -163,14 +175,11 @@ def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ran
     logging.getLogger(TRACEBACKS).error("%s\n%s", line, traceback.format_exc())
     # A run that this start never became keeps the status it had.
     if ranks.is_main and directory.is_held and (trainer is not None or not directory.has_status):
-        try:
-            directory.write_status("failed", trainer.progress.step if trainer else 0, line)
-        except OSError as problem:  # a full disk, say: it must not hide the error that is being recorded
-            log.error("%s: cannot be written: %s", directory.path / "status.json", problem.strerror)
+        directory.write_status("failed", trainer.progress.step if trainer else 0, line)
 
 
-def describe(plan: Plan, world_size: int) -> list[str]:
-    """The run in a few lines."""
+def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
+    """The run in a few lines. What it has read so far was perhaps read in steps of another size."""
     config, layout = plan.config, plan.layout
     model, batch, precision = config.model, config.batch, config.precision
     tokens = batch.tokens or batch.sequences * config.data.sequence_length
@@ -180,12 +189,13 @@ def describe(plan: Plan, world_size: int) -> list[str]:
         shares = f"{batch.tokens} tokens over {layout.data_size} ranks, each in micro-steps of at most {batch.micro_tokens or 'its share'}"
     blocks = f"{model.encoder_layers} + {model.layers}" if model.encoder_layers else model.layers
     return [
-        f"run      {_path_of(config)}: {config.run.steps} steps of {tokens} tokens",
+        f"run      {directory_of(config.run)}: {config.run.steps} steps of {tokens} tokens",
         f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
         f"vocabulary {model.vocab_size}; {plan.flops_per_token:.3g} FLOPs per token",
-        *_describe_hf(model),
-        *plan.data.describe(plan.schedule.consumed(config.run.steps)),
+        *_describe_network(model),
+        *plan.data.describe(plan.schedule.after(origin.samples, config.run.steps - origin.step)),
         *plan.objective.describe(),
+        *_describe_validation(plan),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
@@ -193,7 +203,16 @@ def describe(plan: Plan, world_size: int) -> list[str]:
     ]
 
 
-def _describe_hf(model: Model) -> list[str]:
-    if model.family != "hf":
-        return []
-    return [f"         {json.loads(model.hf_config)['architectures'][0]} of transformers; its dropout is not applied"]
+def _describe_validation(plan: Plan) -> list[str]:
+    most = plan.config.validation.sequences
+    counts = [(source.name, len(source), min(most, len(source)) if most else len(source)) for source in plan.validation]
+    return [f"validate {name}: {used:,} of {available:,} samples" for name, available, used in counts]
+
+
+def _describe_network(model: Model) -> list[str]:
+    if model.family == "hf":
+        from pretrain.models.hf_model import describe_hf
+
+        return describe_hf(model)
+    caution = router_caution(model)
+    return [f"caution  {caution}"] if caution else []

@@ -1,9 +1,14 @@
-"""Ctrl-C and a scheduler's notice, turned into a flag that the loop looks at between steps."""
+"""Ctrl-C and a scheduler's notice, turned into a flag that the loop looks at between steps, and long evaluations within."""
 
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
+
+import torch
+
+from pretrain.distributed.ranks import Ranks
 
 
 class StopRequest:
@@ -28,3 +33,36 @@ class StopRequest:
         if self.reason and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
+
+
+class Stopped(Exception):
+    """An evaluation was left because a rank was asked to stop. Raised by all ranks at the same point."""
+
+
+class StopPoll:
+    """Whether any rank was asked to stop, agreed about once a second in work that all ranks go through in the same pieces."""
+
+    SECONDS = 1.0
+
+    def __init__(self, stop: StopRequest, ranks: Ranks) -> None:
+        self._stop, self._ranks = stop, ranks
+        self.begin()
+
+    def begin(self) -> None:
+        """Start with other work, whose pieces take an unknown time."""
+        self._every = self._left = 1
+        self._asked = time.monotonic()
+
+    def check(self) -> None:
+        """Call after each piece, on all ranks. Raises Stopped on all of them."""
+        self._left -= 1
+        if self._left:
+            return
+        seconds = torch.tensor([float(self._stop.reason is not None), time.monotonic() - self._asked], dtype=torch.float64)
+        stops, total = self._ranks.sum("requests to stop", seconds).tolist()
+        if stops:
+            raise Stopped
+        # The same numbers on every rank, and so the same number of pieces until they ask again.
+        mean = max(total / self._ranks.world_size, 1e-6)
+        self._every = max(1, min(2 * self._every, int(self._every * self.SECONDS / mean)))
+        self._left, self._asked = self._every, time.monotonic()

@@ -18,15 +18,14 @@ import torch
 
 from pretrain.checkpoint.export_check import ExportCheck
 from pretrain.data.loader import StepBatch
-from pretrain.data.pairs.prepared import PreparedPairs
-from pretrain.data.samples import Samples
 from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.data.training_data import build_loader
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, DataError, TrainingError
+from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
 from pretrain.models.network import build_network
 from pretrain.observe.flops import peak_flops
-from pretrain.observe.metrics import Metrics, Window, progress_line
+from pretrain.observe.logs import TRACEBACKS
+from pretrain.observe.metrics import Metrics, Window, evaluation_parts, last_record, progress_line
 from pretrain.optim.clip import clip_gradients
 from pretrain.optim.optimizer import build_optimizer
 from pretrain.optim.schedule import learning_rate
@@ -34,12 +33,12 @@ from pretrain.parallel.initialise import initialise
 from pretrain.parallel.strategy import DTYPES, build_strategy, prepare_blocks
 from pretrain.train.balancing import ExpertLoads
 from pretrain.train.continuation import Continuation
-from pretrain.train.gradients import write_gradients
+from pretrain.train.gradients import refuse_untrained, write_gradients
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
-from pretrain.train.stop import StopRequest
-from pretrain.train.translation import translate_and_score
-from pretrain.train.validation import validate
+from pretrain.train.starting_point import StartingPoint
+from pretrain.train.stop import Stopped, StopPoll, StopRequest
+from pretrain.train.validation import Evaluation
 
 log = logging.getLogger(__name__)
 
@@ -55,24 +54,20 @@ class Verdict:
 
 
 class Trainer:
-    """A run from its plan: builds everything, continues from a checkpoint if there is one, and trains."""
+    """A run from its plan: builds everything, goes on from its origin, and trains."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
+    def __init__(self, plan: Plan, ranks: Ranks, directory: RunDirectory, origin: StartingPoint) -> None:
         self.plan, self.ranks, self.directory = plan, ranks, directory
         self.config = plan.config
         self._build()
-        self.continuation = Continuation(plan, ranks, directory, self.model, self.optimizer)
+        data_rank, data_size = self.strategy.data_rank, plan.layout.data_size
+        self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer, data_rank)
         self.progress = self.continuation.restore()
-        self.loader = build_loader(
-            plan.config,
-            plan.data,
-            plan.objective,
-            plan.schedule,
-            self.strategy.data_rank,
-            plan.layout.data_size,
-            self.progress.cursor,
-            pin=ranks.device.type == "cuda",
-        )
+        self.expert_loads.restore(self.progress.loads)
+        pin, cursor = ranks.device.type == "cuda", self.progress.cursor
+        self.loader = build_loader(plan.config, plan.data, plan.objective, plan.schedule, data_rank, data_size, cursor, pin=pin)
+        self.evaluation = Evaluation(plan.config, plan.validation, self.call, self.strategy, self.loader, ranks)
+        self.skipped_in_a_row = 0
 
     def _build(self) -> None:
         config = self.config
@@ -84,7 +79,7 @@ class Trainer:
         self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
         self.optimizer = build_optimizer(self.model, config.optim)
         self.expert_loads = ExpertLoads(self.model, config.model, self.ranks)
-        stored = {p.dtype for p in self.model.parameters()}
+        stored = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         if stored != {DTYPES[config.precision.master]}:
             raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
         peak = peak_flops(self.ranks.device, config.precision.compute)
@@ -101,80 +96,115 @@ class Trainer:
             group["lr"] = rate
         micro_steps = batch.micro_steps(config.batch.micro_sequences)
         losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
+        if not self.optimizer.state:
+            refuse_untrained(self.model, config.data.sequence_length)
         if number in config.log.gradients_at:
             write_gradients(self.directory.path, number, self.model, self.ranks)
         grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))
-        loss = float(self.ranks.sum("loss of a step", torch.cat(losses).double().sum())) / target_tokens
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._refuse_step(number, batch, torch.cat(losses), loss, grad_norm)
-        self.optimizer.step()
+        summed = torch.stack([torch.cat(part).double().sum() for part in zip(*losses)])
+        objective, loss = (self.ranks.sum("loss of a step", summed) / target_tokens).tolist()
+        routers: dict[str, Any] = {}
+        if math.isfinite(objective) and math.isfinite(grad_norm):
+            self.optimizer.step()
+            routers = self.expert_loads.after_step(target_tokens)
+            self.skipped_in_a_row = 0
+        else:
+            self._skip_step(number, batch, torch.cat([objective_B for objective_B, _ in losses]), objective, grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
-        routers = self.expert_loads.after_step(target_tokens)
         self.progress.step = number
         self.progress.samples += batch.sequences
         self.progress.cursor = batch.cursor
         self.progress.tokens += target_tokens
-        return {"step": number, "tokens": self.progress.tokens, "loss": loss, "grad_norm": grad_norm, "lr": rate, **routers}
+        self.progress.loads = self.expert_loads.last
+        numbers = {"step": number, "tokens": self.progress.tokens, "loss": loss}
+        if objective != loss:
+            numbers["objective"] = objective
+        if self.progress.skipped:
+            numbers["skipped"] = self.progress.skipped
+        return numbers | {"grad_norm": grad_norm, "lr": rate, **routers}
 
-    def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> torch.Tensor:
+    def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is minimised, and the cross-entropy alone; both for each sequence, [B]."""
         inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
         with self.strategy.micro_step(last=last):
-            losses_B = self.call(**inputs)
-            (losses_B.sum() / target_tokens).backward()
-        return losses_B.detach()
+            losses = self.call(**inputs, with_cross_entropy=True)
+            (losses.objective_B.sum() / target_tokens).backward()
+        return losses.objective_B.detach(), losses.cross_entropy_B
 
-    def _refuse_step(self, number: int, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> None:
-        # The update is not made: the weights are those after the step before.
+    def _skip_step(self, number: int, batch: StepBatch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
+        """Leave weights, moments and balancing as they are. Raises TrainingError where no more steps may be skipped."""
         bad = batch.positions[~torch.isfinite(losses).cpu().numpy()].tolist()
         everywhere = self.ranks.gather("samples of a refused step", bad)
         where = "; ".join(f"rank {rank}: samples {positions[:8]}" for rank, positions in enumerate(everywhere) if positions)
-        raise TrainingError(
-            f"step {number}: loss {loss}, gradient norm {grad_norm}: the step was not taken ({where or 'every loss is finite'}); "
-            f"the last checkpoint is of step {self.continuation.last_saved}: lower optim.lr or look at the samples, then run again"
-        )
+        what = f"step {number}: loss {objective}, gradient norm {grad_norm} ({where or 'every loss is finite'})"
+        self.skipped_in_a_row += 1
+        allowed = self.config.optim.skip_nonfinite
+        if self.skipped_in_a_row > allowed:
+            row = f", after {allowed} in a row that were skipped" if allowed else ""
+            raise TrainingError(
+                f"{what}: the step was not taken{row}; {self.continuation.describe_last()}: lower optim.lr or look at the samples, then run "
+                "again; optim.skip_nonfinite=N leaves out up to N such steps in a row"
+            )
+        self.expert_loads.drop()
+        self.progress.skipped += 1
+        if self.ranks.is_main:
+            log.warning("%s: skipped, %d in a row of at most %d", what, self.skipped_in_a_row, allowed)
 
     # ---- the loop -----------------------------------------------------------------------------------------------------
 
-    def fit(self, stop: StopRequest, export: ExportCheck | None = None) -> str:
+    def fit(self, stop: StopRequest, export: ExportCheck | None = None, evaluated: bool = True) -> str:
         """Train to the last step. Returns `finished`, or `preempted` when a stop was asked for; both leave a checkpoint.
 
-        `export`: a check that goes on beside the first steps, on the main rank; the run ends when it finds something.
+        `export`: a check that goes on beside the first steps, on the main rank; the run ends when it finds something. `evaluated`:
+        whether the last step of a run that has no more to take was evaluated as well.
         """
-        config, progress = self.config, self.progress
+        config, progress, poll = self.config, self.progress, StopPoll(stop, self.ranks)
         with ExitStack() as stack:
             batches = stack.enter_context(closing(self.loader.batches(progress.samples)))
             self.metrics = Metrics(self.directory.path, config.log.tensorboard, progress.step) if self.ranks.is_main else None
             stack.callback(lambda: self.metrics and self.metrics.close())
             self.window = Window()
+            if progress.step == config.run.steps and not evaluated:
+                evaluated = self._evaluate_again(poll)
             while progress.step < config.run.steps:
-                started = time.monotonic()
+                waiting = time.monotonic()
                 batch, problem = self._next(batches, export)
-                waited = time.monotonic() - started
+                ready = time.monotonic()
                 verdict = self._agree(batch, problem, stop)
                 if verdict.stop or verdict.save:
                     self.continuation.save(progress)
                 if verdict.stop:
                     return "preempted"
+                computing = time.monotonic()
                 record = self.step(batch, verdict.target_tokens) | {"batch": verdict.digest}
-                self.window.add(time.monotonic() - started, waited, verdict.target_tokens)
-                self._after_step(record)
+                self.window.add(time.monotonic() - computing, ready - waiting, verdict.target_tokens)
+                evaluated = self._after_step(record, poll)
             self.continuation.save(progress)
-            self.ranks.agree("end of the export check", export.finish() if export else None, CheckpointError)
-        return "finished"
+            found = export.finish(lambda: stop.reason is not None) if export else None
+            self.ranks.agree("end of the export check", found, CheckpointError)
+        return "finished" if evaluated else "preempted"
 
-    def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, str | None]:
+    def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
+        """The next batch, or why this rank has none: raised by all ranks together, for the others wait for this one."""
         try:
-            return next(batches), export.problem() if export else None
-        except (DataError, OSError) as error:
-            return None, str(error)
+            batch = next(batches)
+        except (UserError, OSError) as error:
+            return None, error if isinstance(error, UserError) else DataError(str(error))
+        except Exception as error:  # MemoryError, page-locked memory that cannot be had, a defect of ours
+            logging.getLogger(TRACEBACKS).exception("reading of a batch")
+            return None, DataError(
+                f"a batch could not be read: {type(error).__name__}: {error}; the traceback is in this rank's log"
+            )
+        found = export.problem() if export else None
+        return batch, CheckpointError(found) if found else None
 
-    def _agree(self, batch: StepBatch | None, problem: str | None, stop: StopRequest) -> Verdict:
+    def _agree(self, batch: StepBatch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
         tokens, digest = (batch.target_tokens, batch.digest) if batch else (0, 0)
         said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, self.continuation.is_due()])
         tokens, digests, problems, stops, saves = self.ranks.sum("start of a step", said).tolist()
         if problems:
-            self.ranks.agree("reading of a batch", problem, DataError)
+            self.ranks.attempt("reading of a batch", lambda: _raise(problem), DataError)
         if not tokens:
             samples = batch.positions.tolist() if batch else []
             raise TrainingError(
@@ -183,44 +213,52 @@ class Trainer:
             )
         return Verdict(tokens, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(saves))
 
-    def _after_step(self, record: dict[str, Any]) -> None:
+    def _after_step(self, record: dict[str, Any], poll: StopPoll) -> bool:
+        """Save, evaluate and report, each where it is due, in this order: what a stop may cut short comes after the checkpoint.
+
+        Whether nothing was cut short.
+        """
         config, step = self.config, record["step"]
-        last = step == config.run.steps
-        every = config.validation.every_steps
-        if self.plan.validation and (last or (every and step % every == 0)):
-            record["validation"] = {source.name: self._validate(source) for source in self.plan.validation}
-        every = config.validation.translation.every_steps
-        if every and (last or step % every == 0):
-            record["translation"] = {source.name: self._translate(source) for source in self.plan.validation}
-        if step % config.log.every_steps == 0 or last or step == 1 or "validation" in record or "translation" in record:
-            self._report(record)
-        if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
+        last, every = step == config.run.steps, config.checkpoint.every_steps
+        if last or (every and step % every == 0):
             self.continuation.save(self.progress)
-
-    def _validate(self, source: Samples | PreparedPairs) -> float:
-        batch, rows = self.config.batch, self.config.batch.micro_sequences
-        if isinstance(source, PreparedPairs):
-            rows = max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
+        found, due = {}, self.evaluation.due(step)
         try:
-            return validate(self.call, source, self.config.validation.sequences, rows, self.loader, self.ranks)
-        finally:
-            self.strategy.release()
+            found = self.evaluation.run(due, poll)
+        except Stopped:
+            if self.ranks.is_main:
+                log.info("asked to stop: the %s of step %d was left, and nothing of it is reported", " and ".join(due), step)
+        if step % config.log.every_steps == 0 or last or step == 1 or found:
+            self._report(record | found)
+        return len(found) == len(due)
 
-    def _translate(self, source: PreparedPairs) -> dict[str, float] | None:
+    def _evaluate_again(self, poll: StopPoll) -> bool:
+        """Evaluate the last step, which was cut short before; its line in the log of metrics is written anew, with what was found."""
+        step = self.progress.step
         try:
-            return translate_and_score(self.call, source, self.config, self.ranks)
-        finally:
-            self.strategy.release()
+            found = self.evaluation.run(self.evaluation.due(step), poll)
+        except Stopped:
+            return False
+        if found and self.ranks.is_main:
+            self.metrics.write(
+                {"step": step, "tokens": self.progress.tokens, **last_record(self.directory.path, step), **found}
+            )
+            log.info("step %d  %s", step, "  ".join(evaluation_parts(found)))
+        return True
 
     def _report(self, record: dict[str, Any]) -> None:
         speed = self.window.take()
-        achieved = speed["tokens_per_second"] * self.flops_per_token
+        achieved = speed["step_tokens_per_second"] * self.flops_per_token
         record |= speed | {"mfu": achieved / self.peak_flops if self.peak_flops else None}
         if shares := self.plan.data.shares(self.progress.samples):
             record["shares"] = shares
         record |= self.expert_loads.take()
         if self.ranks.is_main:
             self.metrics.write(record)
-            left = (self.config.run.steps - record["step"]) * record["seconds"]
-            log.info(progress_line(record, self.config.run.steps, left))
+            log.info(progress_line(record, self.config.run.steps, self.window.left(self.config.run.steps - record["step"])))
             self.directory.write_status("running", record["step"])
+
+
+def _raise(error: UserError | None) -> None:
+    if error is not None:
+        raise error

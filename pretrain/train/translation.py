@@ -20,6 +20,7 @@ from pretrain.errors import DataError
 from pretrain.models.shape import start_token
 from pretrain.models.translate import Search, translate
 from pretrain.observe.translation import Scores, score
+from pretrain.train.stop import StopPoll
 
 log = logging.getLogger(__name__)
 
@@ -27,17 +28,21 @@ CHUNK = 64
 """Sentences that are decoded together. Fixed, so that no sentence is in other company at another world size."""
 
 
-def translate_and_score(call: nn.Module, pairs: PreparedPairs, config: Config, ranks: Ranks) -> dict[str, float] | None:
+def translate_and_score(
+    call: nn.Module, pairs: PreparedPairs, config: Config, ranks: Ranks, poll: StopPoll
+) -> dict[str, float] | None:
     """Scores of the translations of a validation source, on the main rank; None on the others, who decode their share.
 
-    References are what the tokenizer makes of the targets' tokens: preparation counts those that differ from the text.
+    References are what the tokenizer makes of the targets' tokens: preparation counts those that differ from the text. Raises
+    Stopped, on all ranks, where one was asked to stop.
     """
     options = config.validation.translation
     numbers = np.arange(min(options.sequences, len(pairs)) if options.sequences else len(pairs))
     search = Search(options.beam, options.length_penalty, options.max_ratio, options.max_extra)
     sources, targets = ranks.attempt("reading of pairs", lambda: pairs.read(numbers), DataError)
     end = pairs.target.eod_id
-    translations = translate_sources(call, sources, config.model.layers, start_token(config.model, end), end, search, ranks)
+    start = start_token(config.model, end)
+    translations = translate_sources(call, sources, config.model.layers, start, end, search, ranks, poll)
     if not ranks.is_main:
         return None
     source_tokenizer, tokenizer = (_tokenizer(str(side.tokenizer_path)) for side in (pairs.source, pairs.target))
@@ -51,12 +56,27 @@ def translate_and_score(call: nn.Module, pairs: PreparedPairs, config: Config, r
 
 
 def translate_sources(
-    call: nn.Module, sources: list[np.ndarray], layers: int, start_id: int, end_id: int, search: Search, ranks: Ranks
+    call: nn.Module,
+    sources: list[np.ndarray],
+    layers: int,
+    start_id: int,
+    end_id: int,
+    search: Search,
+    ranks: Ranks,
+    poll: StopPoll | None = None,
 ) -> list[list[int]]:
     """The translation of each source (token ids, its end token included), the same on every rank.
 
-    Chunks of sentences of about one length are dealt to the ranks, which make the same number of calls.
+    Chunks of sentences of about one length are dealt to the ranks, which make the same number of calls. `poll`: asked at every token.
     """
+
+    def agree(number: int) -> int:
+        if poll is not None:
+            poll.check()
+        return ranks.largest("length of translations", number)
+
+    if poll is not None:
+        poll.begin()
     by_length = sorted(range(len(sources)), key=lambda i: (-len(sources[i]), i))
     chunks = [by_length[i : i + CHUNK] for i in range(0, len(by_length), CHUNK)]
     results: dict[int, list[int]] = {}
@@ -68,9 +88,7 @@ def translate_sources(
         for row, source in enumerate(rows):
             source_BS[row, : len(source)] = torch.from_numpy(source)
         inputs = source_BS.to(ranks.device), lengths_B.to(ranks.device)
-        found = translate(
-            call, *inputs, layers, start_id, end_id, search, functools.partial(ranks.largest, "length of translations")
-        )
+        found = translate(call, *inputs, layers, start_id, end_id, search, agree)
         results |= dict(zip(mine, found))
     together = {i: tokens for part in ranks.gather("translations", results) for i, tokens in part.items()}
     return [together[i] for i in range(len(sources))]

@@ -1,34 +1,93 @@
-"""Validation loss on a fixed list of samples: the first ones of each source, in order, at any world size."""
+"""Validation: the loss, and translations, of a fixed list of samples: the first ones of each source, in order, at any world size.
+
+A request to stop is honoured within: the evaluation is left, and nothing of it is reported.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from pretrain.config.schema import Config
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.samples import Samples
 from pretrain.data.targets import IGNORED
 from pretrain.data.training_data import BatchLoader
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
+from pretrain.parallel.strategy import Strategy
+from pretrain.train.stop import StopPoll
+from pretrain.train.translation import translate_and_score
+
+
+class Evaluation:
+    """What a run finds out about its validation sources, and when. All methods are called by all ranks together."""
+
+    def __init__(
+        self,
+        config: Config,
+        sources: list[Samples] | list[PreparedPairs],
+        call: nn.Module,
+        strategy: Strategy,
+        loader: BatchLoader,
+        ranks: Ranks,
+    ) -> None:
+        self.config, self.sources, self.loader, self.ranks = config, sources, loader, ranks
+        self.call, self.strategy = call, strategy
+
+    def due(self, step: int) -> list[str]:
+        """What is to be evaluated after a step: `validation`, `translation`, both or nothing."""
+        validation, last = self.config.validation, step == self.config.run.steps
+        found = []
+        if self.sources and (last or (validation.every_steps and step % validation.every_steps == 0)):
+            found.append("validation")
+        if validation.translation.every_steps and (last or step % validation.translation.every_steps == 0):
+            found.append("translation")
+        return found
+
+    def run(self, names: list[str], poll: StopPoll) -> dict[str, Any]:
+        """By name and source what was found. Raises Stopped, on all ranks, where a rank was asked to stop."""
+        actions = {"validation": self._validate, "translation": self._translate}
+        try:
+            return {name: {source.name: actions[name](source, poll) for source in self.sources} for name in names}
+        finally:
+            self.strategy.release()
+
+    def _validate(self, source: Samples | PreparedPairs, poll: StopPoll) -> float:
+        batch, rows = self.config.batch, self.config.batch.micro_sequences
+        if isinstance(source, PreparedPairs):
+            rows = max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
+        return validate(self.call, source, self.config.validation.sequences, rows, self.loader, self.ranks, poll)
+
+    def _translate(self, source: PreparedPairs, poll: StopPoll) -> dict[str, float] | None:
+        return translate_and_score(self.call, source, self.config, self.ranks, poll)
 
 
 @torch.no_grad()
 def validate(
-    call: nn.Module, source: Samples | PreparedPairs, sequences: int, rows: int, loader: BatchLoader, ranks: Ranks
+    call: nn.Module,
+    source: Samples | PreparedPairs,
+    sequences: int,
+    rows: int,
+    loader: BatchLoader,
+    ranks: Ranks,
+    poll: StopPoll,
 ) -> float:
     """Mean token loss over the first `sequences` samples of a source (0: all), `rows` in a forward pass, the same on every rank.
 
     Each sample's summed loss is put in its place in one list and the list is added up in order in fp64, so that the result
     does not depend on how the samples were spread over ranks. Every rank makes the same number of forward passes: sharded
-    weights are gathered by all ranks together.
+    weights are gathered by all ranks together. Raises Stopped, on all of them, where a rank was asked to stop.
     """
     count = min(sequences, len(source)) if sequences else len(source)
     losses = torch.zeros(count, dtype=torch.float64)
     tokens = torch.zeros(count, dtype=torch.int64)
     problem: str | None = None
     per_pass = rows * loader.data_size
+    poll.begin()
     for first in range(0, count, per_pass):
         start = first + loader.data_rank * rows
         here = range(min(start, count), min(start + rows, count))
@@ -40,5 +99,6 @@ def validate(
         if problem is None:
             losses[here.start : here.stop] = losses_B[: len(here)]
             tokens[here.start : here.stop] = (inputs["targets_BT"][: len(here)] != IGNORED).sum(dim=1)
+        poll.check()
     ranks.agree("reading of validation data", problem, DataError)
     return float(ranks.sum("validation losses", losses).sum() / ranks.sum("validation tokens", tokens).sum())

@@ -27,7 +27,7 @@ def write(target: Path, tokenizer: Path | None, model: Model = SMALL, **changes)
     """A checkpoint with random weights, as a run writes it; `changes` replace tensors by name, None removes one."""
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=load_tokenizer(tokenizer).vocab_size)
-    model = complete(model, 96)
+    model = complete(model, model.max_sequence_length or 96)
     decoder = Decoder(model)
     initialise(decoder, 5)
     weights = {f"model.{name}": p.detach() for name, p in decoder.named_parameters()} | changes

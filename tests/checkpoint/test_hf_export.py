@@ -25,14 +25,15 @@ def test_transformers_loads_an_export_and_computes_our_logits(request, tmp_path,
 
     source = request.getfixturevalue(which)
     done = export(source, tmp_path / "out", verify=True)
-    decoder, tokenizer = open_model(source)
+    opened = open_model(source)
+    decoder, tokenizer = opened.network, opened.tokenizer
     theirs = automatic(tmp_path / "out")
     ids = torch.randint(tokenizer.vocab_size, (3, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = theirs(ids).logits
         assert logits.std() > 0.1
         assert (logits - decoder(ids)).abs().max() <= 1e-4
-    assert 0 <= done.difference <= 1e-4
+    assert 0 <= done.compared.difference <= 1e-4
     assert done.parameters == theirs.num_parameters()
     assert theirs.config.tie_word_embeddings == (which == "tied")
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == tokenizer.eod_id
@@ -69,7 +70,7 @@ def test_a_half_precision_export_holds_the_rounded_weights_and_says_so(run, expo
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == str(torch_dtype).removeprefix("torch.")
     assert automatic(tmp_path / "out").dtype == torch_dtype
-    assert done.difference <= 1e-4
+    assert done.compared.difference <= 1e-4
 
 
 def test_a_large_export_is_cut_into_shards_with_an_index(run, exported, tmp_path):

@@ -21,7 +21,7 @@ def test_to_hf_from_hf_to_hf_is_bit_equal(request, tmp_path, which, dtype):
     export(source, tmp_path / "first", dtype)
     done = import_model(tmp_path / "first", tmp_path / "imported", verify=True)
     assert done.tokenizer.startswith("copied")
-    assert done.difference <= 1e-4
+    assert done.compared.difference <= 1e-4
     export(tmp_path / "imported", tmp_path / "second", dtype)
     first, second = (files_of(tmp_path / name) for name in ("first", "second"))
     records = [json.loads(files.pop(RECORD)) for files in (first, second)]

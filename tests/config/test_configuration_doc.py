@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.config.keys import AtResume
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.config.show import to_markdown, to_yaml
@@ -37,12 +38,13 @@ def test_the_documentation_is_the_one_generated_from_the_schema():
     )
 
 
-def test_every_key_has_a_row_of_four_columns():
+def test_every_key_has_a_row_of_five_columns():
     rows = [line for line in to_markdown().splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == keys(Config, "")
     for row in rows:
         columns = [cell.strip() for cell in row.strip("|").split("|")]
-        assert len(columns) == 4 and all(columns), row
+        assert len(columns) == 5 and all(columns), row
+        assert columns[4] in typing.get_args(AtResume), row
         assert columns[3].endswith((".", ":")), row
 
 

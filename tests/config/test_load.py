@@ -379,7 +379,7 @@ def test_a_list_can_refer_to_another_list(write):
     [
         (["optim.lr=${optim.rate}"], "command line: optim.lr: Interpolation key 'optim.rate' not found"),
         (["optim.lr=${optim.eps}", "optim.eps=${optim.lr}"], "command line: optim.lr: Recursive interpolation detected"),
-        (["optim.lr=${"], "command line: optim.lr: no viable alternative at input"),
+        (["optim.lr=${"], "command line: optim.lr=${: ${ is not a reference to another key"),
         (["run.steps=${run.name}", "run.name=many"], "command line: run.steps: "),
         (["run.steps=${run.seed}"], "command line: run.steps=0: must be at least 1"),
         (["data.sources=[{path: '${nothing}'}]"], "command line: data.sources.0.path: Interpolation key 'nothing' not found"),
@@ -387,6 +387,18 @@ def test_a_list_can_refer_to_another_list(write):
 )
 def test_a_reference_that_cannot_be_resolved_is_named_by_its_key(overrides, problem):
     assert refused(None, *overrides).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["${oc.env:HOME}", "${oc.env:HOME,x}", "${oc.decode:abc}", "${oc.select:run.seed}", "a${oc.env:HOME}b", "${run.${a}}"],
+)
+def test_a_reference_to_anything_but_a_key_is_refused(value):
+    """T-D13: OmegaConf's resolvers read the environment, of which the record of a run would know nothing."""
+    line = refused(None, f"run.name={value}")
+    assert line.startswith("command line: run.name=") and "is not a reference to another key, such as ${run.seed}" in line
+    assert "${oc" in line or "${run" in line
+    assert "is not a reference" in refused(None, f"data.sources=[{{path: '{value}'}}]")
 
 
 # ---- origins ----------------------------------------------------------------------------------------------------------

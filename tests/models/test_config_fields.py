@@ -8,6 +8,9 @@ import copy
 import dataclasses
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from presets import PUBLISHED
@@ -20,6 +23,7 @@ from pretrain.models.families.common import projections
 from pretrain.models.families.family import Field
 from pretrain.models.shape import flat, with_values
 
+ROOT = Path(__file__).resolve().parents[2]
 EVERY = PUBLISHED | {
     "t5": config_json(),
     "t5-v1.1": config_json(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
@@ -101,8 +105,6 @@ def test_a_hostile_value_is_read_or_refused_in_one_line(family):
     refused = 0
     for field in sorted({*config, *EXTRA} - {"model_type"}):
         for value in HOSTILE:
-            if field in DEPTHS and isinstance(value, int) and value > 1000:
-                continue
             try:
                 plan_weights(family_of_hf(config | {field: value}).from_hf(config | {field: value}))
             except UserError as error:
@@ -192,9 +194,81 @@ def test_sizes_that_the_weights_cannot_have_are_refused_before_a_network_is_buil
     from pretrain.errors import CheckpointError
 
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 200_000}))
-    with pytest.raises(CheckpointError, match="config.json says 200000 layers, and the weights are 1 tensors"):
-        read_hf(tmp_path)
+    for changes, said in (
+        ({"num_hidden_layers": 2000}, "config.json says 2000 layers, and the weights are 1 tensors"),
+        ({"num_hidden_layers": 60, "hidden_size": 2**16}, "config.json describes at least .* weights, and the files hold 3"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
+        with pytest.raises(CheckpointError, match=said):
+            read_hf(tmp_path)
+
+
+IMPORTING = """
+import json, resource, sys, time
+from pathlib import Path
+import torch, transformers
+from safetensors.torch import save_file
+from pretrain.checkpoint.hf_directory import HfDirectory
+from pretrain.errors import UserError
+
+folder = Path(sys.argv[1])
+save_file({"model.norm.weight": torch.ones(3)}, folder / "model.safetensors")
+for config, family in json.loads(sys.stdin.read()):
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        HfDirectory(folder, family)
+        said = "nothing"
+    except UserError as error:
+        said = str(error)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps([time.process_time(), peak, said]))
+"""
+
+
+def test_absurd_sizes_are_refused_within_a_second_and_100_mb(tmp_path):
+    """M-D2: 10^9 layers in a config.json of 1 kB made from-hf run for minutes and take 8 GB."""
+    many = 10**9
+    qwen, mixtral = EVERY["qwen3-30b-a3b"], EVERY["mixtral-8x7b"]
+    cases = [
+        (LLAMA, None),  # what it takes without
+        *(
+            (LLAMA | {name: many}, None)
+            for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
+        ),
+        *((LLAMA | {name: 2**31 - 1}, None) for name in ("vocab_size", "intermediate_size", "max_position_embeddings")),
+        *(
+            (qwen | {name: many}, None)
+            for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_hidden_layers")
+        ),
+        (mixtral | {"num_local_experts": 99_999, "num_hidden_layers": 64}, None),
+        (EVERY["gpt2-124m"] | {"n_positions": 2**31 - 1}, None),
+        ({"model_type": "granite"}, "hf"),
+        *(
+            ({"model_type": "granite", name: many}, "hf")
+            for name in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        ),
+        ({"model_type": "qwen3_next", "num_experts": many}, "hf"),
+        ({"model_type": "qwen3_next", "num_hidden_layers": 10_000}, "hf"),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": many}}, "hf"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING, str(tmp_path)],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == len(cases) and done.stderr == ""
+    plain = {None: lines[0], "hf": lines[[family for _, family in cases].index("hf")]}
+    before = 0.0
+    for (config, family), (seconds, peak, said) in zip(cases, lines):
+        assert said != "nothing" and "\n" not in said and len(said) < 400
+        if (seconds, peak, said) not in map(tuple, plain.values()):
+            assert seconds - before < 1.0, config
+            assert peak - plain[family][1] < 100e6, config
+        before = seconds
 
 
 ONE_BIAS = {name: value for name, value in LLAMA.items() if name not in ("attention_bias", "mlp_bias")}

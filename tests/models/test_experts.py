@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from pretrain.checkpoint.hf_import import ALONE
 from pretrain.config.model_schema import Experts as ExpertsConfig
 from pretrain.config.model_schema import Mlp as MlpConfig
 from pretrain.config.model_schema import Model
@@ -18,10 +21,11 @@ from pretrain.errors import ConfigError
 from pretrain.models.experts import Experts, MixtureOfExperts, dispatch
 from pretrain.models.mlp import Mlp
 from pretrain.models.network import build_network
+from pretrain.models.router import check_router, report, router_caution
 from pretrain.models.shape import complete
 from pretrain.optim.optimizer import build_optimizer
 from pretrain.parallel.initialise import initialise
-from pretrain.train.balancing import move_correction
+from pretrain.train.balancing import ExpertLoads, move_correction
 
 
 def model(layers=1, **experts) -> Model:
@@ -99,6 +103,107 @@ def test_experts_without_a_token_get_a_gradient_of_zeros():
     used = [bool(block.experts.up.grad[e].abs().sum()) for e in range(12)]
     assert 1 <= sum(used) <= 2
     assert all(p.grad is not None and p.grad.isfinite().all() for p in built.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("kind", [{"gated": True, "bias": False}, {"gated": False, "bias": True}])
+def test_no_tokens_at_all_give_nothing_and_gradients_of_zeros(kind):
+    """M-D15: dispatch() of zero tokens ended in a RuntimeError; a rank of expert parallelism may have none."""
+    experts = filled(Experts(4, 8, 12, "silu", **kind))
+    x_ND, weights_NK = torch.zeros(0, 8, requires_grad=True), torch.zeros(0, 2, requires_grad=True)
+    y_ND = dispatch(experts, x_ND, torch.zeros(0, 2, dtype=torch.long), weights_NK)
+    assert y_ND.shape == (0, 8)
+    y_ND.sum().backward()
+    assert x_ND.grad.shape == (0, 8) and weights_NK.grad.shape == (0, 2)
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in experts.parameters())
+    whole = MixtureOfExperts(model(shared=1))
+    initialise_values = filled(whole)
+    y_BTD, report = initialise_values(torch.zeros(0, 5, 16), torch.zeros(0, 5, dtype=torch.bool))
+    assert y_BTD.shape == (0, 5, 16) and report.counts_E.tolist() == [0] * 6 and report.loss_B.shape == (0,)
+
+
+def test_the_balance_loss_is_k_times_that_of_deepseek_v3():
+    """M-D11: equation 17 of arXiv 2412.19437 divides the shares by the number of active experts (K), ours does not."""
+    for active, scoring in ((1, "softmax"), (2, "sigmoid"), (3, "softmax")):
+        config = model(active=active, scoring=scoring, balance_loss=1.0, normalise=False).experts
+        logits, tokens = drawn(1, 20, 6), 20
+        scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+        chosen = scores.topk(active).indices
+        found = report(logits, scores, chosen, torch.ones(1, tokens, dtype=torch.bool), config).loss_B / tokens
+        normal = scores[0] / scores[0].sum(-1, keepdim=True)
+        f = torch.tensor([6 / (active * tokens) * int((chosen[0] == e).sum()) for e in range(6)])
+        assert found.item() == pytest.approx(active * float((f * normal.mean(0)).sum()), rel=1e-5)
+
+
+def balanced_by_hand(
+    config: Model, ids: torch.Tensor, targets: torch.Tensor, shares: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Gradients of cross-entropy plus, by layer, weight x E x sum of share x mean score over the whole batch, as arXiv 2501.11873 has it."""
+    plain = dataclasses.replace(config, experts=dataclasses.replace(config.experts, balance_loss=0.0))
+    built, inputs = network(plain), []
+    for layer in built.layers:
+        layer.mlp.router.register_forward_pre_hook(lambda router, given: inputs.append((router, given[0])))
+    loss = built(ids, targets_BT=targets).sum()
+    counted = targets != IGNORED
+    for (router, x), share in zip(inputs, shares):
+        scores = F.linear(x, router.weight).softmax(-1)[counted]
+        loss = loss + counted.sum() * config.experts.balance_loss * config.experts.count * (share * scores.mean(0)).sum()
+    loss.backward()
+    return {name: p.grad for name, p in built.named_parameters()}
+
+
+def test_balance_over_the_global_batch_is_the_published_formula_one_step_late():
+    """M-D11: shares of the whole batch (arXiv 2501.11873) beside those of each sequence."""
+    config = model(layers=2, balance_loss=0.5, balance_scope="global_batch")
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(31, (4, 20), generator=generator) for _ in range(2)]
+    targets = [torch.where(torch.rand(4, 20, generator=generator) < 0.8, ids, IGNORED) for ids in batches]
+    built = network(config)
+    loads = ExpertLoads(built, config, ALONE)
+    # Nothing is known before the first step: even shares give no gradient, whatever the scores.
+    built(batches[0], targets_BT=targets[0]).sum().backward()
+    for name, gradient in balanced_by_hand(config, batches[0], targets[0], []).items():
+        assert (built.get_parameter(name).grad - gradient).norm() <= 2e-5 * gradient.norm() + 1e-6, name
+    loads.after_step(int((targets[0] != IGNORED).sum()))
+    shares = [torch.tensor(layer) / (targets[0] != IGNORED).sum() for layer in loads.last]
+    assert all(share.sum().item() == pytest.approx(2) for share in shares)
+    # The next batch is pulled by what the whole one before it was sent to, in whatever parts it is computed.
+    for parts in ([slice(0, 4)], [slice(0, 1), slice(1, 4)]):
+        built.zero_grad()
+        for part in parts:
+            built(batches[1][part], targets_BT=targets[1][part]).sum().backward()
+        for name, gradient in balanced_by_hand(config, batches[1], targets[1], shares).items():
+            assert (built.get_parameter(name).grad - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+    # Where two steps have the same loads it is the formula itself: here the same batch, and weights that have not moved.
+    restored = network(config)
+    ExpertLoads(restored, config, ALONE).restore(loads.last)
+    restored(batches[0], targets_BT=targets[0]).sum().backward()
+    for name, gradient in balanced_by_hand(config, batches[0], targets[0], shares).items():
+        assert (restored.get_parameter(name).grad - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
+def test_a_router_that_nothing_trains_is_refused_and_one_that_nothing_balances_is_said():
+    """M-D10: both were accepted without a word."""
+    with pytest.raises(
+        ConfigError, match="model.experts.active=1 with model.experts.normalise=true: a token's one weight is always 1"
+    ):
+        check_router(model(active=1))
+    for fine in ({"active": 1, "normalise": False}, {"active": 1, "count": 1}, {"active": 2}):
+        check_router(model(**fine))
+    assert "nothing keeps the loads of the 6 experts even (model.experts.balance_loss=0)" in router_caution(model())
+    both = router_caution(model(correction=True))
+    assert "model.experts.correction_rate=0" in both and "or model.experts.correction_rate" in both
+    for fine in (
+        {"balance_loss": 0.01},
+        {"correction": True, "correction_rate": 0.001},
+        {"active": 6},
+        {"count": 0, "active": 0, "ffn_dim": 0},
+    ):
+        assert router_caution(model(**fine)) is None
+    # The reason for the refusal: the gradient of such a router is rounding.
+    built = network(model(active=1))
+    ids = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(0))
+    built(ids, targets_BT=ids).sum().backward()
+    assert built.layers[0].mlp.router.weight.grad.abs().max() < 1e-6 * built.layers[0].attention.query.weight.grad.abs().max()
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity import ALL, cases
+from parity import ALL, FAMILIES, cases
 from parity import pair as family_pair
+from running import some_slow
 from test_decoder import pair
 
-from pretrain.models.generate import choose, generate, uncached_reason
+from pretrain.errors import GenerationError
+from pretrain.models.generate import Sampling, choose, generate, generate_batch, uncached_reason
 
 PROMPT = [5, 17, 3, 8]
+PROMPTS = [[1], PROMPT, list(range(20)), [9, 9, 2], [5, 17, 3, 9]]
 
 
 @pytest.mark.parametrize("name", ["plain", "tied", "one key-value head"])
@@ -158,6 +161,103 @@ def test_a_model_of_transformers_generates_as_transformers_does(tmp_path):
     )
     assert generate(ours, PROMPT, 12) == ids[0, len(PROMPT) :].tolist()
     assert uncached_reason(ours) == "model.family=hf has none here"
+
+
+DECODERS = [family for family in FAMILIES if not cases(family)[next(iter(cases(family)))].encoder_layers]
+
+
+@pytest.mark.parametrize("family", some_slow(DECODERS, set(DECODERS) - {"llama", "gemma3", "gpt2", "gpt_oss", "deepseek_v3"}))
+def test_greedy_in_a_batch_is_transformers_generate_in_a_batch_token_for_token(family):
+    """M-D14: one sequence at a time was all there was."""
+    for name in list(cases(family))[:3]:
+        ours, theirs = family_pair(family, name)
+        if uncached_reason(ours) is not None:  # transformers' own padded batches then differ from what it gives alone
+            continue
+        longest = max(map(len, PROMPTS))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+        with torch.no_grad():
+            expected = theirs.generate(
+                ids, attention_mask=mask, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+            )[:, longest:]
+        for cached in (True, False):
+            assert generate_batch(ours, PROMPTS, 16, cached=cached) == expected.tolist(), (name, cached)
+
+
+QUICK = [(family, next(iter(cases(family)))) for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "name"), [p if p in QUICK else pytest.param(*p, marks=pytest.mark.slow) for p in ALL])
+def test_a_row_of_a_batch_is_what_it_is_alone(family, name):
+    """M-D14: whatever else is in the batch, however long, greedy and drawn, and where rows end at different times."""
+    ours, _ = family_pair(family, name)
+    prompts = [[token % ours.config.vocab_size for token in prompt] for prompt in PROMPTS]
+    sampling, seeds = Sampling(0.7, 20, 0.9), [4, 5, 6, 4, 4]
+    alone = [generate(ours, p, 14, temperature=0.7, top_k=20, top_p=0.9, seed=s) for p, s in zip(prompts, seeds)]
+    assert generate_batch(ours, prompts, 14, sampling=sampling, seeds=seeds) == alone
+    stops = {alone[1][5], alone[2][2]}
+    ended = [tokens[: min((tokens.index(s) for s in stops if s in tokens), default=14)] for tokens in alone]
+    assert len({len(tokens) for tokens in ended}) > 1
+    assert generate_batch(ours, prompts, 14, stops, sampling, seeds) == ended
+
+
+@pytest.mark.parametrize("name", ["plain", "tied", "one key-value head"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_beyond_the_context_each_token_follows_from_the_last_so_many(name, cached):
+    """M-D14: as in nanoGPT, whose loop this is; here with transformers' model."""
+    ours, theirs = pair(name)
+    context = ours.config.max_sequence_length
+    prompts = [list(range(context + 7)), list(range(context - 3)), PROMPT * ((context - 6) // 4)]
+    prompts = [[token % 61 for token in prompt] for prompt in prompts]
+    for prompt, tokens in zip(prompts, generate_batch(ours, prompts, 9, cached=cached)):
+        ids = torch.tensor([prompt])
+        for _ in range(9):
+            with torch.no_grad():
+                logits = theirs(ids[:, -context:]).logits[:, -1]
+            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+        assert tokens == ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_end_in_one_line(value, temperature):
+    """M-D12: NaN gave token 0 for ever when greedy, and torch's traceback when drawn."""
+    import copy
+
+    ours = copy.deepcopy(pair("plain")[0])
+    with torch.no_grad():
+        ours.output.weight[7, 3] = value
+    with pytest.raises(GenerationError, match="the model's logits after 4 tokens are no numbers") as caught:
+        generate(ours, PROMPT, 5, temperature=temperature)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_temperature_next_to_nothing_is_greedy():
+    """M-D12: at 1e-42 logits became infinite, and torch refused to draw."""
+    ours, _ = pair("plain")
+    for temperature in (1e-5, 1e-42, 5e-324):
+        assert generate(ours, PROMPT, 12, temperature=temperature, seed=3) == generate(ours, PROMPT, 12)
+
+
+def test_models_of_transformers_generate_in_batches_of_equal_length(tmp_path):
+    """M-D14: some of them take no mask of padding: a recurrent state would see it."""
+    from hf_configs import write_config
+
+    from pretrain.config.model_schema import Model
+    from pretrain.models.network import build_network
+    from pretrain.models.shape import complete
+    from pretrain.parallel.initialise import initialise
+
+    model = complete(Model(family="hf", hf_config=str(write_config(tmp_path, "mamba2")), max_sequence_length=40), 32)
+    with torch.device("meta"):
+        ours = build_network(model)
+    ours.to_empty(device="cpu")
+    initialise(ours, 1)
+    shapes = []
+    ours.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    found = generate_batch(ours, [*PROMPTS, list(range(39))], 4)
+    assert found == [generate(ours, prompt, 4) for prompt in [*PROMPTS, list(range(39))]]
+    assert shapes[:4] == [(1, 1), (1, 2), (1, 3), (1, 4)] and (2, 4) in shapes and (1, 40) in shapes and (1, 41) not in shapes
 
 
 def test_the_tool_gives_the_same_text_with_and_without_a_cache_and_says_how_fast(pool, config_file, capsys):

@@ -48,7 +48,7 @@ def test_an_export_is_loaded_by_transformers_and_comes_back_bit_equal(kind, tmp_
 
     checkpoint, network = saved(tmp_path, kind)
     done = export(checkpoint, tmp_path / "out", verify=True, shard_bytes=20_000)
-    assert done.difference <= 1e-5 and done.parameters == sum(p.numel() for p in network.parameters())
+    assert done.compared.difference <= 1e-5 and done.parameters == sum(p.numel() for p in network.parameters())
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert json.loads((tmp_path / "out" / RECORD).read_text())["verified"]["structure"].endswith(type(theirs).__name__)
     ids = torch.randint(network.config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -60,7 +60,7 @@ def test_an_export_is_loaded_by_transformers_and_comes_back_bit_equal(kind, tmp_
     assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)
     for directory in ("out", "again"):
         imported = import_model(tmp_path / directory, tmp_path / f"from-{directory}", verify=True, family="hf")
-        assert imported.difference <= 1e-5
+        assert imported.compared.difference <= 1e-5
         model, weights, _ = read_checkpoint(tmp_path / f"from-{directory}")
         assert model.family == "hf"
         for name, parameter in network.named_parameters():

@@ -201,7 +201,7 @@ REFUSED = {
     "an encoder": ({"model_type": "bert", "hidden_size": 32}, "model_type=bert sees later tokens too; set is_decoder: true"),
     "encoder and decoder": ({"model_type": "t5"}, "no causal language model of model_type='t5'"),
     "tokens in any order": ({"model_type": "xlnet"}, "model_type=xlnet is no causal language model"),
-    "an unknown field": ({"model_type": "bloom", "n_layerz": 3}, "n_layerz=3 is no field of BloomConfig; remove it"),
+    "an unknown field": ({"model_type": "bloom", "n_layerz": 3}, "n_layerz=3 is no field of BloomConfig; transformers would ignore it"),
     "quantised weights": ({"model_type": "bloom", "quantization_config": {"bits": 4}}, "quantization_config=.* is no field"),
     "a wrong type": ({"model_type": "llama", "hidden_size": "wide"}, "config.json: .*hidden_size"),
     "sizes that do not fit": ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "config.json: "),
@@ -223,15 +223,6 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, text):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="model.hf_config=.*: (cannot be read as JSON|not a JSON object)"):
         complete(Model(family="hf", hf_config=str(tmp_path / "config.json")), 32)
-
-
-def test_initial_values_that_are_no_normal_distribution_are_refused_by_name(tmp_path):
-    model = shape(tmp_path, "mamba", hidden_size=32, num_hidden_layers=1, vocab_size=61)
-    with (
-        torch.device("meta"),
-        pytest.raises(ConfigError, match="MambaForCausalLM fills backbone.layers.0.mixer.A_log by copy_"),
-    ):
-        build_network(model)
 
 
 def test_other_switches_beside_it_are_refused(tmp_path):
@@ -278,6 +269,11 @@ def test_fields_inside_a_part_and_parameters_of_rotation_are_checked_as_well(tmp
 
 
 def test_what_transformers_cannot_build_is_said_in_a_short_line(tmp_path):
-    with pytest.raises(ConfigError, match="transformers cannot build stablelm") as error:
-        build_network(shape(tmp_path, "stablelm", vocab_size=2**63))
-    assert len(str(error.value)) < 500 and "\n" not in str(error.value)
+    """M-D7: --family hf with head_dim=0 ended in a traceback."""
+    for kind, changes, said in (
+        ("stablelm", {"vocab_size": 2**31}, "RuntimeError"),
+        ("glm4", {"head_dim": 0}, "ZeroDivisionError"),
+    ):
+        with pytest.raises(ConfigError, match=f"transformers cannot build {kind}: {said}") as error:
+            build_network(shape(tmp_path, kind, **changes))
+        assert len(str(error.value)) < 500 and "\n" not in str(error.value)

@@ -50,7 +50,7 @@ class Trunk(nn.Module):
         main = self.norm(x)
         depths = self.multi_token(x, embedded, lambda block, x: block(x, mask))
         weight = self.embedding.weight if self.output.weight is None else None
-        return self.multi_token.losses(self.output, main, depths, targets_BT, documents_BT, weight)
+        return self.multi_token.losses(self.output, main, depths, targets_BT, documents_BT, weight).objective_B
 
 
 def causal(tokens_BT: Tensor, documents_BT: Tensor | None) -> Tensor:

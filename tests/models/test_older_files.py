@@ -41,6 +41,6 @@ def test_gpt2_as_the_hub_has_it_is_converted_with_and_without_the_tied_head(tmp_
     file = tmp_path / "theirs" / "model.safetensors"
     tensors = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
     save_file(tensors | ({"lm_head.weight": tensors["wte.weight"].clone()} if head else {}), file, {"format": "pt"})
-    assert import_model(tmp_path / "theirs", tmp_path / "imported", verify=True).difference <= 1e-5
+    assert import_model(tmp_path / "theirs", tmp_path / "imported", verify=True).compared.difference <= 1e-5
     _, weights, _ = read_checkpoint(tmp_path / "imported")
     assert all(torch.equal(weights[name], parameter) for name, parameter in ours.named_parameters())

@@ -357,11 +357,11 @@ def test_hugging_face_to_ours_and_back_is_bit_equal(name, tmp_path):
     ours, theirs = both(name)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     imported = import_model(tmp_path / "theirs", tmp_path / "ours", verify=True)
-    assert imported.difference <= 1e-5
+    assert imported.compared.difference <= 1e-5
     model, _, _ = read_checkpoint(tmp_path / "ours")
     assert model == dataclasses.replace(ours.config, start_id=0)
     done = export(tmp_path / "ours", tmp_path / "back", verify=True, shard_bytes=30_000)
-    assert done.difference <= 1e-5
+    assert done.compared.difference <= 1e-5
     before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[n], tensor) for n, tensor in before.items())
@@ -379,7 +379,7 @@ def test_files_that_hold_the_embedding_again_are_read_where_the_copies_are_equal
     unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     copies = {f"{stack}.embed_tokens.weight": weights["shared.weight"].clone() for stack in ("encoder", "decoder")}
     save_file(weights | copies | {unread: torch.zeros(32, 4)}, tmp_path / "old" / "model.safetensors", {"format": "pt"})
-    assert import_model(tmp_path / "old", tmp_path / "ours", verify=True).difference <= 1e-5
+    assert import_model(tmp_path / "old", tmp_path / "ours", verify=True).compared.difference <= 1e-5
     copies["encoder.embed_tokens.weight"][3, 3] += 1
     save_file(weights | copies, tmp_path / "old" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"encoder.embed_tokens.weight differs from shared.weight, and config.json says"):

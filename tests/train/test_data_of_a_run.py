@@ -235,21 +235,22 @@ def test_a_change_of_what_decides_the_order_is_an_error_until_it_is_accepted_by_
     assert run_main(str(config_file), *keys, "run.steps=7")[0] == 0
 
 
-def test_only_parts_of_the_data_can_be_accepted(config_file):
+def test_only_some_keys_can_be_accepted(config_file):
     code, printed = run_main(str(config_file), "run.accept_changes=[model.dim]")
     assert (
         code == 2
-        and "run.accept_changes=model.dim: not a part of the data's identity; those are data.kind, data.seed" in printed
+        and "run.accept_changes=model.dim: a change of it cannot be accepted; those that can are run.seed, run.steps" in printed
     )
 
 
 def test_the_data_must_suffice_from_where_the_run_goes_on(pool, config_file, other):
     set_data(config_file, sources=[{"path": str(other), "name": "b", "max_epochs": 1}])  # 249 samples
     train(pool, 1, config_file, "run.steps=10", "batch.sequences=8")
-    code, printed = run_main(str(config_file), "run.steps=21", "batch.sequences=16")
+    larger = ("batch.sequences=16", "run.accept_changes=[batch.sequences, run.steps]")
+    code, printed = run_main(str(config_file), "run.steps=21", *larger)
     assert code == 2 and "after 249 samples: run.steps at most 20" in printed
     # From the start, 20 steps of 16 samples would be 320.
-    assert run_main(str(config_file), "run.steps=20", "batch.sequences=16")[0] == 0
+    assert run_main(str(config_file), "run.steps=20", *larger)[0] == 0
 
 
 def test_an_accepted_change_that_came_to_nothing_leaves_the_checkpoint_as_it_was(pool, config_file):
@@ -262,7 +263,7 @@ def test_an_accepted_change_that_came_to_nothing_leaves_the_checkpoint_as_it_was
     assert [record["step"] for record in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
 
 
-def _die(self, stop, export):
+def _die(self, *arguments):
     raise TrainingError("the node is gone")
 
 
@@ -304,7 +305,8 @@ def test_text_resumes_exactly_on_as_many_ranks(pool, text_config):
 
 def test_text_goes_on_with_another_number_of_ranks_and_says_what_is_repeated(pool, text_config):
     train(pool, 2, text_config, "parallel.strategy=ddp", "run.steps=5")
-    results = pool.launch(3, run_main, str(text_config), "parallel.strategy=ddp", "run.steps=8", "batch.sequences=12")
+    accepted = "run.accept_changes=[batch.sequences, run.steps]"
+    results = pool.launch(3, run_main, str(text_config), "parallel.strategy=ddp", "run.steps=8", "batch.sequences=12", accepted)
     assert [code for code, _ in results] == [0, 0, 0]
     assert "2 data ranks became 3, all continue at document" in results[0][1]
     assert "no document is lost" in results[0][1]

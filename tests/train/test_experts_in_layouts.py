@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
-from running import gradients, largest_gradient_difference, largest_relative_difference, losses, train
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train
 
 from pretrain.observe.metrics import read_metrics
 
@@ -107,6 +107,51 @@ def test_a_run_with_corrections_resumes_exactly_and_goes_on_under_another_layout
     assert largest_relative_difference(losses(moved), losses(single)) <= METRIC_TOLERANCE
 
 
+GLOBAL = ("model.experts.balance_scope=global_batch", "model.experts.balance_loss=1", "model.experts.correction=false",
+          "model.experts.correction_rate=0", "log.gradients_at=[3]")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def single_global(pool, experts_file):
+    """The run of one process that balances over the global batch."""
+    return train(pool, 1, experts_file, "run.name=single-global", *GLOBAL)
+
+
+QUICK_GLOBAL = {"ddp on 2", "hsdp 2x2"}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in QUICK_GLOBAL else pytest.mark.slow) for n in LAYOUTS])
+def test_balance_over_the_global_batch_is_the_same_in_every_layout(pool, experts_file, single, single_global, layout):
+    """M-D11: the shares are those of the whole step before, which every layout counts alike (invariant 1)."""
+    world_size, *overrides = LAYOUTS[layout]
+    run = train(pool, world_size, experts_file, f"run.name=global-{list(LAYOUTS).index(layout)}", *GLOBAL, *overrides)
+    assert largest_gradient_difference(gradients(run, 3), gradients(single_global, 3)) <= GRADIENT_TOLERANCE
+    assert largest_relative_difference(losses(run), losses(single_global)) <= METRIC_TOLERANCE
+    assert loads(run) == loads(single_global) != loads(single)
+
+
+def test_balance_over_the_global_batch_goes_on_after_a_resume_as_if_there_had_been_none(pool, experts_file, single_global):
+    train(
+        pool, 2, experts_file, "run.name=global-parts", *GLOBAL, "log.gradients_at=[]", "run.steps=2", "parallel.strategy=fsdp"
+    )
+    parts = train(pool, 1, experts_file, "run.name=global-parts", *GLOBAL)
+    assert largest_gradient_difference(gradients(parts, 3), gradients(single_global, 3)) <= GRADIENT_TOLERANCE
+    assert loads(parts) == loads(single_global)
+
+
+def test_a_start_says_what_balances_nothing_and_refuses_what_trains_nothing(experts_file):
+    """M-D10: a mixture of experts without any balancing was trained without a word."""
+    still = ("model.experts.correction_rate=0", "model.experts.balance_loss=0", "model.experts.router_z_loss=0")
+    code, printed = run_main(str(experts_file), *still, "--check", "checkpoint.export_check=false")
+    assert code == 0 and "caution  nothing keeps the loads of the 6 experts even (model.experts.balance_loss=0 and" in printed
+    code, printed = run_main(str(experts_file), "--check", "checkpoint.export_check=false")
+    assert code == 0 and "caution" not in printed
+    code, printed = run_main(str(experts_file), *still, "model.experts.active=1", "--check")
+    assert code == 2 and "model.experts.active=1 with model.experts.normalise=true" in printed
+    code, printed = run_main(str(experts_file), *still, "model.experts.balance_scope=global_batch", "--check")
+    assert code == 2 and "model.experts.balance_scope=global_batch has no effect without model.experts.balance_loss" in printed
+
+
 def test_validation_loss_is_plain_cross_entropy(pool, experts_file, prepared):
     validating = (f"data.validation=[{{path: {prepared}, name: held_out}}]", "validation.sequences=13", "optim.lr=1e-12")
     still = ("model.experts.correction_rate=0", "run.steps=1")
@@ -116,9 +161,8 @@ def test_validation_loss_is_plain_cross_entropy(pool, experts_file, prepared):
     ]
     one, other = (read_metrics(run)[-1] for run in runs)
     assert one["validation"]["held_out"] == pytest.approx(other["validation"]["held_out"], abs=1e-6)
-    assert other["router_loss"] > 5 and other["loss"] - one["loss"] == pytest.approx(
-        other["router_loss"] - one["router_loss"], rel=1e-4
-    )
+    assert other["router_loss"] > 5 and other["objective"] - other["loss"] == pytest.approx(other["router_loss"], rel=1e-4)
+    assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert [counts["1"] for counts in loads(runs[0])] == [counts["1"] for counts in loads(runs[1])]  # none of validation
 
 

@@ -111,6 +111,10 @@ def test_a_check_that_takes_too_long_or_is_killed_is_said_and_fails_nothing(byte
         os.kill(check._process.pid, signal.SIGTERM)
         assert check.finish() is None
     assert said[1:] == ["export check: ended by signal 15; whether this run can be exported is not known"]
+    began = time.monotonic()
+    with ExportCheck(SMALL, byte_tokenizer, [], said.append) as check:
+        assert check.finish(lambda: True) is None and time.monotonic() - began < 20
+    assert said[2:] == ["export check: left, for a request to stop; whether this run can be exported is not known"]
 
 
 def test_a_run_that_ends_before_the_check_ends_it_too(byte_tokenizer, tmp_path, monkeypatch):

@@ -52,12 +52,18 @@ LAYOUTS = {
     ("layout", "kind"),
     [
         ("ddp on 2", "granite"),
-        ("fsdp on 3, recomputation", "granite"),
+        ("fsdp on 3, recomputation", "nemotron_h"),  # state spaces, experts, and a buffer that is saved
         ("fsdp on 2", "falcon"),
         # The others with `-m slow`: python -m pytest tests/train/test_hf_runs.py -m slow
         pytest.param("fsdp on 2", "granite", marks=pytest.mark.slow),
         pytest.param("hsdp 2x2, weights kept", "granite", marks=pytest.mark.slow),
+        pytest.param("fsdp on 3, recomputation", "granite", marks=pytest.mark.slow),
         pytest.param("ddp on 2", "falcon", marks=pytest.mark.slow),
+        *(
+            pytest.param(layout, kind, marks=pytest.mark.slow)
+            for kind in ("qwen3_next", "zamba2", "mamba2", "deepseek_v4", "glm4_moe", "gemma4_text", "kimi_linear", "apertus")
+            for layout in ("ddp on 2", "fsdp on 3, recomputation")
+        ),
     ],
 )
 def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_path, layout, kind):
@@ -77,6 +83,20 @@ def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_p
         ("bloom", "ddp"),
         pytest.param("bloom", "fsdp", marks=pytest.mark.slow),
         pytest.param("qwen2_moe", "fsdp", marks=pytest.mark.slow),
+        *(
+            pytest.param(kind, "fsdp", marks=pytest.mark.slow)
+            for kind in (
+                "qwen3_next",
+                "nemotron_h",
+                "zamba2",
+                "mamba2",
+                "deepseek_v4",
+                "glm4_moe",
+                "gemma4_text",
+                "kimi_linear",
+                "apertus",
+            )
+        ),
     ],
 )
 def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, hf_config_file, tmp_path, strategy, kind):
@@ -125,6 +145,21 @@ def test_another_configuration_is_another_run_and_says_where(hf_config_file, tmp
     code, printed = run_main(str(hf_config_file), f"model.hf_config={tmp_path / 'granite'}", "run.steps=7")
     assert code == 1
     assert "model.hf_config.residual_multiplier was 0.5 and is 0.25" in printed
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [["parallel.strategy=single"], pytest.param(["parallel.strategy=ddp"], marks=pytest.mark.slow), ["parallel.strategy=fsdp"]],
+)
+def test_weights_without_a_gradient_are_named_at_the_first_step(pool, hf_config_file, tmp_path, layout):
+    """M-D6: DeepSeek-V4's compressors see nothing of sequences shorter than their stretch; the run went on until its first save."""
+    folder = write_config(tmp_path / "v4", "deepseek_v4", compress_rates={"heavily_compressed_attention": 64})
+    ranks = 1 if layout == ["parallel.strategy=single"] else 2
+    for code, printed in pool.launch(
+        ranks, run_main, str(hf_config_file), f"model.hf_config={folder}", "run.name=short", *layout
+    ):
+        assert code == 1 and "Traceback" not in printed
+        assert "compressor.position_bias gets no gradient on sequences of 32 tokens (8 parameters in all)" in printed
 
 
 def test_masks_of_documents_are_refused(hf_config_file, tmp_path):

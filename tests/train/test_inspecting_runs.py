@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
 from collections import defaultdict
 from pathlib import Path
@@ -140,8 +139,8 @@ def test_every_rank_read_what_is_shown_for_it(record, mixed, packing):
 def test_steps_before_and_after_every_resume_are_those_of_the_start_that_made_them(record, mixed):
     ddp = "parallel.strategy=ddp"
     record(2, mixed, ddp, "run.steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=0", RAMP)
-    shutil.rmtree(runs(mixed) / "checkpoints" / "step-00000006")  # so steps 5 and 6 are taken again, with other batches
-    record(2, mixed, ddp, "run.steps=8", "batch.sequences=12")
+    back = f"run.resume={runs(mixed) / 'checkpoints' / 'step-00000004'}"  # steps 5 and 6 are taken again, with other batches
+    record(2, mixed, ddp, "run.steps=8", "batch.sequences=12", back, "run.accept_changes=[batch.sequences, batch.ramp]")
     keys = ["data.seed=99", "run.accept_changes=[data.seed]", "batch.sequences=12"]
     seen = record(1, mixed, *keys, "run.steps=30", stop_at=10)
     history = History.read(runs(mixed))

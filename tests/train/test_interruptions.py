@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from running import largest_relative_difference, losses, run_main, train
 
-from pretrain.observe.metrics import read_metrics
+from pretrain.observe.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_STEPS = ("model.dim=128", "model.layers=3", "data.sequence_length=128", "model.ffn_dim=256")
@@ -79,7 +79,7 @@ def test_a_run_whose_rank_is_killed_continues_as_if_it_had_not_been(pool, config
     printed, _ = agent.communicate(timeout=60)
     assert agent.returncode == 1 and 23 <= steps_logged(run) < 40, printed
     train(pool, world_after, config_file, "run.name=killed", *shared, *options)
-    assert status(run) == {"state": "finished", "step": 40, "reason": None}
+    assert status(run).items() >= {"state": "finished", "step": 40, "reason": None, "checkpoint": "step-00000040"}.items()
     batches = [[record["batch"] for record in read_metrics(r)] for r in (run, straight)]
     assert batches[0] == batches[1] and len(set(batches[0])) == 40
     if world_after == 2:
@@ -102,6 +102,69 @@ def test_a_signal_to_one_rank_leaves_a_checkpoint_of_the_next_step_and_exit_code
     step = status(run)["step"]
     assert [p.name for p in (run / "checkpoints").glob("step-*")] == [f"step-{step:08d}"]
     assert step == steps_logged(run)
+
+
+@pytest.mark.parametrize("piece", [0.002, 0.2, 7.0])
+def test_long_work_asks_about_once_a_second_whether_to_stop(monkeypatch, piece):
+    """T-D2: often enough to be in time, and seldom enough to cost nothing."""
+    from types import SimpleNamespace
+
+    from pretrain.train import stop
+
+    clock, asked = SimpleNamespace(now=0.0), []
+    ranks = SimpleNamespace(world_size=2, sum=lambda name, values: asked.append(clock.now) or 2 * values)
+    monkeypatch.setattr(stop.time, "monotonic", lambda: clock.now)
+    request = SimpleNamespace(reason=None)
+    poll = stop.StopPoll(request, ranks)
+    while clock.now < 30:
+        clock.now += piece
+        poll.check()
+    gaps = [later - earlier for earlier, later in zip(asked[10:], asked[11:])]
+    assert len(asked) <= 60 and max(gaps, default=piece) <= max(1.05, piece + 1e-9)
+    request.reason = "SIGTERM"
+    with pytest.raises(stop.Stopped):
+        for _ in range(int(1.1 / piece) + 1):
+            clock.now += piece
+            poll.check()
+
+
+def long_validation(prepared: Path) -> str:
+    """Sources that take minutes to validate on."""
+    return "data.validation=[" + ", ".join(f"{{path: {prepared}, name: v{i}}}" for i in range(40)) + "]"
+
+
+def test_a_stop_within_validation_saves_first_and_ends_at_once(pool, config_file, prepared):
+    """T-D2: SIGTERM during validation was not looked at, and torchrun killed all ranks, whose last checkpoint was long ago."""
+    run = config_file.parent / "runs" / "run"
+    validating = (
+        *SLOW_STEPS,
+        long_validation(prepared),
+        "validation.sequences=0",
+        "batch.micro_sequences=1",
+        "checkpoint.every_steps=2",
+    )
+    agent = start(config_file, 2, *validating, "parallel.strategy=ddp", "run.steps=2", "schedule.warmup_steps=0")
+    # The checkpoint is there as soon as the validation of that step begins, which is the last one of the run.
+    wait_for(lambda: (run / "checkpoints" / "step-00000002").is_dir(), agent)
+    time.sleep(1)
+    assert steps_logged(run) == 1
+    began = time.monotonic()
+    os.kill(rank_processes(agent)[1], signal.SIGTERM)
+    printed, _ = agent.communicate(timeout=60)
+    assert agent.returncode == 0 and time.monotonic() - began < 25, printed  # torchrun would kill after 30
+    assert status(run)["state"] == "preempted" and status(run)["checkpoint"] == "step-00000002", printed
+    assert "asked to stop: the validation of step 2 was left" in printed
+    last = read_metrics(run)[-1]
+    assert last["step"] == 2 and last["loss"] > 0 and "validation" not in last
+    # The same command finishes what is left, which is the validation of the last step.
+    again = (*SLOW_STEPS, "run.steps=2", "schedule.warmup_steps=0", f"data.validation=[{{path: {prepared}, name: v}}]")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *again)
+    assert code == 0 and "step 2  validation v " in printed and "finished at step 2" in printed
+    finished = read_metrics(run)[-1]
+    assert finished.items() >= last.items() and 0 < finished["validation"]["v"] < 6
+    assert len((run / METRICS_FILE).read_text().splitlines()) == 3 and len(read_metrics(run)) == 2
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *again)  # a finished run has nothing left
+    assert code == 0 and "validation v" not in printed
 
 
 def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, config_file):
@@ -130,7 +193,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_the_step_is_taken(pool
     for code, _ in (results := pool.launch(2, run_main, str(config_file), *overrides)):
         assert code == 1
     assert "error: step 2: loss nan" in results[0][1] and "rank 1: samples" in results[0][1]
-    assert "the last checkpoint is of step 1" in results[0][1]
+    assert "the last checkpoint is " in results[0][1] and "/step-00000001: lower optim.lr" in results[0][1]
     run = config_file.parent / "runs" / "run"
     assert status(run)["state"] == "failed" and "loss nan" in status(run)["reason"]
     assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-00000001"]

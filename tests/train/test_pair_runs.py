@@ -245,3 +245,38 @@ def test_translations_are_the_same_at_any_world_size(pool, pair_config, layout):
             assert code == 0, printed
         found.append([r["translation"] for r in read_metrics(pair_config.parent / "runs" / name) if "translation" in r])
     assert len(found[0]) == 2 and found[0] == found[1]
+
+
+def stopped_while_translating(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose last rank gets SIGTERM when it has made the first token of the second translation."""
+    import os
+    import signal
+    from unittest.mock import patch
+
+    from pretrain.models import translate
+    from pretrain.train.stop import StopPoll
+
+    greedy, calls = translate._greedy, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return greedy(*arguments)
+
+    with patch.object(StopPoll, "SECONDS", 0.0):  # this translation takes less than a second
+        return run_main_with(translate, "_greedy", interrupted, config_file, *overrides)
+
+
+@pytest.mark.parametrize("strategy", [FSDP, pytest.param(DDP, marks=pytest.mark.slow)])
+def test_a_stop_within_a_translation_is_honoured_by_all_ranks(pool, pair_config, strategy):
+    """T-D2: a request to stop was looked at between steps only."""
+    options = ("run.steps=8", "validation.translation={every_steps: 2}", "checkpoint.every_steps=100", strategy)
+    results = pool.launch(2, stopped_while_translating, str(pair_config), *options)
+    run = pair_config.parent / "runs" / "run"
+    assert [code for code, _ in results] == [0, 0], results
+    assert "asked to stop: the translation of step 4 was left" in results[0][1]
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"], status["checkpoint"]) == ("preempted", 4, "step-00000004")
+    records = {record["step"]: record for record in read_metrics(run)}
+    assert "translation" in records[2] and "translation" not in records[4]

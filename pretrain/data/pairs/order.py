@@ -64,6 +64,10 @@ class PairOrder:
         window = self.window(0, 0)
         return round(steps * len(window.pairs) / len(window.ends))
 
+    def after(self, consumed: int, steps: int) -> int:
+        """About how many pairs are consumed `steps` steps after `consumed`."""
+        return consumed + self.consumed(steps)
+
     def _start(self, number: int) -> int:
         # Windows of an epoch are of equal size, as far as that is possible: none is a small rest.
         return number * len(self.pairs) // self.windows

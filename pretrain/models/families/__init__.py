@@ -28,6 +28,6 @@ def family_of_hf(config: dict[str, Any]) -> Family:
         if isinstance(architecture, str) and architecture in known:
             return known[architecture]
     raise ConfigError(
-        f"config.json: architectures={said} is not supported; supported: {list(known)}, "
+        f"config.json: architectures={said!r} is not supported; supported: {list(known)}, "
         "and with --family hf whatever causal language model transformers builds itself"
     )

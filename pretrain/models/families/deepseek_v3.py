@@ -99,6 +99,7 @@ DEEPSEEK_V3 = Family(
     inert=TRAINING | {"num_nextn_predict_layers", "num_mtp_layers"},
     dropped=beyond_the_last_layer,
     refuse=_refuse,
+    aliases=("kimi_k2",),
     llama_cpp={
         **switches("tie_embeddings", "latent.kv_rank", "latent.rope_dim", "latent.plain_dim", "latent.value_dim"),
         **switches(*(f"experts.{name}" for name in _ROUTING)),

@@ -67,6 +67,7 @@ ERNIE4_5_MOE = Family(
     accepted={"use_rmsnorm": True, "moe_gate": "topk", "moe_gate_act": "softmax"},
     inert=TRAINING | {"moe_capacity", "num_nextn_predict_layers"},
     theta=500_000.0,
+    balance=0.001,
     dropped=lambda name, model: name.startswith("model.mtp_"),
     refuse=_refuse,
 )  # fmt: skip

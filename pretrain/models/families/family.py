@@ -49,7 +49,7 @@ HARMLESS: dict[str, Any] = {
 # Keys of ours that change no logit of an export: how it is trained and computed.
 NOT_EXPORTED = {
     "family", "hf_config", "attention_backend", "predict_ahead", "experts.correction_rate", "experts.balance_loss",
-    "experts.router_z_loss", "dropout", "init", "init_std",
+    "experts.balance_scope", "experts.router_z_loss", "dropout", "init", "init_std",
 }  # fmt: skip
 
 # Keys of ours that null derives from others; to any other null would mean what a new model of the family has, which no file means.
@@ -88,6 +88,9 @@ class Family:
     rope         how rotary positions are written; None: this family has none
     theta, local_theta, scaling
                  the bases and the scaling that a config.json means which does not name them
+    balance      of families with experts, the router_aux_loss_coef that a config.json means which does not name it; None: transformers
+                 has no balancing loss there
+    aliases      other values of model_type that mean this family
     partial      transformers rotates a share of each head here; elsewhere it ignores the field
     refuse       says why transformers would not take a model
     dropped      which tensors of a file are no part of the model; an import says what it leaves out
@@ -119,6 +122,8 @@ class Family:
     prefix: str = ""
     llama_cpp: dict[str, Callable[[Any, Model], bool]] | None = None
     elsewhere: Callable[[Model], Sequence[str]] | None = None
+    aliases: tuple[str, ...] = ()
+    balance: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError where fields that are read twice do not say what each key gets: an error of the family's file."""
@@ -147,6 +152,8 @@ class Family:
         config = {"architectures": [self.architecture], "model_type": self.model_type, **self._written(model)}
         config |= rope_to_hf(model, self.rope, self.partial, self.scaling is not None) if self.rope else {}
         config |= {name: value for name, make in self.derived.items() if (value := make(model)) is not None}
+        if self.balance is not None:  # without the rounding of the division when it was read
+            config[BALANCE] = float(f"{model.experts.balance_loss * layers_with_experts(model):.12g}")
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         return config | self.constants
 
@@ -163,6 +170,14 @@ class Family:
                 )
             writers[item.theirs] = item.ours
         return written
+
+    def _with_balance(self, model: Model, config: dict[str, Any]) -> Model:
+        """A model whose experts are balanced as strongly as by transformers' own loss, which averages over layers: ours adds them up."""
+        if self.balance is None or not layers_with_experts(model):
+            return model
+        weight = config.get(BALANCE)
+        weight = _typed(Field("experts.balance_loss", BALANCE), self.balance if weight is None else weight, config)
+        return with_values(model, {"experts.balance_loss": weight / layers_with_experts(model)})
 
     def entries(self, model: Model, parameters: Sequence[str]) -> list[Entry]:
         """The weight map of a model with these parameters. Raises ValueError where it does not cover them."""
@@ -199,6 +214,12 @@ class Family:
 
     def from_hf(self, config: dict[str, Any]) -> Model:
         """The complete model of a config.json. Raises ConfigError naming a field that is missing, unknown or not supported."""
+        kind = config.get("model_type")
+        if kind is not None and kind not in (self.model_type, *self.aliases):
+            raise ConfigError(
+                f"config.json: model_type={kind!r} contradicts architectures=['{self.architecture}'], which is of "
+                f"model_type={self.model_type!r}: transformers would load a {kind}; correct the one that is wrong"
+            )
         ours = {item.theirs for item in self.fields}
         rest = {name: value for name, value in config.items() if name in ours or name not in INERT | self.inert}
         for name, value in {**HARMLESS, **self.accepted, **self.constants}.items():
@@ -223,8 +244,16 @@ class Family:
                 f"config.json: {unknown[0]}={rest[unknown[0]]!r} is not known for {self.name}; it may change what is computed"
             )
         model = complete(with_values(Model(family=self.name), {n: v for n, v in values.items() if v is not None}))
+        model = self._with_balance(model, config)
         self._check_expressible(model)
         return model
+
+
+BALANCE = "router_aux_loss_coef"
+
+
+def layers_with_experts(model: Model) -> int:
+    return model.layers - len(model.experts.dense_layers)
 
 
 def _value(value: Any, model: Model) -> Any:

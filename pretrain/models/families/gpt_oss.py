@@ -74,6 +74,7 @@ GPT_OSS = Family(
     constants={"hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     inert=TRAINING | {"experts_per_token", "initial_context_length"},  # older names of fields that are there as well
     refuse=needs_experts,
+    balance=0.001,
     theta=150000.0,
     scaling={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     llama_cpp=WINDOWS | scalings("yarn") | switches("experts.count", "experts.active", "experts.ffn_dim"),

@@ -60,6 +60,7 @@ MINIMAX_M2 = Family(
     # Layers that predict further ahead, which no file has; the width of an MLP that no layer has.
     inert=TRAINING | {"use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size"},
     theta=5_000_000.0,
+    balance=0.001,
     partial=True,
     refuse=needs_experts,
 )  # fmt: skip

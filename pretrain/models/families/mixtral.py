@@ -22,6 +22,7 @@ MIXTRAL = Family(
     constants={"hidden_act": "silu", "router_jitter_noise": 0.0},
     inert=TRAINING,
     refuse=needs_experts,
+    balance=0.001,
     theta=1_000_000.0,
     llama_cpp=AS_LLAMA | switches("experts.count", "experts.active", "experts.ffn_dim"),
 )

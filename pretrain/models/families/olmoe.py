@@ -28,5 +28,6 @@ OLMOE = Family(
     defaults={"experts.normalise": False},
     constants={"hidden_act": "silu", "clip_qkv": None},
     inert=TRAINING,
+    balance=0.01,
     refuse=_refuse,
 )

@@ -47,6 +47,7 @@ QWEN3_MOE = Family(
     # A window's, which is not used, and what `num_experts` reads.
     inert=TRAINING | {"sliding_window", "max_window_layers", "num_local_experts"},
     refuse=needs_experts,
+    balance=0.001,
     # It always makes the weights of a token's experts sum to one.
     llama_cpp=switches("tie_embeddings", "experts.count", "experts.active", "experts.ffn_dim")
     | {"experts.normalise": one_of(True)}

@@ -1,0 +1,268 @@
+"""Which checkpoint a run continues from: exactly one, verified, of the time line that the run is on.
+
+A file that *cannot be read* (EIO, ESTALE, one that a node does not see yet) says nothing of the checkpoint. It is tried again for a while, and
+then the run stops. A file whose *content differs* from its hash is damaged. The run then falls back to the checkpoint before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pretrain.checkpoint import files
+from pretrain.checkpoint.load import load_state
+from pretrain.distributed.ranks import Ranks
+from pretrain.errors import CheckpointError, UnreadableError
+from pretrain.storage import exists, sha256_of
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Pauses before a file that cannot be read is tried again."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A checkpoint to continue from, intact, what its state.json says, and the sha256 of its manifest.
+
+    `damaged`, `abandoned`: the run's own ones that have to be set aside before it goes on. `back`: the run leaves its time line, and goes on
+    from an earlier point of it.
+    """
+
+    path: Path
+    state: dict[str, Any]
+    manifest: str
+    damaged: tuple[Path, ...] = ()
+    abandoned: tuple[Path, ...] = ()
+    back: bool = False
+
+    def set_aside(self) -> list[str]:
+        """Rename what the run leaves behind, so that no later start takes it for a checkpoint. One line for each; on the main rank only."""
+        moves = [(path, "damaged") for path in self.damaged] + [(path, "abandoned") for path in self.abandoned]
+        return [f"set aside {path} as {files.set_aside(path, why).name}; nothing of it is deleted" for path, why in moves]
+
+
+def choose_checkpoint(
+    run_directory: Path,
+    resume: str,
+    ranks: Ranks,
+    saved_last: Callable[[], str | None] = lambda: None,
+    content: bool = True,
+) -> Choice | None:
+    """The checkpoint to continue from, verified by all ranks together; None for a fresh start.
+
+    A path is where a run without checkpoints of its own starts. Once it has some, it continues from those, so that the same
+    command can be given again after an interruption. The path of an older one of its own goes back to that. The run falls back from a
+    damaged checkpoint, with a warning, but not from one that was given as a path. If all are damaged, that is an error, never a fresh
+    start. `saved_last`: name of the last checkpoint that the run is known to have saved. Without `content`, sizes are verified only.
+
+    Raises UnreadableError where the files cannot be read, and CheckpointError where no checkpoint can be chosen.
+    """
+    folder = run_directory / "checkpoints"
+    # The main rank's view of the directory decides: another node may see it a moment later.
+    found = _on_main(ranks, "choice of a checkpoint", lambda: _candidates(folder, resume, saved_last))
+    candidates, damaged = list(found.paths), []
+    while candidates and (problem := first_damage(candidates[-1], ranks, content)):
+        if len(candidates) == 1:
+            raise CheckpointError(f"{problem}; no earlier checkpoint is left to fall back to, and nothing was started afresh")
+        bad = candidates.pop()
+        if ranks.is_main:
+            log.warning("damaged checkpoint: %s; falling back to %s", problem, candidates[-1])
+        if bad.parent == folder:
+            damaged.append(bad)
+    if not candidates:
+        return None
+    path = candidates[-1]
+    state, manifest = _on_main(ranks, "state of a checkpoint", lambda: (load_state(path), sha256_of(path / files.MANIFEST)))
+    if not found.back:
+        _on_main(ranks, "time line of a checkpoint", lambda: _check_line(candidates, state))
+    return Choice(path, state, manifest, tuple(damaged), found.abandoned, found.back)
+
+
+def _on_main(ranks: Ranks, name: str, look: Callable[[], T]) -> T:
+    return patiently(lambda: ranks.on_main(name, look, UnreadableError))
+
+
+def patiently(look: Callable[[], T]) -> T:
+    """The result of `look`, which all ranks call together, tried again after growing pauses where it raises UnreadableError on all."""
+    said = None
+    for seconds in RETRY_SECONDS:
+        try:
+            return look()
+        except UnreadableError as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning("%s; tried again for %g s", error, sum(RETRY_SECONDS))
+            time.sleep(seconds)
+    try:
+        return look()
+    except UnreadableError as error:
+        raise UnreadableError(
+            f"{error}; tried for {sum(RETRY_SECONDS):g} s, nothing was changed: when the storage can be read, the same command continues; "
+            "to go back to an earlier checkpoint instead, run.resume=PATH of it"
+        ) from error
+
+
+# ---- which --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Checkpoints to try, best last, and those to be set aside where the run goes `back`."""
+
+    paths: tuple[Path, ...]
+    abandoned: tuple[Path, ...] = ()
+    back: bool = False
+
+
+def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None]) -> _Candidates:
+    own, incomplete = files.complete_checkpoints(folder), files.incomplete_checkpoints(folder)
+    for path in incomplete:
+        log.warning("incomplete checkpoint: %s has no %s and is passed over", path, files.MANIFEST)
+    if resume == "never":
+        if own:
+            raise CheckpointError(
+                f"run.resume=never, but {folder.parent} has checkpoints up to {own[-1].name}; "
+                "choose another run.name, or run.resume=auto to continue"
+            )
+        return _Candidates(())
+    if resume not in ("auto", "required"):
+        if not own:
+            return _Candidates(tuple(files.resolve(Path(resume))))
+        return _named(own, Path(resume))
+    newest = saved_last()
+    # A later one was saved after that was written; it may have retired this one.
+    if (
+        newest is not None
+        and not exists(folder / newest)
+        and not any((len(p.name), p.name) > (len(newest), newest) for p in own)
+    ):
+        raise UnreadableError(
+            f"{folder / newest} was saved last, as status.json says, and is not there: shared storage may show it later; if it was removed on "
+            "purpose, say so by run.resume=PATH of an earlier one, or by removing status.json"
+        )
+    if resume == "required" and not own:
+        raise CheckpointError(f"run.resume=required, but {folder} has no complete checkpoint")
+    if incomplete and not own:
+        raise CheckpointError(
+            f"{incomplete[-1]} has no {files.MANIFEST}, and there is no complete checkpoint: a partial copy? "
+            "Restore it, or remove it to start afresh"
+        )
+    return _Candidates(tuple(own))
+
+
+def _named(own: list[Path], path: Path) -> _Candidates:
+    """What a path means to a run that has checkpoints of its own: those, or one of them that it goes back to."""
+    named = next((checkpoint for checkpoint in own if checkpoint.resolve() == path.resolve()), None)
+    if named is None:
+        log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
+        return _Candidates(tuple(own))
+    step = files.step_of(named)
+    newer = [checkpoint for checkpoint in own if files.step_of(checkpoint) > step]
+    for checkpoint in newer:
+        if any(back and from_step == step for from_step, _, back in _timeline(_peek(checkpoint, needed=True)) or []):
+            log.info(
+                "run.resume=%s: the run went back to it before, and continues from what it saved since; to go back once more, move %s to %s away",
+                path, newer[0].name, newer[-1].name,
+            )  # fmt: skip
+            return _Candidates(tuple(own))
+    state = _peek(named)
+    strays = [c for c in own if files.step_of(c) < step and not descends(state, _peek(c))]
+    if not newer and not strays:
+        return _Candidates(tuple(own))
+    return _Candidates((named,), (*strays, *newer), back=True)
+
+
+def _peek(checkpoint: Path, needed: bool = False) -> dict[str, Any]:
+    """state.json of a checkpoint that was not verified; empty where it is damaged, and unless it is `needed` where it cannot be read."""
+    try:
+        return dict(load_state(checkpoint))
+    except UnreadableError as error:
+        if needed and not error.missing:
+            raise
+    except (CheckpointError, TypeError, ValueError):
+        pass
+    return {}
+
+
+def _check_line(candidates: list[Path], state: dict[str, Any]) -> None:
+    """Raise CheckpointError unless the newest good checkpoint descends from the one before it."""
+    newest, own = candidates[-1], state.get("parent") or {}
+    earlier = next(((path, found) for path in reversed(candidates[:-1]) if (found := _peek(path))), None)
+    if earlier is None or descends(state, earlier[1]):
+        return
+    raise CheckpointError(
+        f"{newest} does not descend from {earlier[0]}: it goes on from step {own.get('step', 'unknown')}, so they are of two time lines. Say "
+        f"which one is continued: run.resume={newest} or run.resume={earlier[0]}; in its own run the other is then set aside, not deleted"
+    )
+
+
+def descends(later: dict[str, Any], earlier: dict[str, Any]) -> bool:
+    """Whether the run that saved one state had come through the other. Taken for granted where a state does not say.
+
+    A time line lists the starts of a run, each with the step it went on from. Two states are of one line where the starts before the
+    earlier one are the same in both.
+    """
+    line, until = _timeline(later), earlier.get("step")
+    if line is None or until is None:
+        return True
+    parts = [[start for from_step, start, _ in starts if from_step < until] for starts in (line, _timeline(earlier) or [])]
+    return parts[0] == parts[1]
+
+
+def _timeline(state: dict[str, Any]) -> list[tuple[int, str, bool]] | None:
+    """The starts that led to a state: from which step, which, whether it went back there. None where the state does not say."""
+    try:
+        return [(int(part["from"]), str(part["start"]), bool(part.get("back"))) for part in state["timeline"]]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+# ---- whether it is intact -----------------------------------------------------------------------------------------------
+
+
+def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True) -> str | None:
+    """The first thing wrong with the content of a checkpoint's files, the ranks sharing the hashing; None when it is intact.
+
+    A file that no rank finds is gone, which is damage. Raises UnreadableError, on all ranks, for one that stays unreadable where it is,
+    or that some ranks find and others do not.
+    """
+    intact = False
+
+    def look() -> str | None:
+        nonlocal intact
+        found: tuple[str | None, str | None, bool] = (
+            None,
+            None,
+            False,
+        )  # what is wrong; the file that cannot be read; missing?
+        try:
+            if not intact:
+                files.verify(checkpoint, ranks.rank, ranks.world_size, content=content)
+            intact = True
+        except UnreadableError as error:
+            found = str(error), error.path, error.missing
+        except CheckpointError as error:
+            found = str(error), None, False
+        everyone = ranks.gather("hashes of a checkpoint", found)
+        if differing := [text for text, path, _ in everyone if text and not path]:
+            return differing[0]
+        paths = [path for _, path, missing in everyone if missing]
+        seen = ranks.gather("sight of a checkpoint's files", [os.path.exists(path) for path in paths]) if paths else []
+        for number, path in enumerate(paths):
+            if not any(rank[number] for rank in seen):
+                return f"{path}: missing"
+        for rank, (text, _, missing) in enumerate(everyone):
+            if text:
+                where = "" if ranks.world_size == 1 else f"rank {rank}: "
+                raise UnreadableError(f"{where}{text}" + (" here, and other ranks find it" if missing else ""))
+        return None
+
+    return patiently(look)

@@ -1,0 +1,124 @@
+"""What a start of a run goes on from, judged before anything is built; `--check` asks the same.
+
+run directory, run.resume --choose--> checkpoint --compare--> same model, optimizer and data? same settings, or accepted? steps left?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.choose import Choice, choose_checkpoint
+from pretrain.checkpoint.load import saved_names
+from pretrain.config.read import read_file
+from pretrain.data.tokenizers.tokenizer import tokenizer_fingerprint
+from pretrain.distributed.ranks import Ranks
+from pretrain.errors import CheckpointError, ConfigError
+from pretrain.train.identity import check_changes, check_model, differences, identity_changes, setting_changes
+from pretrain.train.plan import Plan, check_data_suffices, model_identity
+from pretrain.train.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a run goes on from: a checkpoint, the weights of one, or (neither) initial weights.
+
+    `lines`: what a person should read of it, the difference of the configurations among it. `own`: whether the checkpoint is the run's.
+    """
+
+    resumed: Choice | None = None
+    weights: Choice | None = None
+    own: bool = False
+    lines: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps before it."""
+        return self.resumed.state["step"] if self.resumed else 0
+
+    @property
+    def samples(self) -> int:
+        """Training samples before it."""
+        return self.resumed.state["samples"] if self.resumed else 0
+
+
+def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, content: bool = True) -> StartingPoint:
+    """What `run.resume` and `run.init_from` come to, asked by all ranks together. Nothing is changed.
+
+    Without `content`, the sizes of a checkpoint's files are verified only. Raises CheckpointError or ConfigError for what cannot be
+    continued.
+    """
+    run = plan.config.run
+    resumed = choose_checkpoint(directory.path, run.resume, ranks, directory.saved_last, content)
+    weights = None
+    if resumed is None and run.init_from is not None:
+        weights = choose_checkpoint(directory.path, run.init_from, ranks, content=content)  # this run has none of its own
+
+    def judge() -> list[str]:
+        if resumed is not None:
+            return _judge_checkpoint(plan, directory, resumed)
+        lines = _judge_directory(plan, directory)
+        if weights is not None:
+            _judge_weights(plan, weights)
+        return lines
+
+    lines = ranks.on_main("comparison with a checkpoint", judge, CheckpointError)
+    own = resumed is not None and resumed.path.parent == directory.checkpoints
+    origin = StartingPoint(resumed, weights, own, tuple(lines))
+    check_data_suffices(plan, origin.step, origin.samples)
+    return origin
+
+
+def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> list[str]:
+    config, state, path = plan.config, choice.state, choice.path
+    if not saved_names(path, "optim."):
+        raise CheckpointError(f"{path} has weights only and cannot be resumed; use run.init_from={path} for a new run")
+    if state["step"] > config.run.steps:
+        raise ConfigError(
+            f"run.steps={config.run.steps} is below the step {state['step']} of {path}; raise it, or choose another run.name"
+        )
+    saved = _config_of(path / "config.yaml")
+    settings = setting_changes(saved, config, state["step"]) if saved else []
+    places = {f"data.sources.{i}": source.path for i, source in enumerate(config.data.sources)}
+    identity = identity_changes(state["identity"], plan.identity(state["samples"]), places)
+    # Where weights alone decide the mixture, a stage can leave the past as it was.
+    by_weight = not any(source.max_epochs or source.tokens for source in config.data.sources)
+    tokens = state["samples"] * config.data.sequence_length if by_weight else 0
+    own = path.parent == directory.checkpoints
+    check_changes(path, identity, settings, config.run.accept_changes, tokens, other_name=own)
+    return _difference(saved, plan, path)
+
+
+def _judge_directory(plan: Plan, directory: RunDirectory) -> list[str]:
+    """A run without a checkpoint: perhaps it started before, and ended before it saved one."""
+    held, config = directory.identity(), directory.config()
+    if held is not None:
+        # Whatever else was changed, no step of it is left.
+        check_changes(directory.path, identity_changes(held, plan.identity(0)), [], plan.config.run.accept_changes)
+    return _difference(_config_of(config), plan, directory.path) if config is not None else []
+
+
+def _judge_weights(plan: Plan, source: Choice) -> None:
+    own = model_identity(dataclasses.asdict(plan.config.model))
+    check_model(source.path, model_identity(source.state["model"]), own)
+    tokenizer = source.path / "tokenizer"
+    if tokenizer.is_dir() and tokenizer_fingerprint(tokenizer) != plan.data.tokenizer_sha256:
+        raise CheckpointError(
+            f"run.init_from={source.path} was trained with another tokenizer than the data; prepare the data with {tokenizer}"
+        )
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    """The configuration that a run recorded; empty where a checkpoint has none."""
+    return read_file(path).values if path.is_file() else {}
+
+
+def _difference(saved: dict[str, Any], plan: Plan, holder: Path) -> list[str]:
+    """What of the configuration is not as it was: one line for each key."""
+    changed = differences(saved, plan.config) if saved else []
+    return [f"configuration since {holder}, {len(changed)} different:", *(f"  {line}" for line in changed)] if changed else []

@@ -1,0 +1,353 @@
+"""Which checkpoint a run goes on from: what cannot be read, what is damaged, and time lines that part."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from running import losses, run_main, tool, train, write_config
+
+from pretrain.checkpoint import choose, files
+from pretrain.observe.metrics import read_metrics
+
+PERIODIC = ("run.steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=0", "schedule={name: constant, warmup_steps: 0}")
+DDP = "parallel.strategy=ddp"
+
+
+def without_pauses(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run that does not wait between its tries."""
+    with patch.object(choose, "RETRY_SECONDS", (0.0, 0.0, 0.0)):
+        return run_main(config_file, *overrides)
+
+
+def unreadable(times: int, rank: str, number: int, name: str, config_file: str, *overrides: str) -> tuple[int, str]:
+    """The same, with a rank on which a file cannot be hashed `times` times."""
+    describe, failed = files.describe_file, []
+
+    def failing(path, seen=None):
+        if path.name == name and os.environ.get("RANK", "0") == rank and len(failed) < times:
+            failed.append(path)
+            raise OSError(number, os.strerror(number), str(path))
+        return describe(path, seen)
+
+    with patch.object(files, "describe_file", failing):
+        return without_pauses(config_file, *overrides)
+
+
+def start(pool, config_file, *overrides: str, ranks: int = 1) -> tuple[int, str]:
+    return pool.launch(ranks, without_pauses, str(config_file), *PERIODIC, *overrides)[0]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def state(run: Path, step: int) -> dict:
+    return json.loads((run / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
+
+
+def rewrite_state(checkpoint: Path, change) -> None:
+    """Another state.json, with a manifest that goes with it."""
+    path, manifest = checkpoint / "state.json", json.loads((checkpoint / "manifest.json").read_text())
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    manifest["files"]["state.json"] = files.describe_file(path)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture(scope="module")
+def finished(pool, tmp_path_factory, prepared) -> Path:
+    """A run of 6 steps, saved at steps 2, 4 and 6. Trained once; tests get copies."""
+    return train(pool, 1, write_config(tmp_path_factory.mktemp("finished"), prepared), *PERIODIC)
+
+
+@pytest.fixture
+def run(finished, config_file) -> Path:
+    return shutil.copytree(finished, config_file.parent / "runs" / "run")
+
+
+# ---- what cannot be read is not damaged ---------------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_loses_nothing(pool, config_file):
+    """T-D3: one ESTALE on one rank made the run fall back to an older checkpoint, and the next start jumped back."""
+    run = train(pool, 2, config_file, *PERIODIC, DDP)
+    arguments = (str(config_file), *PERIODIC, DDP, "run.steps=8")
+    results = pool.launch(2, unreadable, 2, "1", 116, "__0_0.distcp", *arguments)
+    assert [code for code, _ in results] == [0, 0], results[0][1]
+    assert "step-00000006/__0_0.distcp: cannot be read: Stale file handle; tried again for" in results[0][1]
+    assert "resumed from" in results[0][1] and "step-00000006: step 6" in results[0][1]
+    assert [r["step"] for r in read_metrics(run)] == list(range(1, 9))
+
+
+def test_a_file_that_stays_unreadable_stops_all_ranks_and_changes_nothing(pool, config_file):
+    """T-D3: "cannot be read" is not "damaged": the run stops, naming file and rank."""
+    run = train(pool, 2, config_file, *PERIODIC, DDP)
+    before = checkpoints(run)
+    results = pool.launch(2, unreadable, 99, "1", 5, "__0_0.distcp", str(config_file), *PERIODIC, DDP, "run.steps=8")
+    for code, printed in results:
+        assert code == 1, printed
+        line = next(line for line in printed.splitlines() if line.startswith("error: "))
+        assert "rank 1: " in line and "step-00000006/__0_0.distcp: cannot be read: Input/output error" in line
+        assert "nothing was changed" in line and "run.resume=PATH" in line
+    assert checkpoints(run) == before
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_file_that_one_node_does_not_see_yet_is_waited_for(pool, config_file):
+    """T-D3: ENOENT on one rank alone is a node whose view of the storage is behind; missing everywhere is damage."""
+    train(pool, 2, config_file, *PERIODIC, DDP)
+    arguments = (str(config_file), *PERIODIC, DDP, "run.steps=8")
+    results = pool.launch(2, unreadable, 2, "1", 2, "__0_0.distcp", *arguments)
+    assert [code for code, _ in results] == [0, 0] and "__0_0.distcp: missing here, and other ranks find it" in results[0][1]
+    results = pool.launch(2, unreadable, 99, "1", 2, "__0_0.distcp", *arguments, "run.steps=10")
+    assert [code for code, _ in results] == [1, 1]
+    assert "rank 1: " in results[0][1] and "__0_0.distcp: missing here, and other ranks find it; tried for" in results[0][1]
+
+
+def test_a_checkpoint_that_is_known_to_be_there_and_is_not_seen_stops_the_run(pool, config_file, run):
+    """T-D3: a stale listing of a directory must not lead to an older checkpoint; who removed the newest by hand says so."""
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    code, printed = start(pool, config_file, "run.steps=8")
+    assert code == 1 and "step-00000006 was saved last, as status.json says, and is not there" in printed
+    code, printed = start(pool, config_file, "run.steps=8", f"run.resume={run / 'checkpoints' / 'step-00000004'}")
+    assert code == 0 and "step-00000004: step 4" in printed
+    assert checkpoints(run) == ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]
+
+
+def test_a_kill_between_a_save_and_the_status_is_no_missing_checkpoint(pool, config_file, run):
+    """T-D3: the newest may have retired the one that status.json still names."""
+    for step in (2, 4):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "running", "checkpoint": "step-00000004"}))
+    code, printed = start(pool, config_file, "run.steps=8")
+    assert code == 0 and "step-00000006: step 6" in printed
+
+
+# ---- what is damaged is set aside ---------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_neither_counts_nor_comes_back_nor_is_lost(pool, config_file, run):
+    """T-D3: keep_last=2 kept one good checkpoint and the damaged one, and each start warned anew."""
+    damaged = run / "checkpoints" / "step-00000006" / "__0_0.distcp"
+    flip_bit(damaged)
+    content = damaged.read_bytes()
+    code, printed = start(pool, config_file, "run.steps=5", "checkpoint.keep_last=2")
+    assert code == 0 and f"damaged checkpoint: {damaged}: its content does not match its sha256" in printed
+    assert "set aside" in printed and "as damaged-step-00000006; nothing of it is deleted" in printed
+    assert checkpoints(run) == ["damaged-step-00000006", "step-00000004", "step-00000005"]
+    assert (run / "checkpoints" / "damaged-step-00000006" / "__0_0.distcp").read_bytes() == content
+    code, printed = start(pool, config_file, "run.steps=6", "checkpoint.keep_last=2")
+    assert code == 0 and "damaged checkpoint" not in printed and "step-00000005: step 5" in printed
+    assert checkpoints(run) == ["damaged-step-00000006", "step-00000005", "step-00000006"]
+    assert tool("verify_checkpoint").main([str(run)]) == 0
+    flip_bit(run / "checkpoints" / "step-00000006" / "__0_0.distcp")  # again: the name is taken
+    code, printed = start(pool, config_file, "run.steps=6", "checkpoint.keep_last=2")
+    assert code == 0 and "as damaged-step-00000006.1" in printed
+    assert "damaged-step-00000006.1" in checkpoints(run)
+
+
+def test_a_refused_start_sets_nothing_aside(pool, config_file, run):
+    """T-D3: what a start leaves behind is renamed when nothing can refuse it any more."""
+    flip_bit(run / "checkpoints" / "step-00000006" / "__0_0.distcp")
+    code, printed = start(pool, config_file, "run.steps=8", "optim.lr=1e-2")
+    assert code == 1 and "falling back to" in printed and "run.accept_changes=[optim.lr]" in printed
+    assert checkpoints(run) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+# ---- time lines ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_checkpoint_records_its_parent_and_its_time_line(pool, config_file, run):
+    """T-D3: each checkpoint says which one it descends from."""
+    first = state(run, 2)
+    assert first["parent"] is None and [part["from"] for part in first["timeline"]] == [0]
+    assert start(pool, config_file, "run.steps=10")[0] == 0
+    for step, parent in ((4, 2), (6, 4), (8, 6), (10, 8)):
+        recorded, path = state(run, step)["parent"], run / "checkpoints" / f"step-{parent:08d}"
+        assert recorded["path"].endswith(f"/runs/run/checkpoints/{path.name}") and recorded["step"] == parent
+        assert recorded["manifest"] == files.describe_file(path / "manifest.json")["sha256"]
+    assert [part["from"] for part in state(run, 10)["timeline"]] == [0, 6]
+    assert state(run, 10)["timeline"][0] == state(run, 2)["timeline"][0]
+    other = train(pool, 1, config_file, *PERIODIC, "run.name=other", "run.steps=12", f"run.resume={run}")
+    assert state(other, 12)["parent"]["path"] == str(run / "checkpoints" / "step-00000010")
+    assert state(other, 12)["timeline"][:2] == state(run, 10)["timeline"]
+    fresh = train(pool, 1, config_file, *PERIODIC, "run.name=fresh", "run.steps=2", f"run.init_from={run}")
+    assert state(fresh, 2)["parent"]["step"] == 10 and [part["from"] for part in state(fresh, 2)["timeline"]] == [0]
+
+
+def test_a_newest_checkpoint_of_another_time_line_is_refused_until_one_is_chosen(pool, config_file, run):
+    """T-D3: after a fall back the old newest checkpoint came back, and the run jumped to the line it had left."""
+    folder = run / "checkpoints"
+    shutil.move(folder / "step-00000006", folder / "elsewhere")
+    (run / "status.json").unlink()
+    assert start(pool, config_file, "run.steps=5")[0] == 0  # another line, from step 4
+    shutil.move(folder / "elsewhere", folder / "step-00000006")
+    code, printed = start(pool, config_file, "run.steps=8")
+    line = next(line for line in printed.splitlines() if line.startswith("error: "))
+    assert code == 1 and f"{folder / 'step-00000006'} does not descend from {folder / 'step-00000005'}" in line
+    assert "goes on from step 4" in line and f"run.resume={folder / 'step-00000005'}" in line
+    copy = shutil.copytree(run, run.parent / "copy")
+    # The new line is chosen.
+    code, printed = start(pool, config_file, "run.steps=8", f"run.resume={folder / 'step-00000005'}")
+    assert code == 0 and "step-00000005: step 5" in printed and "as abandoned-step-00000006" in printed
+    # The old one is chosen.
+    chosen = copy / "checkpoints" / "step-00000006"
+    code, printed = start(pool, config_file, "run.name=copy", "run.steps=8", f"run.resume={chosen}")
+    assert code == 0 and "step-00000006: step 6" in printed and "as abandoned-step-00000005" in printed
+    for directory in (run, copy):
+        assert start(pool, config_file, f"run.name={directory.name}", "run.steps=9")[0] == 0
+
+
+def test_a_run_goes_back_to_an_older_checkpoint_and_keeps_what_it_left(pool, config_file, run):
+    """T-D3: run.resume=PATH of an older checkpoint was refused; and given again after an interruption it goes on, not back."""
+    folder, back = run / "checkpoints", f"run.resume={run / 'checkpoints' / 'step-00000002'}"
+    changed = ("optim.lr=1e-3", "run.accept_changes=[optim.lr]", back)
+    code, printed = start(pool, config_file, "--check", *changed)
+    assert code == 0 and "would resume from step 2" in printed and f"would set aside {folder / 'step-00000006'}" in printed
+    assert checkpoints(run) == ["step-00000002", "step-00000004", "step-00000006"]
+    code, printed = start(pool, config_file, "run.steps=4", *changed)
+    assert code == 0 and "step-00000002: step 2" in printed
+    names = ["abandoned-step-00000004", "abandoned-step-00000006", "step-00000002", "step-00000004"]
+    assert checkpoints(run) == names
+    assert [r["step"] for r in read_metrics(run)] == [1, 2, 3, 4] and read_metrics(run)[-1]["lr"] == 1e-3
+    # Given again, as after an interruption, the command continues what it began.
+    code, printed = start(pool, config_file, "run.steps=6", *changed)
+    assert code == 0 and "went back to it before" in printed and "step-00000004: step 4" in printed
+    assert start(pool, config_file, "run.steps=8", "optim.lr=1e-3")[0] == 0  # and so does the plain command
+    assert checkpoints(run) == sorted([*names, "step-00000006", "step-00000008"])
+    files.verify(folder / "abandoned-step-00000006")
+
+
+def test_a_run_that_was_interrupted_at_a_step_can_go_back_to_it(pool, config_file):
+    """T-D3: a plain restart from a checkpoint is no going back to it."""
+    train(pool, 1, config_file, *PERIODIC, "run.steps=2")
+    run = train(pool, 1, config_file, *PERIODIC, "run.steps=4")
+    code, printed = start(pool, config_file, f"run.resume={run / 'checkpoints' / 'step-00000002'}", "run.steps=3")
+    assert code == 0 and "step-00000002: step 2" in printed and "as abandoned-step-00000004" in printed
+
+
+def test_a_checkpoint_of_the_same_step_of_another_line_is_never_overwritten(pool, config_file, run):
+    """T-D3: two time lines with equal step numbers; the older directory was removed by the rename."""
+    folder = run / "checkpoints"
+    stray = shutil.copytree(folder / "step-00000006", folder / "hidden")
+    shutil.rmtree(folder / "step-00000006")
+    (run / "status.json").unlink()
+    marker = stray / "marker"
+    marker.write_text("mine")
+    with_it_back = pool.launch(1, appears_while_training, str(stray), str(config_file), *PERIODIC)
+    code, printed = with_it_back[0]
+    assert code == 0 and "step-00000006 was there already, of a time line that this run has left" in printed
+    assert (folder / "abandoned-step-00000006" / "marker").read_text() == "mine"
+    files.verify(folder / "step-00000006")
+
+
+def appears_while_training(stray: str, config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run in whose folder a checkpoint appears after it has started: a listing was stale."""
+    from pretrain.train.trainer import Trainer
+
+    fit = Trainer.fit
+
+    def late(self, *arguments):
+        os.rename(stray, Path(stray).with_name("step-00000006"))
+        return fit(self, *arguments)
+
+    with patch.object(Trainer, "fit", late):
+        return without_pauses(config_file, *overrides)
+
+
+def test_a_later_checkpoint_of_another_line_neither_counts_for_retention_nor_is_removed(tmp_path):
+    """T-D3: retention counted by number, so that it removed the common ancestor of two lines."""
+    for step in (2, 3, 9):
+        (tmp_path / files.directory_of(step)).mkdir()
+        files.write_json(tmp_path / files.directory_of(step) / files.MANIFEST, {})
+    assert files.retire(tmp_path, tmp_path / "step-00000003", keep_last=2, keep_every_steps=0) == []
+    assert [p.name for p in files.complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003", "step-00000009"]
+
+
+def test_checkpoints_of_the_program_before_are_continued(pool, config_file, run):
+    """T-D3: commit 84cbca3 recorded neither parent nor time line nor skipped steps, and its manifests are of the same version."""
+    new = ("parent", "timeline", "skipped")
+    for checkpoint in files.complete_checkpoints(run / "checkpoints"):
+        rewrite_state(checkpoint, lambda content: [content.pop(name) for name in new])
+    (run / "status.json").write_text('{"state": "finished", "step": 6, "reason": null}\n')
+    before = losses(run)
+    assert start(pool, config_file, "run.steps=10")[0] == 0
+    straight = train(pool, 1, config_file, *PERIODIC, "run.name=straight", "run.steps=10")
+    assert losses(run) == losses(straight) and losses(run)[:6] == before
+    assert [part["from"] for part in state(run, 10)["timeline"]] == [6] and state(run, 8)["parent"]["step"] == 6
+    assert start(pool, config_file, "run.steps=12")[0] == 0
+
+
+@pytest.mark.parametrize("damage", [flip_bit, Path.unlink, lambda path: path.write_text("[1]")])
+def test_an_older_checkpoint_that_is_damaged_keeps_no_run_from_going_on(pool, config_file, run, damage):
+    damage(run / "checkpoints" / "step-00000004" / "state.json")
+    code, printed = start(pool, config_file, "run.steps=7")
+    assert code == 0 and "step-00000006: step 6" in printed
+
+
+# ---- what is removed ----------------------------------------------------------------------------------------------------
+
+
+def test_only_a_saves_own_leftovers_are_removed(pool, config_file, run):
+    """T-D10: any hidden directory whose name ended in -step-N was removed, with what a user kept in it."""
+    folder = run / "checkpoints"
+    mine = [".keep-step-00000004", ".removing-step-4", ".writing-step-00000009-mine", ".my.writing-step-00000009", "kept"]
+    left = [".writing-step-00000008", ".removing-step-00000002", ".removing-step-00000002.1"]
+    for name in (*mine, *left):
+        (folder / name).mkdir()
+        (folder / name / "precious").write_text(name)
+    code, printed = start(pool, config_file)
+    assert code == 0 and printed.count("which an interrupted save left behind") == len(left)
+    assert checkpoints(run) == sorted([*mine, "step-00000002", "step-00000004", "step-00000006"])
+    assert all((folder / name / "precious").read_text() == name for name in mine)
+
+
+def without_removal(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run in which the first removal of an old checkpoint fails."""
+    rename, failed = os.rename, []
+
+    def failing(source, target):
+        if ".removing-" in str(target) and not failed:
+            failed.append(target)
+            raise OSError(39, "Directory not empty", str(source))
+        return rename(source, target)
+
+    with patch.object(os, "rename", failing):
+        return run_main(config_file, *overrides)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(pool, config_file):
+    """T-D5: it ended the run, after the commit and on one rank alone, with tracebacks."""
+    keep_one = (*PERIODIC, "checkpoint.keep_last=1", DDP)
+    results = pool.launch(2, without_removal, str(config_file), *keep_one)
+    assert [code for code, _ in results] == [0, 0], results
+    assert "an older checkpoint could not be removed" in results[0][1] and "Directory not empty" in results[0][1]
+    assert "Traceback" not in results[0][1] + results[1][1]
+    run = config_file.parent / "runs" / "run"
+    assert checkpoints(run) == ["step-00000006"]  # it was tried again
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_name_that_is_taken_does_not_stop_a_removal(tmp_path):
+    """T-D5: an earlier removal that left something (a file that is open on NFS) made the next one fail."""
+    for step in (1, 2):
+        (tmp_path / files.directory_of(step)).mkdir()
+        files.write_json(tmp_path / files.directory_of(step) / files.MANIFEST, {})
+    left = tmp_path / ".removing-step-00000001"
+    left.mkdir()
+    (left / ".nfs0001").write_text("open elsewhere")
+    assert [p.name for p in files.retire(tmp_path, tmp_path / "step-00000002", 1, 0)] == ["step-00000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".removing-step-00000001", "step-00000002"]

@@ -1,0 +1,236 @@
+"""What conversion compares, refuses and carries over (M-D1, M-D3, M-D4, M-D10, M-D12, M-D13)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import yaml
+from converting import SMALL, edit_config, edit_weights, refused, write
+from running import tool
+
+from pretrain.checkpoint import hf_verify
+from pretrain.checkpoint.hf_export import RECORD, export
+from pretrain.checkpoint.hf_import import import_model
+from pretrain.checkpoint.load import load_state
+from pretrain.checkpoint.open_model import open_model, read_checkpoint
+from pretrain.config.load import load_config
+from pretrain.config.model_schema import Attention, Experts, Model, Rope
+from pretrain.errors import CheckpointError, ConfigError
+from pretrain.models import decoder, rotary
+from pretrain.models.families import families, family_of
+from pretrain.models.shape import check_switches, complete, flat, smallest_section
+
+MOE = dataclasses.replace(SMALL, family="qwen3_moe", experts=Experts(count=4, active=2, ffn_dim=22, dense_layers=[0]))
+
+
+def test_experts_of_any_width_are_compared(byte_tokenizer, tmp_path):
+    """M-D1: transformers' grouped kernel refuses widths that are no multiple of 4, and --verify ended in its traceback."""
+    export(write(tmp_path / "checkpoint", byte_tokenizer, MOE), tmp_path / "out", verify=True)
+    assert import_model(tmp_path / "out", tmp_path / "imported", verify=True).compared.difference <= 1e-5
+
+
+WINDOWED = dataclasses.replace(SMALL, family="mistral", attention=Attention(window=80), max_sequence_length=512)
+DYNAMIC = dataclasses.replace(SMALL, rope=Rope(scaling="dynamic", factor=4.0), max_sequence_length=70)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "beyond"),
+    [
+        (SMALL, 64, None),
+        (WINDOWED, 144, "the window of 80"),
+        (dataclasses.replace(WINDOWED, max_sequence_length=100), 100, "the window of 80"),
+        (dataclasses.replace(WINDOWED, max_sequence_length=60), 60, None),
+        (DYNAMIC, 134, "the 70 positions from which dynamic scaling grows"),
+    ],
+)
+def test_a_comparison_reaches_beyond_windows_and_says_how_far(byte_tokenizer, tmp_path, capsys, model, length, beyond):
+    """M-D4: at most 64 positions were compared, whatever the window, and the record did not say so."""
+    write(tmp_path / "checkpoint", byte_tokenizer, model)
+    convert = tool("convert_checkpoint").main
+    assert convert(["to-hf", "--checkpoint", str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out"), "--verify"]) == 0
+    record = json.loads((tmp_path / "out" / RECORD).read_text())
+    sequences = 2 if model is SMALL else 1
+    assert record["logits_compared"] == {
+        "difference": record["max_logit_difference"], "sequences": sequences, "length": length, "beyond": beyond
+    }  # fmt: skip
+    assert f"of {length} random tokens" in record["verified"]["logits"]
+    assert f"of {length} random tokens" + (f", beyond {beyond}" if beyond else "") in capsys.readouterr().out
+    assert convert(["from-hf", "--model", str(tmp_path / "out"), "--output", str(tmp_path / "in"), "--verify"]) == 0
+    assert load_state(tmp_path / "in")["imported"]["logits_compared"]["length"] == length
+
+
+def test_a_window_that_is_computed_otherwise_is_found(byte_tokenizer, tmp_path, monkeypatch):
+    """M-D4: with 64 positions, a model without the window passed for one of 80."""
+    checkpoint = write(tmp_path / "checkpoint", byte_tokenizer, WINDOWED)
+    monkeypatch.setattr(decoder, "has_window", lambda model, layer: False)
+    with pytest.raises(CheckpointError, match="transformers' logits differ from ours by .* on 144 tokens"):
+        export(checkpoint, tmp_path / "out", verify=True)
+
+
+def test_dynamic_scaling_that_is_computed_otherwise_is_found(byte_tokenizer, tmp_path, monkeypatch):
+    """M-D4: the branch beyond the original length was never taken."""
+    checkpoint = write(tmp_path / "checkpoint", byte_tokenizer, DYNAMIC)
+    original = rotary.rotary_tables
+
+    def unscaled(config, *rest):
+        return original(dataclasses.replace(config, rope=dataclasses.replace(config.rope, scaling="none")), *rest)
+
+    monkeypatch.setattr(decoder, "rotary_tables", unscaled)
+    with pytest.raises(CheckpointError, match="transformers' logits differ from ours by .* on 134 tokens"):
+        export(checkpoint, tmp_path / "out", verify=True)
+
+
+def test_a_model_type_that_contradicts_the_architecture_is_refused(copied, tmp_path):
+    """M-D3: transformers goes by model_type and would load a Mistral with its window; we read a Llama."""
+    edit_config(copied, model_type="mistral")
+    said = refused(ConfigError, copied, tmp_path)
+    assert "model_type='mistral' contradicts architectures=['LlamaForCausalLM'], which is of model_type='llama'" in said
+    assert "transformers would load a mistral" in said
+    with pytest.raises(ConfigError, match="model_type='mistral' contradicts architectures=\\['LlamaForCausalLM'\\]"):
+        import_model(copied, tmp_path / "imported", family="hf")
+    edit_config(copied, model_type=["x"])
+    assert "model_type=['x'] contradicts" in refused(ConfigError, copied, tmp_path)
+    edit_config(copied, model_type="llama")
+    assert import_model(copied, tmp_path / "imported").parameters > 0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(run, copied, tmp_path, value):
+    """M-D12: NaN came in without a word, went out again, and generated token 0 for ever."""
+
+    def spoil(weights):
+        weights["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+
+    edit_weights(copied, spoil)
+    said = refused(CheckpointError, copied, tmp_path)
+    what = "NaN" if value != value else "infinite numbers"
+    assert f"model.safetensors: model.layers.1.mlp.up_proj.weight holds {what} (1 of 1,536)" in said
+    with pytest.raises(CheckpointError, match=f"up_proj.weight holds {what}"):
+        open_model(copied)
+    _, weights, _ = read_checkpoint(run)
+    bad = weights["layers.1.mlp.up.weight"].clone()
+    bad[3, 4] = value
+    checkpoint = write(
+        tmp_path / "bad", None, dataclasses.replace(SMALL, vocab_size=257), **{"model.layers.1.mlp.up.weight": bad}
+    )
+    with pytest.raises(CheckpointError, match=f"layers.1.mlp.up.weight holds {what}"):
+        export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_is_there_twice_is_refused(copied, tmp_path):
+    """M-D13: the last of two values won without a word."""
+    path = copied / "config.json"
+    path.write_text(path.read_text().replace("{", '{"hidden_size": 64, ', 1))
+    assert "config.json: cannot be read: hidden_size is there twice" in refused(CheckpointError, copied, tmp_path)
+    with pytest.raises(ConfigError, match="hidden_size is there twice"):
+        complete(Model(family="hf", hf_config=str(copied)), 32)
+
+
+# ---- mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+def test_the_weight_of_the_balancing_loss_comes_in_and_leaves_again(byte_tokenizer, tmp_path, capsys):
+    """M-D10: router_aux_loss_coef was read as without effect, and continued pretraining then balanced nothing."""
+    model = dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, balance_loss=0.01))
+    export(write(tmp_path / "checkpoint", byte_tokenizer, model), tmp_path / "out")
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["router_aux_loss_coef"] == 0.01
+    )  # of one layer with experts
+    edit_config(tmp_path / "out", router_aux_loss_coef=0.03)
+    assert tool("convert_checkpoint").main(["from-hf", "--model", str(tmp_path / "out"), "--output", str(tmp_path / "in")]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "note: router_aux_loss_coef=0.03 is model.experts.balance_loss=0.03 here: transformers averages its loss over 1 layers"
+        in printed
+    )
+    assert load_state(tmp_path / "in")["model"]["experts"]["balance_loss"] == 0.03
+    edit_config(tmp_path / "out", router_aux_loss_coef="much")
+    assert "router_aux_loss_coef='much' is not supported" in refused(ConfigError, tmp_path / "out", tmp_path)
+    edit_config(tmp_path / "out", router_aux_loss_coef=0.03)
+    assert tool("convert_checkpoint").main(
+        ["from-hf", "--model", str(tmp_path / "out"), "--output", str(tmp_path / "hf"), "--family", "hf"]
+    ) == 0  # fmt: skip
+    assert "router_aux_loss_coef=0.03 is not used: with model.family=hf" in capsys.readouterr().out
+
+
+def test_the_balancing_loss_of_an_import_is_as_strong_as_that_of_transformers(byte_tokenizer, tmp_path):
+    """M-D10, M-D11: of a model with one layer of experts and one sequence, ours is transformers' loss itself."""
+    import transformers
+
+    model = dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, balance_loss=0.5))
+    export(write(tmp_path / "checkpoint", byte_tokenizer, model), tmp_path / "out")
+    import_model(tmp_path / "out", tmp_path / "imported")
+    network = open_model(tmp_path / "imported").network
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_router_logits=True, experts_implementation="eager"
+    )
+    assert theirs.router_aux_loss_coef == 0.5
+    ids = torch.randint(257, (1, 40), generator=torch.Generator().manual_seed(0))
+    for layer in theirs.model.layers:  # transformers counts a layer without experts as it would one with
+        assert not hasattr(layer.mlp, "experts") or layer is theirs.model.layers[1]
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=torch.ones_like(ids)).aux_loss
+        plain = network(ids, targets_BT=ids)
+    balanced = network(ids, targets_BT=ids)
+    assert (balanced - plain).item() / 40 == pytest.approx(0.5 * float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", [family.name for family in families() if "router_aux_loss_coef" in family.inert])
+def test_every_family_reads_the_weight_that_transformers_has_for_it(family):
+    """M-D10: what an absent router_aux_loss_coef means is transformers' own default, and None where its class has no such field."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    entry = family_of(family)
+    own = CONFIG_MAPPING[entry.model_type]()
+    assert entry.balance == getattr(own, "router_aux_loss_coef", None)
+
+
+# ---- going on with a published model ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SMALL,
+        dataclasses.replace(WINDOWED, tie_embeddings=True),
+        dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, balance_loss=0.01)),
+        dataclasses.replace(SMALL, dim=384, layers=6, heads=6, kv_heads=None, ffn_dim=None, max_sequence_length=2048),
+    ],
+)
+def test_an_import_says_its_model_in_a_file_to_include(byte_tokenizer, tmp_path, model):
+    """Newcomer 5: the section `model` of an import had to be written by hand from its config.json."""
+    export(write(tmp_path / "checkpoint", byte_tokenizer, model), tmp_path / "out")
+    import_model(tmp_path / "out", tmp_path / "imported")
+    (tmp_path / "run.yaml").write_text("include: imported/model.yaml\nrun: {init_from: imported}\n")
+    section = load_config(tmp_path / "run.yaml")[0].model
+    imported = read_checkpoint(tmp_path / "imported")[0]
+    assert complete(section) == imported
+    check_switches(section, imported)
+    assert "model.yaml" in json.loads((tmp_path / "imported" / "manifest.json").read_text())["files"]
+    # As few keys as can be, so that a person can read it.
+    said = smallest_section(imported)
+    assert flat(section) == {**flat(Model()), **said} and len(said) <= 16
+    assert yaml.safe_load((tmp_path / "imported" / "model.yaml").read_text())["model"]["family"] == model.family
+
+
+def test_an_import_of_transformers_own_says_its_model_too(tmp_path):
+    from hf_configs import write_config
+
+    from pretrain.checkpoint.hf_import import preset
+
+    model = complete(Model(family="hf", hf_config=str(write_config(tmp_path, "mamba2")), max_sequence_length=100), 32)
+    (tmp_path / "model.yaml").write_text(preset(model, "a\nname"))
+    assert complete(load_config(tmp_path / "model.yaml")[0].model) == model
+
+
+def test_the_verification_of_logits_takes_one_model_after_the_other(run, tmp_path, monkeypatch):
+    order = []
+    theirs, ours = hf_verify._their_logits, hf_verify.build
+    monkeypatch.setattr(hf_verify, "_their_logits", lambda *a: order.append("theirs") or theirs(*a))
+    monkeypatch.setattr(hf_verify, "build", lambda *a: order.append("ours") or ours(*a))
+    export(run, tmp_path / "out", verify=True)
+    assert order == ["theirs", "ours"]

@@ -1,0 +1,131 @@
+"""Steps and states that are not finite: skipped as far as that is allowed, never committed."""
+
+from __future__ import annotations
+
+import json
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+from running import losses, run_main, state_of, train
+
+from pretrain.checkpoint.payload import first_nonfinite
+from pretrain.observe.metrics import METRICS_FILE, read_metrics
+
+STEADY = ("run.steps=6", "schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=1", "checkpoint.keep_last=0")
+EXPERTS = (
+    "model.family=custom",
+    "model.experts={count: 4, active: 2, ffn_dim: 16, correction: true, correction_rate: 0.01, scoring: sigmoid}",
+)
+DDP, FSDP = (2, "parallel.strategy=ddp"), (2, "parallel.strategy=fsdp")
+
+
+def with_bad_steps(bad: list[int], config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run in which the loss and gradients of the last rank are NaN in the steps `bad`."""
+    from pretrain.train.trainer import Trainer
+
+    micro_step = Trainer._micro_step
+
+    def spoiled(self, batch, index, last, target_tokens):
+        found = micro_step(self, batch, index, last, target_tokens)
+        if self.progress.step + 1 not in bad or self.ranks.rank != self.ranks.world_size - 1:
+            return found
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(math.nan)
+        return tuple(part * math.nan for part in found)
+
+    with patch.object(Trainer, "_micro_step", spoiled):
+        return run_main(config_file, *overrides)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("layout", [(1, *EXPERTS), FSDP, pytest.param(DDP, marks=pytest.mark.slow)])
+def test_a_skipped_step_changes_no_weight_and_no_moment_and_its_samples_are_consumed(pool, config_file, layout):
+    """T-D4: any single step that was not finite ended the run, and each restart met the same samples again."""
+    ranks, *options = layout
+    straight = train(pool, ranks, config_file, "run.name=straight", *STEADY, *options)
+    overrides = (*STEADY, *options, "optim.skip_nonfinite=2")
+    results = pool.launch(ranks, with_bad_steps, [3, 4], str(config_file), *overrides)
+    assert [code for code, _ in results] == [0] * ranks, results
+    assert "step 3: loss nan, gradient norm nan" in results[0][1] and "skipped, 2 in a row of at most 2" in results[0][1]
+    run = config_file.parent / "runs" / "run"
+    assert equal(state_of(run, 2), state_of(straight, 2))
+    assert equal(state_of(run, 3), state_of(run, 2)) and equal(state_of(run, 4), state_of(run, 2))
+    assert not equal(state_of(run, 5), state_of(run, 4))
+    records, before = read_metrics(run), read_metrics(straight)
+    assert [r["batch"] for r in records] == [r["batch"] for r in before]
+    assert [r["tokens"] for r in records] == [r["tokens"] for r in before]
+    assert [r.get("skipped") for r in records] == [None, None, 1, 2, 2, 2]
+    assert [r["loss"] is None for r in records] == [False, False, True, True, False, False]
+    assert "NaN" not in (run / METRICS_FILE).read_text()
+    assert "skipped 2" in results[0][1] and "loss nan" in results[0][1]
+    step = state_of(run, 6)["optim.step.norm.weight"]
+    assert float(step) == 4  # AdamW's own count, which its bias correction goes by
+    assert json.loads((run / "checkpoints" / "step-00000006" / "state.json").read_text())["skipped"] == 2
+    train(pool, ranks, config_file, *STEADY, *options, "run.steps=7")
+    assert read_metrics(run)[-1]["skipped"] == 2
+
+
+def test_one_step_more_than_may_be_skipped_ends_the_run_which_can_then_go_on_with_more(pool, config_file):
+    """T-D4: a restart loop on the same samples has a way out."""
+    overrides = (*STEADY, "checkpoint.keep_last=1", "parallel.strategy=ddp")
+    run = config_file.parent / "runs" / "run"
+    for allowed, message in (
+        (0, "the step was not taken; "),
+        (2, "the step was not taken, after 2 in a row that were skipped"),
+    ):
+        results = pool.launch(2, with_bad_steps, [3, 4, 5], str(config_file), *overrides, f"optim.skip_nonfinite={allowed}")
+        assert [code for code, _ in results] == [1, 1]
+        assert message in results[0][1] and "rank 1: samples" in results[0][1] and "optim.skip_nonfinite=N" in results[0][1]
+        assert "the last checkpoint is " in results[0][1] and "Traceback" not in results[0][1]
+    results = pool.launch(2, with_bad_steps, [3, 4, 5], str(config_file), *overrides, "optim.skip_nonfinite=3")
+    assert [code for code, _ in results] == [0, 0]
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_first_step_that_is_not_finite_says_that_there_is_no_checkpoint(pool, config_file):
+    """T-D4: it said "the last checkpoint is of step None"."""
+    code, printed = pool.launch(1, with_bad_steps, [1], str(config_file), "checkpoint.every_steps=5")[0]
+    assert code == 1 and "there is no checkpoint yet" in printed and "None" not in printed.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "layout", [FSDP, pytest.param(DDP, marks=pytest.mark.slow), pytest.param((1,), marks=pytest.mark.slow)]
+)
+def test_poisoned_weights_are_not_committed_and_retire_no_good_checkpoint(pool, config_file, layout):
+    """T-D4: optim.lr=1e308 made every weight infinite, which was saved as a good checkpoint and retired the one before."""
+    ranks, *options = layout
+    keep_one = (*options, "schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=1", "checkpoint.keep_last=1")
+    run = train(pool, ranks, config_file, *keep_one, "run.steps=2")
+    poison = ("optim.lr=1e38", "optim.clip=0", "run.accept_changes=[optim.lr, optim.clip]", "run.steps=5")
+    results = pool.launch(ranks, run_main, str(config_file), *keep_one, *poison)
+    assert [code for code, _ in results] == [1] * ranks
+    line = next(line for line in results[0][1].splitlines() if line.startswith("error: "))
+    assert "step 3: model." in line and "is not finite" in line and "so the state was not saved" in line
+    assert f"the last checkpoint is {run / 'checkpoints' / 'step-00000002'}" in line and "lower optim.lr" in line
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000002"]
+    assert all(tensor.isfinite().all() for tensor in state_of(run, 2).values())
+    train(pool, ranks, config_file, *keep_one, "run.steps=4")
+    assert losses(run)[-1] < losses(run)[0]
+
+
+def test_the_first_tensor_that_is_not_finite_is_found_whatever_its_size_and_format():
+    tensors = {
+        "count": torch.arange(3),
+        "empty": torch.empty(0, 4),
+        "huge": torch.full((8,), 1e30),  # the squares of finite values overflow
+        "half": torch.full((3,), 1e4, dtype=torch.float16),
+        "scalar": torch.tensor(2.0),
+    }
+    assert first_nonfinite(tensors) is None
+    for name in ("scalar", "half", "huge"):
+        for value in (math.nan, math.inf, -math.inf):
+            spoiled = {n: t.clone() for n, t in tensors.items()}
+            spoiled[name].view(-1)[-1] = value
+            spoiled["z"] = torch.tensor(math.nan)
+            assert first_nonfinite(spoiled) == name

@@ -1,0 +1,301 @@
+"""What a run says of itself while it trains: numbers that mean what docs/metrics.md says, and that it can go on without."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+from running import run_main, run_main_with, train, write_prepared
+
+from pretrain.observe.metrics import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ("run.steps=4", "schedule={name: constant, warmup_steps: 0}")
+DDP = "parallel.strategy=ddp"
+
+
+# ---- what observes a run does not end it --------------------------------------------------------------------------------
+
+
+def test_a_run_whose_status_and_metrics_cannot_be_written_trains_to_its_end(pool, config_file):
+    """T-D6: it ended a healthy run with tracebacks on every rank."""
+    run = config_file.parent / "runs" / "run"
+    for name in ("status.json", METRICS_FILE, "logs"):  # none of them can be a file here
+        (run / name / "in the way").mkdir(parents=True)
+    (run / "logs" / "rank-0.log").mkdir()
+    (run / "tensorboard").write_text("a file, where a folder has to be")
+    results = pool.launch(2, run_main, str(config_file), *SHORT, DDP, "log.tensorboard=true")
+    assert [code for code, _ in results] == [0, 0], results
+    printed = results[0][1]
+    assert "Traceback" not in printed + results[1][1] and "finished at step 4" in printed
+    assert f"{run / METRICS_FILE}: cannot be written: Is a directory; the run goes on" in printed
+    assert f"{run / METRICS_FILE}: could not be written to the end; lines that were lost: 4" in printed
+    assert f"{run / 'status.json'}: cannot be written: Is a directory; the run goes on" in printed
+    assert f"{run / 'tensorboard'}: could not be written to the end; lines that were lost: 5" in printed
+    assert "the log of rank 0 cannot be opened" in printed
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000004"]
+    assert not [p for p in run.iterdir() if p.name.startswith(".status.json")]
+
+
+def with_a_full_disk(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose metrics find no room in steps 2 and 3; of the second line a part is written."""
+    from pretrain.observe import metrics
+
+    append = metrics.append_line
+
+    def failing(path, text):
+        step = json.loads(text)["step"]
+        if step == 3:
+            with path.open("a") as file:
+                file.write(text[:20])
+        if step in (2, 3):
+            raise OSError(28, "No space left on device", str(path))
+        append(path, text)
+
+    return run_main_with(metrics, "append_line", failing, config_file, *overrides)
+
+
+def test_metrics_go_on_when_there_is_room_again_and_say_what_was_lost(pool, config_file):
+    """T-D6: what was lost is counted and said."""
+    [(code, printed)] = pool.launch(1, with_a_full_disk, str(config_file), *SHORT)
+    run = config_file.parent / "runs" / "run"
+    assert code == 0 and printed.count("cannot be written: No space left on device; the run goes on") == 1
+    assert f"{run / METRICS_FILE}: is written again; lines that were lost: 2" in printed
+    assert [record["step"] for record in read_metrics(run)] == [1, 4]
+
+
+def with_a_record_that_cannot_be_written(config_file: str, *overrides: str) -> tuple[int, str]:
+    from pretrain.train import run_directory
+
+    def failing(path, text):
+        raise OSError(28, "No space left on device", str(path))
+
+    return run_main_with(run_directory, "append_line", failing, config_file, *overrides)
+
+
+def test_what_a_run_needs_stops_it_in_one_line_on_all_ranks(pool, config_file):
+    """T-D6: the record of a start is needed, for nobody could say later what the steps were computed with."""
+    for code, printed in pool.launch(2, with_a_record_that_cannot_be_written, str(config_file), *SHORT, DDP):
+        line = next(line for line in printed.splitlines() if line.startswith("error: "))
+        assert code == 1 and "rank 0: " in line and "starts.jsonl: No space left on device" in line
+        assert "Traceback" not in printed
+
+
+def test_a_running_status_can_be_told_from_a_dead_one(pool, config_file):
+    """T-D6: after SIGKILL the status said "running" for ever; it had no time, process or host."""
+    import calendar
+    import os
+    import socket
+
+    before = time.time()
+    run = train(pool, 1, config_file, *SHORT)
+    status = json.loads((run / "status.json").read_text())
+    assert status.keys() == {"state", "step", "reason", "checkpoint", "started", "updated", "host", "pid"}
+    assert status["host"] == socket.gethostname() and status["pid"] != os.getpid()
+    started, updated = (calendar.timegm(time.strptime(status[n], "%Y-%m-%dT%H:%M:%SZ")) for n in ("started", "updated"))
+    assert before - 1 <= started <= updated <= time.time()
+
+
+# ---- speed --------------------------------------------------------------------------------------------------------------
+
+
+def with_slow_validation(config_file: str, *overrides: str) -> tuple[int, str]:
+    from pretrain.train.validation import Evaluation
+
+    def slow(self, source, poll):
+        time.sleep(0.5)
+        return 1.0
+
+    return run_main_with(Evaluation, "_validate", slow, config_file, *overrides)
+
+
+def test_throughput_and_time_left_count_validation_and_the_step_alone_is_apart(pool, config_file, prepared):
+    """T-D11: validation and saving were in none of the numbers: 0.5 s were logged of 26 s."""
+    validating = (f"data.validation=[{{path: {prepared}, name: v}}]", "validation.every_steps=1", "run.steps=5")
+    began = time.monotonic()
+    [(code, printed)] = pool.launch(1, with_slow_validation, str(config_file), *validating)
+    elapsed = time.monotonic() - began
+    records = read_metrics(config_file.parent / "runs" / "run")
+    assert code == 0 and len(records) == 5
+    assert 5 * 0.5 <= sum(r["seconds"] for r in records) <= elapsed
+    for record in records:
+        assert record["seconds"] >= 0.5 + record["step_seconds"] * 0.99
+        assert record["tokens_per_second"] == pytest.approx(512 / record["seconds"])
+        assert record["step_tokens_per_second"] == pytest.approx(512 / record["step_seconds"])
+        assert 0 <= record["data_wait"] < 0.5
+    lines = [line for line in printed.splitlines() if line.startswith("step 3/5")]
+    minutes = re.search(r"eta (\d+)s", lines[0])
+    assert int(minutes[1]) >= 1  # two steps of more than half a second
+
+
+def test_the_speed_of_a_window_is_that_of_the_wall_clock(monkeypatch):
+    """T-D11: seconds, tokens per second and time left, by a clock that is set by hand."""
+    from pretrain.observe import metrics
+
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock.now)
+    window = metrics.Window()
+    for took, before in ((60.0, 2.0), (4.0, 1.0)):
+        clock.now += took + before
+        window.add(took, before, 1000)
+        clock.now += 3.0  # saving
+    speed = window.take()
+    assert speed == pytest.approx(
+        {
+            "seconds": 73 / 2,
+            "tokens_per_second": 2000 / 73,
+            "step_seconds": 32.0,
+            "step_tokens_per_second": 2000 / 64,
+            "data_wait": 3 / 73,
+        }
+    )
+    assert window.left(10) == pytest.approx(10 * 11.0)  # without the first step, which compiles: 3 + 1 + 4 + 3 seconds
+    clock.now += 5.0
+    window.add(5.0, 0.0, 1000)
+    assert window.take()["seconds"] == 5.0 and window.left(10) == pytest.approx(10 * 16.0 / 2)
+
+
+# ---- the loss -----------------------------------------------------------------------------------------------------------
+
+EXPERTS = "model.experts={{count: 4, active: 2, ffn_dim: 16, balance_loss: {0}, router_z_loss: {0}}}"
+# What is minimised beside the cross-entropy, and the same network without it.
+EXTRAS = {
+    "z-loss and smoothing": (["loss.z_loss=0.1", "loss.label_smoothing=0.2"], []),
+    "tokens further ahead": (["model.predict_ahead=1"], []),
+    "balanced experts": (
+        ["model.family=custom", EXPERTS.format(2.0)],
+        ["model.family=custom", EXPERTS.format(0.0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("layout", [(1,), (2, "parallel.strategy=fsdp")])
+def test_the_loss_is_the_cross_entropy_whatever_is_minimised_beside_it(pool, config_file, extra, layout):
+    """T-D12: with z-loss the logged loss jumped from 8.3 to 15.2; it compared with no validation loss and no other program's."""
+    ranks, *options = layout
+    (more, plain), one_step = EXTRAS[extra], ("run.steps=1", "schedule.warmup_steps=0")
+    record = read_metrics(train(pool, ranks, config_file, *more, *one_step, *options))[0]
+    before = read_metrics(train(pool, 1, config_file, "run.name=plain", *plain, *one_step))[0]
+    assert record["loss"] == pytest.approx(before["loss"], rel=1e-6) and "objective" not in before
+    assert record["objective"] > record["loss"] + 0.3
+    if "router_loss" in record:
+        assert record["objective"] - record["loss"] == pytest.approx(record["router_loss"], rel=1e-5)
+
+
+def test_asking_for_the_cross_entropy_changes_no_bit_of_a_gradient(pool, config_file):
+    """T-D12: loss and objective come from one pass."""
+    import torch
+
+    from pretrain.models.loss import LossOptions, fused_losses, fused_losses_and_entropy
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 20, 16), torch.randn(50, 16)
+    targets = torch.randint(50, (3, 20))
+    targets[1, 5:9] = -100
+    weights = torch.tensor([1.0, 0.5, 2.0])
+    for options in (LossOptions(), LossOptions(z_loss=0.1, label_smoothing=0.2, soft_cap=5.0, chunk_bytes=4000)):
+        found = []
+        for function in (fused_losses, lambda *arguments: fused_losses_and_entropy(*arguments).objective_B):
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            (function(*leaves, targets, options, weights).sum() * 0.3).backward()
+            found.append([leaf.grad for leaf in leaves])
+        assert all(torch.equal(a, b) for a, b in zip(*found))
+        entropies = fused_losses_and_entropy(x, weight, targets, options, weights).cross_entropy_B
+        logits = x.double() @ weight.double().T
+        if options.soft_cap:
+            logits = options.soft_cap * torch.tanh(logits / options.soft_cap)
+        plain = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(1)
+        assert torch.allclose(entropies.double(), plain, rtol=1e-6) and not entropies.requires_grad
+
+
+# ---- documentation ------------------------------------------------------------------------------------------------------
+
+
+def documented() -> set[str]:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    return set(re.findall(r"^\| `([a-z_]+)` \|", page, re.MULTILINE))
+
+
+def names_in(run: Path) -> set[str]:
+    return {name for record in read_metrics(run) for name in record}
+
+
+def test_every_metric_is_documented_and_every_documented_one_exists(pool, config_file, prepared, byte_tokenizer, tmp_path):
+    """T-D12: a table of every logged number."""
+    other = write_prepared(tmp_path / "other", byte_tokenizer, seed=3, documents=60)
+    mixture = f"data.sources=[{{path: {prepared}, name: a}}, {{path: {other}, name: b}}]"
+    everything = (*EXTRAS["balanced experts"][0], mixture, f"data.validation=[{{path: {prepared}, name: v}}]", *SHORT)
+    found = names_in(train(pool, 1, config_file, *everything))
+    with_translation = {"translation"}  # tests/train/test_pair_runs.py
+    with_skipped_steps = {"skipped"}  # tests/train/test_bad_steps.py
+    assert found | with_translation | with_skipped_steps == documented()
+
+
+# ---- failures of one rank ------------------------------------------------------------------------------------------------
+
+
+def out_of_memory_on_rank_1(kind: str, config_file: str, *overrides: str) -> tuple[int, str]:
+    import os
+
+    from pretrain.data import loader
+
+    read, calls = loader.Loader.read, []
+    error = {"MemoryError": MemoryError(), "RuntimeError": RuntimeError("pin_memory: cannot allocate")}[kind]
+
+    def failing(self, consumed):
+        calls.append(consumed)
+        if os.environ["RANK"] == "1" and len(calls) == 3:
+            raise error
+        return read(self, consumed)
+
+    return run_main_with(loader.Loader, "read", failing, config_file, *overrides)
+
+
+@pytest.mark.parametrize("kind", ["MemoryError", "RuntimeError"])
+def test_a_batch_that_one_rank_cannot_make_ends_all_ranks_in_one_line(pool, config_file, kind):
+    """T-D14: the rank died alone with a traceback, and the others waited for it."""
+    for code, printed in pool.launch(2, out_of_memory_on_rank_1, kind, str(config_file), DDP):
+        line = next(line for line in printed.splitlines() if line.startswith("error: "))
+        assert code == 1 and f"rank 1: a batch could not be read: {kind}" in line and "Traceback" not in printed
+    log = config_file.parent / "runs" / "run" / "logs" / "rank-1.log"
+    assert "Traceback" in log.read_text() and kind in log.read_text()
+
+
+def failing_export(config_file: str, *overrides: str) -> str:
+    """The class of the error that a run ends with whose export check finds something."""
+    from pretrain.config.load import load_config
+    from pretrain.train import session
+
+    check = SimpleNamespace(problem=lambda: "export check: no", finish=lambda *_: None, close=lambda: None)
+    with patch.object(session, "start_export_check", lambda *arguments: check):
+        try:
+            session.train(load_config(config_file, list(overrides))[0])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_a_problem_of_the_export_is_none_of_the_data(pool, config_file):
+    """T-D14: it was labelled DataError."""
+    assert pool.launch(1, failing_export, str(config_file)) == ["CheckpointError: export check: no"]
+
+
+def test_text_goes_on_by_the_rank_of_the_data_not_of_the_process():
+    """T-D14: cursors were looked up by `ranks.rank`, which is another number as soon as ranks share their data."""
+    from pretrain.train.continuation import Continuation, Progress
+
+    saved = [[0, 0, row, row, 0] for row in (3, 8)]
+    # Ranks 2 and 3 of four are data rank 1 of two.
+    continuation = Continuation.__new__(Continuation)
+    continuation.data_rank, continuation.ranks = 1, SimpleNamespace(rank=3, is_main=False)
+    continuation.plan = SimpleNamespace(layout=SimpleNamespace(data_size=2))
+    assert continuation._cursor(saved) == saved[1]
+    together = [(rank // 2, saved[rank // 2]) for rank in range(4)]
+    continuation.ranks = SimpleNamespace(gather=lambda name, value: together)
+    assert continuation._cursors(Progress(cursor=saved[1])) == saved

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from pretrain.config.model_schema import Attention, Experts, Model, Rope
+from pretrain.config.model_schema import Attention, Experts, Mlp, Model, Rope
 from pretrain.models.families import families, family_of
 from pretrain.models.families.other_readers import llama_cpp_problem, reader_notes
 from pretrain.models.shape import complete, flat, with_values
@@ -98,7 +98,7 @@ def test_what_transformers_4_cannot_read_is_said(model, note):
     "family", [family for family in families() if family.llama_cpp is not None], ids=lambda family: family.name
 )
 def test_a_family_as_it_comes_is_one_that_llama_cpp_computes(family):
-    sparse = {"experts": SPARSE} if family.name in ("mixtral", "qwen3_moe", "gpt_oss") else {}
+    sparse = {"experts": SPARSE} if family.name in ("mixtral", "gpt_oss", "glm4_moe", "olmoe", "minimax_m2") else {}
     if family.name == "qwen3_moe":
         sparse = {"experts": Experts(count=4, active=2, normalise=True)}
     if family.name == "deepseek_v3":
@@ -124,6 +124,12 @@ def test_a_family_as_it_comes_is_one_that_llama_cpp_computes(family):
         (made("gemma3", attention=Attention(query_scalar=9.0)), "attention.query_scalar=9.0"),
         (made("smollm3", rope=Rope(pattern=[True])), "rope.pattern="),
         (made("qwen3_moe", experts=Experts(count=4, active=2, normalise=False)), "experts.normalise=False"),
+        (made("granite", head_dim=32), "head_dim=32"),
+        (made("starcoder2", attention=Attention(window=8)), "attention.window=8"),
+        (made("starcoder2", mlp=Mlp(activation="gelu")), "mlp.activation=gelu"),
+        (made("olmoe", kv_heads=2, experts=SPARSE), "kv_heads=2"),
+        (made("minimax_m2", tie_embeddings=True, experts=SPARSE), "tie_embeddings=True"),
+        (made("glm4", rope=Rope(scaling="llama3", factor=2.0)), "rope.scaling=llama3"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.family,
 )  # fmt: skip

@@ -8,6 +8,7 @@ from pretrain.models.families.common import ENDS, LAYER, MLP, PRE_NORMS, THEIRS,
 from pretrain.models.families.experts import (
     CORRECTED,
     CORRECTION,
+    ROUTING,
     SHARED,
     TRAINING,
     beyond_the_last_layer,
@@ -43,8 +44,6 @@ ATTENTION = (
     ("query", "q_proj"), ("query_down", "q_a_proj"), ("query_norm", "q_a_layernorm"), ("query_up", "q_b_proj"),
     ("kv_down", "kv_a_proj_with_mqa"), ("kv_norm", "kv_a_layernorm"), ("kv_up", "kv_b_proj"), ("output", "o_proj"),
 )  # fmt: skip
-
-_ROUTING = ("count", "active", "ffn_dim", "shared", "dense_layers", "normalise", "scale", "groups", "active_groups")
 
 
 def _one_mscale(value: float, model: Model) -> bool:
@@ -102,7 +101,7 @@ DEEPSEEK_V3 = Family(
     aliases=("kimi_k2",),
     llama_cpp={
         **switches("tie_embeddings", "latent.kv_rank", "latent.rope_dim", "latent.plain_dim", "latent.value_dim"),
-        **switches(*(f"experts.{name}" for name in _ROUTING)),
+        **switches(*(f"experts.{name}" for name in ROUTING)),
         # By the number of layers it knows the "lite" models, whose queries are whole.
         "latent.query_rank": lambda rank, model: (rank == 0) == (model.layers in (26, 27)),
         # Its norms of the narrow vectors have this eps too; up to here, logits move by 1e-4.

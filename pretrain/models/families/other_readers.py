@@ -56,6 +56,11 @@ WINDOWS = switches("attention.window", "attention.window_pattern")
 """Where llama.cpp takes the layers with a window from the file, into which the conversion writes them."""
 
 
+def whole_heads(width: int, model: Model) -> bool:
+    """Heads that together are as wide as the model."""
+    return width * model.heads == model.dim
+
+
 def gemma_scores(layers: int) -> dict[str, Allowed]:
     """What Gemma's scores are divided by the root of, which llama.cpp tells by the number of layers: `layers` has the largest size."""
 

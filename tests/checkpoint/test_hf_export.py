@@ -182,9 +182,10 @@ def test_generation_without_a_prompt_starts_where_a_document_does(run, tmp_path,
     """CL-6a: generate() without input begins with the end of a document, as tools/generate.py does."""
     export(run, tmp_path / "out")
     theirs = automatic(tmp_path / "out").generate(max_new_tokens=8, do_sample=False)[0].tolist()
-    network, tokenizer = open_model(tmp_path / "out")
-    ours = generate(network, [tokenizer.eod_id], 8, {tokenizer.eod_id}, temperature=0.0)
-    assert theirs[0] == tokenizer.eod_id and theirs[1 : 1 + len(ours)] == ours
+    opened = open_model(tmp_path / "out")
+    eod = opened.tokenizer.eod_id
+    ours = generate(opened.network, [eod], 8, {eod}, temperature=0.0)
+    assert opened.begin == [] and theirs[0] == eod and theirs[1 : 1 + len(ours)] == ours
 
 
 def test_what_other_programs_compute_otherwise_is_said_and_recorded(byte_tokenizer, tmp_path):

@@ -21,7 +21,8 @@ class Ours(TemplateLM):
 
     def __init__(self, checkpoint: str) -> None:
         super().__init__()
-        self.network, self.ours = open_model(Path(checkpoint))
+        opened = open_model(Path(checkpoint))
+        self.network, self.ours = opened.network, opened.tokenizer
         self.longest = self.network.config.max_sequence_length
 
     @property

@@ -156,9 +156,9 @@ def test_a_text_is_continued_as_we_continue_it(llama_cpp, plain):
     for kind in ("bpe", "byte_bpe"):
         mine = plain["llama", kind]
         [answer] = answers(llama_cpp, [task_of(mine, prompts=PROMPTS, count=40)])
-        network, tokenizer = open_model(mine.directory)
+        opened = open_model(mine.directory)
         for prompt, got in zip(PROMPTS, answer["continued"]):
-            assert got == generate(network, tokenizer.encode(prompt), 40), prompt
+            assert got == generate(opened.network, opened.tokenizer.encode(prompt), 40), prompt
 
 
 def test_the_tool_converts_in_one_command(llama_cpp, plain, tmp_path, capsys):

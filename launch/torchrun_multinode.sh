@@ -3,7 +3,7 @@
 #
 #   NODES=2 GPUS=8 HEAD=host[:port] bash launch/torchrun_multinode.sh --config configs/X.yaml key=value ...
 #
-#   NODES         how many nodes (required)
+#   NODES         how many nodes, or FEWEST:MOST for a run that goes on with the nodes that are there (required)
 #   HEAD          host[:port] of the node that holds the rendezvous, port 29500 by default (required)
 #   GPUS          processes per node; the GPUs that nvidia-smi lists by default
 #   NODE_RANK     0 on the head, above elsewhere: says which node holds the rendezvous. Needed where HEAD does not resolve to
@@ -12,7 +12,8 @@
 #   RUN_ID        name of the rendezvous, the same on all nodes (default: pretrain)
 #   MAX_RESTARTS  how often all processes are started again after one dies (default: 3)
 #   SHUTDOWN_TIMEOUT  seconds that a process told to stop has for its last checkpoint (default: 300)
-#   TORCHRUN      the torchrun to use (default: torchrun)
+#   JOIN_SECONDS  longest wait for the nodes to gather, at the start and after a node was lost (default: 600)
+#   TORCHRUN      the torchrun to use (default: this project's, pretrain/distributed/agent.py, which says what it waits for)
 #
 # After a restart the run continues from its newest checkpoint (run.resume=auto).
 set -euo pipefail
@@ -32,7 +33,15 @@ if [[ -z "${GPUS:-}" ]]; then
   GPUS=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || GPUS=0
   ((GPUS > 0)) || fail "GPUS is not set and nvidia-smi lists none: set GPUS to the number of processes per node"
 fi
-positive NODES "$NODES"
+if [[ "$NODES" == *:* ]]; then
+  positive NODES "${NODES%%:*}"
+  positive NODES "${NODES#*:}"
+  ((${NODES%%:*} <= ${NODES#*:})) || fail "NODES=$NODES: the fewest nodes come first, then the most"
+else
+  positive NODES "$NODES"
+fi
+most=${NODES#*:}
+positive JOIN_SECONDS "${JOIN_SECONDS:=600}"
 positive GPUS "$GPUS"
 [[ "${MAX_RESTARTS:=3}" =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$MAX_RESTARTS is not a number"
 case "$HEAD" in
@@ -46,16 +55,25 @@ esac
 
 options=(--nnodes "$NODES" --nproc-per-node "$GPUS" --max-restarts "$MAX_RESTARTS" --rdzv-id "${RUN_ID:-pretrain}"
   --rdzv-backend c10d --rdzv-endpoint "$endpoint")
+# torchrun's own limits: of the wait for all nodes, and of the wait for the head to listen.
+limits=join_timeout=$JOIN_SECONDS,read_timeout=$JOIN_SECONDS
 if [[ -n "${NODE_RANK:-}" ]]; then
-  if ! [[ "$NODE_RANK" =~ ^[0-9]+$ ]] || ((NODE_RANK >= NODES)); then
-    fail "NODE_RANK=$NODE_RANK is not in 0..$((NODES - 1))"
+  if ! [[ "$NODE_RANK" =~ ^[0-9]+$ ]] || ((NODE_RANK >= most)); then
+    fail "NODE_RANK=$NODE_RANK is not in 0..$((most - 1))"
   fi
   # c10d numbers the nodes itself; the rank only decides who listens.
-  options+=(--rdzv-conf "is_host=$((NODE_RANK == 0))")
+  limits+=,is_host=$((NODE_RANK == 0))
 fi
+options+=(--rdzv-conf "$limits")
 [[ -z "${LOCAL_ADDR:-}" ]] || options+=(--local-addr "$LOCAL_ADDR")
 
 # Each attempt's workers meet in a store of their own: in torchrun's they would find the addresses of the dead attempt.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-300}
-exec "${TORCHRUN:-torchrun}" "${options[@]}" "$(dirname "${BASH_SOURCE[0]}")/../pretrain/run.py" "$@"
+package=$(dirname "${BASH_SOURCE[0]}")/../pretrain
+torchrun=("${TORCHRUN:-}")
+if [[ -z "${TORCHRUN:-}" ]]; then
+  python=$(command -v python || command -v python3) || fail "there is no python in PATH; activate the environment of the run"
+  torchrun=("$python" "$package/distributed/agent.py")
+fi
+exec "${torchrun[@]}" "${options[@]}" "$package/run.py" "$@"

@@ -4,6 +4,15 @@ Each carries one line that names the key, file or rank and the remedy. Entry poi
 in the log; any other exception is a defect of ours and keeps its traceback.
 """
 
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+OTHERS_WAIT_SECONDS = 3.0
+
 
 class UserError(Exception):
     """Something the user can correct. `exit_code` is what the process returns.
@@ -14,8 +23,10 @@ class UserError(Exception):
 
     exit_code = 1
     rank: int | None = None
+    told: bool = False
+    """Whether the other processes of the run know of it."""
 
-    def on_rank(self, rank: int) -> "UserError":
+    def on_rank(self, rank: int) -> UserError:
         """The same error, known to be of this rank only."""
         error = type(self)(f"rank {rank}: {self}")
         error.rank = rank
@@ -62,6 +73,26 @@ class GenerationError(UserError):
 
 class TrainingError(UserError):
     """Training cannot go on, for instance because the loss is not a number."""
+
+
+class LostRankError(UserError):
+    """A rank has ended or does not answer, and the others cannot go on without it."""
+
+
+def print_error(error: UserError, before_end: Callable[[], object] | None = None) -> None:
+    """Print the one line of an error, once per host where all ranks meet it alike; then do what is left to do.
+
+    The first rank of the host prints, and its launcher then ends the others. A rank that is still here after a while was alone with
+    the error after all.
+    """
+    waits = os.environ.get("LOCAL_RANK", "0") != "0" and error.rank is None
+    if waits and before_end:
+        before_end()
+    if waits:
+        time.sleep(OTHERS_WAIT_SECONDS)
+    print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
+    if not waits and before_end:
+        before_end()
 
 
 def reason_of(error: OSError) -> str:

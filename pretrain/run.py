@@ -6,18 +6,15 @@ python pretrain/run.py --config configs/X.yaml key=value ...
 from __future__ import annotations
 
 import argparse
-import os
+import functools
 import sys
-import time
 from pathlib import Path
 
 if __name__ == "__main__":
     # Started by path, Python puts this package's own folder first, where `data`, `config`, ... would shadow other modules.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pretrain.errors import ConfigError, UserError
-
-OTHERS_WAIT_SECONDS = 3.0
+from pretrain.errors import ConfigError, UserError, print_error
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -42,12 +39,15 @@ def main(argv: list[str] | None = None) -> int:
         return run(arguments)
     except UserError as error:
         # One line for the user; the traceback is in logs/rank-N.log where the run got as far as having one.
-        if os.environ.get("LOCAL_RANK", "0") != "0" and error.rank is None:
-            # All ranks meet most errors alike. The first rank of the host prints, and its launcher then ends the others; a rank
-            # that is still here after a while was alone with the error after all.
-            time.sleep(OTHERS_WAIT_SECONDS)
-        print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
+        is_alone = arguments.check or arguments.print_config
+        print_error(error, None if is_alone else functools.partial(tell_others, error))
         return error.exit_code
+
+
+def tell_others(error: UserError) -> None:
+    from pretrain.distributed.joining import tell
+
+    tell(error)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def replace_text(path: Path, text: str, durable: bool = True) -> None:
 
     `durable`: wait for the disk, which takes a network file system tens of milliseconds.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    # A process of another host may have this one's number, and threads share it.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         aside.write_text(text, encoding="utf-8")
         if durable:

@@ -3,6 +3,9 @@
 `launch(world_size, function, *arguments)` runs a module-level function on that many ranks, with the environment that torchrun
 would give them, and returns their results in rank order. A failure in any rank raises RankFailure with its traceback, and the
 workers, which may be stuck in a collective with a rank that is gone, are replaced.
+
+`start_ranks` starts processes for one test that may hang, be killed, or end each other; they too come from a server that has
+imported torch already.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 LIMIT_SECONDS = 240
@@ -66,9 +71,7 @@ class LaunchPool:
         return [results[rank] for rank in range(world_size)]
 
     def _start(self) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = _server()
         for _ in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs,), daemon=True)
@@ -82,6 +85,63 @@ class LaunchPool:
             process.kill()
             process.join()
         self.workers = []
+
+
+@dataclass
+class RankProcess:
+    """A process that was started for one test; what it prints is in a file."""
+
+    process: multiprocessing.Process
+    output: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def printed(self) -> str:
+        return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code; -9 after SIGKILL. AssertionError with what it printed if it does not end in time."""
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"still running after {seconds} s:\n{self.printed()}"
+        return self.process.exitcode
+
+
+def start_ranks(
+    folder: Path, world_size: int, function: Callable[..., Any], *arguments: Any, only: Sequence[int] | None = None
+) -> list[RankProcess]:
+    """Start `function(*arguments)` on all ranks, or `only` on some; its result is the exit code. Kill what is left at the end."""
+    context, port, ranks = _server(), _free_port(), []
+    for rank in range(world_size) if only is None else only:
+        values = dict(zip(_ENVIRONMENT, map(str, (rank, rank, world_size, "127.0.0.1", port))))
+        output = folder / f"rank-{rank}.out"
+        process = context.Process(target=_run_once, args=(values, list(sys.path), output, function, arguments), daemon=True)
+        process.start()
+        ranks.append(RankProcess(process, output))
+    return ranks
+
+
+def _run_once(
+    environment: dict[str, str], paths: list[str], output: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    import torch
+
+    sys.path[:] = paths
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    sys.exit(function(*arguments))
+
+
+def _server() -> multiprocessing.context.ForkServerContext:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 def _free_port() -> int:

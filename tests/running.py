@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import io
+import os
 import sys
+import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +29,9 @@ from pretrain.run import main
 
 def run_main(config_file: str, *overrides: str) -> tuple[int, str]:
     """Exit code and printed lines of `pretrain/run.py --config CONFIG_FILE OVERRIDES`, in this process."""
-    import pretrain.run
+    import pretrain.errors
 
-    pretrain.run.OTHERS_WAIT_SECONDS = 0.0  # nobody ends the other ranks here
+    pretrain.errors.OTHERS_WAIT_SECONDS = 0.0  # nobody ends the other ranks here
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = main(["--config", config_file, *overrides])
@@ -41,6 +44,34 @@ def train(pool, world_size: int, config_file: Path, *overrides: str) -> Path:
         assert code == 0, f"rank {rank}: {printed}"
     names = [o.removeprefix("run.name=") for o in overrides if o.startswith("run.name=")]
     return config_file.parent / "runs" / (names[-1] if names else "run")
+
+
+def run_changed(changes: dict[int, dict[str, str | None]], config_file: str, *overrides: str) -> int:
+    """A short run of a process of its own, in which some ranks differ: `changes` by RANK.
+
+    They are environment variables, and besides: `--`: more overrides; `sleep`: seconds before the start; `cd`: a folder; `PATCH a.b.c`: what the
+    function c of the module a.b returns.
+    """
+    for module, name, value in (
+        ("pretrain.distributed.joining", "FIRST_WORD_SECONDS", 0.5),
+        ("pretrain.distributed.joining", "TELL_SECONDS", 5.0),
+    ):
+        with contextlib.suppress(ImportError):  # on a commit before it
+            setattr(importlib.import_module(module), name, value)
+    own = dict(changes.get(int(os.environ["RANK"]), {}))
+    time.sleep(float(own.pop("sleep", 0)))
+    os.chdir(own.pop("cd", "."))
+    more = own.pop("--", "").split()
+    for name, value in own.items():
+        if name.startswith("PATCH "):
+            module, _, function = name.removeprefix("PATCH ").rpartition(".")
+            setattr(importlib.import_module(module), function, lambda *arguments, value=value: value)
+            continue
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    short = ("parallel.strategy=ddp", "run.steps=2", "schedule.warmup_steps=1", "batch.sequences=12")
+    return main(["--config", config_file, *short, *overrides, *more])
 
 
 def some_slow(values: Iterable[Any], slow: Collection[Any]) -> list[Any]:

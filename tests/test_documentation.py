@@ -51,7 +51,7 @@ def test_every_command_names_files_and_options_that_exist(page, words):
     if words[script] == "pretrain/run.py":
         check_run_arguments(arguments)
     else:
-        direction = [word for word in arguments[:1] if word in ("to-hf", "from-hf", "data", "merge")]
+        direction = [word for word in arguments[:1] if word in ("to-hf", "to-gguf", "from-hf", "data", "merge")]
         asked = [sys.executable, words[script], *direction, "--help"]
         text = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for option in (word for word in arguments if word.startswith("--")):

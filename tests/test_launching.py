@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launch_pool import _free_port
 
 from pretrain.config.schema import Config
 from pretrain.distributed.launcher import check_launcher
@@ -124,6 +126,47 @@ def test_accelerate_that_was_asked_for_several_processes_and_started_one_is_refu
     check_launcher(configured(strategy=strategy), environ)
 
 
+# What a task of `srun --ntasks 2` sees, and what the batch script itself does (Slurm 22.05).
+SRUN = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "single", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (SRUN, r"srun started 2 tasks \(SLURM_STEP_NUM_TASKS\) without RANK, .* sbatch --nodes N launch/slurm.sbatch"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, r"mpirun \(Open MPI\) started 4 tasks"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, r"mpirun \(MPICH, Intel MPI\) started 2 tasks"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, r"mpirun \(MVAPICH\) started 2 tasks"),
+    ],
+)
+def test_several_tasks_without_ranks_are_refused_with_the_command_to_use(strategy, environ, said):
+    """T-D14, OP-6.7: plain srun or mpirun trains alone in every task; only the lock stopped the second."""
+    tasks = environ.get("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match=said) as caught:
+        check_launcher(configured(strategy=strategy), dict(environ))
+    assert f"torchrun --nproc-per-node {tasks} " in str(caught.value) and "\n" not in str(caught.value)
+    assert "for runs of one process each, set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        BATCH,  # python in the batch script itself
+        SRUN | TORCHRUN,  # torchrun in each of two tasks, as launch/slurm.sbatch does
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},  # srun --ntasks 1
+        SRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},  # runs of one process each
+        {"OMPI_COMM_WORLD_SIZE": "2"} | TORCHRUN,
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_launcher_task_with_ranks_and_a_single_task_are_accepted(environ):
+    """T-D14, OP-6.7: sbatch with one launcher per node goes on working."""
+    check_launcher(configured(), dict(environ))
+
+
 def test_settings_that_make_transformers_skip_loading_weights_are_removed():
     environ = dict(FSDP2)
     check_launcher(configured(strategy="fsdp"), environ)
@@ -168,6 +211,10 @@ def test_a_command_of_the_page_parses(block):
         ({"GPUS": "1", "NODES": "2", "HEAD": "a:b"}, "error: HEAD=a:b: the port is not a number"),
         ({"GPUS": "1", "NODES": "2", "HEAD": "fe80::1"}, "error: HEAD=fe80::1: write an IPv6 address in brackets"),
         ({"GPUS": "1", "NODES": "2", "HEAD": "a", "NODE_RANK": "2"}, "error: NODE_RANK=2 is not in 0..1"),
+        ({"GPUS": "1", "NODES": "1:2", "HEAD": "a", "NODE_RANK": "2"}, "error: NODE_RANK=2 is not in 0..1"),
+        ({"GPUS": "1", "NODES": "3:2", "HEAD": "a"}, "error: NODES=3:2: the fewest nodes come first, then the most"),
+        ({"GPUS": "1", "NODES": "1:x", "HEAD": "a"}, "error: NODES=x is not a positive number"),
+        ({"GPUS": "1", "NODES": "2", "HEAD": "a", "JOIN_SECONDS": "soon"}, "error: JOIN_SECONDS=soon is not a positive number"),
     ],
 )
 def test_a_missing_or_wrong_variable_of_the_multi_node_script_is_one_line_and_exit_code_2(variables, said):
@@ -181,15 +228,21 @@ def test_a_missing_or_wrong_variable_of_the_multi_node_script_is_one_line_and_ex
     ("variables", "options"),
     [
         ({"HEAD": "a"}, ["--rdzv-endpoint", "a:29500"]),
-        ({"HEAD": "a:1", "NODE_RANK": "0"}, ["--rdzv-endpoint", "a:1", "--rdzv-conf", "is_host=1"]),
-        ({"HEAD": "[::1]:7", "NODE_RANK": "1"}, ["--rdzv-endpoint", "[::1]:7", "--rdzv-conf", "is_host=0"]),
-        ({"HEAD": "[::1]", "LOCAL_ADDR": "b"}, ["--rdzv-endpoint", "[::1]:29500", "--local-addr", "b"]),
+        ({"HEAD": "a:1", "NODE_RANK": "0"}, ["--rdzv-endpoint", "a:1", ",is_host=1"]),
+        ({"HEAD": "[::1]:7", "NODE_RANK": "1"}, ["--rdzv-endpoint", "[::1]:7", ",is_host=0"]),
+        ({"HEAD": "[::1]", "LOCAL_ADDR": "b"}, ["--rdzv-endpoint", "[::1]:29500", "", "--local-addr", "b"]),
+        ({"HEAD": "a", "NODES": "1:2", "NODE_RANK": "1"}, ["--rdzv-endpoint", "a:29500", ",is_host=0"]),
+        ({"HEAD": "a", "JOIN_SECONDS": "30"}, ["--rdzv-endpoint", "a:29500"]),
     ],
 )
 def test_the_multi_node_script_passes_on_what_it_was_told(variables, options):
+    """OP-5, OP-6.3, OP-6.5: the rendezvous' limits are settable, and a range of nodes is passed on."""
+    seconds = variables.get("JOIN_SECONDS", "600")
+    limits = f"join_timeout={seconds},read_timeout={seconds}" + "".join(options[2:3])
+    options = [*options[:2], "--rdzv-conf", limits, *options[3:]]
     environ = {"PATH": os.environ["PATH"], "NODES": "2", "GPUS": "8", "MAX_RESTARTS": "1", "TORCHRUN": "echo", **variables}
     done = subprocess.run(["bash", SCRIPTS[0], "--config", "x y"], capture_output=True, text=True, env=environ)
-    before = "--nnodes 2 --nproc-per-node 8 --max-restarts 1 --rdzv-id pretrain --rdzv-backend c10d".split()
+    before = f"--nnodes {environ['NODES']} --nproc-per-node 8 --max-restarts 1 --rdzv-id pretrain --rdzv-backend c10d".split()
     script = f"{SCRIPTS[0].parent}/../pretrain/run.py"
     assert done.stdout == " ".join([*before, *options, script, "--config", "x y"]) + "\n"
 
@@ -269,3 +322,80 @@ def test_a_run_whose_rank_is_killed_comes_back_by_itself_and_continues_from_its_
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
     # Steps after the checkpoint are logged again; none is missing.
     assert {record["step"] for record in page.metrics("restarts")} == set(range(1, 121))
+
+
+# ---- torchrun with words ----------------------------------------------------------------------------------------------
+
+
+def multi_node(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen:
+    """launch/torchrun_multinode.sh; what it prints is in `folder`/NODE_RANK.out."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GPUS": "1", "LOCAL_ADDR": "127.0.0.1", **variables}
+    output = (folder / f"{variables.get('NODE_RANK', 'x')}.out").open("w")
+    return subprocess.Popen(["bash", SCRIPTS[0], *arguments], env=environ, stdout=output, stderr=subprocess.STDOUT)
+
+
+def test_nodes_that_do_not_gather_are_waited_for_with_words_and_end_with_one_line(tmp_path):
+    """OP-5, OP-6.3: a node that never starts, another HEAD on each: 600 s of silence, then a traceback of torchrun."""
+    head, other = _free_port(), _free_port()
+    nodes = [
+        multi_node(tmp_path, "--config", "x", NODES="2", NODE_RANK=rank, HEAD=f"127.0.0.1:{port}", JOIN_SECONDS="12")
+        for rank, port in (("0", head), ("1", other))
+    ]
+    began = time.monotonic()
+    assert [node.wait(120) for node in nodes] == [1, 1]
+    assert time.monotonic() - began < 90
+    for rank, port, seen in (("0", head, "is there; start the other nodes"), ("1", other, "listens at|start the head node")):
+        printed = (tmp_path / f"{rank}.out").read_text()
+        assert "Traceback" not in printed and "frame #" not in printed, printed
+        assert re.search(rf"waits for 2 nodes at 127.0.0.1:{port} \(1\d of 12 s, JOIN_SECONDS\): ", printed)
+        (line,) = [line for line in printed.splitlines() if line.startswith("error: ")]
+        assert f"error: 2 nodes at 127.0.0.1:{port} did not gather within 12 s (JOIN_SECONDS); this one is " in line
+        assert re.search(seen, line)
+
+
+def test_a_head_whose_port_another_program_has_says_so(tmp_path):
+    """OP-5: HEAD port taken by another listener: no message."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        node = multi_node(tmp_path, "--config", "x", NODES="2", NODE_RANK="0", HEAD=f"127.0.0.1:{port}", JOIN_SECONDS="20")
+        assert node.wait(90) == 1
+    printed = (tmp_path / "0.out").read_text()
+    assert f"error: 127.0.0.1:{port} is taken by another program or run; choose another port for HEAD on all nodes\n" in printed
+
+
+@pytest.mark.slow
+def test_an_elastic_run_starts_with_fewer_nodes_and_takes_in_one_that_comes(tmp_path, page):
+    """OP-6.5: NODES=1:2 through the script."""
+    where = {"NODES": "1:2", "HEAD": f"127.0.0.1:{_free_port()}"}
+    arguments = [
+        "--config",
+        "runs/launching/tiny.yaml",
+        "run.name=elastic",
+        "run.steps=3000",
+        "checkpoint.every_steps=10",
+        "log.every_steps=1",
+    ]
+    before = os.getcwd()
+    os.chdir(page.folder)
+    try:
+        first = multi_node(tmp_path, *arguments, NODE_RANK="0", **where)
+        run = page.folder / "runs" / "launching" / "elastic"
+        wait_for(lambda: (run / "checkpoints").is_dir() and any((run / "checkpoints").glob("step-*")), 180)
+        second = multi_node(tmp_path, *arguments, NODE_RANK="1", **where)
+        wait_for(lambda: (run / "starts.jsonl").read_text().count("\n") >= 2, 180)
+        starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+        assert [start["world_size"] for start in starts[:2]] == [1, 2] and starts[1]["step"] > 0
+    finally:
+        os.chdir(before)
+        for node in (second, first):
+            node.terminate()
+        for node in (second, first):
+            node.wait(120)
+
+
+def wait_for(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.1)

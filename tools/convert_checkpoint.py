@@ -1,4 +1,4 @@
-"""Convert checkpoints to and from Hugging Face's format (safetensors, config.json, tokenizer files)."""
+"""Convert checkpoints to and from Hugging Face's format (safetensors, config.json, tokenizer files), and exports on to GGUF."""
 
 import argparse
 import sys
@@ -34,6 +34,20 @@ def main(argv: list[str] | None = None) -> int:
             action="store_true",
             help="also compare logits with transformers before it is put in place; takes memory for the whole model in fp32",
         )
+    to_gguf = directions.add_parser("to-gguf", help="a file for llama.cpp, of what to-hf wrote, by llama.cpp's own converter")
+    to_gguf.add_argument("--model", type=Path, required=True, help="directory that to-hf wrote")
+    to_gguf.add_argument("--output", type=Path, required=True, metavar="FILE", help="new file")
+    to_gguf.add_argument(
+        "--llama-cpp", type=Path, required=True, metavar="DIR", help="llama.cpp's sources, where convert_hf_to_gguf.py is"
+    )
+    to_gguf.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16", "q8_0"), default="fp32", help="of the weights (default: %(default)s)"
+    )
+    to_gguf.add_argument("--name", help="of the model, written into the file (default: the file's)")
+    to_gguf.add_argument("--python", type=Path, help="that runs the converter, if this one lacks what it imports")
+    to_gguf.add_argument(
+        "--inexact", action="store_true", help="convert also a model that llama.cpp computes otherwise, and say what differs"
+    )
     arguments = parser.parse_args(argv)
     if arguments.direction == "to-hf" and not arguments.shard_gb >= 0.001:
         parser.error("--shard-gb must be 0.001 or more")
@@ -48,8 +62,19 @@ def convert(arguments: argparse.Namespace) -> None:
         done = export(arguments.checkpoint, arguments.output, arguments.dtype, arguments.verify, shard_bytes)
         print(f"exported {done.checkpoint}: {done.parameters:,} parameters, {arguments.dtype}, weights in {done.files} file(s)")
         print("verified: every tensor reads back as it was written; names and shapes are what transformers expects")
-        if done.note:
-            print(f"note: {done.note}")
+        for note in done.notes:
+            print(f"note: {note}")
+    elif arguments.direction == "to-gguf":
+        from pretrain.checkpoint.gguf import to_gguf
+
+        given = arguments
+        plan = to_gguf(given.model, given.output, given.llama_cpp, given.dtype, given.name, given.python, given.inexact)
+        for note in filter(None, [plan.problem, *plan.notes]):
+            print(f"note: {note}")
+        if plan.task["expected"]:
+            print("verified: merges or scores and special tokens in the file are those of the export")
+        print(given.output)
+        return
     else:
         from pretrain.checkpoint.hf_import import MODEL_FILE, import_model
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint import files
 from pretrain.checkpoint.weight_plan import check_round_trip, plan_weights
 from pretrain.config.model_schema import Model
 from pretrain.config.recorded import build_section
@@ -152,16 +151,15 @@ def start_export_check(
 
 def _check_with_transformers(model: Model, tokenizer: Path, added: Sequence[str]) -> str:
     """What was found good. Raises UserError where something is not."""
-    from pretrain.checkpoint.hf_export import SAMPLES
+    from pretrain.checkpoint.hf_export import write_description
     from pretrain.checkpoint.hf_verify import check_expected
-    from pretrain.data.tokenizers.export import export_tokenizer
 
     plan, config = plan_weights(model), family_of(model.family).to_hf(model)
     check_expected(config, plan.theirs)
     with tempfile.TemporaryDirectory(prefix="export-check-") as folder:
-        files.write_json(Path(folder) / "config.json", config)
-        export_tokenizer(tokenizer, Path(folder), SAMPLES, added)
-    return f"{len(plan.theirs)} tensors and the tokenizer are what transformers' {config['architectures'][0]} expects"
+        _, notes = write_description(Path(folder), model, tokenizer, added)
+    found = f"{len(plan.theirs)} tensors and the tokenizer are what transformers' {config['architectures'][0]} expects"
+    return "; ".join([found, *notes])
 
 
 def main() -> None:

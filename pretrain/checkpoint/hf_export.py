@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -31,9 +31,10 @@ from pretrain.config.recorded import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
 from pretrain.data.span_corruption import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer
-from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError
 from pretrain.models.families import family_of
+from pretrain.models.families.other_readers import reader_notes
 from pretrain.models.families.weights import TRAINING_ONLY, Entry
 from pretrain.observe.byte_progress import ByteProgress
 from pretrain.storage import sha256_of
@@ -46,13 +47,13 @@ SAMPLES = ("import os\n\n\ndef main():\n    return 1\n", "To be, or not to be: t
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export did. `compared`: the logits, None where they were not."""
+    """What an export did. `compared`: the logits, None where they were not; `notes`: what its users should know."""
 
     checkpoint: Path
     parameters: int
     files: int
     compared: Compared | None
-    note: str | None
+    notes: list[str]
 
 
 def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, shard_bytes: int = SHARD_BYTES) -> Exported:
@@ -70,26 +71,51 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
         files.verify(checkpoint, seen=seen.add)
     state = load_state(checkpoint)
     model = build_section(Model, state["model"])
+    family_of(model.family).to_hf(model)  # refuses by name what has no export
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
-    loaded = load_tokenizer(tokenizer) if tokenizer else None
-    config = _config(model, loaded, dtype)
     source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype])
-    note = _padding(model, loaded, state, checkpoint)
+    padding = _padding(model, tokenizer, state, checkpoint)
     with _named(output), staged_directory(output) as writing:
-        # In this order: transformers chooses the tokenizer's class by the config.json beside it.
-        files.write_json(writing / "config.json", config)
-        of_encoder = ("pad_token_id", "decoder_start_token_id") if model.encoder_layers else ()
-        generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", *of_encoder)} | {"do_sample": False}
-        files.write_json(writing / "generation_config.json", generation)
-        if tokenizer:
-            export_tokenizer(tokenizer, writing, SAMPLES, _sentinels(state, loaded.vocab_size))
+        config, notes = write_description(writing, model, tokenizer, _sentinels(state, tokenizer), dtype)
         check_expected(config, source.plan.theirs)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
         compared = compare_logits(writing, model, source.whole) if verify else None
-        record = _record(source, state, tokenizer is not None, compared, note, writing)
+        record = _record(source, state, tokenizer is not None, compared, padding, notes, writing)
         files.write_json(writing / RECORD, record)
-    return Exported(checkpoint, source.plan.parameters, shards, compared, note)
+    return Exported(checkpoint, source.plan.parameters, shards, compared, [*filter(None, [padding]), *notes])
+
+
+def write_description(
+    directory: Path, model: Model, tokenizer: Path | None, added: Sequence[str], dtype: str = "fp32"
+) -> tuple[dict[str, Any], list[str]]:
+    """Write all of an export but its weights: config.json, generation_config.json and the tokenizer, which agree on the special tokens.
+
+    Returns config.json and what users of the export should know. `added`: special tokens beyond the tokenizer's. Raises ConfigError or
+    DataError where transformers would read something else than was trained.
+    """
+    family, number_format = family_of(model.family), str(EXPORT_DTYPES[dtype]).removeprefix("torch.")
+    # transformers 5 writes `dtype`; older readers, vLLM's and llama.cpp's among them, look for `torch_dtype`.
+    config = family.to_hf(model) | {"dtype": number_format, "torch_dtype": number_format}
+    notes = reader_notes(family, model)
+    # In this order: transformers chooses the tokenizer's class by the config.json beside it.
+    files.write_json(directory / "config.json", config)
+    ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": config.get("pad_token_id")}
+    if model.encoder_layers:  # a decoder starts from one token, which for T5 is also the one that pads
+        eod = load_tokenizer(tokenizer).eod_id if tokenizer else None
+        start = eod if model.start_id is None else model.start_id
+        ids |= {"pad_token_id": start, "decoder_start_token_id": start}
+    if tokenizer:
+        longest, begins, pad = model.max_sequence_length, not model.encoder_layers, ids["pad_token_id"]
+        special = export_tokenizer(tokenizer, directory, SAMPLES, added, longest=longest, begins=begins, pad_id=pad)
+        ids |= {"bos_token_id": special.bos, "eos_token_id": special.eos}
+        if special.pad is not None:
+            ids["pad_token_id"] = special.pad
+        notes += filter(None, [special.note])
+    files.write_json(directory / "config.json", config | ids)
+    said = {name: id for name, id in ids.items() if id is not None or name != "pad_token_id"}
+    files.write_json(directory / "generation_config.json", said | {"do_sample": False})
+    return config | ids, notes
 
 
 @contextlib.contextmanager
@@ -139,35 +165,26 @@ class _Source:
         return self.plan.kept.get(name, self.dtype)
 
 
-def _config(model: Model, tokenizer: Tokenizer | None, dtype: str) -> dict[str, Any]:
-    name = str(EXPORT_DTYPES[dtype]).removeprefix("torch.")
-    eod = tokenizer.eod_id if tokenizer else None
-    # transformers 5 writes `dtype`; older readers, vLLM's and llama.cpp's among them, look for `torch_dtype`.
-    config = family_of(model.family).to_hf(model) | {
-        "dtype": name, "torch_dtype": name, "bos_token_id": None, "eos_token_id": eod,
-    }  # fmt: skip
-    if model.encoder_layers:
-        # A decoder starts from one token, and transformers wants a name for padding, which for T5 is the same token.
-        start = eod if model.start_id is None else model.start_id
-        config |= {"decoder_start_token_id": start, "pad_token_id": start}
-    return config
-
-
-def _sentinels(state: dict[str, Any], vocab_size: int) -> list[str]:
+def _sentinels(state: dict[str, Any], tokenizer: Path | None) -> list[str]:
     """The tokens beyond the tokenizer's that stood for spans in training, as T5 calls them."""
-    return added_tokens(state.get("identity", {}).get("data.objective.first_sentinel", -1), vocab_size)
+    if tokenizer is None:
+        return []
+    return added_tokens(
+        state.get("identity", {}).get("data.objective.first_sentinel", -1), load_tokenizer(tokenizer).vocab_size
+    )
 
 
-def _padding(model: Model, tokenizer: Tokenizer | None, state: dict[str, Any], checkpoint: Path) -> str | None:
+def _padding(model: Model, tokenizer: Path | None, state: dict[str, Any], checkpoint: Path) -> str | None:
     """What to say of rows of the vocabulary that are no token's. Raises CheckpointError where a token has no row."""
     if tokenizer is None:
         return "the checkpoint has no tokenizer, so none was written, and config.json names no end-of-text token"
-    if model.vocab_size < tokenizer.vocab_size:
+    tokens = load_tokenizer(tokenizer).vocab_size
+    if model.vocab_size < tokens:
         raise CheckpointError(
-            f"{checkpoint}: the vocabulary has {model.vocab_size} rows and the tokenizer {tokenizer.vocab_size} tokens; "
+            f"{checkpoint}: the vocabulary has {model.vocab_size} rows and the tokenizer {tokens} tokens; "
             "this is not the tokenizer it was trained with"
         )
-    unused = model.vocab_size - tokenizer.vocab_size - len(_sentinels(state, tokenizer.vocab_size))
+    unused = model.vocab_size - tokens - len(_sentinels(state, tokenizer))
     if not unused:
         return None
     return f"the last {unused} of {model.vocab_size} rows of the vocabulary are no token of the tokenizer; config.json's vocab_size counts them"
@@ -197,7 +214,13 @@ def _write_entry(source: _Source, line: Entry, writer: ShardedWriter, done: Byte
 
 
 def _record(
-    source: _Source, state: dict[str, Any], tokenizer: bool, compared: Compared | None, note: str | None, directory: Path
+    source: _Source,
+    state: dict[str, Any],
+    tokenizer: bool,
+    compared: Compared | None,
+    padding: str | None,
+    notes: list[str],
+    directory: Path,
 ) -> dict[str, Any]:
     plan = source.plan
     [architecture] = plan.family.to_hf(plan.model)["architectures"]
@@ -211,7 +234,8 @@ def _record(
         "dtype": str(source.dtype).removeprefix("torch."),
         "parameters": plan.parameters,
         "tensors": len(plan.theirs),
-        "vocabulary": {"rows": plan.model.vocab_size, "note": note},
+        "vocabulary": {"rows": plan.model.vocab_size, "note": padding},
+        "notes": notes,
         "verified": {
             "checkpoint": "every file matched its sha256 in the checkpoint's manifest",
             "weights": "every tensor was read back with the safetensors library and is what was written, bit by bit",

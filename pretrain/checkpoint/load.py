@@ -39,7 +39,8 @@ def load_tensors(checkpoint: Path, tensors: dict[str, Tensor], ranks: Ranks | No
                 warnings.simplefilter("ignore")  # that there is one process, which is what no_dist says
                 dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
         else:
-            dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=ranks.control)
+            with ranks.part("loading of a checkpoint"):
+                dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=ranks.control)
     except CheckpointException as error:  # a BaseException
         raise CheckpointError(f"{checkpoint}: cannot be read: {first_cause(error)}") from error
 

@@ -43,6 +43,11 @@ class Run:
         None,
         "Checkpoint whose weights a new run starts from (step 0, fresh optimizer), e.g. of `convert_checkpoint.py from-hf`.",
     )
+    lock: Literal["auto", "flock", "file"] = key(
+        "auto",
+        "How a run directory is kept to one trainer: `flock`, the system's own; `file`, for file systems without it, a file whose owner "
+        "gives a sign of life every 15 s; `auto`: `flock` where there is one.",
+    )
     accept_changes: list[str] = key(
         [],
         "Keys whose change since the checkpoint is meant, e.g. [optim.lr, data.seed]: what would be an error is then a "
@@ -359,10 +364,14 @@ class Parallel:
         "auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.", when={"parallel.strategy": ("ddp", "fsdp")}
     )
     timeout_seconds: int = key(
+        600, "Longest wait for another rank in a collective before the run fails, naming it.", ge=1, le=30 * 86400
+    )
+    join_seconds: int = key(
         600,
-        "Longest wait in a collective or named barrier before the run fails.",
+        "Longest wait at the start for a process of which nothing is heard; those that are there and open their data may take longer.",
         ge=1,
-        le=2_592_000,
+        le=30 * 86400,
+        when={"parallel.strategy": ("ddp", "fsdp")},
     )
     ddp: DDP = section(DDP, when={"parallel.strategy": ("ddp",)})
 

@@ -1,4 +1,4 @@
-"""What a launcher may say about a run: its ranks, and nothing else.
+"""What a launcher may say about a run: its ranks, and nothing else. Ranks come from RANK, LOCAL_RANK and WORLD_SIZE; nothing is guessed.
 
 `accelerate launch` passes its own training settings through the environment. The YAML file is the only place for them here, so
 a setting that says something else is an error that prints both, and the ones that would act on transformers behind our back
@@ -8,15 +8,54 @@ are removed. accelerate's `no` / `false` / size 1 is what it writes when nobody 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import get_args, get_type_hints
 
 from pretrain.config.schema import Config, Precision
 from pretrain.errors import LaunchError
 
 _TRUE = {"1", "true", "yes", "on"}
+
+# Launchers that start several tasks and set no RANK: the variable with their number, and what they are called. SLURM_NTASKS is not
+# among them: a batch script has it, and the one process that the script starts.
+_TASKS = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
+    "MV2_COMM_WORLD_SIZE": "mpirun (MVAPICH)",
+    "PMI_SIZE": "mpirun (MPICH, Intel MPI)",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "FLUX_JOB_SIZE": "flux run",
+}
+
+
+def launched_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """(rank, local_rank, world_size) as the launcher set them; (0, 0, 1) where there is none. LaunchError for what cannot be."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    present = [name for name in names if name in environ]
+    if not present:
+        return 0, 0, 1
+    missing = [name for name in names if name not in environ]
+    if missing:
+        raise LaunchError(
+            f"the launcher set {', '.join(present)} but not {', '.join(missing)}; start with torchrun or accelerate launch"
+        )
+    for name in names:
+        if not re.fullmatch(r"-?[0-9]+", environ[name].strip()):
+            raise LaunchError(f"{name}={environ[name]} is not a whole number; start with torchrun or accelerate launch")
+    rank, local_rank, world_size = (int(environ[name]) for name in names)
+    if world_size < 1:
+        raise LaunchError(f"WORLD_SIZE={world_size}: it is the number of processes, at least 1")
+    if not 0 <= rank < world_size:
+        raise LaunchError(f"RANK={rank} is not in 0..{world_size - 1}, the ranks of WORLD_SIZE={world_size}")
+    here = environ.get("LOCAL_WORLD_SIZE", "")
+    most = min(world_size, int(here)) if here.isdecimal() and int(here) else world_size
+    if not 0 <= local_rank < most:
+        whole = f"LOCAL_WORLD_SIZE={here}" if most < world_size else f"WORLD_SIZE={world_size}"
+        raise LaunchError(f"LOCAL_RANK={local_rank} is not in 0..{most - 1}, the processes of a host with {whole}")
+    return rank, local_rank, world_size
 
 
 def check_launcher(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -43,6 +82,18 @@ def _check_started(config: Config, environ: MutableMapping[str, str]) -> None:
             "accelerate launch was asked for several processes and started one: without several GPUs it needs --multi_gpu "
             "--num_processes N, or --config_file launch/accelerate/cpu_2.yaml; or start them with: " + command_for(wanted)
         )
+    if "RANK" in environ:
+        return
+    for name, launcher in _TASKS.items():
+        tasks = environ.get(name, "").strip()
+        if tasks.isdecimal() and int(tasks) > 1:
+            arguments = " ".join(shlex.quote(a) for a in sys.argv[1:])
+            batch = f" (under Slurm: sbatch --nodes N launch/slurm.sbatch {arguments})" if launcher == "srun" else ""
+            raise LaunchError(
+                f"{launcher} started {tasks} tasks ({name}) without RANK, and each would train alone; on one host start them with: "
+                f"{command_for(int(tasks))}; on several, launch/torchrun_multinode.sh as one task per node{batch}; for runs of one "
+                "process each, set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1"
+            )
 
 
 def command_for(processes: int) -> str:

@@ -1,8 +1,8 @@
-"""Which process this is, and how the processes of a run find, await and leave each other.
+"""Which process this is, and the verbs with which it works with the others: one sum, one gather, one barrier, each with a name.
 
-Ranks come from RANK, LOCAL_RANK and WORLD_SIZE, as torchrun, `accelerate launch` and schedulers set them; nothing is guessed.
 Two groups: torch's default one for gradients (NCCL on CUDA, gloo on CPU), and `control`, always gloo, for what processes say
-to each other about the run (barriers, verdicts, checkpoints), so that it never waits behind or inside device work.
+to each other about the run (verdicts, checkpoints), so that it never waits behind or inside device work. Every operation has a time
+limit, `parallel.timeout_seconds`; one that fails ends as a LostRankError that names the operation and the ranks to blame.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,20 +22,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.config.schema import Config
-from pretrain.errors import LaunchError, UserError, reason_of
+from pretrain.distributed.joining import Meeting, close_meeting
+from pretrain.distributed.launcher import launched_ranks
+from pretrain.distributed.monitor import Monitor
+from pretrain.errors import LaunchError, LostRankError, UserError, reason_of
 
 T = TypeVar("T")
+
+_ABORT_SECONDS = 120
+"""How much later than `parallel.timeout_seconds` NCCL gives up by itself."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run. `control` is None when it is alone."""
+    """This process among those of the run. `control` and `monitor` are None when it is alone."""
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup | None = None
+    monitor: Monitor | None = None
 
     @property
     def is_main(self) -> bool:
@@ -48,7 +56,8 @@ class Ranks:
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
+        with self._together(name):
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def sum(self, name: str, values: Tensor) -> Tensor:
@@ -62,8 +71,19 @@ class Ranks:
     def _reduce(self, name: str, values: Tensor, operation: dist.ReduceOp) -> Tensor:
         values = values.cpu()
         if self.control is not None:
-            dist.all_reduce(values, op=operation, group=self.control)
+            with self._together(name):
+                dist.all_reduce(values, op=operation, group=self.control)
         return values
+
+    def _together(self, name: str) -> AbstractContextManager:
+        return self.monitor.doing(name, waiting=True) if self.monitor else nullcontext()
+
+    def part(self, name: str, device: bool = False) -> AbstractContextManager:
+        """Around work of this rank that has a name: others who wait are told of it, and a collective that fails in it is explained.
+
+        `device`: the ranks exchange gradients or weights in it.
+        """
+        return self.monitor.doing(name, device=device) if self.monitor else nullcontext()
 
     def attempt(self, name: str, action: Callable[[], T], kind: type[UserError]) -> T:
         """The result of `action` on this rank. If it fails on any rank, all raise the first failure, naming its rank.
@@ -72,7 +92,10 @@ class Ranks:
         """
         problem, result = None, None
         try:
-            result = action()
+            with self.part(name):
+                result = action()
+        except LostRankError:  # not a failure of the action: there is nobody to agree with
+            raise
         except UserError as error:
             problem = type(error), str(error)
         except OSError as error:
@@ -93,34 +116,9 @@ class Ranks:
             if text:
                 raise kind(text if self.world_size == 1 else f"rank {rank}: {text}")
 
-    def barrier(self, name: str, seconds: float) -> None:
-        """Wait for every rank; after `seconds`, LaunchError naming the barrier and the ranks that did not come."""
-        if self.control is None:
-            return
-        try:
-            dist.monitored_barrier(self.control, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise LaunchError(
-                f"rank {self.rank}: barrier {name!r} was not reached by all ranks in {seconds:g} s: {reason}"
-            ) from error
-
-
-def launched_ranks() -> tuple[int, int, int]:
-    """(rank, local_rank, world_size) as the launcher set them; (0, 0, 1) where there is none. LaunchError when incomplete."""
-    present = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    if not present:
-        return 0, 0, 1
-    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
-    if missing:
-        raise LaunchError(
-            f"the launcher set {', '.join(present)} but not {', '.join(missing)}; start with torchrun or accelerate launch"
-        )
-    try:
-        rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    except ValueError as error:
-        raise LaunchError(f"RANK, LOCAL_RANK and WORLD_SIZE must be whole numbers: {error}") from error
-    return rank, local_rank, world_size
+    def barrier(self, name: str) -> None:
+        """Wait for every rank."""
+        self.largest(name, 0)
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:
@@ -137,10 +135,11 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start(config: Config, alone: bool) -> Ranks:
+def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
     """Join the run's process groups and return this process's place among them.
 
-    `alone`: the strategy is for one process and needs no group. A wrapped model needs one, of one rank if need be.
+    `alone`: the strategy is for one process and needs no group. A wrapped model needs one, of one rank if need be. `meeting`: of this
+    process, where all have agreed (`Meeting.join`); by default they meet here.
     """
     rank, local_rank, world_size = launched_ranks()
     device = choose_device(config, local_rank)
@@ -148,40 +147,45 @@ def start(config: Config, alone: bool) -> Ranks:
         torch.cuda.set_device(device)
     if alone:
         return Ranks(rank, local_rank, world_size, device)
+    backend = choose_backend(config, device)
+    if meeting is None:
+        meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
+        if world_size > 1:
+            meeting.join({}, "")
+    monitor, timeout = meeting.monitor, timedelta(seconds=config.parallel.timeout_seconds)
+    if monitor is not None:
+        monitor.busy_elsewhere = device.type == "cuda"
+    # NCCL ends a process whose collective takes too long without a word; the monitor, which has one, comes first.
+    patience = timeout + timedelta(seconds=_ABORT_SECONDS) if backend == "nccl" else timeout
+    ranks = Ranks(rank, local_rank, world_size, device, None, monitor)
+    with ranks.part("connection of the ranks"):
+        dist.init_process_group(
+            f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else "gloo",
+            timeout=patience,
+            store=meeting.store or dist.HashStore(),
+            rank=rank,
+            world_size=world_size,
+            **({"device_id": device} if backend == "nccl" else {}),
+        )
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    return replace(ranks, control=control)
+
+
+def choose_backend(config: Config, device: torch.device) -> str:
+    """The library that gradients travel with. LaunchError when the device has none of that name."""
     backend = config.parallel.backend
     if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        return "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and device.type != "cuda":
         raise LaunchError("parallel.backend=nccl needs GPUs, and this run is on the CPU; use parallel.backend=gloo or auto")
-    timeout = timedelta(seconds=config.parallel.timeout_seconds)
-    spec = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else "gloo"
-    extra: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
-    dist.init_process_group(spec, timeout=timeout, **_rendezvous(rank, world_size), **extra)
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(rank, local_rank, world_size, device, control)
-
-
-def _rendezvous(rank: int, world_size: int) -> dict[str, Any]:
-    # After a restart, torchrun's agent still holds the addresses of the dead attempt's gloo pairs in the store it shares with
-    # its workers, and the new attempt would connect to them: each attempt gets a name space of its own.
-    if world_size == 1:
-        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-        raise LaunchError(
-            "several nodes with restarts: the nodes' agents count restarts each for itself and the ranks would not meet again; "
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, as launch/torchrun_multinode.sh does, or --max-restarts 0"
-        )
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": world_size}
+    return backend
 
 
 def stop() -> None:
-    """Leave the process groups. Call on the clean path only; a failed process just ends."""
+    """Leave the process groups and the meeting. Call on the clean path only; a failed process just ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    close_meeting()
     gc.collect()
     sys.stdout.flush()
     # gloo's threads drop their last tensors under the GIL: without this pause they may do so inside interpreter shutdown,

@@ -49,6 +49,10 @@ class Metrics:
 
         threading.excepthook = self._on_thread_failure
         self._board = SummaryWriter(str(self.board_path), purge_step=self.step + 1)
+        if (configuration := self.path.with_name("config.yaml")).is_file():
+            lines = configuration.read_text(encoding="utf-8").splitlines()
+            # After the step, or the purge would take it. Indented: TensorBoard shows texts as Markdown.
+            self._board.add_text("config", "\n".join(f"    {line}" for line in lines), self.step + 1)
 
     def _on_thread_failure(self, failure: threading.ExceptHookArgs) -> None:
         # TensorBoard writes in a thread of its own. What it meets is raised again at the next line, and said in one line there.

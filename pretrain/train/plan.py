@@ -18,12 +18,12 @@ from pretrain.data.objective import Objective
 from pretrain.data.pairs.order import PairOrder
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.pairs.training import PairTraining
-from pretrain.data.samples import Samples
+from pretrain.data.samples import Packed, Samples
 from pretrain.data.sources import batch_schedule, check_length, open_stream
 from pretrain.data.span_corruption import SpanCorruption, Spans, added_tokens
 from pretrain.data.stream import Stream
 from pretrain.data.text.training import TextTraining
-from pretrain.data.training_data import TrainingData, open_data, open_objective, sentinel_ids
+from pretrain.data.training_data import TrainingData, eod_of, open_data, open_objective, sentinel_ids
 from pretrain.errors import ConfigError
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
@@ -71,6 +71,24 @@ class Plan:
         if not isinstance(self.objective, SpanCorruption):
             return []
         return added_tokens(self.objective.first_sentinel, self.data.vocab_size)
+
+    def facts(self) -> dict[str, Any]:
+        """What came of the configuration on this host, which every rank must have in common with it: JSON values by name."""
+        data, sources = self.data, {}
+        opened = data.sources if isinstance(data, Stream) else []
+        for kind, samples in (("sources", opened), ("validation", self.validation)):
+            for i, source in enumerate(samples):
+                content = source if isinstance(source, PreparedPairs) else source.data
+                sources[f"the content of data.{kind}.{i}"] = content.fingerprint
+                if isinstance(source, Packed):
+                    sources[f"the packing of data.{kind}.{i}"] = source.index.sha256
+        return {
+            "the layout": dataclasses.asdict(self.layout),
+            **sources,
+            "the data's tokenizer": data.tokenizer_sha256,
+            "the data's end token": eod_of(data),
+            "the data": data.identity(self.schedule.consumed(self.config.run.steps)),
+        }
 
     def identity(self, samples: int) -> dict[str, Any]:
         """What makes a run this run after so many samples: a checkpoint that differs in any of these is another's.

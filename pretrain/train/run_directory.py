@@ -6,7 +6,6 @@ warning: status.json, metrics.jsonl, TensorBoard, logs.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from pretrain.config.schema import Run
 from pretrain.errors import CheckpointError, ConfigError, reason_of
 from pretrain.observe.logs import Tolerated
 from pretrain.storage import append_line, exists, replace_text
+from pretrain.train.run_lock import LockKind, RunLock, sees_token
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +49,14 @@ class RunDirectory:
     `newest`: name of the last checkpoint that is known to be complete, for status.json.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: LockKind = "auto") -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.token = ""
         self.newest: str | None = None
         self._started = _now()
         self._status_lines = Tolerated(str(path / "status.json"))
-        self._lock: Any = None
-        self._held = False
+        self._lock = RunLock(path, lock)
 
     def claim(self) -> dict[str, Any] | None:
         """Create or take over the directory; the identity of the run it holds, None of a new one.
@@ -65,22 +64,7 @@ class RunDirectory:
         Raises CheckpointError if another process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.seek(0)
-            holder = self._lock.read().strip() or "another process"
-            raise CheckpointError(f"{self.path} is in use by {holder}; wait for it, or choose another run.name") from error
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path / '.lock'}: cannot be locked: {error.strerror}; use storage with flock"
-            ) from error
-        self.token = f"process {os.getpid()} on {socket.gethostname()}"
-        self._lock.truncate(0)
-        self._lock.write(self.token)
-        self._lock.flush()
-        self._held = True
+        self.token = self._lock.acquire()
         for name in files.discard_unfinished(self.checkpoints):
             log.info("removed %s, which an interrupted save left behind", self.checkpoints / name)
         return self.identity()
@@ -90,18 +74,7 @@ class RunDirectory:
         place = next(place for place in [self.path, *self.path.absolute().parents] if place.exists())
         if not os.access(place, os.W_OK | os.X_OK):
             raise CheckpointError(f"{place}: this process may not write there; choose another run.dir")
-        lock = self.path / ".lock"
-        if not lock.exists():
-            return
-        with lock.open("a+", encoding="utf-8") as file:
-            file.seek(0)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                holder = file.read().strip() or "another process"
-                raise CheckpointError(f"{self.path} is in use by {holder}; wait for it, or choose another run.name") from error
-            except OSError as error:
-                raise CheckpointError(f"{lock}: cannot be locked: {error.strerror}; use storage with flock") from error
+        self._lock.check()
 
     def identity(self) -> dict[str, Any] | None:
         """The identity of the run that is here; None of a new directory."""
@@ -126,21 +99,16 @@ class RunDirectory:
 
     def sees(self, token: str) -> bool:
         """Whether this rank finds what the main rank wrote: whether both look at the same storage."""
-        try:
-            return (self.path / ".lock").read_text(encoding="utf-8") == token
-        except OSError:
-            return False
+        return sees_token(self.path, token)
 
     def release(self) -> None:
         """Let another process have it; the end of the process does so too."""
-        if self._lock is not None:
-            self._lock.close()
-            self._held = False
+        self._lock.release()
 
     @property
     def is_held(self) -> bool:
         """Whether this process has claimed the directory, and may write into it."""
-        return self._held
+        return self._lock.owner is not None
 
     @property
     def has_status(self) -> bool:

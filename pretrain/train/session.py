@@ -17,15 +17,18 @@ from pretrain.config.schema import Config
 from pretrain.config.show import to_yaml
 from pretrain.data.training_data import verify_everywhere
 from pretrain.distributed import ranks as distributed
+from pretrain.distributed.agreement import machine_name, run_facts
+from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, LostRankError
 from pretrain.models.router import router_caution
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
 from pretrain.train.plan import Plan, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
+from pretrain.train.run_lock import SIGHT_SECONDS
 from pretrain.train.starting_point import StartingPoint, find_starting_point
 from pretrain.train.stop import StopRequest
 from pretrain.train.trainer import Trainer
@@ -52,7 +55,7 @@ def check(config: Config) -> int:
 
 def _check_directory(plan: Plan) -> StartingPoint:
     """What a start would go on from. Raises what it would be refused by."""
-    directory = RunDirectory(directory_of(plan.config.run))
+    directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
     directory.check()
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     return find_starting_point(plan, directory, alone, content=False)
@@ -89,10 +92,51 @@ def train(config: Config) -> int:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be there before the first CUDA call
     torch.use_deterministic_algorithms(config.run.deterministic)
-    plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
-    directory = RunDirectory(directory_of(plan.config.run))
-    ranks = distributed.start(plan.config, alone=plan.layout.strategy == "single")
+    meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
+    try:
+        device = distributed.choose_device(config, local_rank)
+        with meeting.doing("plan of the run"):
+            plan = make_plan(config, world_size, device)
+        directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
+        _agree(plan, device, meeting, directory)
+        ranks = distributed.start(plan.config, plan.layout.strategy == "single", meeting)
+        _train_together(plan, ranks, directory)
+    except BaseException as error:
+        meeting.leave(error)
+        raise
+    distributed.stop()
+    return 0
+
+
+def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDirectory) -> None:
+    """Wait for all ranks, and make sure that they are about to train the same."""
+    if meeting.world_size == 1:
+        return
+
+    def keep(differences: list[str]) -> None:
+        log_to_file(directory.path / "logs", meeting.rank)
+        for line in differences:
+            logging.getLogger(TRACEBACKS).error("%s", line)
+
+    packages = ["transformers"] if plan.config.model.family == "hf" else []
+    facts = run_facts(dataclasses.asdict(plan.config), device.type, plan.facts(), packages)
+    for note in meeting.join(facts, machine_name(device.type), keep):
+        log.warning(note)
+
+
+def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
     trainer = None
+
+    def record(error: BaseException) -> None:
+        _record_failure(directory, trainer, ranks, error)
+
+    if ranks.monitor is not None:
+
+        def end(line: str) -> None:
+            record(LostRankError(line))
+            directory.release()
+
+        ranks.monitor.keep_record(directory.path / "logs", end)
     try:
         _claim(directory, ranks)
         origin = find_starting_point(plan, directory, ranks)
@@ -100,7 +144,8 @@ def train(config: Config) -> int:
             for line in [*describe(plan, ranks.world_size, origin), *origin.lines]:
                 log.info(line)
         _verify_data(plan, ranks)
-        trainer = Trainer(plan, ranks, directory, origin)
+        with ranks.part("construction of the model", device=True):
+            trainer = Trainer(plan, ranks, directory, origin)
         evaluated = ranks.on_main("status of the run", lambda: directory.status().get("state") == "finished", CheckpointError)
         ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer), CheckpointError)
         # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
@@ -111,17 +156,15 @@ def train(config: Config) -> int:
                 export = start_export_check(plan.config, plan.data.tokenizer_path, plan.added_tokens, log.info)
                 stack.callback(lambda: export and export.close())
             outcome = trainer.fit(stop, export, evaluated)
-            ranks.barrier("end of the run", plan.config.parallel.timeout_seconds)
+            ranks.barrier("end of the run")
             if ranks.is_main:
                 directory.write_status(outcome, trainer.progress.step, _REASONS[outcome])
                 log.info("%s at step %d: %s", outcome, trainer.progress.step, directory.path)
     except BaseException as error:
-        _record_failure(directory, trainer, ranks, error)
+        record(error)
         raise
     finally:
         directory.release()
-    distributed.stop()
-    return 0
 
 
 _REASONS = {"finished": None, "preempted": "asked to stop by a signal; the same command continues"}
@@ -134,7 +177,7 @@ def _claim(directory: RunDirectory, ranks: Ranks) -> None:
         "sight of the run directory",
         None
         if directory.sees(token)
-        else f"{directory.path} is not the main rank's; run.dir must be on storage that all nodes share",
+        else f"{directory.path} is not the main rank's (looked for {SIGHT_SECONDS:g} s); run.dir must be on storage that all nodes share",
         CheckpointError,
     )
     log_to_file(directory.path / "logs", ranks.rank)
@@ -166,7 +209,7 @@ def _verify_data(plan: Plan, ranks: Ranks) -> None:
 
 def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ranks, error: BaseException) -> None:
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    logging.getLogger(TRACEBACKS).error("%s\n%s", line, traceback.format_exc())
+    logging.getLogger(TRACEBACKS).error("%s\n%s", line, "".join(traceback.format_exception(error)))
     # A run that this start never became keeps the status it had.
     if ranks.is_main and directory.is_held and (trainer is not None or not directory.has_status):
         directory.write_status("failed", trainer.progress.step if trainer else 0, line)

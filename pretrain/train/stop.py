@@ -26,6 +26,8 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            return  # the launcher, which ends the others when one rank fails, must not cut off this one's last words
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

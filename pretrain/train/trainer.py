@@ -95,14 +95,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         micro_steps = batch.micro_steps(config.batch.micro_sequences)
-        losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
-        if not self.optimizer.state:
-            refuse_untrained(self.model, config.data.sequence_length)
-        if number in config.log.gradients_at:
-            write_gradients(self.directory.path, number, self.model, self.ranks)
-        grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))
+        with self.ranks.part(f"step {number}: forward and backward", device=True):
+            losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
+            if not self.optimizer.state:
+                refuse_untrained(self.model, config.data.sequence_length)
+            if number in config.log.gradients_at:
+                write_gradients(self.directory.path, number, self.model, self.ranks)
+            grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))
         summed = torch.stack([torch.cat(part).double().sum() for part in zip(*losses)])
-        objective, loss = (self.ranks.sum("loss of a step", summed) / target_tokens).tolist()
+        objective, loss = (self.ranks.sum(f"loss of step {number}", summed) / target_tokens).tolist()
         routers: dict[str, Any] = {}
         if math.isfinite(objective) and math.isfinite(grad_norm):
             self.optimizer.step()
@@ -187,7 +188,8 @@ class Trainer:
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
         """The next batch, or why this rank has none: raised by all ranks together, for the others wait for this one."""
         try:
-            batch = next(batches)
+            with self.ranks.part(f"step {self.progress.step + 1}: next batch"):
+                batch = next(batches)
         except (UserError, OSError) as error:
             return None, error if isinstance(error, UserError) else DataError(str(error))
         except Exception as error:  # MemoryError, page-locked memory that cannot be had, a defect of ours
@@ -202,7 +204,7 @@ class Trainer:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
         tokens, digest = (batch.target_tokens, batch.digest) if batch else (0, 0)
         said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, self.continuation.is_due()])
-        tokens, digests, problems, stops, saves = self.ranks.sum("start of a step", said).tolist()
+        tokens, digests, problems, stops, saves = self.ranks.sum(f"start of step {self.progress.step + 1}", said).tolist()
         if problems:
             self.ranks.attempt("reading of a batch", lambda: _raise(problem), DataError)
         if not tokens:

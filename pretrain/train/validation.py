@@ -52,7 +52,11 @@ class Evaluation:
         """By name and source what was found. Raises Stopped, on all ranks, where a rank was asked to stop."""
         actions = {"validation": self._validate, "translation": self._translate}
         try:
-            return {name: {source.name: actions[name](source, poll) for source in self.sources} for name in names}
+            found: dict[str, Any] = {}
+            for name in names:
+                with self.ranks.part(name, device=True):
+                    found[name] = {source.name: actions[name](source, poll) for source in self.sources}
+            return found
         finally:
             self.strategy.release()
 

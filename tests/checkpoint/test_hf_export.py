@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from converting import PROMPT, automatic, files_of
+from converting import PROMPT, SMALL, automatic, files_of, write
 from safetensors.torch import load_file
 
 from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.open_model import open_model, read_hf
+from pretrain.config.model_schema import Attention
+from pretrain.models.generate import generate
 
 
 @pytest.mark.parametrize("which", ["run", "tied"])
@@ -120,10 +125,11 @@ def test_rows_that_are_no_token_are_exported_and_said(tied, tmp_path):
     done = export(tied, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["vocab_size"] == 480 == len(load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"])
-    assert done.note == (
-        "the last 160 of 480 rows of the vocabulary are no token of the tokenizer; config.json's vocab_size counts them"
+    [note] = done.notes
+    assert (
+        note == "the last 160 of 480 rows of the vocabulary are no token of the tokenizer; config.json's vocab_size counts them"
     )
-    assert json.loads((tmp_path / "out" / "pretrain_export.json").read_text())["vocabulary"]["note"] == done.note
+    assert json.loads((tmp_path / "out" / "pretrain_export.json").read_text())["vocabulary"]["note"] == note
 
 
 def test_the_configuration_has_the_fields_that_vllm_and_llama_cpp_read(exported):
@@ -139,10 +145,55 @@ def test_the_configuration_has_the_fields_that_vllm_and_llama_cpp_read(exported)
         assert config[name] is not None, name
     assert "chat_template" not in json.loads((exported / "tokenizer_config.json").read_text())
     assert json.loads((exported / "generation_config.json").read_text()) == {
-        "bos_token_id": None,
+        "bos_token_id": 256,
         "eos_token_id": 256,
         "do_sample": False,
     }
+
+
+@pytest.mark.parametrize("which", ["run", "tied"])
+def test_every_file_says_the_same_of_beginning_end_and_padding(request, tmp_path, which):
+    """CL-2, CL-3, CL-6b: transformers' own check before training finds nothing to align."""
+    from transformers import AutoTokenizer
+    from transformers.trainer_utils import align_special_tokens
+
+    export(request.getfixturevalue(which), tmp_path / "out")
+    theirs, tokenizer = automatic(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    roles = ("bos_token_id", "eos_token_id", "pad_token_id")
+    said = [[getattr(place, role) for role in roles] for place in (tokenizer, theirs.config, theirs.generation_config)]
+    assert said == [[tokenizer.eos_token_id, tokenizer.eos_token_id, None]] * 3
+    before = theirs.config.to_dict(), theirs.generation_config.to_dict()
+    align_special_tokens(theirs, tokenizer)
+    assert (theirs.config.to_dict(), theirs.generation_config.to_dict()) == before
+    assert tokenizer.model_max_length == theirs.config.max_position_embeddings == 96
+
+
+def test_a_tokenizer_with_a_padding_token_pads_in_every_file(byte_tokenizer, tmp_path):
+    """CL-6b: what the tokenizer names for padding stands in config.json and generation_config.json as well."""
+    tokenizer = Path(shutil.copytree(byte_tokenizer, tmp_path / "tokenizer"))
+    said = json.loads((tokenizer / "tokenizer_config.json").read_text()) | {"pad_token": "<|endoftext|>"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(said))
+    export(write(tmp_path / "checkpoint", tokenizer), tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["pad_token_id"] == 256
+
+
+def test_generation_without_a_prompt_starts_where_a_document_does(run, tmp_path, capsys):
+    """CL-6a: generate() without input begins with the end of a document, as tools/generate.py does."""
+    export(run, tmp_path / "out")
+    theirs = automatic(tmp_path / "out").generate(max_new_tokens=8, do_sample=False)[0].tolist()
+    opened = open_model(tmp_path / "out")
+    eod = opened.tokenizer.eod_id
+    ours = generate(opened.network, [eod], 8, {eod}, temperature=0.0)
+    assert opened.begin == [] and theirs[0] == eod and theirs[1 : 1 + len(ours)] == ours
+
+
+def test_what_other_programs_compute_otherwise_is_said_and_recorded(byte_tokenizer, tmp_path):
+    """CL-1k: llama.cpp has no sliding window for Mistral, and its converter drops it without a word; to-hf says so."""
+    model = dataclasses.replace(SMALL, family="mistral", attention=Attention(window=8))
+    done = export(write(tmp_path / "checkpoint", byte_tokenizer, model), tmp_path / "out")
+    assert done.notes == ["model.attention.window=8 is ignored by llama.cpp, which computes model.family=mistral with 0"]
+    assert json.loads((tmp_path / "out" / "pretrain_export.json").read_text())["notes"] == done.notes
 
 
 def test_transformers_warns_of_nothing_in_an_export(exported, caplog, capsys):

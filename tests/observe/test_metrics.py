@@ -54,6 +54,23 @@ def test_what_a_run_logged_before_it_went_back_to_an_earlier_step_is_dropped(run
     assert [(r["step"], r["loss"]) for r in read_metrics(run)] == [(10, 6.5), (20, 6.0), (30, 1.25), (40, 1.0)]
 
 
+def test_tensorboard_shows_the_configuration_and_every_number_that_is_known(tmp_path):
+    """CL-5: the configuration of each start stands beside the curves; `mfu` is a curve where the device's peak is known."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, rate in ((1, "1e-3"), (3, "2e-3")):
+        (tmp_path / "config.yaml").write_text(f"optim:\n  lr: {rate}\n")
+        metrics = Metrics(tmp_path, tensorboard=True, step=first - 1)
+        for step in (first, first + 1):
+            metrics.write(record(step, 7.0 - step, mfu=None if step == 1 else 0.25))
+        metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("config/text_summary")]
+    assert shown == ["    optim:\n      lr: 1e-3", "    optim:\n      lr: 2e-3"]
+    assert [event.step for event in events.Scalars("mfu")] == [2, 3, 4]
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+
+
 def test_a_torn_last_line_is_passed_over(run):
     with (run / METRICS_FILE).open("a") as file:
         file.write(json.dumps(record(60, 4.0))[:37])

@@ -64,7 +64,7 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
         losses = call(tokens, targets, documents) if masked else call(tokens, targets)
         losses.sum().backward()
     found = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()}
-    ranks.barrier("compared", 60)
+    ranks.barrier("compared")
     return {name: gradient.clone() for name, gradient in found.items()}
 
 

@@ -286,6 +286,8 @@ class HuggingFaceTokenizer:
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self.file, directory / JSON_NAME)
         shutil.copyfile(self.file.parent / CONFIG_NAME, directory / CONFIG_NAME)
+        if (beside := self.file.parent / MODEL_NAME).is_file():  # the same pieces with the scores that llama.cpp needs
+            shutil.copyfile(beside, directory / MODEL_NAME)
 
     def _find_eod(self) -> int:
         config = self.file.parent / CONFIG_NAME

@@ -8,6 +8,7 @@ from pretrain.models.families.common import ENDS, LAYER, MLP, PRE_NORMS, THEIRS,
 from pretrain.models.families.experts import (
     CORRECTED,
     CORRECTION,
+    ROUTING,
     SHARED,
     TRAINING,
     beyond_the_last_layer,
@@ -16,6 +17,7 @@ from pretrain.models.families.experts import (
     stacked,
 )
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import scalings, switches
 from pretrain.models.families.weights import entry
 
 
@@ -42,6 +44,12 @@ ATTENTION = (
     ("query", "q_proj"), ("query_down", "q_a_proj"), ("query_norm", "q_a_layernorm"), ("query_up", "q_b_proj"),
     ("kv_down", "kv_a_proj_with_mqa"), ("kv_norm", "kv_a_layernorm"), ("kv_up", "kv_b_proj"), ("output", "o_proj"),
 )  # fmt: skip
+
+
+def _one_mscale(value: float, model: Model) -> bool:
+    """llama.cpp's converter reads one of the two numbers, and its arithmetic is right where both are the same."""
+    return model.rope.scaling == "none" or model.rope.mscale == model.rope.mscale_all_dim > 0
+
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
@@ -91,4 +99,14 @@ DEEPSEEK_V3 = Family(
     dropped=beyond_the_last_layer,
     refuse=_refuse,
     aliases=("kimi_k2",),
+    llama_cpp={
+        **switches("tie_embeddings", "latent.kv_rank", "latent.rope_dim", "latent.plain_dim", "latent.value_dim"),
+        **switches(*(f"experts.{name}" for name in ROUTING)),
+        # By the number of layers it knows the "lite" models, whose queries are whole.
+        "latent.query_rank": lambda rank, model: (rank == 0) == (model.layers in (26, 27)),
+        # Its norms of the narrow vectors have this eps too; up to here, logits move by 1e-4.
+        "norm_eps": lambda eps, model: eps <= 1e-5,
+        **scalings("yarn"),
+        **dict.fromkeys(("rope.mscale", "rope.mscale_all_dim"), _one_mscale),
+    },
 )

@@ -2,6 +2,7 @@
 
 from pretrain.models.families.common import WEIGHTS, biases, eps, sizes, tied
 from pretrain.models.families.family import Family
+from pretrain.models.families.other_readers import scalings, switches
 
 ERNIE4_5 = Family(
     name="ernie4_5",
@@ -13,4 +14,5 @@ ERNIE4_5 = Family(
     defaults={"tie_embeddings": True, "rope.theta": 500_000.0},
     constants={"hidden_act": "silu"},
     theta=500_000.0,
+    llama_cpp=switches("tie_embeddings") | scalings("linear", "yarn"),
 )

@@ -43,6 +43,10 @@ CORRECTED: dict[str, Any] = {"experts.scoring": "sigmoid", "experts.correction":
 CORRECTION = entry(f"{LAYER}.mlp.router.correction", f"{THEIRS}.mlp.gate.e_score_correction_bias")
 
 
+# What `corrected` says of them.
+ROUTING = ("count", "active", "ffn_dim", "shared", "dense_layers", "normalise", "scale", "groups", "active_groups")
+
+
 def corrected(count: int, ffn_dim: int, dense: int, scale: float, groups: int, active_groups: int) -> tuple[Field, ...]:
     """The fields of such experts; the arguments are what absent ones mean."""
     return (

@@ -96,6 +96,8 @@ class Family:
     dropped      which tensors of a file are no part of the model; an import says what it leaves out
     copies       names under which files may hold the embedding again
     prefix       what older files leave out before every name
+    llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
+    elsewhere    what other programs make of a model (families/other_readers.py has both)
     """
 
     name: str
@@ -118,6 +120,8 @@ class Family:
     dropped: Callable[[str, Model], bool] | None = None
     copies: tuple[str, ...] = ()
     prefix: str = ""
+    llama_cpp: dict[str, Callable[[Any, Model], bool]] | None = None
+    elsewhere: Callable[[Model], Sequence[str]] | None = None
     aliases: tuple[str, ...] = ()
     balance: float | None = None
 
@@ -146,11 +150,12 @@ class Family:
         """
         self._check_expressible(model)
         config = {"architectures": [self.architecture], "model_type": self.model_type, **self._written(model)}
+        config |= rope_to_hf(model, self.rope, self.partial, self.scaling is not None) if self.rope else {}
         config |= {name: value for name, make in self.derived.items() if (value := make(model)) is not None}
         if self.balance is not None:  # without the rounding of the division when it was read
             config[BALANCE] = float(f"{model.experts.balance_loss * layers_with_experts(model):.12g}")
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        return config | self.constants | (rope_to_hf(model, self.rope, self.partial) if self.rope else {})
+        return config | self.constants
 
     def _written(self, model: Model) -> dict[str, Any]:
         """What `fields` say of a model. Raises ConfigError for two keys of ours that would write one field of theirs differently."""

@@ -13,6 +13,7 @@ from pretrain.models.families.common import (
     tied,
 )
 from pretrain.models.families.family import Family
+from pretrain.models.families.other_readers import WINDOWS, gemma_scores
 from pretrain.models.families.windows import windows
 
 GEMMA2 = Family(
@@ -41,4 +42,5 @@ GEMMA2 = Family(
     },
     constants=GEMMA_CONSTANTS,
     refuse=gemma_refuses,
+    llama_cpp=WINDOWS | gemma_scores(46) | dict.fromkeys(("attention.soft_cap", "logit_soft_cap"), lambda cap, model: cap > 0),
 )

@@ -15,6 +15,7 @@ from pretrain.models.families.common import (
     tied,
 )
 from pretrain.models.families.family import Family
+from pretrain.models.families.other_readers import WINDOWS, gemma_scores, scalings, switches
 from pretrain.models.families.windows import whole, windows
 from pretrain.models.shape import has_window
 
@@ -57,4 +58,8 @@ GEMMA3 = Family(
     theta=1_000_000.0,
     local_theta=10_000.0,
     refuse=gemma_refuses,
+    llama_cpp=WINDOWS
+    | gemma_scores(62)
+    | scalings("linear", "yarn")
+    | switches("tie_embeddings", "logit_soft_cap", "rope.local_theta"),
 )

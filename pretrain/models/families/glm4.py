@@ -2,6 +2,7 @@
 
 from pretrain.models.families.common import ATTENTION, ENDS, LAYER, MLP, THEIRS, eps, norms, projections, sizes, tied
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import scalings, switches
 from pretrain.models.families.weights import CONCATENATED, entry
 
 GLM4 = Family(
@@ -30,4 +31,5 @@ GLM4 = Family(
     defaults={"rope.fraction": 0.5, "attention.bias": ["query", "key", "value"]},
     constants={"hidden_act": "silu"},
     partial=True,
+    llama_cpp=switches("tie_embeddings", "attention.bias", "rope.fraction") | scalings("linear", "yarn"),
 )

@@ -8,6 +8,7 @@ from pretrain.models.families.common import WEIGHTS, eps, projections, sizes, ti
 from pretrain.models.families.experts import (
     CORRECTED,
     CORRECTION,
+    ROUTING,
     SHARED,
     TRAINING,
     beyond_the_last_layer,
@@ -16,6 +17,7 @@ from pretrain.models.families.experts import (
     stacked,
 )
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import scalings, switches
 
 
 def _has_norms(qk: str, model: Model) -> bool:
@@ -58,4 +60,9 @@ GLM4_MOE = Family(
     dropped=beyond_the_last_layer,
     partial=True,
     refuse=refuse_uncorrected,
+    llama_cpp={
+        **switches("tie_embeddings", "attention.bias", "norm.qk", "rope.fraction"),
+        **switches(*(f"experts.{name}" for name in ROUTING)),
+        **scalings("linear", "yarn"),
+    },
 )

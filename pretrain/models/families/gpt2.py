@@ -2,6 +2,7 @@
 
 from pretrain.models.families.common import GPT_BLOCK, activation, buffers, eps, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import anything
 from pretrain.models.families.weights import CONCATENATED, CONCATENATED_TRANSPOSED, SAME, TRANSPOSED, entry
 
 _OURS, _THEIRS = "layers.{layer}", "transformer.h.{layer}"
@@ -9,7 +10,7 @@ _ALL = ("query", "key", "value", "output")
 _FUSED = tuple(f"{_OURS}.attention.{name}." for name in _ALL[:3])
 # Dropout is for training; the order of scaling changes roundings in half precision only; summaries belong to other heads.
 _INERT = frozenset({
-    "n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "summary_type", "summary_use_proj",
+    "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "summary_type", "summary_use_proj",
     "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "n_special", "predict_special_tokens",
 })  # fmt: skip
 
@@ -52,9 +53,11 @@ GPT2 = Family(
     fixed=GPT_BLOCK | {"positions": "learned", "attention.bias": list(_ALL)},
     defaults={"tie_embeddings": True, "mlp.activation": "gelu_tanh"},
     constants={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    derived={"n_ctx": lambda model: model.max_sequence_length},  # llama.cpp's converter reads this older name
     inert=_INERT,
     rope=None,
     refuse=refuse_uneven_heads,
     dropped=buffers(".attn.bias", ".attn.masked_bias"),
     prefix="transformer.",
+    llama_cpp={"tie_embeddings": anything, "ffn_dim": lambda width, model: width == 4 * model.dim},
 )

@@ -6,6 +6,7 @@ from typing import Any
 from pretrain.errors import ConfigError
 from pretrain.models.families.common import GPT_BLOCK, SIZES, activation, buffers, eps, projections, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import one_of, switches
 from pretrain.models.families.weights import FUSED_PER_HEAD, entry
 
 _OURS, _THEIRS = "layers.{layer}", "gpt_neox.layers.{layer}"
@@ -71,4 +72,5 @@ GPT_NEOX = Family(
     refuse=refuse_uneven_heads,
     dropped=buffers(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     partial=True,
+    llama_cpp=switches("parallel_residual", "rope.fraction") | {"rope.theta": one_of(10000.0)},
 )

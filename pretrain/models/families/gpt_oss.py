@@ -1,5 +1,6 @@
 """gpt-oss 20b and 120b (arXiv 2508.10925): attention sinks, windows in every other layer, experts with biases."""
 
+from pretrain.config.model_schema import Model
 from pretrain.models.families.common import (
     ATTENTION,
     ENDS,
@@ -13,10 +14,22 @@ from pretrain.models.families.common import (
 )
 from pretrain.models.families.experts import TRAINING, needs_experts
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import WINDOWS, scalings, switches
 from pretrain.models.families.weights import INTERLEAVED, INTERLEAVED_TRANSPOSED, TRANSPOSED, entry
 from pretrain.models.families.windows import windows
+from pretrain.models.shape import has_window
 
 EXPERTS = f"{LAYER}.mlp.experts"
+
+
+def _elsewhere(model: Model) -> list[str]:
+    flags = [has_window(model, layer) for layer in range(model.layers)]
+    if flags == [layer % 2 == 0 for layer in range(model.layers)]:
+        return []
+    return [
+        "vLLM 0.33 gives a window to every other layer from the first, whatever model.attention.window_pattern says: another model"
+    ]
+
 
 GPT_OSS = Family(
     name="gpt_oss",
@@ -64,4 +77,6 @@ GPT_OSS = Family(
     balance=0.001,
     theta=150000.0,
     scaling={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    llama_cpp=WINDOWS | scalings("yarn") | switches("experts.count", "experts.active", "experts.ffn_dim"),
+    elsewhere=_elsewhere,
 )

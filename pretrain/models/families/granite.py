@@ -2,6 +2,7 @@
 
 from pretrain.models.families.common import SIZES, WEIGHTS, attention_bias, eps, power, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import scalings, switches, whole_heads
 
 GRANITE = Family(
     name="granite",
@@ -29,4 +30,10 @@ GRANITE = Family(
     },
     constants={"hidden_act": "silu"},
     refuse=refuse_uneven_heads,
+    llama_cpp={
+        **switches("tie_embeddings", "embedding_multiplier", "residual_multiplier", "logit_multiplier"),
+        **switches("attention.query_scalar", "attention.bias"),
+        "head_dim": whole_heads,
+        **scalings("linear", "yarn"),
+    },
 )

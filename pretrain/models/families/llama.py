@@ -2,6 +2,7 @@
 
 from pretrain.models.families.common import SIZES, WEIGHTS, attention_bias, buffers, eps, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import AS_LLAMA
 
 LLAMA = Family(
     name="llama",
@@ -20,4 +21,5 @@ LLAMA = Family(
     inert=frozenset({"is_llama_config"}),
     refuse=refuse_uneven_heads,
     dropped=buffers(".rotary_emb.inv_freq"),
+    llama_cpp=AS_LLAMA,
 )

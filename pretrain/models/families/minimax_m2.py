@@ -6,6 +6,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families.common import ATTENTION, ENDS, LAYER, PRE_NORMS, THEIRS, eps, sizes, tied
 from pretrain.models.families.experts import CORRECTED, TRAINING, needs_experts, stacked
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import scalings, switches
 from pretrain.models.families.weights import entry
 
 
@@ -63,4 +64,5 @@ MINIMAX_M2 = Family(
     balance=0.001,
     partial=True,
     refuse=needs_experts,
+    llama_cpp=switches("rope.fraction", "experts.count", "experts.active") | scalings("linear", "yarn"),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from pretrain.models.families.common import WEIGHTS, eps, sizes, tied
 from pretrain.models.families.family import Family
+from pretrain.models.families.other_readers import AS_LLAMA
 from pretrain.models.families.windows import windows
 
 MISTRAL = Family(
@@ -11,4 +12,5 @@ MISTRAL = Family(
     fields=(*sizes(kv_heads=8, length=131072), eps(1e-6), tied(False), windows(4096)[0]),
     weights=WEIGHTS,
     constants={"hidden_act": "silu"},
+    llama_cpp=AS_LLAMA,
 )

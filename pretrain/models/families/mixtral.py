@@ -3,6 +3,7 @@
 from pretrain.models.families.common import ATTENTION, ENDS, PRE_NORMS, eps, sizes, tied
 from pretrain.models.families.experts import TRAINING, needs_experts, stacked
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import AS_LLAMA, switches
 
 MIXTRAL = Family(
     name="mixtral",
@@ -23,4 +24,5 @@ MIXTRAL = Family(
     refuse=needs_experts,
     balance=0.001,
     theta=1_000_000.0,
+    llama_cpp=AS_LLAMA | switches("experts.count", "experts.active", "experts.ffn_dim"),
 )

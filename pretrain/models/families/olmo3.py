@@ -1,8 +1,20 @@
 """OLMo 3 (2025): OLMo 2 with a sliding window in three layers of four; frequencies are scaled in the others only."""
 
+from pretrain.config.model_schema import Model
 from pretrain.models.families.common import SIZES, WEIGHTS_REORDERED, attention_bias, eps, head_width, tied
 from pretrain.models.families.family import Family
+from pretrain.models.families.other_readers import WINDOWS, scalings
 from pretrain.models.families.windows import windows
+
+
+def _elsewhere(model: Model) -> list[str]:
+    rope, problem = model.rope, None
+    if rope.local_theta != rope.theta:
+        problem = f"model.rope.local_theta={rope.local_theta}"
+    elif rope.scaling != "none" and rope.scale_local:
+        problem = "model.rope.scale_local=true"
+    return [f"{problem} is ignored by transformers 4, which then computes another model; use transformers 5"] if problem else []
+
 
 OLMO3 = Family(
     name="olmo3",
@@ -28,4 +40,6 @@ OLMO3 = Family(
     rope="by_layer_type",
     theta=500_000.0,
     refuse=head_width,
+    llama_cpp=WINDOWS | scalings("yarn") | {"attention.window": lambda width, model: width > 0},
+    elsewhere=_elsewhere,
 )

@@ -4,6 +4,7 @@ from pretrain.config.model_schema import Model
 from pretrain.models.families.common import WEIGHTS, attention_bias, eps, head_width, sizes, tied
 from pretrain.models.families.experts import TRAINING, needs_experts, stacked
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import scalings, switches
 
 
 def _refuse(model: Model) -> str | None:
@@ -30,4 +31,9 @@ OLMOE = Family(
     inert=TRAINING,
     balance=0.01,
     refuse=_refuse,
+    llama_cpp={
+        **switches("experts.count", "experts.active"),
+        "kv_heads": lambda heads, model: heads == model.heads,
+        **scalings("linear", "yarn"),
+    },
 )

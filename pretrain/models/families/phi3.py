@@ -6,6 +6,7 @@ The versions for 128k tokens scale each frequency by a factor of its own (LongRo
 from pretrain.config.model_schema import Model
 from pretrain.models.families.common import FUSED, WEIGHTS, eps, head_width, sizes, tied
 from pretrain.models.families.family import Family
+from pretrain.models.families.other_readers import switches
 from pretrain.models.families.windows import windows
 
 
@@ -30,4 +31,5 @@ PHI3 = Family(
     inert=frozenset({"resid_pdrop", "embd_pdrop"}),
     partial=True,
     refuse=_refuse,
+    llama_cpp=switches("tie_embeddings", "rope.fraction"),
 )

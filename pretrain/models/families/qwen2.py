@@ -2,7 +2,8 @@
 
 from pretrain.models.families.common import WEIGHTS, eps, head_width, sizes, tied
 from pretrain.models.families.family import Family
-from pretrain.models.families.windows import SUFFIX_WINDOWS, suffix_windows
+from pretrain.models.families.other_readers import scalings, switches
+from pretrain.models.families.windows import SUFFIX_WINDOWS, mixed_windows, suffix_windows
 
 QWEN2 = Family(
     name="qwen2",
@@ -16,4 +17,6 @@ QWEN2 = Family(
     accepted={"use_mrope": False},
     derived=SUFFIX_WINDOWS,
     refuse=head_width,
+    llama_cpp=switches("tie_embeddings") | scalings("linear", "yarn"),
+    elsewhere=mixed_windows,
 )

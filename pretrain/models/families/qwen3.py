@@ -2,7 +2,8 @@
 
 from pretrain.models.families.common import WEIGHTS, attention_bias, eps, sizes, tied
 from pretrain.models.families.family import Family
-from pretrain.models.families.windows import SUFFIX_WINDOWS, suffix_windows
+from pretrain.models.families.other_readers import scalings, switches
+from pretrain.models.families.windows import SUFFIX_WINDOWS, mixed_windows, suffix_windows
 
 QWEN3 = Family(
     name="qwen3",
@@ -20,4 +21,6 @@ QWEN3 = Family(
     defaults={"norm_eps": 1e-6, "rope.theta": 1_000_000.0},
     constants={"hidden_act": "silu"},
     derived=SUFFIX_WINDOWS,
+    llama_cpp=switches("tie_embeddings") | scalings("linear", "yarn"),
+    elsewhere=mixed_windows,
 )

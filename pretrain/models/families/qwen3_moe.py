@@ -6,6 +6,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families.common import WEIGHTS, eps, projections, sizes, tied
 from pretrain.models.families.experts import TRAINING, needs_experts, stacked
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import one_of, scalings, switches
 
 
 def _dense_layers(value: Any, config: dict[str, Any]) -> Any:
@@ -47,4 +48,8 @@ QWEN3_MOE = Family(
     inert=TRAINING | {"sliding_window", "max_window_layers", "num_local_experts"},
     refuse=needs_experts,
     balance=0.001,
+    # It always makes the weights of a token's experts sum to one.
+    llama_cpp=switches("tie_embeddings", "experts.count", "experts.active", "experts.ffn_dim")
+    | {"experts.normalise": one_of(True)}
+    | scalings("yarn"),
 )

@@ -5,6 +5,7 @@ Exports carry both, because vLLM and llama.cpp's converter read the older fields
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from pretrain.config.model_schema import Model
@@ -41,13 +42,16 @@ _NEEDED = {"none": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("
 _OFF_WHEN_ZERO = ("attention_factor", "mscale", "mscale_all_dim")
 
 
-def rope_to_hf(model: Model, kind: str, partial: bool) -> dict[str, Any]:
+def rope_to_hf(model: Model, kind: str, partial: bool, scaled: bool) -> dict[str, Any]:
     """The fields of config.json; `kind`: `uniform`, or `by_layer_type` where layers with a window have rotations of their own.
 
     `partial`: whether transformers rotates a share of a head. It is then written even when it is 1, since the field's absence may mean
-    another share.
+    another share. `scaled`: whether absent fields mean a scaling. Then a model without one is written as scaled by 1: transformers 4 and
+    vLLM's gpt-oss know no other way to say so.
     """
     rope = model.rope
+    if scaled and rope.scaling == "none":
+        rope = dataclasses.replace(rope, scaling="yarn", factor=1.0, original_length=model.max_sequence_length)
     if rope.scaling == "dynamic" and rope.original_length != model.max_sequence_length:
         raise ConfigError(
             f"model.rope.original_length={rope.original_length}: dynamic scaling of transformers begins at "
@@ -110,9 +114,17 @@ def rope_from_hf(
     if scaling and parameters and older != ours:
         raise ConfigError(f"config.json: rope_scaling={scaling!r} contradicts rope_parameters={parameters!r}")
     ours = older if scaling else ours
+    ours = _unscaled(ours) if absent else ours
     if kind == "by_layer_type":
         ours |= _local(local, ours, {"rope_local_base_freq": local_theta, **config}, family)
     return {f"rope.{name}": value for name, value in ours.items()}
+
+
+def _unscaled(ours: dict[str, Any]) -> dict[str, Any]:
+    """Scaling by 1, as `rope_to_hf` writes it, is none."""
+    by_one = ours["scaling"] == "yarn" and ours["factor"] == 1 and not any(ours.get(name) for name in _OFF_WHEN_ZERO)
+    kept = {name: ours[name] for name in ("theta", "fraction") if name in ours}
+    return {"scaling": "none", **kept} if by_one else ours
 
 
 def _local(local: dict[str, Any], ours: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 from pretrain.errors import ConfigError
 from pretrain.models.families.common import WEIGHTS, attention_bias, eps, head_width, sizes, tied
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import scalings, switches
 from pretrain.models.families.windows import whole, windows
 from pretrain.models.shape import cycled
 
@@ -49,4 +50,5 @@ SMOLLM3 = Family(
     inert=frozenset({"max_window_layers"}),
     theta=2_000_000.0,
     refuse=head_width,
+    llama_cpp=switches("tie_embeddings") | scalings("yarn"),
 )

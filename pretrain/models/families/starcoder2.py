@@ -13,6 +13,7 @@ from pretrain.models.families.common import (
     tied,
 )
 from pretrain.models.families.family import Family, Field
+from pretrain.models.families.other_readers import scalings, switches
 from pretrain.models.families.weights import entry
 
 _MODULES = {
@@ -57,4 +58,9 @@ STARCODER2 = Family(
         "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
     }),
     refuse=head_width,
+    llama_cpp={
+        **switches("tie_embeddings", "attention.window_pattern"),
+        "attention.window": lambda length, model: not 0 < length < model.max_sequence_length,  # it has none
+        **scalings("linear", "yarn"),
+    },
 )  # fmt: skip

@@ -1,0 +1,146 @@
+"""torchrun with words: what it waits for while its nodes gather, and one line where it would print a traceback.
+
+launch/torchrun_multinode.sh starts this with torchrun's own arguments. The nodes' agents meet at the rendezvous, then start the
+processes of the run; after a failure they meet again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+FIRST_WORD_SECONDS = 10.0
+"""Wait after which the agent says what it waits for; then at twice the time, and so on, at most two minutes apart."""
+_MOST_APART = 120.0
+_GRACE_SECONDS = 5.0  # torchrun's own limit comes first
+
+
+def main(arguments: list[str]) -> int:
+    """Run torchrun; its exit code: 0, or 1 after an error or a signal."""
+    _import_quietly()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
+    from torch.distributed.run import parse_args, run
+
+    options = parse_args(arguments)
+    limit = join_seconds(options.rdzv_conf)
+    where = f"{options.nnodes} nodes at {options.rdzv_endpoint}"
+    _Watch(options.rdzv_endpoint, where, limit).start()
+    try:
+        run(options)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
+        return _fail(f"the process of rank {rank} (number {failure.pid} on this host) ended {how}; its last lines say why")
+    except SignalException as error:
+        return _fail(f"ended by {signal.Signals(error.sigval).name}; status.json of the run says whether it was saved")
+    except RendezvousClosedError:
+        return _fail(f"the rendezvous of {where} is closed: the run has ended on the other nodes; start it again on all")
+    except RendezvousConnectionError as error:
+        if "is_host=1" in options.rdzv_conf:
+            return _fail(
+                f"{options.rdzv_endpoint} is taken by another program or run; choose another port for HEAD on all nodes"
+            )
+        return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint)} ({error})")
+    except RendezvousError:
+        return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint)}")
+    return 0
+
+
+def _import_quietly() -> None:
+    """torch's C++ tells of every attempt to connect, with its stack; it reads the level once. The run's processes keep theirs."""
+    given = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = given or "FATAL"
+    import torch.distributed  # noqa: F401
+
+    if given is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+
+
+def join_seconds(configuration: str) -> float:
+    """The limit that torchrun was given, or its default."""
+    pairs = dict(item.split("=", 1) for item in configuration.split(",") if "=" in item)
+    return float(pairs.get("join_timeout", 600))
+
+
+def missing(where: str, limit: float) -> str:
+    """What is wrong when the nodes do not gather."""
+    return f"{where} did not gather within {limit:g} s (JOIN_SECONDS); this one is {socket.gethostname()}"
+
+
+def look_at(endpoint: str) -> str:
+    """What an agent can see of the place where the nodes meet, and what to do."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
+    except socket.gaierror as error:
+        return f"{host} cannot be resolved ({error.strerror}); set HEAD to the head node"
+    except ConnectionRefusedError:
+        return f"nobody listens at {endpoint}; start the head node, or set HEAD to it on every node"
+    except (OSError, ValueError) as error:
+        return f"{endpoint} does not answer ({error}); look at the network, or set HEAD to the head node"
+    return (
+        f"{endpoint} is there; start the other nodes, with the same NODES, HEAD and RUN_ID on all, or choose another port if another "
+        "program has this one"
+    )
+
+
+class _Watch(threading.Thread):
+    """Speaks while this host has no processes of the run; ends torchrun where its own limit does not hold."""
+
+    def __init__(self, endpoint: str, where: str, limit: float) -> None:
+        super().__init__(name="words", daemon=True)
+        self.endpoint, self.where, self.limit = endpoint, where, limit
+
+    def run(self) -> None:
+        since, word = time.monotonic(), FIRST_WORD_SECONDS
+        while True:
+            time.sleep(0.5)
+            now = time.monotonic()
+            if _has_processes():
+                since, word = now, FIRST_WORD_SECONDS
+            elif now - since > self.limit + _GRACE_SECONDS:
+                # torch waits for an answer without end where something that is no store of torchrun listens.
+                _fail(f"{missing(self.where, self.limit)}: {look_at(self.endpoint)}")
+                os._exit(1)
+            elif now - since > word:
+                word = now - since + min(now - since, _MOST_APART)
+                print(
+                    f"{socket.gethostname()} waits for {self.where} ({now - since:.0f} of {self.limit:g} s, JOIN_SECONDS): "
+                    f"{look_at(self.endpoint)}",
+                    flush=True,
+                )
+
+
+def _has_processes() -> bool:
+    """Whether this process has children. Where the system does not say, it is taken to have some, and nothing is said."""
+    try:
+        return any(path.read_text().strip() for path in Path("/proc/self/task").glob("*/children"))
+    except OSError:
+        return True
+
+
+def _fail(line: str) -> int:
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _end(number: int, frame: FrameType | None) -> Any:
+    """Before torchrun has its own handlers."""
+    _fail(f"ended by {signal.Signals(number).name} before the nodes had gathered")
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    # Started by path, Python puts this file's folder first, where `monitor`, `switchboard`, ... would shadow other modules.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    signal.signal(signal.SIGTERM, _end)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""Connections between a rank and the switchboard: lines of JSON, in both directions. Nothing that comes is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from typing import Any
+
+from pretrain.errors import LaunchError
+
+PROTOCOL = "pretrain 1"
+_LONGEST = 8 << 20  # bytes of a message
+_SEND_SECONDS = 10.0
+
+
+class Channel:
+    """A connection that carries JSON objects in both directions. Any thread may send; one thread receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(_SEND_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Idle connections are dropped by some firewalls; a host that vanished is noticed in the end.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 60), ("TCP_KEEPCNT", 20)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self.connection = connection
+        self._sending = threading.Lock()
+        self._buffer = b""
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Raises OSError when the other side is gone."""
+        data = json.dumps({"kind": kind, **values}).encode() + b"\n"
+        with self._sending:
+            self.connection.sendall(data)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have come; waits for some. Raises OSError when there will be no more, ValueError for nonsense."""
+        data = self.connection.recv(1 << 16)
+        if not data:
+            raise ConnectionError("the connection was closed")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > _LONGEST:
+            raise ValueError("a message without end")
+        messages = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages):
+            raise ValueError("not a message")
+        return messages
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def listen(port: int) -> socket.socket:
+    """A socket that takes connections at a port of every address of this host; 0: at any free port. Raises OSError."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        except OSError as error:
+            if error.errno is not None and port and _is_taken(port):
+                raise
+    return socket.create_server(("", port), backlog=1024)
+
+
+def _is_taken(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return True
+    return False
+
+
+def hello(channel: Channel, rank: int, world_size: int, token: str) -> list[dict[str, Any]]:
+    """Introduce a rank to the switchboard; its answer, and what it said after that.
+
+    `token`: of the switchboard that is looked for, "" for any. Raises LaunchError when it refuses the rank, OSError or ValueError where the other side is no switchboard.
+    """
+    me = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "process": os.getpid()}
+    channel.send("hello", protocol=PROTOCOL, token=token, **me)
+    messages: list[dict[str, Any]] = []
+    while not messages:
+        messages = channel.receive()
+    if messages[0]["kind"] == "refused":
+        raise LaunchError(messages[0]["line"])
+    if messages[0]["kind"] != "welcome":
+        raise ValueError("not a switchboard")
+    return messages

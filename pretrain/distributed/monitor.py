@@ -1,0 +1,387 @@
+"""A thread of every rank that knows what the rank is doing, answers the switchboard, and ends the process when nothing else can.
+
+While the main thread waits in a collective it can neither speak nor look at a signal. This thread can:
+
+    the main rank waits for 10 s          it says for whom, again after 20 s, 40 s, ...
+    a collective fails                    the switchboard finds out why, and every rank ends with the same line (`explain`)
+    a rank has ended, or is gone          a rank that makes no progress for 30 s after that ends with a line
+    told to stop, no progress for 15 s    the stacks of all threads go to the log; where it is certain that a rank hangs, the run ends
+
+It is certain when each rank that the others wait for is gone, or does not answer, or has for a minute neither computed nor read nor
+written. A rank that is busy is never ended, however long it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.distributed.channel import Channel
+from pretrain.distributed.standing import Mark
+from pretrain.distributed.switchboard import ANSWER_SECONDS
+from pretrain.errors import LostRankError, UserError, print_error
+
+log = logging.getLogger(__name__)
+
+SAY_SECONDS = 10.0
+"""Wait after which the main rank says for whom; then at twice the time, and so on."""
+SAY_PART_SECONDS = 60.0
+"""The same for a part of the step that the ranks do together, of which nobody can say whether it waits."""
+LOST_SECONDS = 30.0
+"""How long a rank goes on without progress after another one has ended."""
+STOP_SECONDS = 15.0
+"""Time without progress after which a rank that was told to stop writes its stacks to the log and asks the switchboard who hangs."""
+IDLE_SECONDS = 60.0
+"""How long a rank must have done nothing at all for it to hang, where somebody was told to stop."""
+LEAVE_SECONDS = 60.0
+"""How long a rank whose collective has failed may take to end by itself."""
+_VERDICT_SECONDS = 8.0
+_TICK_SECONDS = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass
+class Doom:
+    """What ends this process at `deadline` if it makes no progress before. `final`: progress or not; `of`: the rank that is gone."""
+
+    line: str
+    patience: float
+    deadline: float
+    final: bool = False
+    of: int | None = None
+
+
+class Monitor(threading.Thread):
+    """This rank's end of the switchboard's connection. `attach` gives it one; `start` and `close` are called by the main thread."""
+
+    def __init__(self, rank: int, local_rank: int, timeout_seconds: float) -> None:
+        super().__init__(name="monitor", daemon=True)
+        self.rank, self.local_rank, self.timeout_seconds = rank, local_rank, timeout_seconds
+        self.news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        """What the switchboard says while the ranks are joining (joining.py)."""
+        self.on_end: Callable[[str], None] | None = None
+        """Called with the line before this thread ends the process: status.json, the log."""
+        self.log_file: Path | None = None
+        self.busy_elsewhere = False
+        """Whether the parts of a step run on a GPU."""
+        self.main_rank = "rank 0"
+        self.heard = 0.0
+        """When the switchboard last said something."""
+        self.mark, self.since = Mark(), time.monotonic()
+        self._parts: list[Mark] = []
+        self._channel: Channel | None = None
+        self._reconnect: Callable[[], Channel] | None = None
+        self._verdict: str | None = None
+        self._judged = threading.Event()
+        self._doom: Doom | None = None
+        self._stop_asked: float | None = None
+        self._stop_name = ""
+        self._stacks_dumped = False
+        self._said = 0.0  # how long the wait was when it was last said
+        self._asked_stuck = 0.0
+        self._activity, self._active = (0.0, 0), time.monotonic()
+        self._looked = 0.0
+        self._closed = False
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._signal_before = -1
+
+    # ---- what the main thread says ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def doing(self, name: str, waiting: bool = False, device: bool = False) -> Iterator[None]:
+        """Around an operation: everyone can know that this rank is in it, and a failed collective in it is explained."""
+        self._set(Mark(self.mark.number + waiting, name, waiting, device))
+        self._parts.append(self.mark)
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_communication(error):
+                raise
+            raise self.explain(error) from error
+        finally:
+            self._parts.pop()
+            outside = self._parts[-1] if self._parts else Mark(name=name, past=True)
+            self._set(Mark(self.mark.number, outside.name, False, outside.device, outside.past))
+
+    def _set(self, mark: Mark) -> None:
+        self.mark, self.since, self._said = mark, time.monotonic(), 0.0
+
+    def explain(self, error: BaseException) -> LostRankError:
+        """The line that every rank ends with, for a collective that failed here; asks the switchboard why it did."""
+        mark, text = self.mark, str(error)
+        timed_out = "imed out" in text or "imeout" in text
+        reason = text.splitlines()[0].rpartition("] ")[2] if text else type(error).__name__
+        if self._verdict is None:
+            self.send(
+                "broken",
+                number=mark.number,
+                name=mark.name,
+                waiting=mark.waiting,
+                timed_out=timed_out,
+                seconds=self.timeout_seconds,
+                reason=reason,
+            )
+            self._judged.wait(_VERDICT_SECONDS)
+        line = self._verdict
+        if line is None:
+            verb = f"did not come to an end within {self.timeout_seconds:g} s" if timed_out else "broke off"
+            line = f"'{mark.name}' {verb}: {self._doom.line if self._doom else self._silence()}"
+        self._doom = Doom(line, LEAVE_SECONDS, time.monotonic() + LEAVE_SECONDS, final=True)
+        return LostRankError(line)
+
+    def attach(self, channel: Channel, said: list[dict[str, Any]], reconnect: Callable[[], Channel]) -> None:
+        """Use this connection to the switchboard, which has `said` something already; `reconnect` makes another one if it breaks off."""
+        self._reconnect = reconnect
+        self._take(said)
+        self._channel = channel
+        self._poke()
+
+    def send(self, kind: str, **values: Any) -> bool:
+        """Tell the switchboard; whether there is one."""
+        channel = self._channel
+        if channel is None:
+            return False
+        try:
+            channel.send(kind, **values)
+        except OSError:  # the thread notices, and looks for the switchboard
+            return False
+        return True
+
+    def keep_record(self, folder: Path, on_end: Callable[[str], None]) -> None:
+        """Where this rank's log is; `on_end` records the line if this thread has to end the process."""
+        self.log_file, self.on_end = folder / f"rank-{self.rank}.log", on_end
+        if self.rank == 0:
+            self.send("logs", folder=str(folder))
+
+    def listen_to_signals(self) -> None:
+        """Hear of signals even while the main thread is inside a collective. Main thread only."""
+        if threading.current_thread() is threading.main_thread():
+            self._signal_before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+
+    def close(self) -> None:
+        """Say goodbye; nothing that happens to the others matters any more."""
+        self._closed = True
+        if threading.current_thread() is threading.main_thread():
+            now = signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._signal_before if now == self._waker.fileno() else now)
+        self._poke()
+        self.join(2 * _TICK_SECONDS)
+        if self._channel is not None:
+            self._channel.close()
+        if not self.is_alive():
+            self._wake.close()
+            self._waker.close()
+
+    def _poke(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    # ---- the thread ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while not self._closed:
+            channel, poll = self._channel, select.poll()  # select() knows no descriptor above 1023
+            for source in (self._wake, channel):
+                if source is not None:
+                    poll.register(source, select.POLLIN)
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * _TICK_SECONDS)]
+            if self._closed:
+                return
+            if self._wake.fileno() in ready:
+                self._hear_signals()
+            if channel is not None and channel.fileno() in ready:
+                self._hear(channel)
+            if time.monotonic() - self._looked >= 0.9 * _TICK_SECONDS:
+                self._looked = time.monotonic()
+                self._look(self._looked)
+
+    def _hear_signals(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in self._wake.recv(64):
+                if number in _SIGNALS and self._stop_asked is None:
+                    self._stop_asked, self._stop_name = time.monotonic(), signal.Signals(number).name
+                    if self._doom and not self._doom.final:
+                        self._doom.patience = min(self._doom.patience, STOP_SECONDS / 5)
+                        self._doom.deadline = min(self._doom.deadline, time.monotonic() + self._doom.patience)
+
+    def _hear(self, channel: Channel) -> None:
+        try:
+            messages = channel.receive()
+        except (OSError, ValueError):
+            channel.close()
+            self._channel = None
+            self.news.put({"kind": "lost"})
+            self._find_switchboard_again()
+            return
+        self._take(messages)
+
+    def _take(self, messages: list[dict[str, Any]]) -> None:
+        self.heard = time.monotonic()
+        for message in messages:
+            kind = message["kind"]
+            if kind == "call":
+                self.send("at", call=message["call"], mark=asdict(self.mark), seconds=self._seconds(), idle=self._idle())
+            elif kind == "verdict":
+                self._verdict = message["line"]
+                self._judged.set()
+                self._expect_end(message["line"])
+            elif kind in ("left", "gone"):
+                self._expect_end(message["line"], message.get("rank"))
+                self.news.put(message)
+            elif kind == "back" and self._doom is not None and self._doom.of == message["rank"]:
+                self._doom = None  # it was the connection only
+            elif kind == "awaited" and message["number"]:
+                self._say(message)
+            else:
+                self.news.put(message)
+
+    def _find_switchboard_again(self) -> None:
+        """The switchboard's process has ended, or only the connection."""
+        line = f"{self.main_rank} is gone without a word (killed?)"
+        if self._reconnect is not None and not self._closed:
+            try:
+                self._channel = self._reconnect()
+                return
+            except (OSError, ValueError, UserError):
+                pass
+        self._expect_end(line)
+        self._judged.set()
+
+    def _expect_end(self, line: str, of: int | None = None) -> None:
+        if self._doom is None:
+            patience = STOP_SECONDS / 5 if self._stop_asked else LOST_SECONDS
+            self._doom = Doom(line, patience, time.monotonic() + patience, of=of)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    def _idle(self) -> float:
+        """Seconds for which this process has done nothing. Work on a GPU is not seen, so that it counts as busy."""
+        if self.mark.device and self.busy_elsewhere:
+            return 0.0
+        return min(time.monotonic() - self._active, self._seconds())
+
+    def _look(self, now: float) -> None:
+        """Once a second: what has lasted too long?"""
+        activity = time.process_time(), _bytes_moved()
+        is_busy = activity[0] - self._activity[0] > 0.02 or activity[1] - self._activity[1] > 1 << 16
+        if is_busy or _waits_for_storage():
+            self._active = now
+        self._activity = activity
+        if self._doom is not None:
+            if not self._doom.final and self.since > self._doom.deadline - self._doom.patience:
+                self._doom.deadline = self.since + self._doom.patience  # it still makes progress
+            if now > self._doom.deadline:
+                self._end(self._doom.line)
+            return
+        self._look_at_wait()
+        self._look_at_stop(now)
+
+    def _look_at_wait(self) -> None:
+        mark, seconds = self.mark, self._seconds()
+        limit = SAY_SECONDS if mark.waiting else SAY_PART_SECONDS
+        if self.rank == 0 and (mark.waiting or mark.device) and seconds >= max(limit, 2 * self._said):
+            self._said = seconds
+            self.send("ask", number=mark.number)
+        is_over = mark.device and self.busy_elsewhere and seconds > self.timeout_seconds
+        if is_over and time.monotonic() - self._asked_stuck > STOP_SECONDS:
+            # gloo's collectives fail by themselves; NCCL's would end the process without a word a little later.
+            self._asked_stuck = time.monotonic()
+            line = f"'{mark.name}' did not come to an end within {self.timeout_seconds:g} s (parallel.timeout_seconds)"
+            self.send("stuck", line=line, number=mark.number, idle=0)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        mark, seconds = self.mark, self._seconds()
+        if message["number"] != mark.number or not (mark.waiting or mark.device):
+            return  # it has gone on meanwhile
+        if message["late"]:
+            log.warning("waiting %.0f s at '%s': %s", seconds, mark.name, message["late"])
+        elif mark.waiting:
+            log.warning(
+                "waiting %.0f s at '%s', where all ranks are: the network between the hosts is slow or down", seconds, mark.name
+            )
+
+    def _look_at_stop(self, now: float) -> None:
+        if self._stop_asked is None or now - max(self._stop_asked, self.since) < STOP_SECONDS:
+            return
+        if not self._stacks_dumped:
+            self._stacks_dumped = True
+            self._dump_stacks(f"told to stop by {self._stop_name}, and still in '{self.mark.name}'")
+        if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS):
+            line = f"told to stop by {self._stop_name}, and the run hangs"
+            if self._asked_stuck > max(self.heard, self._stop_asked):
+                self._expect_end(f"{line}: {self._silence()}")  # its switchboard would have answered
+            self._asked_stuck = now
+            self.send("stuck", line=line, number=self.mark.number, idle=IDLE_SECONDS)
+
+    def _silence(self) -> str:
+        return f"{self.main_rank} does not answer (stopped, or its host or network is down)"
+
+    # ---- the end ------------------------------------------------------------------------------------------------------
+
+    def _dump_stacks(self, line: str) -> None:
+        if self.log_file is None:
+            return
+        with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as file:
+            file.write(f"{line}; the stacks of all threads:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _end(self, line: str) -> None:
+        """The main thread cannot: record the line and end the process."""
+
+        def record() -> None:
+            self._dump_stacks(line)
+            if self.on_end is not None:
+                self.on_end(line)
+
+        self.send("left", line=line, alone=False, error="LostRankError", traceback=False)
+        recording = threading.Thread(target=record, daemon=True)
+        recording.start()
+        recording.join(10.0)  # storage may be what hangs
+        print_error(LostRankError(line))
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(LostRankError.exit_code)
+
+
+def is_communication(error: BaseException) -> bool:
+    """Whether an exception of torch says that ranks could not reach each other."""
+    import torch.distributed as dist
+
+    said = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, dist.DistError) or any(part in str(error) for part in said)
+
+
+def _waits_for_storage() -> bool:
+    """Whether the main thread is inside a read, write or flush that the system has not finished (state D)."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"D"
+    except (OSError, IndexError):
+        return False
+
+
+def _bytes_moved() -> int:
+    """Bytes that this process has read and written, where the system counts them."""
+    try:
+        with open("/proc/self/io", "rb") as file:
+            fields = dict(line.split(b":") for line in file.read().splitlines())
+        return int(fields[b"rchar"]) + int(fields[b"wchar"])
+    except (OSError, KeyError, ValueError):
+        return 0

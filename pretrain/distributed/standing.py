@@ -1,0 +1,175 @@
+"""What is known of each rank at a moment, and the sentences that are made of it.
+
+Everything a user reads about a rank that is late, silent or gone is written here, from plain values, without sockets or clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LISTED = 3
+"""Ranks that a sentence names; of the others it gives the number."""
+SURE_SECONDS = 10.0
+"""How long a rank must leave calls unanswered before that alone counts against it: a long call into a library may hold it up."""
+
+
+@dataclass
+class Mark:
+    """What a process is doing: inside a control operation (`waiting`), in a part of its own work, or `past` one of the two.
+
+    `number` counts the control operations that it has begun: they come in the same order on every rank. `device`: a part in which the
+    ranks exchange gradients or weights, so that it may be waiting for another rank without saying so.
+    """
+
+    number: int = 0
+    name: str = "start of the process"
+    waiting: bool = False
+    device: bool = False
+    past: bool = False
+
+    def __str__(self) -> str:
+        return f"{'waiting at' if self.waiting else 'past' if self.past else 'in'} '{self.name}'"
+
+
+@dataclass
+class Standing:
+    """One rank, as the switchboard sees it. `mark`, `seconds` in it and `idle` seconds are those of its last answer.
+
+    `gone`: its connection broke off; `silent`: it does not answer, for `unheard` seconds so far; `left`: its last words, with
+    `left_alone` where it is not ending because of another rank; `broken`: its own collective failed.
+    """
+
+    rank: int
+    host: str = ""
+    process: int = 0
+    came: bool = False
+    ready: bool = False
+    gone: bool = False
+    silent: bool = False
+    unheard: float = 0.0
+    left: str | None = None
+    left_alone: bool = False
+    broken: bool = False
+    mark: Mark | None = None
+    seconds: float = 0.0
+    idle: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return f"rank {self.rank} ({self.host})" if self.host else f"rank {self.rank}"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended, or has not answered."""
+        return self.gone or self.silent or self.left is not None
+
+    @property
+    def is_surely_lost(self) -> bool:
+        """Whether nobody need wait for it any longer."""
+        return self.gone or self.left is not None or (self.silent and self.unheard >= SURE_SECONDS)
+
+
+def describe(standing: Standing) -> str:
+    """A rank and what is known of it, as a part of a sentence."""
+    title, last = standing.title, f", last seen {standing.mark}" if standing.mark else ""
+    if standing.left is not None:
+        words = standing.left
+        return words if words.startswith(("rank ", "'")) else f"{title} has ended: {words}"
+    if standing.gone:
+        return f"{title} is gone without a word (killed?){last}"
+    if not standing.came:
+        return f"{title} is missing"
+    if standing.silent:
+        return f"{title} does not answer (stopped, or its host or network is down){last}"
+    if standing.mark is None:
+        return f"{title} has not said what it does"
+    return f"{title} has been {standing.mark} for {standing.seconds:.0f} s"
+
+
+def listing(standings: Sequence[Standing]) -> str:
+    """Several ranks in one sentence; those of which the same is known are named together."""
+    missing = [s for s in standings if not s.came and s.left is None]
+    others = [s for s in standings if s not in missing]
+    parts = []
+    if len(missing) > 1:
+        parts.append(f"ranks {numbers([s.rank for s in missing])} are missing")
+    else:
+        parts += [describe(s) for s in missing]
+    parts += [describe(s) for s in others[:LISTED]]
+    if len(others) > LISTED:
+        more = others[LISTED:]
+        parts.append(f"{len(more)} more like them (ranks {numbers([s.rank for s in more])})")
+    return "; ".join(parts)
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """Rank numbers, runs of neighbours as FIRST-LAST."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
+    return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more stretches" if len(shown) > 8 else "")
+
+
+def awaited(standings: Sequence[Standing], number: int) -> list[Standing]:
+    """The ranks that have not come to control operation `number`, or never will."""
+    return [s for s in standings if s.is_lost or s.mark is None or s.mark.number < number]
+
+
+def culprits(standings: Sequence[Standing], reporter: Mark) -> list[Standing]:
+    """The ranks because of which a collective failed that the rank at `reporter` was in, the surest first found.
+
+    A rank that ended for a reason of its own, then one that is gone, one that does not answer, one that has not come to the
+    operation, and at last, where the operation is part of the step, those that noticed nothing.
+    """
+    for found in (
+        [s for s in standings if s.left_alone],
+        [s for s in standings if s.gone and s.left is None],
+        [s for s in standings if s.silent and s.left is None],
+        [s for s in standings if s.left is None and not s.broken and s.mark is not None and s.mark.number < reporter.number],
+        [s for s in standings if s.left is None and not s.broken and not (s.mark and s.mark.waiting)],
+    ):
+        if found:
+            return found
+    return []
+
+
+def verdict(standings: Sequence[Standing], report: dict[str, Any], logs: str | None) -> str:
+    """One line on a collective that failed. `report`: the first rank's {name, number, waiting, timed_out, seconds, reason}."""
+    name = report["name"]
+    found = culprits(standings, Mark(report["number"], name, report["waiting"]))
+    if not found:
+        return f"'{name}' failed between ranks that are all there: {report['reason']}; look at the network between the hosts"
+    if any(s.left_alone for s in found):
+        return listing(found)
+    where = pointer(found, logs)
+    if report["timed_out"]:
+        verb = "was not reached by every rank" if report["waiting"] else "did not come to an end"
+        return f"'{name}' {verb} within {report['seconds']:g} s (parallel.timeout_seconds): {listing(found)}{where}"
+    return f"'{name}' broke off: {listing(found)}{where}"
+
+
+def pointer(standings: Sequence[Standing], logs: str | None) -> str:
+    """Where to read more of these ranks: the end of a sentence."""
+    if not logs:
+        return ""
+    return f"; look at {logs}/rank-{standings[0].rank if len(standings) == 1 else 'N'}.log"
+
+
+def hung(standings: Sequence[Standing], idle_seconds: float) -> list[Standing]:
+    """The ranks that keep a stop from being honoured, if it is certain that they hang; else none.
+
+    Certain: every rank that the others wait for is lost, or has for `idle_seconds` neither computed nor read nor written. One that
+    is busy is merely slow.
+    """
+    newest = max((s.mark.number for s in standings if s.mark is not None), default=0)
+    if any(s.mark is not None and s.mark.waiting and s.mark.number < newest and not s.is_lost for s in standings):
+        return []  # another rank is past that operation already, so that this one goes on as well: it answered a moment earlier
+    behind = [s for s in standings if s.is_lost or s.mark is None or not s.mark.waiting]
+    idle = [s for s in behind if s.is_surely_lost or (not s.is_lost and s.mark is not None and s.idle >= idle_seconds)]
+    return behind if len(idle) == len(behind) else []

@@ -1,0 +1,222 @@
+"""How processes find each other, and the one line with which each problem of it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from launch_pool import RankProcess, start_ranks
+from running import run_changed
+
+from pretrain.distributed.launcher import launched_ranks
+from pretrain.errors import LaunchError
+
+HERE = os.uname().nodename
+
+
+@pytest.fixture
+def started(tmp_path, config_file) -> Iterator[Callable[..., list[RankProcess]]]:
+    """Start ranks of which some are changed; what is left of them is killed at the end of the test."""
+    ranks: list[RankProcess] = []
+
+    def start(changes: dict, *overrides: str, world_size: int = 2, only: tuple[int, ...] | None = None):
+        ranks.extend(start_ranks(tmp_path, world_size, run_changed, changes, str(config_file), *overrides, only=only))
+        return ranks
+
+    yield start
+    for rank in ranks:
+        rank.process.kill()
+
+
+def line_of(rank: RankProcess) -> str:
+    """The one line that a rank ended with."""
+    assert "Traceback" not in rank.printed(), rank.printed()
+    (line,) = [line for line in rank.printed().splitlines() if line.startswith("error: ")]
+    return line.removeprefix("error: ")
+
+
+# ---- what a launcher says of ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "5"}, "RANK=5 is not in 0..1, the ranks of WORLD_SIZE=2"),
+        ({"RANK": "-1"}, "RANK=-1 is not in 0..1"),
+        ({"RANK": "x"}, "RANK=x is not a whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: it is the number of processes, at least 1"),
+        ({"LOCAL_RANK": "-2"}, "LOCAL_RANK=-2 is not in 0..1, the processes of a host with WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 is not in 0..0, the processes of a host with LOCAL_WORLD_SIZE=1"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK=one is not a whole number"),
+        ({"WORLD_SIZE": None}, "the launcher set RANK, LOCAL_RANK but not WORLD_SIZE"),
+        ({"RANK": None, "WORLD_SIZE": None}, "the launcher set LOCAL_RANK but not RANK, WORLD_SIZE"),
+    ],
+)  # fmt: skip
+def test_ranks_that_cannot_be_are_refused_by_name(variables, said):
+    """T-D8: RANK, LOCAL_RANK and WORLD_SIZE are checked before anything waits for anyone."""
+    environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"} | variables
+    with pytest.raises(LaunchError) as caught:
+        launched_ranks({name: value for name, value in environ.items() if value is not None})
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"MASTER_ADDR": None}, "the launcher set WORLD_SIZE=2 but not MASTER_ADDR; set it to the host of rank 0"),
+        ({"MASTER_PORT": None}, "the launcher set WORLD_SIZE=2 but not MASTER_PORT"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT=abc is not a port"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({"RANK": "5"}, "RANK=5 is not in 0..1"),
+    ],
+)
+def test_a_wrong_variable_is_one_line_at_once_and_exit_code_2(started, variables, said):
+    """T-D8: no MASTER_ADDR, a MASTER_PORT that is no number, a RANK out of range."""
+    [rank] = started({1: variables}, only=(1,))
+    assert rank.wait(30) == 2
+    assert said in line_of(rank)
+
+
+# ---- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_never_comes_is_named_while_the_others_wait_and_in_the_end(started):
+    """T-D8, OP-5: nobody comes; a line says for whom, from the start on, and the limit is the configuration's."""
+    zero, one = started({}, "parallel.join_seconds=6", world_size=3, only=(0, 1))
+    began = time.monotonic()
+    assert zero.wait(60) == 2 and one.wait(20) == 2
+    assert time.monotonic() - began < 40
+    waits = [line for line in zero.printed().splitlines() if "waiting up to" in line]
+    assert 2 <= len(waits) <= 4, waits  # at 0.5, 1, 2 and 4 s: saying so is no reason to wait longer
+    assert re.fullmatch(
+        r"2 of 3 processes are here, rank 2 is missing; waiting up to [0-6] s more \(parallel.join_seconds\)", waits[-1]
+    )
+    line = line_of(zero)
+    assert line == (
+        "the processes of the run did not meet within 6 s (parallel.join_seconds): 2 of 3 processes are here, rank 2 is missing; "
+        "start every process of the run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+    )
+    assert line_of(one) == f"rank 0 ({HERE}) has ended: {line}"
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1", r"nobody listens at 127.0.0.1:\d+ \(MASTER_ADDR:MASTER_PORT\)"),
+        ("no-such-host.invalid", r"MASTER_ADDR=no-such-host.invalid cannot be resolved \(.*\)"),
+    ],
+)
+def test_a_rank_that_does_not_find_the_main_rank_says_so_and_ends_in_time(started, address, said):
+    """T-D8: a wrong or unresolvable MASTER_ADDR, and nobody listening, within parallel.join_seconds."""
+    [rank] = started({1: {"MASTER_ADDR": address, "LOCAL_RANK": "0"}}, "parallel.join_seconds=3", only=(1,))
+    assert rank.wait(60) == 2
+    assert re.search(f"^rank 1 waits for rank 0: {said}; up to 3 s", rank.printed(), re.MULTILINE)
+    assert re.fullmatch(
+        rf"the processes of the run did not meet within 3 s \(parallel.join_seconds\): {said}; rank 0 has to be started, and "
+        "MASTER_ADDR to be its host",
+        line_of(rank),
+    )
+
+
+def test_a_main_rank_that_is_not_at_master_addr_says_so(started):
+    """T-D8: MASTER_ADDR names another host than that of rank 0."""
+    [rank] = started({0: {"MASTER_ADDR": "192.0.2.1"}}, "parallel.join_seconds=2", only=(0,))
+    assert rank.wait(60) == 2
+    assert f"MASTER_ADDR=192.0.2.1 is no address of {HERE}, where rank 0 is; set it to that host" in line_of(rank)
+
+
+@pytest.mark.parametrize("talks", [False, True])
+def test_a_port_that_another_program_has_is_named_by_every_rank(started, talks):
+    """T-D8, OP-5: a busy MASTER_PORT: rank 0 at once, the others within parallel.join_seconds."""
+    import threading
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+
+        def serve() -> None:
+            while True:
+                connection, _ = server.accept()
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.close()
+
+        if talks:
+            threading.Thread(target=serve, daemon=True).start()
+        changes = {rank: {"MASTER_PORT": port, "LOCAL_RANK": "0"} for rank in (0, 1)}
+        zero, one = started(changes, "parallel.join_seconds=3")
+        assert zero.wait(60) == 2 and one.wait(60) == 2
+    assert line_of(zero) == (
+        f"rank 0: port {port} of {HERE} (MASTER_PORT) is taken by another program or another run; set MASTER_PORT to a free port on "
+        "all nodes"
+    )
+    assert f"127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT)" in line_of(one)
+
+
+# ---- contradictions ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_was_given_twice_is_named(started):
+    """T-D8: the same RANK for two processes."""
+    ranks = started({1: {"RANK": "0", "sleep": "2"}, 2: {"RANK": "1", "sleep": "3"}}, world_size=3)
+    # The second "rank 0" finds the port taken; the second rank 1 never gets that far.
+    assert ranks[1].wait(60) == 2 and "(MASTER_PORT) is taken" in line_of(ranks[1])
+    ranks[0].process.kill()
+
+
+def test_two_processes_with_one_rank_end_the_start_for_all(started):
+    """T-D8: the same RANK for two processes, of which neither is the main one."""
+    ranks = started({2: {"RANK": "1"}}, world_size=3)
+    for rank in ranks:
+        assert rank.wait(60) == 2
+        assert re.search(rf"RANK=1 was given to two processes: \d+ on {HERE} and \d+ on {HERE}; give each", line_of(rank))
+
+
+def test_another_world_size_on_another_node_is_named_by_all(started):
+    """T-D8, OP-5: NODES=2 here and 3 there."""
+    zero, one = started({1: {"WORLD_SIZE": "3", "LOCAL_RANK": "0"}})
+    assert zero.wait(60) == 2 and one.wait(60) == 2
+    assert line_of(zero) == line_of(one)
+    assert line_of(zero).startswith(f"rank 1 ({HERE}) has WORLD_SIZE=3, rank 0 ({HERE}) 2; start all nodes with")
+
+
+@pytest.mark.parametrize(("bad", "other"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize(
+    ("override", "code", "said"),
+    [
+        ("optim.rl=1", 2, "command line: unknown key optim.rl"),
+        ("data.sources.0.path=/nowhere", 1, "/nowhere"),
+    ],
+    ids=["configuration", "data"],
+)
+def test_a_rank_that_fails_before_it_joins_ends_the_others_with_its_line(started, bad, other, override, code, said):
+    """OP-5, T-D8: a YAML error or missing data on one node: the others do not wait for it."""
+    changes = {bad: {"--": override, "LOCAL_RANK": "0"}, other: {"LOCAL_RANK": "0"}}
+    ranks = started(changes, "parallel.join_seconds=60")
+    began = time.monotonic()
+    assert [ranks[bad].wait(60), ranks[other].wait(60)] == [code, code]
+    assert time.monotonic() - began < 40
+    assert said in line_of(ranks[bad])
+    assert line_of(ranks[other]) == f"rank {bad} ({HERE}) has ended: {line_of(ranks[bad])}"
+
+
+def test_a_rank_that_dies_while_the_others_wait_is_named(started):
+    """T-D8: a process that is killed before all have met."""
+    zero, one = started({}, "parallel.join_seconds=60", world_size=3, only=(0, 1))
+    deadline = time.monotonic() + 60
+    while "2 of 3 processes are here" not in zero.printed():
+        assert time.monotonic() < deadline, zero.printed()
+        time.sleep(0.05)
+    one.process.kill()
+    assert zero.wait(20) == 1
+    assert line_of(zero).startswith(f"rank 1 ({HERE}) is gone without a word (killed?)")
+
+
+def test_a_late_rank_is_waited_for_and_the_run_goes_on(started):
+    """T-D8: nothing is refused that is merely late."""
+    zero, one = started({1: {"sleep": "3"}}, "parallel.join_seconds=60")
+    assert zero.wait(90) == 0 and one.wait(20) == 0
+    assert "1 of 2 processes are here, rank 1 is missing; waiting up to 59 s more" in zero.printed()
+    assert "finished at step 2" in zero.printed()

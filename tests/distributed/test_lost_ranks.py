@@ -1,0 +1,250 @@
+"""Ranks that hang, stop, die or fail: the others end with one line that names them, in time; and slow ones are left alone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from launch_pool import RankProcess, start_ranks
+
+from pretrain.run import main
+
+
+def misbehave(how: str, seconds: float) -> None:
+    if how == "sleep":
+        time.sleep(seconds)
+    elif how == "work":
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sum(range(10_000))
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "fail":
+        raise TypeError("a defect of ours")
+
+
+def train_badly(
+    place: str, how: str, seconds: float, limits: dict[str, float], config_file: str, *overrides: str, bad: int | None = 1
+) -> int:
+    """A run whose rank 1 (or `bad`; None: every rank) misbehaves once, at a place in the code. `limits`: constants of the monitor, to make tests short."""
+    for constant, value in limits.items():
+        setattr(importlib.import_module("pretrain.distributed.monitor"), constant, value)
+    from pretrain.checkpoint import save
+    from pretrain.data.loader import Loader
+    from pretrain.train.trainer import Trainer
+
+    owner, name, when = {
+        "next batch": (Loader, "read", 4),
+        "forward": (Trainer, "_micro_step", 13),  # 4 micro-steps to a step: in step 4
+        "save": (save, "_save_payload", 1),
+    }[place]
+    real, calls = getattr(owner, name), []
+
+    def bent(*arguments):
+        calls.append(1)
+        if len(calls) == when and (bad is None or os.environ["RANK"] == str(bad)):
+            misbehave(how, seconds)
+        return real(*arguments)
+
+    with patch.object(owner, name, bent):
+        return main(["--config", config_file, *overrides])
+
+
+@pytest.fixture
+def started(tmp_path, config_file) -> Iterator[Callable[..., list[RankProcess]]]:
+    """Start two ranks of which one misbehaves; what is left of them is killed at the end of the test."""
+    ranks: list[RankProcess] = []
+
+    def start(place: str, how: str, *overrides: str, seconds: float = 1000, world_size: int = 2, **limits: float):
+        overrides = ("parallel.strategy=ddp", "data.workers=0", *overrides)
+        ranks.extend(start_ranks(tmp_path, world_size, train_badly, place, how, seconds, limits, str(config_file), *overrides))
+        return ranks
+
+    yield start
+    for rank in ranks:
+        rank.process.kill()
+
+
+def status(config_file: Path) -> dict:
+    found = json.loads((config_file.parent / "runs" / "run" / "status.json").read_text())
+    return {name: found[name] for name in ("state", "step", "reason")}
+
+
+def log_of(config_file: Path, rank: int) -> str:
+    return (config_file.parent / "runs" / "run" / "logs" / f"rank-{rank}.log").read_text()
+
+
+def errors(rank: RankProcess) -> list[str]:
+    assert "gloo" not in rank.printed() and "Traceback" not in rank.printed(), rank.printed()
+    return [line for line in rank.printed().splitlines() if line.startswith("error: ")]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+HERE = os.uname().nodename
+
+
+def test_a_rank_that_hangs_is_named_with_what_it_does_and_ends_too(started, config_file):
+    """T-D7: a time-out names the missing rank, its host, the operation and the limit, in status.json as well."""
+    zero, one = started("next batch", "sleep", "parallel.timeout_seconds=4", LOST_SECONDS=2.0)
+    assert zero.wait(120) == 1
+    (line,) = errors(zero)
+    assert line.startswith(
+        "error: 'start of step 4' was not reached by every rank within 4 s (parallel.timeout_seconds): "
+        f"rank 1 ({HERE}) has been in 'step 4: next batch' for "
+    )
+    assert line.endswith(f"; look at {config_file.parent}/runs/run/logs/rank-1.log")
+    assert status(config_file) == {"state": "failed", "step": 3, "reason": line.removeprefix("error: ")}
+    assert "Traceback" in log_of(config_file, 0) and "Timed out" in log_of(config_file, 0)
+    # The rank that hangs cannot look: its monitor ends it, with the same line, and writes down where it hung.
+    assert one.wait(20) == 1
+    assert errors(one) == [line]
+    assert "the stacks of all threads" in log_of(config_file, 1) and "misbehave" in log_of(config_file, 1)
+
+
+def test_a_rank_that_is_killed_is_named_at_once(started, config_file):
+    """T-D7: "Connection closed by peer" becomes a line that names the rank that is gone and points at its log."""
+    zero, one = started("next batch", "die")
+    assert one.wait(120) == -signal.SIGKILL
+    began = time.monotonic()
+    assert zero.wait(30) == 1
+    assert time.monotonic() - began < 10
+    (line,) = errors(zero)
+    assert f"'start of step 4' broke off: rank 1 ({HERE}) is gone without a word (killed?)" in line
+    assert line.endswith("logs/rank-1.log") and status(config_file)["reason"] == line.removeprefix("error: ")
+
+
+def test_a_rank_that_fails_alone_gives_its_reason_to_the_others(started, config_file):
+    """T-D7: the others' line is the failing rank's own, not that a connection was closed."""
+    zero, one = started("forward", "fail")
+    assert one.wait(120) == 1 and "TypeError: a defect of ours" in one.printed()
+    assert zero.wait(30) == 1
+    (line,) = errors(zero)
+    assert line == (
+        f"error: rank 1 ({HERE}) has ended: TypeError: a defect of ours; look at {config_file.parent}/runs/run/logs/rank-1.log"
+    )
+
+
+@pytest.mark.parametrize(("place", "strategy"), [
+    ("forward", "ddp"),
+    pytest.param("forward", "fsdp", marks=pytest.mark.slow),
+    ("save", "ddp"),
+])  # fmt: skip
+def test_a_rank_that_stops_in_a_part_of_a_step_or_of_a_save_is_named(started, config_file, place, strategy):
+    """T-D7: collectives of gradients, and torch's own while saving, end with the same kind of line."""
+    overrides = ("parallel.timeout_seconds=4", f"parallel.strategy={strategy}", "checkpoint.every_steps=3")
+    zero, _ = started(place, "stop", *overrides)
+    assert zero.wait(120) == 1
+    (line,) = errors(zero)
+    name = "step 4: forward and backward" if place == "forward" else "payload of a checkpoint"
+    assert (
+        f"error: '{name}' did not come to an end within 4 s (parallel.timeout_seconds): rank 1 ({HERE}) does not answer" in line
+    )
+    assert status(config_file)["reason"] == line.removeprefix("error: ")
+
+
+def test_the_main_rank_itself_is_named_when_it_is_the_one_that_stops(started, config_file):
+    """T-D7: without the switchboard, which is in the main rank's process, a rank says what it knows."""
+    overrides = ("parallel.strategy=ddp", "data.workers=0", "parallel.timeout_seconds=4")
+    ranks = start_ranks(config_file.parent, 2, train_main_badly, {"_VERDICT_SECONDS": 2.0}, str(config_file), *overrides)
+    try:
+        assert ranks[1].wait(120) == 1
+        (line,) = errors(ranks[1])
+        assert f"'start of step 4' did not come to an end within 4 s: rank 0 ({HERE}) does not answer" in line
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+
+
+def train_main_badly(limits: dict[str, float], config_file: str, *overrides: str) -> int:
+    return train_badly("next batch", "stop", 0, limits, config_file, *overrides, bad=0)
+
+
+def test_the_main_rank_says_for_whom_it_waits_and_a_slow_run_goes_on(started, config_file):
+    """OP-6.3, T-D7: while it waits, the console says for whom, at growing intervals; nothing is ended that is merely slow."""
+    zero, one = started("next batch", "sleep", "run.steps=5", seconds=8, SAY_SECONDS=1.0)
+    assert zero.wait(120) == 0 and one.wait(20) == 0
+    said = [line for line in zero.printed().splitlines() if line.startswith("waiting ")]
+    assert 2 <= len(said) <= 4, said
+    assert all(f"at 'start of step 4': rank 1 ({HERE}) has been in 'step 4: next batch' for" in line for line in said)
+    assert status(config_file)["state"] == "finished"
+
+
+def test_a_hanging_run_that_is_told_to_stop_ends_and_writes_its_stacks(started, config_file):
+    """T-D7: SIGTERM is not swallowed by a rank that hangs, nor by those that wait for it in a collective."""
+    zero, one = started("next batch", "sleep", STOP_SECONDS=1.0, IDLE_SECONDS=3.0)
+    wait_until(lambda: (config_file.parent / "runs" / "run" / "metrics.jsonl").exists())
+    wait_until(lambda: len((config_file.parent / "runs" / "run" / "metrics.jsonl").read_text().splitlines()) == 3)
+    time.sleep(0.5)
+    for rank in (zero, one):
+        os.kill(rank.pid, signal.SIGTERM)
+    assert zero.wait(30) == 1 and one.wait(30) == 1
+    line = f"error: told to stop by SIGTERM, and the run hangs: rank 1 ({HERE}) has been in 'step 4: next batch' for "
+    assert errors(zero)[0].startswith(line) and errors(one)[0].startswith(line)
+    assert "told to stop by SIGTERM, and still in" in log_of(config_file, 1) and "misbehave" in log_of(config_file, 1)
+    assert status(config_file)["reason"].startswith(line.removeprefix("error: "))
+
+
+def test_a_busy_run_that_is_told_to_stop_is_left_to_save(started, config_file):
+    """T-D7: a long step is no hang: a rank that computes is waited for, and the run saves."""
+    zero, one = started("next batch", "work", seconds=8, STOP_SECONDS=1.0, IDLE_SECONDS=3.0)
+    wait_until(lambda: (config_file.parent / "runs" / "run" / "metrics.jsonl").exists())
+    wait_until(lambda: len((config_file.parent / "runs" / "run" / "metrics.jsonl").read_text().splitlines()) == 3)
+    for rank in (zero, one):
+        os.kill(rank.pid, signal.SIGTERM)
+    assert zero.wait(60) == 0 and one.wait(30) == 0
+    assert status(config_file) == {
+        "state": "preempted", "step": 3, "reason": "asked to stop by a signal; the same command continues",
+    }  # fmt: skip
+    assert "told to stop by SIGTERM, and still in 'step 4: next batch'" in log_of(config_file, 1)
+
+
+def lose_a_rank_unnoticed(limits: dict[str, float], config_file: str, *overrides: str) -> int:
+    """As under NCCL: rank 1 dies and rank 0 is somewhere where it cannot notice."""
+    return train_badly(
+        "next batch", "die" if os.environ["RANK"] == "1" else "sleep", 1000, limits, config_file, *overrides, bad=None
+    )
+
+
+def wait_on_a_device(limits: dict[str, float], config_file: str, *overrides: str) -> int:
+    """As under NCCL: a collective that does not come to an end says nothing, and rank 1 is stopped before it."""
+    from pretrain.distributed.monitor import Monitor
+
+    real = Monitor.__init__
+    Monitor.__init__ = lambda self, rank, local_rank, seconds: real(self, rank, local_rank, 3.0)
+    Monitor.busy_elsewhere = property(lambda self: True, lambda self, value: None)
+    return train_badly("forward", "stop", 0, limits, config_file, *overrides)
+
+
+@pytest.mark.parametrize(("function", "said"), [
+    (lose_a_rank_unnoticed, f"error: rank 1 ({HERE}) is gone without a word (killed?)"),
+    (wait_on_a_device, "error: 'step 4: forward and backward' did not come to an end within 3 s (parallel.timeout_seconds): "
+                       f"rank 1 ({HERE}) does not answer"),
+])  # fmt: skip
+def test_a_rank_whose_collective_never_fails_is_ended_by_its_monitor(config_file, function, said):
+    """T-D7: NCCL notices nothing: the monitor ends the process, with the line in status.json. (NCCL itself: not run.)"""
+    overrides = ("parallel.strategy=ddp", "data.workers=0", "parallel.timeout_seconds=600")
+    ranks = start_ranks(config_file.parent, 2, function, {"LOST_SECONDS": 2.0}, str(config_file), *overrides)
+    try:
+        assert ranks[0].wait(120) == 1
+        (line,) = errors(ranks[0])
+        assert line.startswith(said) and line.endswith("logs/rank-1.log")
+        assert status(config_file) == {"state": "failed", "step": 3, "reason": line.removeprefix("error: ")}
+        assert "the stacks of all threads" in log_of(config_file, 0)
+    finally:
+        for rank in ranks:
+            rank.process.kill()

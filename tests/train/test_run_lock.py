@@ -1,0 +1,166 @@
+"""One trainer in a run directory, with flock and without, on one host and on several."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.errors import CheckpointError
+from pretrain.train import run_lock
+from pretrain.train.run_directory import RunDirectory
+from pretrain.train.run_lock import RunLock
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    for name, value in {"BEAT_SECONDS": 0.2, "STALE_SECONDS": 1.5, "SIGHT_SECONDS": 2.0, "_CONFIRM_SECONDS": 0.2}.items():
+        monkeypatch.setattr(run_lock, name, value)
+
+
+def hold(path: str, kind: str, elsewhere: bool, events) -> None:
+    """Another trainer. `elsewhere`: of another host."""
+    run_lock.BEAT_SECONDS, run_lock._CONFIRM_SECONDS, run_lock.STALE_SECONDS = 0.2, 0.2, 1.5
+    if elsewhere:
+        run_lock._where = lambda: "another host"
+    try:
+        RunLock(Path(path), kind).acquire()
+    except CheckpointError as error:
+        events.put(str(error))
+        return
+    events.put("held")
+    time.sleep(1000)
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Start another trainer in the directory; (process, what it said)."""
+    context = multiprocessing.get_context("fork")
+    processes = []
+
+    def start(kind: str, elsewhere: bool = False):
+        events = context.SimpleQueue()
+        process = context.Process(target=hold, args=(str(tmp_path), kind, elsewhere, events), daemon=True)
+        process.start()
+        processes.append(process)
+        return process, events.get()
+
+    yield start
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def test_the_lock_file_is_flushed_and_names_its_owner(tmp_path, monkeypatch):
+    """T-D14: `.lock` was written and never flushed: another node could read it empty."""
+    flushed, real = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (flushed.add(os.fstat(file).st_ino), real(file)))
+    directory = RunDirectory(tmp_path)
+    directory.claim()
+    assert (tmp_path / ".lock").stat().st_ino in flushed
+    held = json.loads((tmp_path / ".lock").read_text())
+    assert (held["process"], held["host"], held["token"]) == (os.getpid(), os.uname().nodename, directory.token)
+    directory.release()
+
+
+def test_a_rank_that_sees_the_lock_late_or_empty_looks_again(tmp_path):
+    """T-D14: an empty or old `.lock`, as another node's cache may show it, is no other directory."""
+    (tmp_path / ".lock").write_text("")
+    main = RunDirectory(tmp_path)
+    threading.Timer(0.7, lambda: setattr(main, "token", RunLock(tmp_path, "flock").acquire())).start()
+    began = time.monotonic()
+    while not main.token and time.monotonic() - began < 0.6:
+        time.sleep(0.05)
+    assert not RunDirectory(tmp_path / "elsewhere").sees("x")  # after SIGHT_SECONDS
+    assert RunDirectory(tmp_path).sees(main.token)
+
+
+@pytest.mark.parametrize("kind", ["flock", "file"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_second_trainer_is_refused_by_name_and_comes_in_after_the_first(tmp_path, other, kind, elsewhere):
+    """T-D14: never two trainers in one directory, whichever way it is locked."""
+    process, said = other(kind, elsewhere)
+    assert said == "held"
+    with pytest.raises(CheckpointError, match=f"is in use by process {process.pid} on {os.uname().nodename}; wait for it"):
+        RunLock(tmp_path, kind).acquire()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    began = time.monotonic()
+    lock = RunLock(tmp_path, kind)
+    lock.acquire()
+    # Of another host, only silence says that it is gone; of this one, and with flock, the system knows.
+    assert (time.monotonic() - began > 1.5) == (kind == "file" and elsewhere)
+    lock.release()
+    began = time.monotonic()
+    RunLock(tmp_path, kind).acquire()
+    assert time.monotonic() - began < 1.0  # one that was released is free
+
+
+@pytest.mark.parametrize(("first", "second"), [("flock", "file"), ("file", "flock")])
+def test_nodes_with_and_without_flock_do_not_come_together(tmp_path, other, first, second):
+    """T-D14: one node mounts the file system with flock, another without."""
+    process, said = other(first, elsewhere=True)
+    assert said == "held"
+    with pytest.raises(CheckpointError, match=f"is in use by process {process.pid}"):
+        RunLock(tmp_path, second).acquire()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK])
+def test_a_file_system_without_flock_gets_the_other_way_and_says_so(tmp_path, monkeypatch, caplog, number):
+    """T-D14: Lustre without `-o flock` could not train at all."""
+
+    def refuse(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(run_lock.log, "propagate", True)
+    monkeypatch.setattr(run_lock.logging.getLogger("pretrain"), "propagate", True)
+    with caplog.at_level("INFO"):
+        directory = RunDirectory(tmp_path)
+        directory.claim()
+    assert "the file system has no flock" in caplog.text and "run.lock=file is used" in caplog.text
+    with pytest.raises(CheckpointError, match="is in use by process"):
+        RunDirectory(tmp_path).claim()
+    directory.release()
+    with pytest.raises(
+        CheckpointError, match="cannot be locked: .*; set run.lock=auto or file for a file system without flock"
+    ):
+        RunDirectory(tmp_path / "new" if (tmp_path / "new").mkdir() else tmp_path, "flock").claim()
+
+
+def test_two_that_come_at_the_same_moment_are_one_in_the_end(tmp_path):
+    """T-D14: of two starts in one moment one is refused."""
+    outcomes = []
+
+    def come() -> None:
+        try:
+            outcomes.append(RunLock(tmp_path, "file").acquire())
+        except CheckpointError:
+            outcomes.append(None)
+
+    threads = [threading.Thread(target=come) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(outcome is not None for outcome in outcomes) == 1
+
+
+def test_an_owner_that_was_taken_for_dead_ends_when_it_wakes(tmp_path, other):
+    """T-D14: a process that was stopped for longer than it may be silent does not go on beside its successor."""
+    process, said = other("file", elsewhere=True)
+    assert said == "held"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    RunLock(tmp_path, "file").acquire()
+    os.kill(process.pid, signal.SIGCONT)
+    process.join(10)
+    assert process.exitcode == 1

@@ -61,6 +61,20 @@ def test_a_truncated_shard_is_refused_by_name(pool, config_file, data, file):
     assert code == 1 and str(data / file) in line
 
 
+def test_sizes_alone_are_checked_on_request(pool, config_file, data):
+    content = bytearray((data / "shard-00000.bin").read_bytes())
+    content[1000] ^= 1
+    (data / "shard-00000.bin").write_bytes(content)
+    options = (f"data.sources=[{{path: {data}}}]", "data.verify=size", "run.steps=1")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *options)
+    assert code == 0, printed
+
+
+def test_a_library_for_gpus_is_refused_without_them(pool, config_file):
+    code, line = refused(pool, config_file, "parallel.strategy=ddp", "parallel.backend=nccl", ranks=2)
+    assert code == 2 and "parallel.backend=nccl needs GPUs" in line
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("file", ["shard-00000.bin", "shard-00001.bin"])
 def test_a_flipped_bit_in_a_shard_is_refused_by_name_whichever_rank_reads_it(pool, config_file, data, file, ranks):

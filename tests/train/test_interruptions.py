@@ -188,6 +188,15 @@ def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, c
     assert code == 0 and f"step-{stopped:08d}: step {stopped}" in printed and "finished at step 300" in printed
 
 
+def test_a_checkpoint_is_saved_when_its_time_has_come(pool, config_file):
+    options = ("run.steps=3", "checkpoint.keep_last=0")
+    timed = sorted(
+        path.name for path in (train(pool, 1, config_file, *options, "checkpoint.every_seconds=1e-6") / "checkpoints").iterdir()
+    )
+    last = sorted(path.name for path in (train(pool, 1, config_file, *options, "run.name=other") / "checkpoints").iterdir())
+    assert last == [timed[-1]] and len(timed) == 3
+
+
 def test_a_loss_that_is_not_a_number_stops_the_run_before_the_step_is_taken(pool, config_file):
     overrides = ("optim.lr=1e30", "schedule.warmup_steps=0", "checkpoint.every_steps=1", "parallel.strategy=ddp")
     for code, _ in (results := pool.launch(2, run_main, str(config_file), *overrides)):

@@ -16,12 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretrain.config.data_schema import Text
 from pretrain.data.preparation.documents import Document
 from pretrain.data.preparation.prepare import prepare
 from pretrain.data.samples import Windows
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.text.corpus import FileCorpus, HubCorpus
 from pretrain.data.text.stream import START, Cursor, TextStream, continue_cursors
+from pretrain.data.text.training import TextTraining
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError
 
@@ -495,9 +497,11 @@ def test_what_is_said_of_a_dataset_reaches_its_library(monkeypatch, byte_tokeniz
         raise FileNotFoundError("not here")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    text = Text(dataset="some/name", dataset_config="de", revision="abc", split="test", tokenizer=str(byte_tokenizer), text_field="body")
+    text = Text(
+        dataset="some/name", dataset_config="de", revision="abc", split="test", tokenizer=str(byte_tokenizer), text_field="body"
+    )
     opened = TextTraining.open(text, 32, tmp_path)
     with pytest.raises(DataError, match="some/name, row 1: cannot be read"):
         take(opened.stream, 1, 1)
     assert asked == [("some/name", "de", "test", "abc")]
-    assert opened.stream.identity()["text_field"] == "body"
+    assert opened.stream.corpus.text_field == "body"

@@ -92,7 +92,9 @@ def to_gguf(
 def plan_gguf(directory: Path, name: str) -> GgufPlan:
     """Decide how a directory is converted, without llama.cpp. Raises ConfigError or DataError where it cannot be."""
     if found := next((part for part in _NAMES_WITH_RULES if part in name.lower()), None):
-        raise ConfigError(f"{name}: llama.cpp has rules of its own for models with {found} in their name; give another with --name")
+        raise ConfigError(
+            f"{name}: llama.cpp has rules of its own for models with {found} in their name; give another with --name"
+        )
     config = read_config(directory)
     notes: list[str] = []
     windows = None
@@ -134,9 +136,13 @@ def _vocabulary(directory: Path, config: dict[str, Any]) -> tuple[dict[str, Any]
     model = content.get("model") or {}
     if model.get("type") != "BPE" or not model.get("merges"):
         kind = "BPE without merges" if model.get("type") == "BPE" else model.get("type")
-        raise DataError(f"{directory / JSON_NAME}: llama.cpp has no tokenizer of this kind ({kind}); train one of type byte_bpe or bpe")
+        raise DataError(
+            f"{directory / JSON_NAME}: llama.cpp has no tokenizer of this kind ({kind}); train one of type byte_bpe or bpe"
+        )
     if model.get("byte_fallback"):
-        raise DataError(f"{directory}: needs {MODEL_NAME} beside {JSON_NAME}: llama.cpp merges by its scores; export the model again")
+        raise DataError(
+            f"{directory}: needs {MODEL_NAME} beside {JSON_NAME}: llama.cpp merges by its scores; export the model again"
+        )
     if (pre := _split_of(content)) is None:
         return None, {}  # not ours: the converter knows it, or says that it does not
     merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]]

@@ -18,12 +18,12 @@ from pretrain.data.objective import Objective
 from pretrain.data.pairs.order import PairOrder
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.pairs.training import PairTraining
-from pretrain.data.samples import Packed, Samples
+from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, check_length, open_stream
 from pretrain.data.span_corruption import SpanCorruption, Spans, added_tokens
 from pretrain.data.stream import Stream
 from pretrain.data.text.training import TextTraining
-from pretrain.data.training_data import TrainingData, eod_of, open_data, open_objective, sentinel_ids
+from pretrain.data.training_data import TrainingData, open_data, open_objective, sentinel_ids
 from pretrain.errors import ConfigError
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
@@ -74,20 +74,18 @@ class Plan:
 
     def facts(self) -> dict[str, Any]:
         """What came of the configuration on this host, which every rank must have in common with it: JSON values by name."""
-        data, sources = self.data, {}
-        opened = data.sources if isinstance(data, Stream) else []
-        for kind, samples in (("sources", opened), ("validation", self.validation)):
-            for i, source in enumerate(samples):
-                content = source if isinstance(source, PreparedPairs) else source.data
-                sources[f"the content of data.{kind}.{i}"] = content.fingerprint
-                if isinstance(source, Packed):
-                    sources[f"the packing of data.{kind}.{i}"] = source.index.sha256
+        data, held = self.data, list(self.data.holdings)
+        held += [(f"data.validation.{i}", holding) for i, source in enumerate(self.validation) for holding in source.holdings]
+        contents: dict[str, str] = {}
+        for key, holding in held:  # of some several: tokens and a packing index, or sources and targets
+            name = f"the content of {key}"
+            contents[f"{name} ({holding.path})" if name in contents else name] = holding.content
+        decides = data.identity(self.schedule.consumed(self.config.run.steps))
         return {
             "the layout": dataclasses.asdict(self.layout),
-            **sources,
-            "the data's tokenizer": data.tokenizer_sha256,
-            "the data's end token": eod_of(data),
-            "the data": data.identity(self.schedule.consumed(self.config.run.steps)),
+            **contents,
+            "the data's tokenizer": data.tokenizer._asdict(),
+            "the data": {name: value for name, value in decides.items() if not name.endswith(".path")},
         }
 
     def identity(self, samples: int) -> dict[str, Any]:
@@ -115,7 +113,9 @@ class Plan:
 def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     """Open the data and derive what the configuration leaves open. Raises ConfigError, DataError or LaunchError."""
     check_accepted(config.run.accept_changes)
-    check_effects(config, usual=usual_values(config))  # before data is opened; what depends on derived values is checked by complete_config
+    check_effects(
+        config, usual=usual_values(config)
+    )  # before data is opened; what depends on derived values is checked by complete_config
     given = config
     opened, validation = open_data(config)
     config = complete_config(config, *_vocabularies(config, opened))

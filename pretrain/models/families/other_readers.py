@@ -75,7 +75,9 @@ def llama_cpp_problem(family: Family, model: Model) -> str | None:
     if family.llama_cpp is None:
         return f"whether llama.cpp computes model.family={family.name} as we do has not been tried"
     values = flat(model)
-    if "attention.window" not in family.llama_cpp and model.attention.window >= model.max_sequence_length:  # which is none at all
+    if (
+        "attention.window" not in family.llama_cpp and model.attention.window >= model.max_sequence_length
+    ):  # which is none at all
         values |= {"attention.window": 0, "attention.window_pattern": [True]}
     kept = {name: value for name, value in values.items() if name in _SIZES or name in family.llama_cpp}
     usual = flat(complete(with_values(Model(family=family.name), kept)))

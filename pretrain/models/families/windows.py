@@ -96,4 +96,6 @@ def mixed_windows(model: Model) -> list[str]:
     """What vLLM makes of Qwen's windows in some layers (`Family.elsewhere`)."""
     if len({has_window(model, layer) for layer in range(model.layers)}) == 1:
         return []
-    return ["vLLM 0.33 refuses a sliding window in some layers only, or gives it to all: set model.attention.window_pattern to [true]"]
+    return [
+        "vLLM 0.33 refuses a sliding window in some layers only, or gives it to all: set model.attention.window_pattern to [true]"
+    ]

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "campaigns")]
 
-CAMPAIGNS = ("parity", "hostile_configs")
+CAMPAIGNS = ("parity", "interruptions", "damage", "hostile_configs")
 JOURNALS = ROOT / "build" / "campaigns"
 
 
@@ -50,7 +50,8 @@ def run_case(name: str, seed: int, number: int) -> dict:
         try:
             found = case.run()
         except Exception:
-            found = "a defect of the test or of the program: " + traceback.format_exc().strip().replace("\n", " | ")[-1500:]
+            lines = traceback.format_exc().strip().splitlines()
+            found = f"a defect of the test or of the program: {lines[-1][-800:]} | {' | '.join(lines[-7:-1])[-500:]}"
         return {"number": number, "text": case.text, "found": found, "seconds": round(time.monotonic() - started, 1)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -77,9 +78,9 @@ def is_finding(record: dict) -> bool:
 
 
 def close() -> None:
-    """End what campaigns keep alive between cases."""
-    if "ranks" in sys.modules:
-        sys.modules["ranks"].close()
+    """Remove and end what campaigns keep between cases."""
+    for name in (*CAMPAIGNS, "ranks"):
+        getattr(sys.modules.get(name), "close", lambda: None)()
 
 
 def main() -> int:
@@ -100,7 +101,9 @@ def main() -> int:
         every = [json.loads(line) for line in journal.read_text().splitlines()]
         findings, refused = sum(map(is_finding, every)), sum(record["found"] == REFUSED for record in every)
         minutes = sum(record["seconds"] for record in every) / 60
-        print(f"{arguments.campaign}: {len(every)} cases in {minutes:.0f} min, {refused} refused in one line, {findings} findings")
+        print(
+            f"{arguments.campaign}: {len(every)} cases in {minutes:.0f} min, {refused} refused in one line, {findings} findings"
+        )
         return int(findings > 0)
     finally:
         close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import resource
 import typing
 from pathlib import Path
 from random import Random
@@ -13,8 +11,8 @@ from typing import Any
 
 import yaml
 from campaign import REFUSED, Case
+from processes import is_refusal, outcome
 from ranks import corpus
-from running import run_main
 
 from pretrain.config.schema import Config
 
@@ -22,10 +20,73 @@ NAME = "hostile_configs"
 ABOUT = "no configuration ends in a traceback, in silence, or in the machine's memory"
 
 SECONDS = 90  # for --check and a step, with one core of a busy machine
-BYTES = 6 << 30
-INTEGERS = (-1, 0, 1, 2, 3, 4, 7, 16, 64, 1000, 10**6, 2**31, 2**62, 2**63, 10**19, 3.5, True, "12", "0x10", "1_000", None, [], {})
-NUMBERS = (-1.0, 0.0, 1e-320, 1e-8, 0.1, 0.5, 0.999, 1.0, 2.0, 100.0, 1e15, 1e38, 1e308, "1e400", ".inf", ".nan", "1e-3", None, True, [1.0])
-TEXTS = ("", " ", "x", "a/b", "../x", "/dev/null", "x" * 300, "${run.seed}", "${oc.env:HOME}", "${nowhere}", "ünï", "a\nb", "\0", "-", "null", 7, None, [])
+INTEGERS = (
+    -1,
+    0,
+    1,
+    2,
+    3,
+    4,
+    7,
+    16,
+    64,
+    1000,
+    10**6,
+    2**31,
+    2**62,
+    2**63,
+    10**19,
+    3.5,
+    True,
+    "12",
+    "0x10",
+    "1_000",
+    None,
+    [],
+    {},
+)
+NUMBERS = (
+    -1.0,
+    0.0,
+    1e-320,
+    1e-8,
+    0.1,
+    0.5,
+    0.999,
+    1.0,
+    2.0,
+    100.0,
+    1e15,
+    1e38,
+    1e308,
+    "1e400",
+    ".inf",
+    ".nan",
+    "1e-3",
+    None,
+    True,
+    [1.0],
+)
+TEXTS = (
+    "",
+    " ",
+    "x",
+    "a/b",
+    "../x",
+    "/dev/null",
+    "x" * 300,
+    "${run.seed}",
+    "${oc.env:HOME}",
+    "${nowhere}",
+    "ünï",
+    "a\nb",
+    "\0",
+    "-",
+    "null",
+    7,
+    None,
+    [],
+)
 TRUTHS = (True, False, "yes", "true", 1, 0, None, [])
 # What would make a case long or leave the machine, and is tried elsewhere.
 PASSED_OVER = {"parallel.compile", "run.device", "run.dir", "parallel.timeout_seconds"}
@@ -60,7 +121,10 @@ def value_for(random: Random, hint: Any) -> Any:
         item = arguments[0]
         if dataclasses.is_dataclass(item):
             names = typing.get_type_hints(item)
-            return [{n: value_for(random, h) for n, h in names.items() if random.random() < 0.7} for _ in range(random.randint(0, 2))]
+            return [
+                {n: value_for(random, h) for n, h in names.items() if random.random() < 0.7}
+                for _ in range(random.randint(0, 2))
+            ]
         return random.choice(([value_for(random, item) for _ in range(random.randint(0, 3))], "x", None, {}))
     if origin is tuple:
         return random.choice(([value_for(random, float) for _ in range(2)], [0.9], None, "0.9,0.95"))
@@ -89,49 +153,7 @@ def attempt(folder: Path, changes: dict[str, Any]) -> str | None:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config, allow_unicode=True))
     for arguments in (["--check"], []):
-        outcome = in_a_process(str(file), arguments)
-        if outcome is not None:
-            return outcome
+        code, printed = outcome("run", "--config", str(file), *arguments, seconds=SECONDS)
+        if code != 0:
+            return REFUSED if is_refusal(code, printed) else f"{arguments or 'a step'}: exit code {code}: {printed[-600:]}"
     return None
-
-
-def in_a_process(file: str, arguments: list[str]) -> str | None:
-    """None where the command succeeded, REFUSED where it said no in one line, else what it did."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "pretrain.train.session"])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(theirs, file, arguments))
-    process.start()
-    theirs.close()
-    what = " ".join(arguments) or "a step"
-    try:
-        if not ours.poll(SECONDS):
-            return f"{what}: not done after {SECONDS} s"
-        code, printed = ours.recv()
-    except EOFError:
-        process.join(10)
-        return f"{what}: the process ended with {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
-    if code == 0:
-        return None
-    lines = printed.strip().splitlines()
-    if code in (1, 2) and lines and lines[-1].startswith("error: ") and "Traceback" not in printed:
-        return REFUSED
-    return f"{what}: exit code {code}: {printed[-600:]}"
-
-
-def _run(connection: Any, file: str, arguments: list[str]) -> None:
-    import traceback
-
-    import torch
-
-    torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-    try:
-        connection.send(run_main(file, *arguments))
-    except SystemExit as end:
-        connection.send((end.code, "a SystemExit"))
-    except BaseException:
-        connection.send((-1, traceback.format_exc()))

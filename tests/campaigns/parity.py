@@ -23,7 +23,7 @@ GRADIENT_LIMIT, METRIC_LIMIT = 5e-6, 2e-6
 NEGLIGIBLE = 1e-5  # a gradient below this share of the whole one's norm is held against that share
 FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "olmo2", "olmo3", "phi3", "gpt2", "gpt_neox", "smollm3",
-    "deepseek_v3", "gpt_oss", "custom", "custom", "custom", "transformer", "t5",
+    "deepseek_v3", "gpt_oss", "glm4", "granite", "starcoder2", "olmoe", "minimax_m2", "ernie4_5", "custom", "custom", "custom", "transformer", "t5",
 )  # fmt: skip
 
 
@@ -98,7 +98,9 @@ def model_section(random: Random, family: str) -> dict[str, Any]:
         return model | {"tie_source": True, "encoder_layers": random.choice((1, 2)), "dropout": random.choice((0, 0.1))}
     if random.random() < 0.2:
         model["predict_ahead"] = random.choice((1, 2))
-    if family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss") or (family == "custom" and random.random() < 0.3):
+    if family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "minimax_m2") or (
+        family == "custom" and random.random() < 0.3
+    ):
         model["experts"] = experts_section(random, family)
     if family == "deepseek_v3":
         model["latent"] = {"kv_rank": 6, "query_rank": random.choice((0, 5)), "rope_dim": 4, "plain_dim": 6, "value_dim": 5}
@@ -144,7 +146,11 @@ def custom_switches(random: Random) -> dict[str, Any]:
         },
         "attention": attention,
         "positions": random.choice(("rope", "rope", "learned", "none")),
-        "mlp": {"activation": random.choice(("silu", "gelu", "relu2")), "gated": random.random() < 0.6, "bias": random.random() < 0.3},
+        "mlp": {
+            "activation": random.choice(("silu", "gelu", "relu2")),
+            "gated": random.random() < 0.6,
+            "bias": random.random() < 0.3,
+        },
         "logit_soft_cap": random.choice((0, 5.0)),
         "embedding_multiplier": random.choice((1.0, 4.0)),
         "residual_multiplier": random.choice((1.0, 0.5)),

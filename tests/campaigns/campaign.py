@@ -100,7 +100,9 @@ def main() -> int:
         every = [json.loads(line) for line in journal.read_text().splitlines()]
         findings, refused = sum(map(is_finding, every)), sum(record["found"] == REFUSED for record in every)
         minutes = sum(record["seconds"] for record in every) / 60
-        print(f"{arguments.campaign}: {len(every)} cases in {minutes:.0f} min, {refused} refused in one line, {findings} findings")
+        print(
+            f"{arguments.campaign}: {len(every)} cases in {minutes:.0f} min, {refused} refused in one line, {findings} findings"
+        )
         return int(findings > 0)
     finally:
         close()

@@ -23,9 +23,73 @@ ABOUT = "no configuration ends in a traceback, in silence, or in the machine's m
 
 SECONDS = 90  # for --check and a step, with one core of a busy machine
 BYTES = 6 << 30
-INTEGERS = (-1, 0, 1, 2, 3, 4, 7, 16, 64, 1000, 10**6, 2**31, 2**62, 2**63, 10**19, 3.5, True, "12", "0x10", "1_000", None, [], {})
-NUMBERS = (-1.0, 0.0, 1e-320, 1e-8, 0.1, 0.5, 0.999, 1.0, 2.0, 100.0, 1e15, 1e38, 1e308, "1e400", ".inf", ".nan", "1e-3", None, True, [1.0])
-TEXTS = ("", " ", "x", "a/b", "../x", "/dev/null", "x" * 300, "${run.seed}", "${oc.env:HOME}", "${nowhere}", "ünï", "a\nb", "\0", "-", "null", 7, None, [])
+INTEGERS = (
+    -1,
+    0,
+    1,
+    2,
+    3,
+    4,
+    7,
+    16,
+    64,
+    1000,
+    10**6,
+    2**31,
+    2**62,
+    2**63,
+    10**19,
+    3.5,
+    True,
+    "12",
+    "0x10",
+    "1_000",
+    None,
+    [],
+    {},
+)
+NUMBERS = (
+    -1.0,
+    0.0,
+    1e-320,
+    1e-8,
+    0.1,
+    0.5,
+    0.999,
+    1.0,
+    2.0,
+    100.0,
+    1e15,
+    1e38,
+    1e308,
+    "1e400",
+    ".inf",
+    ".nan",
+    "1e-3",
+    None,
+    True,
+    [1.0],
+)
+TEXTS = (
+    "",
+    " ",
+    "x",
+    "a/b",
+    "../x",
+    "/dev/null",
+    "x" * 300,
+    "${run.seed}",
+    "${oc.env:HOME}",
+    "${nowhere}",
+    "ünï",
+    "a\nb",
+    "\0",
+    "-",
+    "null",
+    7,
+    None,
+    [],
+)
 TRUTHS = (True, False, "yes", "true", 1, 0, None, [])
 # What would make a case long or leave the machine, and is tried elsewhere.
 PASSED_OVER = {"parallel.compile", "run.device", "run.dir", "parallel.timeout_seconds"}
@@ -60,7 +124,10 @@ def value_for(random: Random, hint: Any) -> Any:
         item = arguments[0]
         if dataclasses.is_dataclass(item):
             names = typing.get_type_hints(item)
-            return [{n: value_for(random, h) for n, h in names.items() if random.random() < 0.7} for _ in range(random.randint(0, 2))]
+            return [
+                {n: value_for(random, h) for n, h in names.items() if random.random() < 0.7}
+                for _ in range(random.randint(0, 2))
+            ]
         return random.choice(([value_for(random, item) for _ in range(random.randint(0, 3))], "x", None, {}))
     if origin is tuple:
         return random.choice(([value_for(random, float) for _ in range(2)], [0.9], None, "0.9,0.95"))

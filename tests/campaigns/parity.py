@@ -144,7 +144,11 @@ def custom_switches(random: Random) -> dict[str, Any]:
         },
         "attention": attention,
         "positions": random.choice(("rope", "rope", "learned", "none")),
-        "mlp": {"activation": random.choice(("silu", "gelu", "relu2")), "gated": random.random() < 0.6, "bias": random.random() < 0.3},
+        "mlp": {
+            "activation": random.choice(("silu", "gelu", "relu2")),
+            "gated": random.random() < 0.6,
+            "bias": random.random() < 0.3,
+        },
         "logit_soft_cap": random.choice((0, 5.0)),
         "embedding_multiplier": random.choice((1.0, 4.0)),
         "residual_multiplier": random.choice((1.0, 0.5)),

@@ -34,7 +34,11 @@ def corpus(number: int) -> Path:
     from pretrain.data.shards.writer import ShardWriter
     from pretrain.data.tokenizers.tokenizer import load_tokenizer
 
-    path, random, tokenizer = Path(_folder.name) / f"corpus-{number}", np.random.default_rng(number), load_tokenizer(byte_tokenizer())
+    path, random, tokenizer = (
+        Path(_folder.name) / f"corpus-{number}",
+        np.random.default_rng(number),
+        load_tokenizer(byte_tokenizer()),
+    )
     with ShardWriter.create(path, tokenizer, 4_000) as writer:
         for length in random.integers(2, 61, 600):
             letters = np.minimum(random.geometric(0.15, length - 1), 26) + 96

@@ -237,7 +237,7 @@ class Optim:
         3e-4,
         "Peak learning rate; `schedule` scales it.",
         gt=0,
-        le=1000,
+        le=1e38,
     )
     betas: tuple[float, float] = key(
         (0.9, 0.95), "Decay rates of the running means of the gradient and of its square.", ge=0, lt=1

@@ -64,14 +64,8 @@ def open_each(key: str, sources: Sequence[Any], open_one: Callable[[Any], Opened
     return opened
 
 
-def check_effects(data: Data) -> None:
-    """Raise ConfigError for settings of prepared data that others leave without effect: once for a run, before anything is opened."""
-    if data.packing == "padded":
-        for name, neutral in (("document_mask", False), ("boundary_loss", True)):
-            if (value := getattr(data, name)) != neutral:
-                raise ConfigError(
-                    f"data.{name}={str(value).lower()} has no effect with data.packing=padded, where a sample has one document; remove it"
-                )
+def check_weights_are_used(data: Data) -> None:
+    """Raise ConfigError for a weight of a source that no stage takes; before anything is opened."""
     named = {source_name(source) for source in data.sources}
     if data.stages and all(stage.weights and named.issuperset(stage.weights) for stage in data.stages):
         for number, source in enumerate(data.sources):
@@ -170,12 +164,6 @@ def _own_weights(data: Data) -> list[float]:
             raise ConfigError(
                 f"data.sources.{i} has a weight and a budget of tokens; keep one: weight={source.weight}, tokens={source.tokens}"
             )
-    if data.stages and all(stage.weights for stage in data.stages):
-        for i, source in enumerate(data.sources):
-            if source.weight:
-                raise ConfigError(
-                    f"data.sources.{i}.weight={source.weight:g} has no effect: every stage of data.stages has weights of its own; remove it"
-                )
     if not any(budgets):
         weights = [1.0 if source.weight is None else source.weight for source in data.sources]
         if not any(weights) and not all(stage.weights for stage in data.stages or [MixtureStage()]):

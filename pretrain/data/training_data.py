@@ -25,9 +25,9 @@ from pretrain.data.samples import Samples
 from pretrain.data.shards.reader import Holding
 from pretrain.data.sources import (
     cache_folder,
-    check_effects,
     check_names,
     check_tokenizers,
+    check_weights_are_used,
     open_each,
     open_samples,
     open_sources,
@@ -91,7 +91,7 @@ def open_data(config: Config) -> tuple[list[Samples] | TextTraining | PairTraini
     if data.pairs is not None:
         return _open_pairs(config)
     _check_objective(config)
-    check_effects(data)
+    check_weights_are_used(data)
     validation = open_each("data.validation", data.validation, lambda source: open_samples(source, data))
     check_names("data.validation", validation)
     if text != Text():

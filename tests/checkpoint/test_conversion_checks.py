@@ -16,12 +16,14 @@ from pretrain.checkpoint.hf_export import RECORD, export
 from pretrain.checkpoint.hf_import import import_model
 from pretrain.checkpoint.load import load_state
 from pretrain.checkpoint.open_model import open_model, read_checkpoint
+from pretrain.config.keys import check_effects
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import Attention, Experts, Model, Rope
+from pretrain.config.schema import Config
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.models import decoder, rotary
 from pretrain.models.families import families, family_of
-from pretrain.models.shape import check_switches, complete, flat, smallest_section
+from pretrain.models.shape import complete, flat, resolved_switches, smallest_section, usual_switches
 
 MOE = dataclasses.replace(SMALL, family="qwen3_moe", experts=Experts(count=4, active=2, ffn_dim=22, dense_layers=[0]))
 
@@ -209,7 +211,7 @@ def test_an_import_says_its_model_in_a_file_to_include(byte_tokenizer, tmp_path,
     section = load_config(tmp_path / "run.yaml")[0].model
     imported = read_checkpoint(tmp_path / "imported")[0]
     assert complete(section) == imported
-    check_switches(section, imported)
+    check_effects(Config(model=section), resolved_switches(imported), usual_switches(section, imported))
     assert "model.yaml" in json.loads((tmp_path / "imported" / "manifest.json").read_text())["files"]
     # As few keys as can be, so that a person can read it.
     said = smallest_section(imported)

@@ -223,7 +223,6 @@ def test_dropout_is_a_function_of_the_samples_key_and_nothing_else():
 @pytest.mark.parametrize(("changes", "message"), [
     ({"positions": "rope"}, "model.positions=rope is not built for an encoder-decoder"),
     ({"tie_source": True}, "model.tie_source=true with model.source_vocab_size=29 and model.vocab_size=31"),
-    ({"family": "llama", "encoder_layers": None, "source_vocab_size": None, "dropout": 0.1}, "model.dropout=0.1 is of an encoder-decoder"),
     ({"norm": Norm(placement="sandwich")}, "model.norm.placement=sandwich is not built"),
 ])  # fmt: skip
 def test_what_is_not_built_is_refused(changes, message):

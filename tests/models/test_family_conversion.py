@@ -66,5 +66,5 @@ def test_hugging_face_to_ours_and_back_is_bit_equal(family, name, dtype, tmp_pat
     assert torch.equal(*logits)
     record = json.loads((tmp_path / "back" / RECORD).read_text())
     assert record["tensors"] == len(after) and (record["max_logit_difference"] is not None) is verify
-    assert not verify or max(imported.difference, done.difference) <= 1e-5
+    assert not verify or max(imported.compared.difference, done.compared.difference) <= 1e-5
     assert record["verified"]["tokenizer"] is None and "has no tokenizer" in record["vocabulary"]["note"]

@@ -48,5 +48,5 @@ def test_the_rows_of_learned_positions_make_a_run_the_run_it_is(pool, config_fil
     assert code == 1 and "model.max_sequence_length was 40 and is 64" in printed
     code, printed = run_main(str(config_file), *gpt2[:3], "run.steps=6", "model.max_sequence_length=31")
     assert code != 0 and "model.max_sequence_length=31 is below data.sequence_length=32" in printed
-    assert train(pool, 2, config_file, *gpt2, "run.steps=6", "parallel.strategy=ddp") == run
+    assert train(pool, 2, config_file, *gpt2, "run.steps=6", "run.accept_changes=[run.steps]", "parallel.strategy=ddp") == run
     assert len(losses(run)) == 6

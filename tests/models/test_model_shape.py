@@ -141,7 +141,10 @@ def test_switches_that_have_no_meaning_together_are_refused(model, message):
         ),
         ({"rope.local_theta": 5e5}, "model.rope.local_theta=500000.0 has no effect with model.attention.window=0"),
         ({"rope.scale_local": False}, "model.rope.scale_local=false has no effect with model.attention.window=0"),
-        ({"relative.buckets": 16}, "model.relative.buckets=16 has no effect with model.positions=rope; set model.positions=relative"),
+        (
+            {"relative.buckets": 16},
+            "model.relative.buckets=16 has no effect with model.positions=rope; set model.positions=relative",
+        ),
         ({"start_id": 0}, "model.start_id=0 has no effect with model.encoder_layers=0"),
         ({"dropout": 0.1}, "model.dropout=0.1 has no effect with model.encoder_layers=0"),
         ({"latent.query_rank": 8}, "model.latent.query_rank=8 has no effect with model.latent.kv_rank=0"),

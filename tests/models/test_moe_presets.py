@@ -32,7 +32,9 @@ def test_a_token_uses_as_many_parameters_as_was_published(name):
 def test_another_name_of_the_same_architecture_is_no_contradiction():
     """M-D3: Kimi-K2 calls itself kimi_k2 and is a DeepSeek-V3."""
     file = PUBLISHED["deepseek-v3"]
-    assert family_of_hf(file | {"model_type": "kimi_k2"}).from_hf(file | {"model_type": "kimi_k2"}) == family_of_hf(file).from_hf(file)
+    assert family_of_hf(file | {"model_type": "kimi_k2"}).from_hf(file | {"model_type": "kimi_k2"}) == family_of_hf(
+        file
+    ).from_hf(file)
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,14 @@ def count_collectives(config_file: str, *overrides: str) -> dict[str, int]:
     from pretrain.distributed import ranks as distributed
     from pretrain.train.plan import make_plan
     from pretrain.train.run_directory import RunDirectory
+    from pretrain.train.starting_point import StartingPoint
     from pretrain.train.trainer import Trainer
 
     config, _ = load_config(config_file, list(overrides))
     _, local_rank, world_size = distributed.launched_ranks()
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
     ranks = distributed.start(config, alone=plan.layout.strategy == "single")
-    trainer = Trainer(plan, ranks, RunDirectory(Path(config.run.dir) / "collectives"))
+    trainer = Trainer(plan, ranks, RunDirectory(Path(config.run.dir) / "collectives"), StartingPoint())
     batch = trainer.loader.read(0)
     tokens = config.batch.sequences * config.data.sequence_length
     trainer.step(batch, tokens)  # DDP lays its buckets out anew after the first step

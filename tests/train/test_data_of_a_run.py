@@ -347,10 +347,13 @@ def test_a_step_without_any_target_is_refused(pool, config_file, prepared):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["data.document_mask=true"], "data.document_mask=true has no effect with data.packing=padded, where a sample has one"),
+        (
+            ["data.document_mask=true"],
+            "data.document_mask=true has no effect with data.packing=padded; set data.packing=concatenate or best_fit",
+        ),
         (
             ["data.boundary_loss=false"],
-            "data.boundary_loss=false has no effect with data.packing=padded, where a sample has one",
+            "data.boundary_loss=false has no effect with data.packing=padded; set data.packing=concatenate or best_fit",
         ),
     ],
 )

@@ -42,7 +42,9 @@ def test_a_new_run_is_checked_once_and_training_imports_nothing_for_it(config_fi
     command = [sys.executable, "-c", ALONE, "--config", str(config_file), ON, PATIENT, "checkpoint.every_steps=10"]
     said = []
     for steps in (20, 30):
-        done = subprocess.run([*command, f"run.steps={steps}"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, f"run.steps={steps}", "run.accept_changes=[run.steps]"], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert "transformers imported: False" in done.stdout
         said.append(done.stdout + done.stderr)

@@ -229,7 +229,7 @@ def test_the_loss_of_a_run_is_that_of_transformers_on_the_same_spans(pool, span_
     tool("convert_checkpoint").main(["from-hf", "--model", str(hub), "--output", str(tmp_path / "start")])
     data = write_prepared(tmp_path / "data", tmp_path / "start" / "tokenizer", 0, 300)
     options = (
-        *V11, f"data.sources=[{{path: {data}}}]", "data.validation=[]", "data.span_corruption.first_sentinel=129", "model.vocab_size=160",
+        *V11, f"data.sources=[{{path: {data}}}]", "data.validation=[]", "validation.sequences=64", "data.span_corruption.first_sentinel=129", "model.vocab_size=160",
         "model.start_id=0", f"run.init_from={tmp_path / 'start'}", "model.dropout=0",
     )  # fmt: skip
     run = train(pool, 1, span_config, *options)

@@ -112,6 +112,14 @@ def last_record(run_directory: Path, step: int) -> dict[str, Any]:
         return {}
 
 
+def last_step(run_directory: Path) -> int | None:
+    """The step of the run's last record; None where there is none, or it cannot be read."""
+    try:
+        return next((record["step"] for record in read_metrics(run_directory)[-1:]), None)
+    except OSError:
+        return None
+
+
 def progress_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
     """A step for the console."""
     parts = [

@@ -32,7 +32,7 @@ class Progress:
     """How far a run is: optimizer steps, training samples and target tokens so far, and how many of the steps were skipped.
 
     `cursor`: where this rank's text goes on, of data that is not prepared. `loads`: positions that each expert of each layer got in the
-    last step, where a balancing loss needs them.
+    last step, where a balancing loss needs them. `record`: the numbers of the last step, for a log of metrics that lacks them.
     """
 
     step: int = 0
@@ -41,6 +41,7 @@ class Progress:
     skipped: int = 0
     cursor: list[int] | None = None
     loads: list[list[int]] | None = None
+    record: dict[str, Any] | None = None
 
 
 class Continuation:
@@ -164,7 +165,7 @@ class Continuation:
         # Steps were not skipped, nor counted, by earlier versions of this program.
         skipped = state.get("skipped", 0)
         cursor, loads = self._cursor(state["cursor"]), state.get("loads")
-        return Progress(state["step"], state["samples"], state["tokens"], skipped, cursor, loads)
+        return Progress(state["step"], state["samples"], state["tokens"], skipped, cursor, loads, state.get("record"))
 
     def _cursor(self, saved: list[list[int] | None]) -> list[int] | None:
         """Where this data rank's text goes on."""

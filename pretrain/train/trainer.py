@@ -25,7 +25,7 @@ from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
 from pretrain.models.network import build_network
 from pretrain.observe.flops import peak_flops
 from pretrain.observe.logs import TRACEBACKS
-from pretrain.observe.metrics import Metrics, Window, evaluation_parts, last_record, progress_line
+from pretrain.observe.metrics import Metrics, Window, evaluation_parts, last_record, last_step, progress_line
 from pretrain.optim.clip import clip_gradients
 from pretrain.optim.optimizer import build_optimizer
 from pretrain.optim.schedule import learning_rate
@@ -164,6 +164,7 @@ class Trainer:
             batches = stack.enter_context(closing(self.loader.batches(progress.samples)))
             self.metrics = Metrics(self.directory.path, config.log.tensorboard, progress.step) if self.ranks.is_main else None
             stack.callback(lambda: self.metrics and self.metrics.close())
+            self._report_again()
             self.window = Window()
             if progress.step == config.run.steps and not evaluated:
                 evaluated = self._evaluate_again(poll)
@@ -222,6 +223,7 @@ class Trainer:
         """
         config, step = self.config, record["step"]
         last, every = step == config.run.steps, config.checkpoint.every_steps
+        self.progress.record = record
         if last or (every and step % every == 0):
             self.continuation.save(self.progress)
         found, due = {}, self.evaluation.due(step)
@@ -233,6 +235,15 @@ class Trainer:
         if step % config.log.every_steps == 0 or last or step == 1 or found:
             self._report(record | found)
         return len(found) == len(due)
+
+    def _report_again(self) -> None:
+        """Log the numbers of the last step where the process died between its checkpoint and its line in the log of metrics."""
+        step, record = self.progress.step, self.progress.record
+        is_due = step % self.config.log.every_steps == 0 or step in (1, self.config.run.steps)
+        if self.metrics and record and is_due and self.continuation.origin.own:
+            # Step 1 is always logged: an empty log is that of a checkpoint that was put into another run's folder.
+            if last_step(self.directory.path) in range(step) or step == 1 and last_step(self.directory.path) is None:
+                self.metrics.write(record)
 
     def _evaluate_again(self, poll: StopPoll) -> bool:
         """Evaluate the last step, which was cut short before; its line in the log of metrics is written anew, with what was found."""

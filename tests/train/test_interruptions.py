@@ -243,3 +243,18 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_good(pool, conf
     assert status(run)["state"] == "failed"
     train(pool, 2, config_file, *overrides)  # with room again, it goes on from there
     assert status(run)["state"] == "finished"
+
+
+def test_the_numbers_of_a_step_outlive_a_kill_between_its_checkpoint_and_its_line(pool, config_file):
+    """Found by the campaign of interruptions: the loss of that step was in no log."""
+    straight = read_metrics(train(pool, 1, config_file, "run.steps=4", "run.name=straight", "checkpoint.every_steps=2"))
+    run = train(pool, 1, config_file, "run.steps=4", "checkpoint.every_steps=2")
+    metrics = run / METRICS_FILE
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    assert [record["step"] for record in read_metrics(run)] == [1, 2, 3]
+    again = read_metrics(train(pool, 1, config_file, "run.steps=4", "checkpoint.every_steps=2"))
+    numbers = [
+        [{name: record[name] for name in ("step", "loss", "grad_norm", "lr", "batch")} for record in r]
+        for r in (again, straight)
+    ]
+    assert numbers[0] == numbers[1]

@@ -10,11 +10,14 @@ imported torch already.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -56,8 +59,11 @@ class LaunchPool:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                stacks = self._stacks(sorted(waiting.values()))
                 self.close()
-                raise RankFailure(f"ranks {sorted(waiting.values())} did not answer in {LIMIT_SECONDS} s")
+                raise RankFailure(
+                    f"ranks {sorted(waiting.values())} did not answer in {LIMIT_SECONDS} s; they were in\n{stacks}"
+                )
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
@@ -70,11 +76,19 @@ class LaunchPool:
                 results[rank] = value
         return [results[rank] for rank in range(world_size)]
 
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where all threads of these ranks are."""
+        for rank in ranks:
+            os.kill(self.workers[rank][0].pid, signal.SIGUSR2)
+        time.sleep(1.0)
+        return "\n".join(f"rank {rank}:\n{Path(self.folder.name, str(rank)).read_text()}" for rank in ranks)
+
     def _start(self) -> None:
         context = _server()
-        for _ in range(self.size):
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process = context.Process(target=_work, args=(theirs, Path(self.folder.name, str(rank))), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -84,6 +98,8 @@ class LaunchPool:
             connection.close()
             process.kill()
             process.join()
+        if self.workers:
+            self.folder.cleanup()
         self.workers = []
 
 
@@ -150,11 +166,12 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, stacks: Path) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR2, stacks.open("w"))
     while True:
         try:
             environment, paths, module, name, arguments = connection.recv()

@@ -71,7 +71,8 @@ def train(folder: Path, overrides: tuple[str, ...], kills: list[float], random: 
                 command.kill()
                 if ended is None:
                     return f"rank {rank} did not end within {SECONDS} s of rank {victim}'s death"
-                if ended[0] == -1 or "Traceback (most recent" in ended[1]:
+                # Exit code 1 is that of the monitor as well, which ends a rank whose collective does not fail.
+                if ended[0] not in (0, 1, 2) or "Traceback (most recent" in ended[1]:
                     return f"rank {rank} after rank {victim}'s death: exit code {ended[0]}: {ended[1][-500:]}"
     problem = finish(file, overrides)
     if problem:

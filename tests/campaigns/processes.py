@@ -29,12 +29,12 @@ class Command:
         theirs.close()
 
     def wait(self, seconds: float) -> tuple[int, str] | None:
-        """Exit code and what was printed; None where it is not done by then. A process that died has code -1."""
+        """Exit code and what was printed; None where it is not done by then. What a process printed that ended at once is lost."""
         try:
             return self.connection.recv() if self.connection.poll(seconds) else None
         except EOFError:
             self.process.join(10)
-            return -1, f"the process ended with {self.process.exitcode}"
+            return self.process.exitcode, f"the process ended with {self.process.exitcode}"
 
     def kill(self) -> None:
         """SIGKILL to the process and to what it has started."""

@@ -1,8 +1,8 @@
 """Long random tests, one command each: seeded, bounded in time, resumable, one line per finding.
 
-    .venv/bin/python tests/campaigns/campaign.py parity --minutes 15              cases 0, 1, 2, ... of seed 0 until the time is over
-    .venv/bin/python tests/campaigns/campaign.py parity --minutes 15              ... goes on after the last one
-    .venv/bin/python tests/campaigns/campaign.py parity --only 17                 one case again, with what it runs
+    .venv/bin/python tests/campaigns/campaign.py layout_parity --minutes 15              cases 0, 1, 2, ... of seed 0 until the time is over
+    .venv/bin/python tests/campaigns/campaign.py layout_parity --minutes 15              ... goes on after the last one
+    .venv/bin/python tests/campaigns/campaign.py layout_parity --only 17                 one case again, with what it runs
 
 A campaign is a module of this folder with `NAME`, `ABOUT` and `case(random, folder) -> Case`. A case is a pure function of the campaign, the seed
 and its number. What was run is kept in build/campaigns/NAME-SEED.jsonl. docs/reliability.md has the counts.
@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "campaigns")]
 
-CAMPAIGNS = ("parity", "interruptions", "damage", "hostile_configs")
+CAMPAIGNS = ("layout_parity", "interruptions", "damage", "hostile_configs")
 JOURNALS = ROOT / "build" / "campaigns"
 
 

@@ -16,7 +16,7 @@ from running import gradients, run_main
 
 from pretrain.observe.metrics import read_metrics
 
-NAME = "parity"
+NAME = "layout_parity"
 ABOUT = "gradients of a step in any layout are those of one process"
 
 GRADIENT_LIMIT, METRIC_LIMIT = 5e-6, 2e-6

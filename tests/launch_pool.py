@@ -170,6 +170,8 @@ def _work(connection: Connection, stacks: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    from pretrain.distributed.joining import close_meeting
+
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2, stacks.open("w"))
     while True:
@@ -186,5 +188,7 @@ def _work(connection: Connection, stacks: Path) -> None:
         except BaseException:
             connection.send((False, traceback.format_exc()))
         finally:
+            # A monitor that outlives its run would take the next one's start for the main rank's death, and end this process.
+            close_meeting()
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -25,6 +25,7 @@ def options(tmp_path_factory) -> Options:
     )
 
 
+@pytest.mark.slow
 def test_every_part_measures_at_a_tiny_size(options):
     parts = [name for name in PARTS if name != "preparation"]
     rows = measure(parts, options)

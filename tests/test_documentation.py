@@ -92,6 +92,7 @@ def test_links_between_pages_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.slow
 def test_the_blocks_of_data_and_checkpoints_run_as_they_stand(tmp_path):
     # In a copy of the tree, so that what they write does not stay; launching.md's first run is what checkpoints.md converts.
     for name in ("pretrain", "tools", "configs", "launch"):

@@ -295,7 +295,9 @@ def torchrun_losses(page) -> list[float]:
     return [record["loss"] for record in page.metrics("torchrun")]
 
 
-@pytest.mark.parametrize("name", [pytest.param("python", marks=pytest.mark.slow), "accelerate", "two_nodes"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("python", marks=pytest.mark.slow), "accelerate", pytest.param("two_nodes", marks=pytest.mark.slow)]
+)
 def test_every_launcher_of_the_page_trains_to_the_losses_of_torchrun(page, torchrun_losses, name):
     page.run(f"run.name={name}")
     losses = [record["loss"] for record in page.metrics(name)]

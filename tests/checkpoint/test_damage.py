@@ -51,6 +51,7 @@ def test_a_damaged_file_is_named_and_resume_falls_back_to_the_checkpoint_before(
     files.verify(newest(run))  # the damaged one was replaced
 
 
+@pytest.mark.slow
 def test_the_damage_is_found_whichever_rank_hashes_the_file(pool, config_file):
     run = train(pool, 4, config_file, *PERIODIC, "parallel.strategy=fsdp")
     for name in [f"__{rank}_0.distcp" for rank in range(4)]:

@@ -477,7 +477,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(config=configs, with_origins=st.booleans())
 @example(config=Config(run=Run(name="word " * 60, dir="a\n\nb")), with_origins=True)
 def test_any_printed_configuration_loads_back_equal(tmp_path, config, with_origins):
@@ -486,7 +486,7 @@ def test_any_printed_configuration_loads_back_equal(tmp_path, config, with_origi
     assert load_config(path)[0] == config
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(texts)
 def test_any_text_can_be_given_on_the_command_line(text):
     assert loaded(f"run.name={dump(text, flow=True)}") == Config(run=dataclasses.replace(Run(), name=text))

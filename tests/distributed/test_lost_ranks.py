@@ -142,7 +142,7 @@ def test_a_rank_that_fails_alone_gives_its_reason_to_the_others(started, config_
 @pytest.mark.parametrize(("place", "strategy"), [
     ("forward", "ddp"),
     pytest.param("forward", "fsdp", marks=pytest.mark.slow),
-    ("save", "ddp"),
+    pytest.param("save", "ddp", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_rank_that_stops_in_a_part_of_a_step_or_of_a_save_is_named(started, config_file, place, strategy):
     """T-D7: collectives of gradients, and torch's own while saving, end with the same kind of line."""
@@ -232,8 +232,8 @@ def wait_on_a_device(limits: dict[str, float], config_file: str, *overrides: str
 
 @pytest.mark.parametrize(("function", "said"), [
     (lose_a_rank_unnoticed, f"error: rank 1 ({HERE}) is gone without a word (killed?)"),
-    (wait_on_a_device, "error: 'step 4: forward and backward' did not come to an end within 3 s (parallel.timeout_seconds): "
-                       f"rank 1 ({HERE}) does not answer"),
+    pytest.param(wait_on_a_device, "error: 'step 4: forward and backward' did not come to an end within 3 s (parallel.timeout_seconds): "
+                       f"rank 1 ({HERE}) does not answer", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_rank_whose_collective_never_fails_is_ended_by_its_monitor(config_file, function, said):
     """T-D7: NCCL notices nothing: the monitor ends the process, with the line in status.json. (NCCL itself: not run.)"""

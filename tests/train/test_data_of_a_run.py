@@ -54,7 +54,9 @@ STAGES = [{"until_tokens": 3000, "weights": {"a": 1, "b": 1}}, {"weights": {"a":
 RAMP = "batch.ramp=[{until_tokens: 1000, sequences: 8}, {until_tokens: 2000, sequences: 12}]"
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "best_fit", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "packing", [pytest.param("concatenate", marks=pytest.mark.slow), "best_fit", pytest.param("padded", marks=pytest.mark.slow)]
+)
 def test_resumed_on_other_numbers_of_ranks_a_run_sees_the_samples_of_a_straight_one(
     pool, config_file, prepared, other, packing
 ):

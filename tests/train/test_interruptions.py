@@ -65,7 +65,7 @@ def status(run: Path) -> dict:
 
 
 @pytest.mark.parametrize(("world_after", "options"), [
-    (3, ("parallel.strategy=fsdp", "batch.micro_sequences=2")),
+    pytest.param(3, ("parallel.strategy=fsdp", "batch.micro_sequences=2"), marks=pytest.mark.slow),
     pytest.param(2, ("parallel.strategy=ddp", "batch.micro_sequences=2"), marks=pytest.mark.slow),
 ], ids=["resumed as fsdp on 3", "resumed in the same layout"])  # fmt: skip
 def test_a_run_whose_rank_is_killed_continues_as_if_it_had_not_been(pool, config_file, world_after, options):

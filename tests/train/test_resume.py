@@ -80,7 +80,7 @@ def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, config_f
     assert equal(state_of(again, 5), state_of(origin, 5))
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 2", "fsdp 3", "hsdp 2x2"}))
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2"}))
 def test_the_same_layout_resumes_in_every_bit_when_deterministic(pool, config_file, layout):
     world, *options = LAYOUTS[layout]
     fixed = (*BATCH, *EVERY, "run.deterministic=true", "checkpoint.every_steps=10", *options)

@@ -132,10 +132,10 @@ class ExportCheck:
 
 
 def start_export_check(
-    config: Config, tokenizer: Path, added: Sequence[str], say: Callable[[str], object]
+    config: Config, tokenizer: Path, added: Sequence[str], say: Callable[[str], object], world_size: int = 1
 ) -> ExportCheck | None:
     """Begin the check of a new run; None, and why is said, where there is nothing to check. `added`: tokens that the export gives the
-    tokenizer.
+    tokenizer. `world_size`: ranks that wait for the verdict.
     """
     if not config.checkpoint.export_check:
         say("export check: switched off by checkpoint.export_check=false")
@@ -144,8 +144,9 @@ def start_export_check(
     elif importlib.util.find_spec("transformers") is None:
         say("export check: transformers is not installed, so names and shapes were not held against its own")
     else:
-        # The other ranks wait for the verdict in a collective.
-        return ExportCheck(config.model, tokenizer, added, say, min(LIMIT_SECONDS, config.parallel.timeout_seconds / 2))
+        # Other ranks wait for the verdict in a collective.
+        limit = LIMIT_SECONDS if world_size == 1 else min(LIMIT_SECONDS, config.parallel.timeout_seconds / 2)
+        return ExportCheck(config.model, tokenizer, added, say, limit)
     return None
 
 

@@ -153,7 +153,9 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
             stop = stack.enter_context(StopRequest())
             export = None
             if ranks.is_main and trainer.progress.step == 0:
-                export = start_export_check(plan.config, plan.data.tokenizer_path, plan.added_tokens, log.info)
+                export = start_export_check(
+                    plan.config, plan.data.tokenizer_path, plan.added_tokens, log.info, ranks.world_size
+                )
                 stack.callback(lambda: export and export.close())
             outcome = trainer.fit(stop, export, evaluated)
             ranks.barrier("end of the run")

@@ -15,6 +15,7 @@ Nothing is sent while all is well. Messages are lines of JSON, and nothing in th
 
 from __future__ import annotations
 
+import logging
 import secrets
 import selectors
 import socket
@@ -26,6 +27,8 @@ from typing import Any
 
 from pretrain.distributed.channel import PROTOCOL, Channel, listen
 from pretrain.distributed.standing import Mark, Standing, awaited, hung, listing, numbers, pointer, verdict
+
+log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 3.0
 """How long a rank may take to say what it is doing before it counts as silent."""
@@ -110,7 +113,11 @@ class Switchboard(threading.Thread):
                     handler = getattr(self, f"_on_{message['kind']}", None)
                     if handler is not None:
                         handler(self._standings[who[0]], message)
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+        except OSError:
+            self._drop(channel, who)
+        except (ValueError, KeyError, TypeError, IndexError):
+            if who:  # a stranger may say anything, a rank only what it should
+                log.exception("rank %d sent a message that cannot be understood; its connection is closed", who[0])
             self._drop(channel, who)
 
     def _drop(self, channel: Channel, who: list[int]) -> None:

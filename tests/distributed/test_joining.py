@@ -12,7 +12,9 @@ import pytest
 from launch_pool import RankProcess, start_ranks
 from running import run_changed
 
+from pretrain.distributed.channel import Channel, hello
 from pretrain.distributed.launcher import launched_ranks
+from pretrain.distributed.switchboard import Switchboard
 from pretrain.errors import LaunchError
 
 HERE = os.uname().nodename
@@ -220,3 +222,24 @@ def test_a_late_rank_is_waited_for_and_the_run_goes_on(started):
     assert zero.wait(90) == 0 and one.wait(20) == 0
     assert "1 of 2 processes are here, rank 1 is missing; waiting up to 59 s more" in zero.printed()
     assert "finished at step 2" in zero.printed()
+
+
+def test_what_a_rank_should_not_say_is_logged_and_what_a_stranger_says_is_not(caplog):
+    """A mistake of our own in what ranks tell each other must not look as if a rank had been killed."""
+    switchboard = Switchboard(2, 0)
+    switchboard.start()
+    try:
+        with socket.create_connection(("localhost", switchboard.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert stranger.recv(1) == b""
+        assert not caplog.records
+        rank = Channel(socket.create_connection(("localhost", switchboard.port)))
+        assert hello(rank, 1, 2, switchboard.token)[0]["kind"] == "welcome"
+        rank.send("ready")  # without the machine that it should name
+        with pytest.raises(OSError):
+            while rank.receive():
+                pass
+        [record] = caplog.records
+        assert "rank 1 sent a message that cannot be understood" in record.getMessage() and "machine" in caplog.text
+    finally:
+        switchboard.close()

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 
 from pretrain.command_line import run_tool  # noqa: E402
 
+TEMPERATURE = 0.8
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -29,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="of each prompt (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, required=True, metavar="N", help="of each sample")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    parser.add_argument("--temperature", type=float, default=0.8, help="(default: %(default)s)")
+    parser.add_argument("--temperature", type=float, help=f"(default: {TEMPERATURE})")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens only; 0: from all")
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="draw from the fewest likeliest tokens that have this probability together"
@@ -57,6 +59,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print an object a line with prompt, text, sample and token ids")
     arguments = parser.parse_args(argv)
+    if arguments.greedy and (arguments.temperature is not None or arguments.top_k or arguments.top_p != 1):
+        parser.error("--temperature, --top-k and --top-p have no effect with --greedy; leave them out")
+    arguments.temperature = TEMPERATURE if arguments.temperature is None else arguments.temperature
     if min(arguments.max_tokens, arguments.num_samples, arguments.batch_size) < 1 or not arguments.temperature > 0:
         parser.error("--max-tokens, --num-samples, --batch-size and --temperature must be positive; --greedy is temperature 0")
     if arguments.top_k < 0 or not 0 < arguments.top_p <= 1:
@@ -71,6 +76,7 @@ def sample(arguments: argparse.Namespace) -> None:
     texts = arguments.prompt if arguments.prompt is not None else list(read_prompts(arguments.prompt_file))
     device = choose_device(arguments.device)
     opened = open_model(arguments.model, device, arguments.dtype, arguments.family)
+    check_stop_ids(arguments.stop_id, opened.network.config.vocab_size)
     tokenizer, begin = opened.tokenizer, [] if arguments.no_bos else opened.begin
     prompts = [begin + tokenizer.encode(text) or [tokenizer.eod_id] for text in texts]
     for note in [*opened.notes, *limits(opened.network, prompts, arguments.max_tokens)]:
@@ -121,12 +127,13 @@ def read_prompts(path: Path) -> Iterator[str]:
     from pretrain.errors import DataError
 
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not lines:
+    if not text:
         raise DataError(f"{path}: has no prompt in it")
-    for number, line in enumerate(lines, start=1):
+    # Not splitlines: a prompt may hold a form feed or another separator of lines.
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         if path.suffix != ".jsonl":
             yield line
             continue
@@ -137,6 +144,14 @@ def read_prompts(path: Path) -> Iterator[str]:
         if not isinstance(prompt, str):
             raise DataError(f'{path}:{number}: no object {{"prompt": TEXT}}')
         yield prompt
+
+
+def check_stop_ids(ids: list[int], vocab_size: int) -> None:
+    """Raises ConfigError for one that no token can have."""
+    from pretrain.errors import ConfigError
+
+    if strange := [number for number in ids if not 0 <= number < vocab_size]:
+        raise ConfigError(f"--stop-id={strange[0]} is no token of the vocabulary, which has 0 to {vocab_size - 1}")
 
 
 def choose_device(name: str | None) -> str:

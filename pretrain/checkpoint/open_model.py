@@ -28,7 +28,7 @@ MODEL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 class Opened:
     """A network in evaluation, and how text goes into it and comes out.
 
-    `begin`: tokens that the tokenizer asks for before a text (BOS, mostly). `ends`: tokens that end one: the end of a document, and what
+    `begin`: tokens that the model expects before a text (BOS, mostly). `ends`: tokens that end one: the end of a document, and what
     the model's generation_config.json and config.json name. `notes`: what to tell the user.
     """
 
@@ -57,7 +57,12 @@ def open_model(path: Path, device: torch.device | str = "cpu", dtype: str = "fp3
         raise ConfigError(f"{place} is an encoder-decoder; use tools/translate.py")
     network = build(model, weights, MODEL_DTYPES[dtype]).to(device)
     tokenizer = load_tokenizer(tokens)
-    return Opened(network, tokenizer, begin_tokens(tokenizer, place), frozenset(end_tokens(tokenizer, place)), notes)
+    begin = begin_tokens(tokenizer, place)
+    if asked := asked_tokens(tokenizer) if not begin and tokens is not place else []:
+        notes.append(
+            f"the tokenizer asks for token {', '.join(map(str, asked))} before a text; training had none there, and so has this"
+        )
+    return Opened(network, tokenizer, begin, frozenset(end_tokens(tokenizer, place)), notes)
 
 
 def _family_for(directory: Path, notes: list[str]) -> str | None:
@@ -119,16 +124,25 @@ _BEGINNING = ("LlamaTokenizer", "GemmaTokenizer", "CodeLlamaTokenizer")
 
 
 def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
+    """What a model expects before a text. `place`: a checkpoint or a Hugging Face directory.
+
+    A checkpoint remembers what its import found; one of a run has nothing, for training had nothing but the end of the document before.
+    Of a Hugging Face directory it is what the tokenizer asks for.
+    """
+    if not (place / files.STATE).is_file():
+        return asked_tokens(tokenizer)
+    imported = load_state(place).get("imported")
+    if imported is None:
+        return []
+    return [int(token) for token in imported["begin"]] if "begin" in imported else asked_tokens(tokenizer)
+
+
+def asked_tokens(tokenizer: Tokenizer) -> list[int]:
     """What a tokenizer asks for before a text, as transformers reads it.
 
     Of a tokenizer.json the beginning of its post-processor's template, else the bos_token where tokenizer_config.json beside it says
-    add_bos_token; of a SentencePiece model what that file says, or the class it names. `place`: a checkpoint, which remembers what an
-    import found, or the Hugging Face directory.
+    add_bos_token; of a SentencePiece model what that file says, or the class it names.
     """
-    if (place / files.STATE).is_file():
-        imported = load_state(place).get("imported") or {}
-        if "begin" in imported:
-            return [int(token) for token in imported["begin"]]
     config = _object(tokenizer.file.parent / CONFIG_NAME)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         template = _template(tokenizer.specification().get("post_processor"))

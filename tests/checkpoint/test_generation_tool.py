@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import sentencepiece
@@ -14,6 +15,7 @@ from converting import PROMPT, SMALL, automatic, edit_config, write
 from hf_configs import write_config
 from running import tool
 
+from pretrain.checkpoint import files
 from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.hf_import import ALONE, import_model
 from pretrain.checkpoint.open_model import open_model, read_checkpoint
@@ -49,6 +51,35 @@ def test_several_prompts_and_samples_are_what_each_is_alone(run, tmp_path, capsy
     for name in ("prompts.txt", "prompts.jsonl"):
         assert answers(capsys, *common, "--prompt-file", tmp_path / name, "--num-samples", 3)[0] == alone
     assert len({tuple(line["tokens"]) for line in alone}) > 6
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_a_prompt_may_hold_any_separator_but_the_end_of_a_line(run, tmp_path, capsys, name):
+    """A prompt with U+2028 or a form feed became two."""
+    prompts = ["a\u2028b", "c\x0cd", "e"]
+    rows = prompts if name == "p.txt" else [json.dumps({"prompt": p}, ensure_ascii=False) for p in prompts]
+    (tmp_path / name).write_text("\n".join(rows) + "\n", encoding="utf-8")
+    lines, _ = answers(capsys, "--model", run, "--prompt-file", tmp_path / name, "--max-tokens", "1")
+    assert [line["prompt"] for line in lines] == prompts
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--stop-id", "-3"], 2, "--stop-id=-3 is no token of the vocabulary, which has 0 to 256"),
+        (["--stop-id", "257"], 2, "--stop-id=257 is no token"),
+        (["--greedy", "--top-k", "5"], 2, "no effect with --greedy"),
+        (["--greedy", "--temperature", "0.8"], 2, "no effect with --greedy"),
+        (["--temperature", "0"], 2, "must be positive"),
+    ],
+)
+def test_options_without_effect_are_refused(run, capsys, options, code, said):
+    command = ["--model", str(run), "--prompt", "a", "--max-tokens", "1", *options]
+    try:
+        assert tool("generate").main(command) == code
+    except SystemExit as ended:  # of argparse
+        assert ended.code == code
+    assert said in capsys.readouterr().err
 
 
 def test_text_of_several_samples_is_told_apart(run, capsys):
@@ -127,6 +158,23 @@ def test_a_prompt_begins_as_the_tokenizer_asks(copied, tmp_path, capsys, kind):
         assert line["prompt_tokens"] == [bos]
         [line], said = answers(capsys, "--model", place, "--prompt", PROMPT, "--max-tokens", "3", "--no-bos")
         assert line["prompt_tokens"] == expected[1:] and "before each prompt" not in said
+
+
+def test_a_prompt_of_a_run_begins_as_its_training_data_did(run, copied, tmp_path, capsys):
+    """Training puts nothing before a document, whatever its tokenizer asks for: a BOS there was a token that no step had seen."""
+    bos = with_beginning(copied, "template")
+    weights = {f"model.{name}": tensor for name, tensor in read_checkpoint(run)[1].items()}
+    tokens, [*_, place] = tmp_path / "tokenizer", files.resolve(run)
+    state = files.read_json(place / files.STATE)
+    tokens.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(copied / name, tokens / name)
+    write_checkpoint(tmp_path / "checkpoint", weights, state, {"tokenizer": tokens}, ALONE)
+    [line], said = answers(capsys, "--model", tmp_path / "checkpoint", "--prompt", PROMPT, "--max-tokens", "3", "--greedy")
+    assert line["prompt_tokens"] == load_tokenizer(tokens).encode(PROMPT) and "before each prompt" not in said
+    assert f"the tokenizer asks for token {bos} before a text; training had none there, and so has this" in said
+    [line], said = answers(capsys, "--model", tmp_path / "checkpoint", "--prompt", "", "--max-tokens", "3")
+    assert line["prompt_tokens"] == [load_tokenizer(tokens).eod_id]
 
 
 @pytest.mark.parametrize("flag", [True, False, None])

@@ -103,9 +103,10 @@ def plan_gguf(directory: Path, name: str) -> GgufPlan:
         model = family.from_hf(config)
         problem = llama_cpp_problem(family, model)
         flags = [has_window(model, layer) for layer in range(model.layers)]
-        if family.llama_cpp and WINDOWS.keys() <= family.llama_cpp.keys() and any(flags):
+        usual = family.defaults.get("attention.window_pattern")  # known to llama.cpp where it has windows at all
+        if family.llama_cpp and WINDOWS.keys() <= family.llama_cpp.keys() and usual and any(flags):
             windows = flags
-            if flags != cycled(family.defaults["attention.window_pattern"], model.layers):
+            if flags != cycled(usual, model.layers):
                 notes.append("which layers have a window is told in the file, in a field that older llama.cpp ignores")
     except ConfigError as error:
         problem = f"whether llama.cpp computes this model as transformers does is not known ({error})"

@@ -13,6 +13,7 @@ from running import losses, run_main, tool, train, write_config
 
 from pretrain.checkpoint import choose, files
 from pretrain.observe.metrics import read_metrics
+from pretrain.train.run_directory import RunDirectory
 
 PERIODIC = ("run.steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=0", "schedule={name: constant, warmup_steps: 0}")
 DDP = "parallel.strategy=ddp"
@@ -136,6 +137,44 @@ def test_a_kill_between_a_save_and_the_status_is_no_missing_checkpoint(pool, con
     assert code == 0 and "step-00000006: step 6" in printed
 
 
+def in_own_folder(folders: list[str], config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose ranks were started in folders of their own."""
+    before = os.getcwd()
+    os.chdir(folders[int(os.environ["RANK"])])
+    try:
+        return without_pauses(config_file, *overrides)
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("option", ["run.init_from", "run.resume"])
+def test_a_path_that_means_another_checkpoint_on_another_rank_is_refused(pool, config_file, option):
+    """A copy that each node has, and that differ: half of the weights were those of another model, exit 0."""
+    folders = []
+    for rank, seed in enumerate((0, 1)):
+        run = train(pool, 1, config_file, f"run.name=seed{seed}", f"run.seed={seed}", "run.steps=2")
+        folders.append(config_file.parent / f"node{rank}")
+        shutil.copytree(run / "checkpoints" / "step-00000002", folders[-1] / "weights")
+    arguments = (str(config_file), DDP, "run.name=new", "run.steps=2", "run.seed=0", f"{option}=weights")
+    for code, printed in pool.launch(2, in_own_folder, [str(folder) for folder in folders], *arguments):
+        assert (
+            code == 1
+            and f"weights is another checkpoint on rank 1 ({os.uname().nodename}: {folders[1]}/weights) than on rank 0"
+            in printed
+        )
+    shutil.rmtree(folders[1] / "weights")
+    shutil.copytree(folders[0] / "weights", folders[1] / "weights")
+    same = pool.launch(2, in_own_folder, [str(folder) for folder in folders], *arguments[:-1], "run.init_from=weights")
+    assert [code for code, _ in same] == [0, 0], same[0][1]
+
+
+@pytest.mark.parametrize("word", ["auto", "never", "required"])
+def test_init_from_is_a_path_and_no_keyword(config_file, word):
+    """run.init_from=auto trained from random weights, exit 0."""
+    code, printed = run_main(str(config_file), f"run.init_from={word}", "run.steps=2")
+    assert code == 1 and f"error: {word}: does not exist" in printed
+
+
 # ---- what is damaged is set aside ---------------------------------------------------------------------------------------
 
 
@@ -237,6 +276,64 @@ def test_a_run_that_was_interrupted_at_a_step_can_go_back_to_it(pool, config_fil
     run = train(pool, 1, config_file, *PERIODIC, "run.steps=4")
     code, printed = start(pool, config_file, f"run.resume={run / 'checkpoints' / 'step-00000002'}", "run.steps=3")
     assert code == 0 and "step-00000002: step 2" in printed and "as abandoned-step-00000004" in printed
+
+
+def test_going_back_that_is_interrupted_before_its_first_save_is_not_begun_again_and_again(pool, config_file, run):
+    """The second start of the same command did not record that it had gone back; the third one set aside what the second had saved."""
+    command = (f"run.resume={run / 'checkpoints' / 'step-00000002'}", "checkpoint.every_steps=1000")
+    code, printed = start(pool, config_file, "run.steps=2", *command)  # ends where it begins, and saves nothing new
+    assert code == 0 and "as abandoned-step-00000004" in printed
+    assert start(pool, config_file, "run.steps=5", *command)[0] == 0
+    code, printed = start(pool, config_file, "run.steps=7", *command)
+    assert code == 0 and "step-00000005: step 5" in printed and "as abandoned-step-00000005" not in printed
+    assert [r["step"] for r in read_metrics(run)] == list(range(1, 8))
+
+
+def test_a_checkpoint_that_was_named_is_not_fallen_back_from(pool, config_file, run):
+    newest = run / "checkpoints" / "step-00000006"
+    flip_bit(newest / "__0_0.distcp")
+    code, printed = start(pool, config_file, "run.steps=8", f"run.resume={newest}")
+    assert code == 1 and "run.resume names it, so no other one was tried, and nothing was started afresh" in printed
+    assert checkpoints(run) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_a_kill_after_a_checkpoint_was_set_aside_keeps_no_start_from_going_on(pool, config_file, run):
+    """status.json still names the checkpoint that the program itself renamed; every later start waited for it and ended."""
+    flip_bit(run / "checkpoints" / "step-00000006" / "__0_0.distcp")
+    files.set_aside(run / "checkpoints" / "step-00000006", "damaged")
+    assert json.loads((run / "status.json").read_text())["checkpoint"] == "step-00000006"
+    code, printed = start(pool, config_file, "run.steps=8")
+    assert code == 0 and "step-00000004: step 4" in printed
+
+
+def edited_while_training(config_file: str, folder: str, content: str | None, *overrides: str) -> tuple[int, str]:
+    """A run whose config.yaml somebody edits, or removes, after its start."""
+    record, path = RunDirectory.record_start, Path(folder) / "config.yaml"
+
+    def recorded(self, *arguments) -> None:
+        record(self, *arguments)
+        path.unlink() if content is None else path.write_text(content)
+
+    with patch.object(RunDirectory, "record_start", recorded):
+        return run_main(config_file, *overrides)
+
+
+@pytest.mark.parametrize("content", [None, "optim: {lr: 0.5}\n"])
+def test_a_checkpoint_holds_the_configuration_that_it_was_trained_with(pool, config_file, content):
+    """It held the config.yaml of the run directory as that was at the save; and without one, the save failed."""
+    run = config_file.parent / "runs" / "run"
+    [(code, printed)] = pool.launch(1, edited_while_training, str(config_file), str(run), content, *PERIODIC)
+    assert code == 0, printed
+    code, printed = start(pool, config_file, "run.steps=8", "optim.lr=0.5")
+    assert code == 1 and "optim.lr" in printed and "run.accept_changes=[optim.lr]" in printed
+
+
+def test_a_full_disk_at_the_start_is_one_line_with_the_name_of_the_file(tmp_path):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    with patch.object(Path, "write_text", full), pytest.raises(OSError, match="identity.json"):
+        RunDirectory(tmp_path).record_start({}, "", {})
 
 
 def test_a_checkpoint_of_the_same_step_of_another_line_is_never_overwritten(pool, config_file, run):

@@ -166,6 +166,19 @@ def test_which_layers_have_a_window_is_written(tokenizers, llama_cpp, tmp_path):
     assert plan_gguf(tmp_path / "usual", "x").notes == []
 
 
+def test_a_window_as_wide_as_the_context_is_none(tokenizers, llama_cpp, tmp_path):
+    """StarCoder2, whose window is wider than a small model's context, ended in a KeyError."""
+    model = dataclasses.replace(SMALL, family="starcoder2", attention=Attention(window=4096))
+    exported(tmp_path, tokenizers["bpe"], model)
+    plan = plan_gguf(tmp_path / "hf", "x")
+    assert (plan.problem, plan.notes, plan.task["windows"]) == (None, [], None)
+    export(
+        write(tmp_path / "other", tokenizers["bpe"], dataclasses.replace(model, attention=Attention(window=8))),
+        tmp_path / "narrow",
+    )
+    assert "model.attention.window=8 is ignored by llama.cpp" in plan_gguf(tmp_path / "narrow", "x").problem
+
+
 def test_what_llama_cpp_computes_otherwise_is_refused_unless_that_is_meant(tokenizers, llama_cpp, tmp_path):
     """CL-1k: a sliding window of Mistral, which the converter drops without a word."""
     exported(tmp_path, tokenizers["bpe"], dataclasses.replace(SMALL, family="mistral", attention=Attention(window=8)))

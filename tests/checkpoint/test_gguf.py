@@ -176,7 +176,7 @@ def test_a_window_as_wide_as_the_context_is_none(tokenizers, llama_cpp, tmp_path
         write(tmp_path / "other", tokenizers["bpe"], dataclasses.replace(model, attention=Attention(window=8))),
         tmp_path / "narrow",
     )
-    assert "model.attention.window=8 is ignored by llama.cpp" in plan_gguf(tmp_path / "narrow", "x").problem
+    assert "model.attention.window=8 is not what llama.cpp computes" in plan_gguf(tmp_path / "narrow", "x").problem
 
 
 def test_what_llama_cpp_computes_otherwise_is_refused_unless_that_is_meant(tokenizers, llama_cpp, tmp_path):

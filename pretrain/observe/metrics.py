@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -11,6 +12,8 @@ from typing import Any
 
 from pretrain.observe.logs import Tolerated
 from pretrain.storage import append_line
+
+log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -77,6 +80,8 @@ def _plain(value: Any) -> Any:
     """The same for JSON, which has no number that is not finite: null in its place."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -88,15 +93,17 @@ def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def read_metrics(run_directory: Path) -> list[dict[str, Any]]:
-    """The records of a run in order of steps. A torn last line is passed over.
+    """The records of a run in order of steps. A line that is no record of a step (torn, damaged, somebody's own) is passed over.
 
     A run that went back to a checkpoint logs an earlier step again: what it had logged from that step on is dropped.
     """
     records: list[dict[str, Any]] = []
-    for line in (run_directory / METRICS_FILE).read_text(encoding="utf-8").splitlines():
+    for line in (run_directory / METRICS_FILE).read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # ValueError: no JSON, or no UTF-8
+            continue
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             continue
         while records and records[-1]["step"] >= record["step"]:
             records.pop()
@@ -106,18 +113,24 @@ def read_metrics(run_directory: Path) -> list[dict[str, Any]]:
 
 def last_record(run_directory: Path, step: int) -> dict[str, Any]:
     """The run's last record, if it is that of `step`; else, or where it cannot be read, an empty one."""
-    try:
-        return next((record for record in read_metrics(run_directory)[-1:] if record["step"] == step), {})
-    except OSError:
-        return {}
+    record = _last(run_directory)
+    return record if record.get("step") == step else {}
 
 
 def last_step(run_directory: Path) -> int | None:
     """The step of the run's last record; None where there is none, or it cannot be read."""
+    return _last(run_directory).get("step")
+
+
+def _last(run_directory: Path) -> dict[str, Any]:
+    """The last record. The log only observes the run: one that cannot be read is a warning, and a missing one is empty."""
     try:
-        return next((record["step"] for record in read_metrics(run_directory)[-1:]), None)
-    except OSError:
-        return None
+        return next(reversed(read_metrics(run_directory)), {})
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        log.warning("%s: cannot be read: %s; the run goes on", run_directory / METRICS_FILE, error.strerror or error)
+        return {}
 
 
 def progress_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:

@@ -48,8 +48,9 @@ def save_checkpoint(
     manifest = write_checkpoint(target, tensors, state, attachments, ranks)
     if ranks.is_main:
         try:
-            files.discard_unfinished(folder)  # what an earlier removal could not remove
-            files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
+            with ranks.part("removal of older checkpoints", storage=True):
+                files.discard_unfinished(folder)  # what an earlier removal could not remove
+                files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
         except OSError as error:
             log.warning("an older checkpoint could not be removed, which is tried again at the next save: %s", reason_of(error))
     return target, manifest
@@ -71,13 +72,16 @@ def write_checkpoint(
     """
     writing = files.writing_directory_of(target)
     try:
-        ranks.on_main("start of a save", lambda: _start(writing, tensors), CheckpointError)
+        ranks.on_main("start of a save", lambda: _start(writing, tensors), CheckpointError, storage=True)
         hashes = ranks.attempt(
-            "payload of a checkpoint", lambda: _write_payload(writing, tensors, ranks, read), CheckpointError
+            "payload of a checkpoint", lambda: _write_payload(writing, tensors, ranks, read), CheckpointError, storage=True
         )
         written = {name: h for part in ranks.gather("hashes of a checkpoint", hashes) for name, h in part.items()}
         return ranks.on_main(
-            "commit of a checkpoint", lambda: _commit(writing, target, written, state, attachments), CheckpointError
+            "commit of a checkpoint",
+            lambda: _commit(writing, target, written, state, attachments),
+            CheckpointError,
+            storage=True,
         )
     except CheckpointError as error:
         if ranks.is_main:

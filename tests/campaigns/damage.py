@@ -50,10 +50,8 @@ def damage(top: Path, kind: str, pick: float, place: float, bit: int) -> str:
         data[at : at + 64] = bytes(len(data[at : at + 64]))
     elif kind == "swap":
         data = bytearray(files[int(place * len(files))].read_bytes())
-    elif kind == "append":
-        data += b'\n{"step": 1, "loss": 0}\n'
-    elif kind == "odd line":
-        data += ODD_LINES[bit] + b"\n"
+    elif kind in ("append", "odd line"):
+        data += b'\n{"step": 1, "loss": 0}\n' if kind == "append" else ODD_LINES[bit] + b"\n"
     elif kind == "empty":
         data = bytearray()
     elif kind == "garbage":

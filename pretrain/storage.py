@@ -49,10 +49,10 @@ def replace_text(path: Path, text: str, durable: bool = True) -> None:
         if durable:
             flush(aside)
         os.replace(aside, path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             aside.unlink()
-        raise
+        raise _named(error, path) from error
 
 
 def append_line(path: Path, text: str) -> None:
@@ -61,12 +61,20 @@ def append_line(path: Path, text: str) -> None:
     The file is opened for each line: a handle may go stale on a network file system, and so none is kept.
     """
     data = text.encode() + b"\n"
-    with path.open("ab+", buffering=0) as file:
-        if size := file.seek(0, os.SEEK_END):
-            file.seek(size - 1)
-            data = data if file.read(1) == b"\n" else b"\n" + data
-        if (written := file.write(data)) != len(data):
-            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes found room", str(path))
+    try:
+        with path.open("ab+", buffering=0) as file:
+            if size := file.seek(0, os.SEEK_END):
+                file.seek(size - 1)
+                data = data if file.read(1) == b"\n" else b"\n" + data
+            if (written := file.write(data)) != len(data):
+                raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes found room", str(path))
+    except OSError as error:
+        raise _named(error, path) from error
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """The same error with the name of the file, which the system leaves out when a write fails."""
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def exists(path: Path) -> bool:

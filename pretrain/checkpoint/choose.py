@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.load import load_state
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, UnreadableError
-from pretrain.storage import exists, sha256_of
+from pretrain.storage import exists
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def choose_checkpoint(
     """The checkpoint to continue from, verified by all ranks together; None for a fresh start.
 
     A path is where a run without checkpoints of its own starts. Once it has some, it continues from those, so that the same
-    command can be given again after an interruption. The path of an older one of its own goes back to that. The run falls back from a
+    command can be given again after an interruption. The path of one of its own goes back to that. The run falls back from a
     damaged checkpoint, with a warning, but not from one that was given as a path. If all are damaged, that is an error, never a fresh
     start. `saved_last`: name of the last checkpoint that the run is known to have saved. Without `content`, sizes are verified only.
 
@@ -68,10 +69,28 @@ def choose_checkpoint(
     folder = run_directory / "checkpoints"
     # The main rank's view of the directory decides: another node may see it a moment later.
     found = _on_main(ranks, "choice of a checkpoint", lambda: _candidates(folder, resume, saved_last))
+    return _choose_intact(found, folder, ranks, content)
+
+
+def choose_weights(path: Path, ranks: Ranks, content: bool = True) -> Choice:
+    """The checkpoint at a path, or the newest intact one of the run there, verified by all ranks together. Raises as choose_checkpoint does."""
+    found = _on_main(ranks, "choice of weights", lambda: _Candidates(tuple(files.resolve(path))))
+    choice = _choose_intact(found, None, ranks, content)
+    assert choice is not None
+    return choice
+
+
+def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, content: bool) -> Choice | None:
+    """The best of the candidates that is intact. `folder`: of the run's own ones, which are set aside where they are damaged."""
     candidates, damaged = list(found.paths), []
     while candidates and (problem := first_damage(candidates[-1], ranks, content)):
         if len(candidates) == 1:
-            raise CheckpointError(f"{problem}; no earlier checkpoint is left to fall back to, and nothing was started afresh")
+            other = (
+                "run.resume names it, so no other one was tried"
+                if found.back
+                else "no earlier checkpoint is left to fall back to"
+            )
+            raise CheckpointError(f"{problem}; {other}, and nothing was started afresh")
         bad = candidates.pop()
         if ranks.is_main:
             log.warning("damaged checkpoint: %s; falling back to %s", problem, candidates[-1])
@@ -80,7 +99,7 @@ def choose_checkpoint(
     if not candidates:
         return None
     path = candidates[-1]
-    state, manifest = _on_main(ranks, "state of a checkpoint", lambda: (load_state(path), sha256_of(path / files.MANIFEST)))
+    state, manifest = _on_main(ranks, "state of a checkpoint", lambda: (load_state(path), files.manifest_hash(path)))
     if not found.back:
         _on_main(ranks, "time line of a checkpoint", lambda: _check_line(candidates, state))
     return Choice(path, state, manifest, tuple(damaged), found.abandoned, found.back)
@@ -143,6 +162,7 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
         newest is not None
         and not exists(folder / newest)
         and not any((len(p.name), p.name) > (len(newest), newest) for p in own)
+        and not files.was_set_aside(folder / newest)
     ):
         raise UnreadableError(
             f"{folder / newest} was saved last, as status.json says, and is not there: shared storage may show it later; if it was removed on "
@@ -175,8 +195,7 @@ def _named(own: list[Path], path: Path) -> _Candidates:
             return _Candidates(tuple(own))
     state = _peek(named)
     strays = [c for c in own if files.step_of(c) < step and not descends(state, _peek(c))]
-    if not newer and not strays:
-        return _Candidates(tuple(own))
+    # Also where nothing is newer: the same command, given again, must find that what was saved since goes on from here.
     return _Candidates((named,), (*strays, *newer), back=True)
 
 
@@ -235,17 +254,16 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True) -> str | 
     or that some ranks find and others do not.
     """
     intact = False
+    manifest: str | None = None
 
     def look() -> str | None:
-        nonlocal intact
-        found: tuple[str | None, str | None, bool] = (
-            None,
-            None,
-            False,
-        )  # what is wrong; the file that cannot be read; missing?
+        nonlocal intact, manifest
+        # what is wrong; the file that cannot be read; missing?
+        found: tuple[str | None, str | None, bool] = (None, None, False)
         try:
             if not intact:
                 files.verify(checkpoint, ranks.rank, ranks.world_size, content=content)
+                manifest = files.manifest_hash(checkpoint)
             intact = True
         except UnreadableError as error:
             found = str(error), error.path, error.missing
@@ -263,6 +281,22 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True) -> str | 
             if text:
                 where = "" if ranks.world_size == 1 else f"rank {rank}: "
                 raise UnreadableError(f"{where}{text}" + (" here, and other ranks find it" if missing else ""))
+        _check_same(checkpoint, ranks, manifest)
         return None
 
     return patiently(look)
+
+
+def _check_same(checkpoint: Path, ranks: Ranks, manifest: str | None) -> None:
+    """Raise CheckpointError, on all ranks, where a path means another checkpoint on another rank: a copy that each node has, say.
+
+    `manifest`: hash of this rank's, which holds the hashes of all files.
+    """
+    everyone = ranks.gather("manifests of a checkpoint", (manifest, socket.gethostname(), str(checkpoint.absolute())))
+    first, main_host, main_path = everyone[0]
+    for rank, (other, host, path) in enumerate(everyone):
+        if other != first:
+            raise CheckpointError(
+                f"{checkpoint} is another checkpoint on rank {rank} ({host}: {path}) than on rank 0 ({main_host}: {main_path}); put it on "
+                "storage that all nodes share, or an equal copy on each, and give its absolute path"
+            )

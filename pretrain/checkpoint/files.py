@@ -59,6 +59,14 @@ def resolve(path: Path) -> list[Path]:
     return found
 
 
+def manifest_hash(checkpoint: Path) -> str:
+    """sha256 of a checkpoint's manifest, which holds the hashes of all its other files. Raises UnreadableError."""
+    try:
+        return sha256_of(checkpoint / MANIFEST)
+    except OSError as error:
+        raise _unreadable(checkpoint / MANIFEST, error) from error
+
+
 def describe_file(path: Path, seen: Callable[[int], object] | None = None) -> dict[str, Any]:
     """What a manifest says about a file: its size and sha256."""
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path, seen)}
@@ -162,6 +170,12 @@ def set_aside(checkpoint: Path, why: str) -> Path:
     os.rename(checkpoint, aside)
     flush(checkpoint.parent)
     return aside
+
+
+def was_set_aside(checkpoint: Path) -> bool:
+    """Whether a checkpoint of this name was renamed by `set_aside`."""
+    names = [path.name for path in checkpoint.parent.iterdir()] if checkpoint.parent.is_dir() else []
+    return any(name.split(".")[0] in (f"damaged-{checkpoint.name}", f"abandoned-{checkpoint.name}") for name in names)
 
 
 def _free(path: Path) -> Path:

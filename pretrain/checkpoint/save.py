@@ -35,7 +35,7 @@ def save_checkpoint(
     step: int,
     tensors: dict[str, Tensor],
     state: dict[str, Any],
-    attachments: dict[str, Path],
+    attachments: dict[str, Path | str],
     policy: Checkpoint,
     ranks: Ranks,
 ) -> tuple[Path, str]:
@@ -48,8 +48,9 @@ def save_checkpoint(
     manifest = write_checkpoint(target, tensors, state, attachments, ranks)
     if ranks.is_main:
         try:
-            files.discard_unfinished(folder)  # what an earlier removal could not remove
-            files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
+            with ranks.part("removal of older checkpoints", storage=True):
+                files.discard_unfinished(folder)  # what an earlier removal could not remove
+                files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
         except OSError as error:
             log.warning("an older checkpoint could not be removed, which is tried again at the next save: %s", reason_of(error))
     return target, manifest
@@ -59,25 +60,28 @@ def write_checkpoint(
     target: Path,
     tensors: dict[str, Tensor],
     state: dict[str, Any],
-    attachments: dict[str, Path],
+    attachments: dict[str, Path | str],
     ranks: Ranks,
     read: Callable[[str], Tensor] | None = None,
 ) -> str:
     """Write one checkpoint directory on all ranks together; the sha256 of its manifest.
 
-    `state` becomes state.json, `attachments` are files or directories copied in under their names. With `read`, the tensors have
+    `state` becomes state.json, `attachments` are files or directories copied in under their names, or texts. With `read`, the tensors have
     shapes only, and it gives their values one by one, in their order, to a process that never holds them all. After a failure on any rank
     every rank raises CheckpointError, nothing of this save is visible and earlier checkpoints are untouched.
     """
     writing = files.writing_directory_of(target)
     try:
-        ranks.on_main("start of a save", lambda: _start(writing, tensors), CheckpointError)
+        ranks.on_main("start of a save", lambda: _start(writing, tensors), CheckpointError, storage=True)
         hashes = ranks.attempt(
-            "payload of a checkpoint", lambda: _write_payload(writing, tensors, ranks, read), CheckpointError
+            "payload of a checkpoint", lambda: _write_payload(writing, tensors, ranks, read), CheckpointError, storage=True
         )
         written = {name: h for part in ranks.gather("hashes of a checkpoint", hashes) for name, h in part.items()}
         return ranks.on_main(
-            "commit of a checkpoint", lambda: _commit(writing, target, written, state, attachments), CheckpointError
+            "commit of a checkpoint",
+            lambda: _commit(writing, target, written, state, attachments),
+            CheckpointError,
+            storage=True,
         )
     except CheckpointError as error:
         if ranks.is_main:
@@ -121,11 +125,14 @@ def _save_payload(directory: Path, tensors: dict[str, Tensor], ranks: Ranks, rea
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=ranks.control)
 
 
-def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict[str, Path | str]) -> dict[str, dict[str, Any]]:
     names = [METADATA_FILE, files.STATE]
     files.write_json(directory / files.STATE, {**state, "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
     for name, source in attachments.items():
-        if source.is_dir():
+        if isinstance(source, str):
+            (directory / name).write_text(source, encoding="utf-8")
+            names.append(name)
+        elif source.is_dir():
             shutil.copytree(source, directory / name)
             names += [str(p.relative_to(directory)) for p in sorted((directory / name).rglob("*")) if p.is_file()]
             flush(directory / name)
@@ -141,7 +148,7 @@ def _flushed(path: Path) -> dict[str, Any]:
 
 
 def _commit(
-    writing: Path, target: Path, hashes: dict[str, dict[str, Any]], state: dict[str, Any], attachments: dict[str, Path]
+    writing: Path, target: Path, hashes: dict[str, dict[str, Any]], state: dict[str, Any], attachments: dict[str, Path | str]
 ) -> str:
     hashes = hashes | _write_attachments(writing, state, attachments)
     for name, expected in hashes.items():

@@ -8,7 +8,8 @@ While the main thread waits in a collective it can neither speak nor look at a s
     told to stop, no progress for 15 s    the stacks of all threads go to the log; where it is certain that a rank hangs, the run ends
 
 It is certain when each rank that the others wait for is gone, or does not answer, or has for a minute neither computed nor read nor
-written. A rank that is busy is never ended, however long it takes.
+written. A rank that is busy is never ended, however long it takes. One that saves counts as busy for `timeout_seconds`: storage may keep
+it waiting without a sign.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,9 @@ class Monitor(threading.Thread):
     # ---- what the main thread says ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def doing(self, name: str, waiting: bool = False, device: bool = False) -> Iterator[None]:
+    def doing(self, name: str, waiting: bool = False, device: bool = False, storage: bool = False) -> Iterator[None]:
         """Around an operation: everyone can know that this rank is in it, and a failed collective in it is explained."""
-        self._set(Mark(self.mark.number + waiting, name, waiting, device))
+        self._set(Mark(self.mark.number + waiting, name, waiting, device, storage))
         self._parts.append(self.mark)
         try:
             yield
@@ -116,7 +117,7 @@ class Monitor(threading.Thread):
         finally:
             self._parts.pop()
             outside = self._parts[-1] if self._parts else Mark(name=name, past=True)
-            self._set(Mark(self.mark.number, outside.name, False, outside.device, outside.past))
+            self._set(replace(outside, number=self.mark.number, waiting=False))
 
     def _set(self, mark: Mark) -> None:
         self.mark, self.since, self._said = mark, time.monotonic(), 0.0
@@ -271,8 +272,12 @@ class Monitor(threading.Thread):
         return time.monotonic() - self.since
 
     def _idle(self) -> float:
-        """Seconds for which this process has done nothing. Work on a GPU is not seen, so that it counts as busy."""
+        """Seconds for which this process has done nothing. Work on a GPU is not seen, nor is a wait for storage that can be interrupted
+        (FUSE, Lustre): both count as busy. No rank waits for a save longer than `timeout_seconds`, so that the second is over then.
+        """
         if self.mark.device and self.busy_elsewhere:
+            return 0.0
+        if self.mark.storage and self._seconds() < self.timeout_seconds:
             return 0.0
         return min(time.monotonic() - self._active, self._seconds())
 

@@ -78,21 +78,22 @@ class Ranks:
     def _together(self, name: str) -> AbstractContextManager:
         return self.monitor.doing(name, waiting=True) if self.monitor else nullcontext()
 
-    def part(self, name: str, device: bool = False) -> AbstractContextManager:
+    def part(self, name: str, device: bool = False, storage: bool = False) -> AbstractContextManager:
         """Around work of this rank that has a name: others who wait are told of it, and a collective that fails in it is explained.
 
-        `device`: the ranks exchange gradients or weights in it.
+        `device`: the ranks exchange gradients or weights in it. `storage`: it writes or removes files, and what it wrote is lost
+        where a stop ends it.
         """
-        return self.monitor.doing(name, device=device) if self.monitor else nullcontext()
+        return self.monitor.doing(name, device=device, storage=storage) if self.monitor else nullcontext()
 
-    def attempt(self, name: str, action: Callable[[], T], kind: type[UserError]) -> T:
+    def attempt(self, name: str, action: Callable[[], T], kind: type[UserError], storage: bool = False) -> T:
         """The result of `action` on this rank. If it fails on any rank, all raise the first failure, naming its rank.
 
-        An OSError becomes a `kind`; a UserError keeps its class. So no rank is left waiting for one that gave up.
+        An OSError becomes a `kind`; a UserError keeps its class. So no rank is left waiting for one that gave up. `storage`: see `part`.
         """
         problem, result = None, None
         try:
-            with self.part(name):
+            with self.part(name, storage=storage):
                 result = action()
         except LostRankError:  # not a failure of the action: there is nobody to agree with
             raise
@@ -106,9 +107,9 @@ class Ranks:
                 raise kind(text if self.world_size == 1 or text.startswith("rank ") else f"rank {rank}: {text}")
         return result
 
-    def on_main(self, name: str, action: Callable[[], T], kind: type[UserError]) -> T:
+    def on_main(self, name: str, action: Callable[[], T], kind: type[UserError], storage: bool = False) -> T:
         """The main rank's result of an `action` that it alone does, on every rank; a failure is raised on all (see `attempt`)."""
-        return self.gather(name, self.attempt(name, lambda: action() if self.is_main else None, kind))[0]
+        return self.gather(name, self.attempt(name, lambda: action() if self.is_main else None, kind, storage))[0]
 
     def agree(self, name: str, problem: str | None, kind: type[UserError]) -> None:
         """Raise `kind` on every rank if any rank has a problem; the message names the first one's rank."""

@@ -20,13 +20,15 @@ class Mark:
     """What a process is doing: inside a control operation (`waiting`), in a part of its own work, or `past` one of the two.
 
     `number` counts the control operations that it has begun: they come in the same order on every rank. `device`: a part in which the
-    ranks exchange gradients or weights, so that it may be waiting for another rank without saying so.
+    ranks exchange gradients or weights, so that it may be waiting for another rank without saying so. `storage`: a part that writes or
+    removes files, and may be waiting for storage without a sign of it.
     """
 
     number: int = 0
     name: str = "start of the process"
     waiting: bool = False
     device: bool = False
+    storage: bool = False
     past: bool = False
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pretrain.checkpoint.load import load_tensors, saved_names
 from pretrain.checkpoint.payload import first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
+from pretrain.config.show import to_yaml
 from pretrain.data.text.stream import Cursor, continue_cursors
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError
@@ -86,7 +87,8 @@ class Continuation:
         started = time.monotonic()
         tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
         self._check_finite(progress.step, tensors)
-        attachments = {"config.yaml": self.directory.path / "config.yaml", **self.plan.data.attachments}
+        # Not the file in the run directory, which somebody may be editing for the next start.
+        attachments = {"config.yaml": to_yaml(self.plan.config), **self.plan.data.attachments}
         folder, policy = self.directory.checkpoints, self.plan.config.checkpoint
         state = self._state(progress)
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.choose import Choice, choose_checkpoint
+from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
 from pretrain.checkpoint.load import saved_names
 from pretrain.config.read import read_file
 from pretrain.data.tokenizers.tokenizer import copy_difference
@@ -57,7 +57,7 @@ def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, conte
     resumed = choose_checkpoint(directory.path, run.resume, ranks, directory.saved_last, content)
     weights = None
     if resumed is None and run.init_from is not None:
-        weights = choose_checkpoint(directory.path, run.init_from, ranks, content=content)  # this run has none of its own
+        weights = choose_weights(Path(run.init_from), ranks, content)
 
     def judge() -> list[str]:
         if resumed is not None:

@@ -19,7 +19,8 @@ NAME = "damage"
 ABOUT = "a damaged file is named, or was of no account; no wrong result, no traceback, no code run"
 
 SECONDS = 120
-KINDS = ("flip", "flip early", "cut", "zero", "delete", "swap", "append", "empty", "garbage")
+KINDS = ("flip", "flip early", "cut", "zero", "delete", "swap", "append", "odd line", "empty", "garbage")
+ODD_LINES = (b"\xff\xfe{}", b"null", b"{}", b"5", b'{"step": "4"}', b'{"step": null}', b"[]", b"[" * 100_000)
 
 
 def case(random: Random, folder: Path) -> Case:
@@ -32,9 +33,11 @@ def case(random: Random, folder: Path) -> Case:
 
 
 def damage(top: Path, kind: str, pick: float, place: float, bit: int) -> str:
-    """Damage one file below `top`; its name."""
+    """Damage one file below `top`; its name. Each folder is as likely: those of checkpoints have most of a run's files."""
     files = sorted(path for path in top.rglob("*") if path.is_file())
-    file = files[int(pick * len(files))]
+    folders = sorted({file.parent for file in files})
+    inside = [file for file in files if file.parent == folders[int(pick * len(folders))]]
+    file = inside[int(pick * len(folders) % 1 * len(inside))]
     data = bytearray(file.read_bytes())
     at = int(place * min(len(data), 200 if kind == "flip early" else len(data)))
     if kind == "delete":
@@ -47,8 +50,8 @@ def damage(top: Path, kind: str, pick: float, place: float, bit: int) -> str:
         data[at : at + 64] = bytes(len(data[at : at + 64]))
     elif kind == "swap":
         data = bytearray(files[int(place * len(files))].read_bytes())
-    elif kind == "append":
-        data += b'\n{"step": 1, "loss": 0}\n'
+    elif kind in ("append", "odd line"):
+        data += b'\n{"step": 1, "loss": 0}\n' if kind == "append" else ODD_LINES[bit] + b"\n"
     elif kind == "empty":
         data = bytearray()
     elif kind == "garbage":

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from launch_pool import RankProcess, start_ranks
 
+from pretrain.distributed.monitor import Monitor
 from pretrain.run import main
 
 
@@ -46,6 +47,7 @@ def train_badly(
         "next batch": (Loader, "read", 4),
         "forward": (Trainer, "_micro_step", 13),  # 4 micro-steps to a step: in step 4
         "save": (save, "_save_payload", 1),
+        "flush": (save, "flush", 1),
     }[place]
     real, calls = getattr(owner, name), []
 
@@ -211,6 +213,36 @@ def test_a_busy_run_that_is_told_to_stop_is_left_to_save(started, config_file):
         "state": "preempted", "step": 3, "reason": "asked to stop by a signal; the same command continues",
     }  # fmt: skip
     assert "told to stop by SIGTERM, and still in 'step 4: next batch'" in log_of(config_file, 1)
+
+
+def test_a_run_that_saves_on_slow_storage_is_left_to_save_when_told_to_stop(started, config_file):
+    """F5: a flush that waits where it can be interrupted (FUSE, Lustre) was taken for a hang after a minute, and the work was lost."""
+    zero, one = started(
+        "flush", "sleep", "checkpoint.every_steps=0", "run.steps=100000", seconds=9, STOP_SECONDS=1.0, IDLE_SECONDS=2.0
+    )
+    wait_until(lambda: (config_file.parent / "runs" / "run" / "metrics.jsonl").exists())
+    wait_until(lambda: len((config_file.parent / "runs" / "run" / "metrics.jsonl").read_text().splitlines()) >= 3)
+    for rank in (zero, one):
+        os.kill(rank.pid, signal.SIGTERM)
+    assert zero.wait(60) == 0 and one.wait(30) == 0, zero.printed()
+    assert "told to stop by SIGTERM, and still in 'payload of a checkpoint'" in log_of(config_file, 1)
+    found = status(config_file)
+    assert found["state"] == "preempted"
+    assert (config_file.parent / "runs" / "run" / "checkpoints" / f"step-{found['step']:08d}" / "manifest.json").is_file()
+
+
+def test_a_rank_that_waits_for_storage_is_busy_until_nobody_waits_for_it_any_more():
+    """F5: within `parallel.timeout_seconds` a save counts as busy, after that as any other part."""
+    monitor = Monitor(0, 0, timeout_seconds=100.0)
+    monitor._active -= 200.0
+    with monitor.doing("payload of a checkpoint", storage=True):
+        monitor.since -= 99.0
+        assert monitor._idle() == 0.0
+        monitor.since -= 2.0
+        assert monitor._idle() == pytest.approx(101.0, abs=0.5)
+    with monitor.doing("step 4: next batch"):
+        monitor.since -= 99.0
+        assert monitor._idle() == pytest.approx(99.0, abs=0.5)
 
 
 def lose_a_rank_unnoticed(limits: dict[str, float], config_file: str, *overrides: str) -> int:

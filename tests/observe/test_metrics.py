@@ -10,7 +10,7 @@ import pytest
 from running import tool
 
 from pretrain.errors import DataError
-from pretrain.observe.metrics import METRICS_FILE, Metrics, duration, progress_line, read_metrics
+from pretrain.observe.metrics import METRICS_FILE, Metrics, duration, last_record, last_step, progress_line, read_metrics
 from pretrain.observe.report import draw, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +75,27 @@ def test_a_torn_last_line_is_passed_over(run):
     with (run / METRICS_FILE).open("a") as file:
         file.write(json.dumps(record(60, 4.0))[:37])
     assert [r["step"] for r in read_metrics(run)] == [10, 20, 30, 40, 50]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe{}", b"null", b"{}", b"5", b"[1]", b'{"step": "60"}', b'{"step": null}', b'{"step": true}', b"[" * 100_000],
+    ids=lambda line: line[:12].decode(errors="replace"),
+)
+def test_a_line_that_is_no_record_is_passed_over(run, line):
+    """F4: whoever read the log of metrics failed with a traceback: UnicodeDecodeError, TypeError, KeyError or RecursionError."""
+    with (run / METRICS_FILE).open("ab") as file:
+        file.write(line + b"\n")
+    assert [r["step"] for r in read_metrics(run)] == [10, 20, 30, 40, 50]
+    assert last_step(run) == 50 and last_record(run, 50)["loss"] == 4.5 and last_record(run, 40) == {}
+
+
+def test_numbers_in_a_list_that_are_not_finite_are_null(tmp_path):
+    """F4: a list with NaN, read back from the log, ended a run with "Out of range float values are not JSON compliant"."""
+    metrics = Metrics(tmp_path, tensorboard=False)
+    metrics.write(record(1, 2.0, experts={"1": [math.nan, 2.0]}))
+    metrics.close()
+    assert read_metrics(tmp_path) == [record(1, 2.0, experts={"1": [None, 2.0]})]
 
 
 def test_what_is_written_after_a_torn_line_is_not_lost(run):

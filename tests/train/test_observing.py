@@ -42,6 +42,19 @@ def test_a_run_whose_status_and_metrics_cannot_be_written_trains_to_its_end(pool
     assert not [p for p in run.iterdir() if p.name.startswith(".status.json")]
 
 
+def test_a_log_of_metrics_that_is_damaged_or_cannot_be_read_does_not_keep_a_run_from_going_on(pool, config_file):
+    """F4: one odd line in it was a traceback on rank 0 at each start; what only observes a run warns at most."""
+    run = train(pool, 1, config_file, *SHORT)
+    with (run / METRICS_FILE).open("ab") as file:
+        file.write(b'\xff\xfe{"step": 4}\nnull\n{}\n5\n{"step": "4"}\n{"step": null}\n')
+    train(pool, 2, config_file, *SHORT, "run.steps=6", DDP)
+    assert [record["step"] for record in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+    (run / METRICS_FILE).unlink()
+    (run / METRICS_FILE).mkdir()
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *SHORT, "run.steps=7")
+    assert code == 0 and f"{run / METRICS_FILE}: cannot be read: Is a directory; the run goes on" in printed
+
+
 def with_a_full_disk(config_file: str, *overrides: str) -> tuple[int, str]:
     """A run whose metrics find no room in steps 2 and 3; of the second line a part is written."""
     from pretrain.observe import metrics

@@ -165,7 +165,8 @@ def prepare(
         parts = directory.parts(plan, DTYPES[dtype_for(plan.tokenizer.vocab_size)])
         if plan.cuts_tail:
             share = f"{settings.validation_fraction:.4g}"
-            _say(f"{plan.inputs[0].name}: one document; its end, a share of {share}, cut at a line, is the validation split")
+            where = "from the next line on, or else from the next word or character"
+            _say(f"{plan.inputs[0].name}: one document; its end, a share of {share}, is the validation split, {where}")
         with ProcessPool(workers) as pool:
             units = _Units(plan, parts, str(tokenizer), engine)
             try:
@@ -297,14 +298,21 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
             manifest = assemble(place, selection, summaries, rows, shard_tokens, description, pool, on_tokens)
             if manifest is None:
                 directory.restart()
-                raise DataError(
-                    f"the {name} split is empty: none of the {documents} documents falls into it with --validation-fraction"
-                    f" {settings.validation_fraction}; add data, cut text files into more documents with --documents line, or give one file"
-                    " of plain text, whose end is then the validation split"
-                )
+                raise DataError(_empty_split(name, documents, plan))
             manifests[directory.output / name] = manifest
     directory.publish(root)
     return _outcome(manifests)
+
+
+def _empty_split(name: str, documents: int, plan: Plan) -> str:
+    if plan.cuts_tail:
+        part = "end" if name == SPLITS[1] else "beginning"
+        return f"the {name} split is empty: the {part} of {plan.inputs[0].name} was left out, as a duplicate or because it is invalid"
+    return (
+        f"the {name} split is empty: none of the {documents} documents falls into it with --validation-fraction "
+        f"{plan.settings.validation_fraction}; add data, cut text files into more documents with --documents line, or give one file of plain "
+        "text, whose end is then the validation split"
+    )
 
 
 def refuse_invalid(summaries: Sequence[PartSummary], most: int) -> None:

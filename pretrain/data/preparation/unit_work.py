@@ -175,13 +175,25 @@ class _Unit:
                 yield content, row, None
                 continue
             cut = tail_begin(content, self._job.validation_fraction)
-            yield content[:cut], row, _LAST_PLACE
-            yield content[cut:], row + content.count("\n", 0, cut), 0
+            head, tail = content[:cut], content[cut:]
+            if not _is_blank(content):
+                self._refuse_blank(reader.origin(row), head, tail)
+            yield head, row, _LAST_PLACE
+            yield tail, row + content.count("\n", 0, cut), 0
+
+    def _refuse_blank(self, origin: str, head: str, tail: str) -> None:
+        """Raise DataError where a document with text is cut so that one of its two parts has none."""
+        for name, part, which, change in (("train", head, "first", "smaller"), ("validation", tail, "last", "larger")):
+            if _is_blank(part):
+                raise DataError(
+                    f"{origin}: one document, cut by --validation-fraction {self._job.validation_fraction} into two; its {which} {len(part)} "
+                    f"of {len(head) + len(tail)} characters, the {name} split, hold no text; choose a {change} fraction"
+                )
 
     def _add(self, batch: _Batch, content: Content, number: int, row: int, reader: PieceReader, place: int | None) -> int:
         """The number of characters or ids added."""
         if isinstance(content, str):
-            if not content or content.isspace():
+            if _is_blank(content):
                 self.tally.empty += 1
                 return 0
             data: bytes | None = None
@@ -247,14 +259,18 @@ class _Unit:
         return [position < self._threshold for position in batch.positions] if self._threshold else False
 
 
+def _is_blank(text: str) -> bool:
+    return not text or text.isspace()
+
+
 def tail_begin(text: str, fraction: float) -> int:
-    """Where the last `fraction` of a text begins: at the line that begins next, or else at the word that does."""
+    """Where the last `fraction` of a text begins: where the next line does, or else the next word, or else right there."""
     place = int(len(text) * (1 - fraction))
-    line = text.find("\n", place) + 1
-    if 0 < line < len(text) and not text[line:].isspace():
-        return line
-    word = text.find(" ", place) + 1
-    return word if 0 < word < len(text) else place
+    for end in ("\n", " "):
+        begin = text.find(end, place) + 1
+        if begin and not _is_blank(text[begin:]):
+            return begin
+    return place
 
 
 def document_position(data: bytes) -> int:

@@ -46,6 +46,8 @@ from pretrain.errors import ConfigError, DataError
 
 _COUNTS = ("empty_documents", "duplicate_documents", "invalid_documents", "byte_order_marks")
 
+_TIMELESS = "timeless_plan_sha256"
+
 
 @dataclass(frozen=True)
 class PreparedSplit:
@@ -245,11 +247,7 @@ def _repeated(output: str | Path, work: str | Path | None, plan: Plan | None, ti
     if plan is None and (left / "plan.json").is_file():
         plan = WorkDirectory(output, left).read_plan()
     if None in made_by or (plan is not None and made_by != {plan.sha256}):
-        before = next(iter(manifests.values())).preparation
-        changed = plan.settings.difference(before) if plan and None not in made_by else None
-        which = (
-            f", prepared with {changed}," if changed else ", prepared from other inputs or with other options," if plan else ""
-        )
+        which = _why_not_repeated(plan, next(iter(manifests.values()))) if plan else ""
         raise DataError(f"{output}: already exists{which} and was left as it is; choose another output or remove it first")
     if tidy and left.exists():
         # What a start has left that was killed between its last two steps; whoever holds it removes it itself.
@@ -257,6 +255,18 @@ def _repeated(output: str | Path, work: str | Path | None, plan: Plan | None, ti
             if directory.begun and directory.read_plan().sha256 in made_by:
                 directory.remove()
     return dataclasses.replace(_outcome(manifests), repeated=True)
+
+
+def _why_not_repeated(plan: Plan, before: Manifest) -> str:
+    """What `plan` has that the one of an output does not, as far as its manifest tells."""
+    if before.plan_sha256 and (changed := plan.settings.difference(before.preparation)):
+        return f", prepared with {changed},"
+    if before.preparation.get(_TIMELESS) == plan.timeless_sha256:
+        return (
+            ", prepared from these inputs with these options, but at least one of them was modified since (names and sizes are the same, a time "
+            "of modification is not; contents are not compared),"
+        )
+    return ", prepared from other inputs or with other options,"
 
 
 def _outcome(manifests: dict[Path, Manifest]) -> Preparation:
@@ -282,7 +292,7 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
         plan.tokenizer,
         directory.tokenizer,
         [file.name for file in plan.inputs],
-        {**dataclasses.asdict(settings), **counts},
+        {**dataclasses.asdict(settings), **counts, _TIMELESS: plan.timeless_sha256},
         plan.sha256,
         [row for summary in summaries for row in summary.invalid_rows],
     )

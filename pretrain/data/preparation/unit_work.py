@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ BATCH_DOCUMENTS = 4096
 _SAMPLED_UNITS = 64
 _SAMPLED_CHARACTERS = 1 << 17
 _LAST_PLACE = 2**64 - 1
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
 def sample_texts(jobs: Sequence[UnitJob], end_id: int) -> Iterator[str]:
     """Some documents, or the beginnings of long ones, from the beginnings of up to 64 units, evenly spread: a look at the corpus.
 
-    What cannot be read is left to the units, which say where it is.
+    What cannot be read, or encoded by any engine, is left to the units, which say where it is.
     """
     for job in jobs[:: -(-len(jobs) // _SAMPLED_UNITS)]:
         characters, options = 0, dataclasses.replace(job.options, max_invalid=sys.maxsize)
@@ -138,7 +140,9 @@ def sample_texts(jobs: Sequence[UnitJob], end_id: int) -> Iterator[str]:
                 if not isinstance(content, str) or characters > _SAMPLED_CHARACTERS:
                     break
                 characters += len(content)
-                yield content[:_SAMPLED_CHARACTERS]
+                sample = content[:_SAMPLED_CHARACTERS]
+                if sample.isascii() or not _HALF_PAIR.search(sample):
+                    yield sample
 
 
 class _Unit:

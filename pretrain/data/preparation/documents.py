@@ -18,7 +18,7 @@ import numpy as np
 from pretrain.data.preparation.columns import WHOLE, column_batches, rows_before
 from pretrain.data.preparation.inputs import SIGNATURE_BYTES, InputFile, known_as
 from pretrain.data.preparation.lines import Tally, lines_before, lines_of, open_bytes, reading
-from pretrain.data.preparation.records import archive_texts, csv_rows
+from pretrain.data.preparation.records import archive_texts, table_rows
 from pretrain.data.preparation.token_files import cut_at, documents_before, id_documents, ids_of
 from pretrain.errors import DataError
 
@@ -233,7 +233,7 @@ class PieceReader:
 
     def _texts_in_csv(self) -> Iterator[tuple[str, int]]:
         fields = self._options.text_fields
-        for row, values in enumerate(csv_rows(self._file, fields, self._tally)):
+        for row, values in enumerate(table_rows(self._file, fields, self._tally)):
             self._tally.rows = row + 1
             if isinstance(values, str):
                 self.leave_out(row, values)

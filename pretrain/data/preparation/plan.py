@@ -128,6 +128,11 @@ class Plan:
         return hashlib.sha256(dataclasses.replace(self, settings=settings).to_json().encode()).hexdigest()
 
     @property
+    def timeless_sha256(self) -> str:
+        """As `sha256`, but the same for inputs that differ in nothing but when they were changed."""
+        return dataclasses.replace(self, inputs=tuple(dataclasses.replace(file, modified=0) for file in self.inputs)).sha256
+
+    @property
     def cuts_tail(self) -> bool:
         """Whether the corpus is one document, of plain text, of which the end is to be the validation split."""
         files = self.inputs if self.settings.validation_fraction else ()

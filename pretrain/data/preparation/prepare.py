@@ -46,6 +46,8 @@ from pretrain.errors import ConfigError, DataError
 
 _COUNTS = ("empty_documents", "duplicate_documents", "invalid_documents", "byte_order_marks")
 
+_TIMELESS = "timeless_plan_sha256"
+
 
 @dataclass(frozen=True)
 class PreparedSplit:
@@ -165,7 +167,8 @@ def prepare(
         parts = directory.parts(plan, DTYPES[dtype_for(plan.tokenizer.vocab_size)])
         if plan.cuts_tail:
             share = f"{settings.validation_fraction:.4g}"
-            _say(f"{plan.inputs[0].name}: one document; its end, a share of {share}, cut at a line, is the validation split")
+            where = "from the next line on, or else from the next word or character"
+            _say(f"{plan.inputs[0].name}: one document; its end, a share of {share}, is the validation split, {where}")
         with ProcessPool(workers) as pool:
             units = _Units(plan, parts, str(tokenizer), engine)
             try:
@@ -244,11 +247,7 @@ def _repeated(output: str | Path, work: str | Path | None, plan: Plan | None, ti
     if plan is None and (left / "plan.json").is_file():
         plan = WorkDirectory(output, left).read_plan()
     if None in made_by or (plan is not None and made_by != {plan.sha256}):
-        before = next(iter(manifests.values())).preparation
-        changed = plan.settings.difference(before) if plan and None not in made_by else None
-        which = (
-            f", prepared with {changed}," if changed else ", prepared from other inputs or with other options," if plan else ""
-        )
+        which = _why_not_repeated(plan, next(iter(manifests.values()))) if plan else ""
         raise DataError(f"{output}: already exists{which} and was left as it is; choose another output or remove it first")
     if tidy and left.exists():
         # What a start has left that was killed between its last two steps; whoever holds it removes it itself.
@@ -256,6 +255,18 @@ def _repeated(output: str | Path, work: str | Path | None, plan: Plan | None, ti
             if directory.begun and directory.read_plan().sha256 in made_by:
                 directory.remove()
     return dataclasses.replace(_outcome(manifests), repeated=True)
+
+
+def _why_not_repeated(plan: Plan, before: Manifest) -> str:
+    """What `plan` has that the one of an output does not, as far as its manifest tells."""
+    if before.plan_sha256 and (changed := plan.settings.difference(before.preparation)):
+        return f", prepared with {changed},"
+    if before.preparation.get(_TIMELESS) == plan.timeless_sha256:
+        return (
+            ", prepared from these inputs with these options, but at least one of them was modified since (names and sizes are the same, a time "
+            "of modification is not; contents are not compared),"
+        )
+    return ", prepared from other inputs or with other options,"
 
 
 def _outcome(manifests: dict[Path, Manifest]) -> Preparation:
@@ -281,7 +292,7 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
         plan.tokenizer,
         directory.tokenizer,
         [file.name for file in plan.inputs],
-        {**dataclasses.asdict(settings), **counts},
+        {**dataclasses.asdict(settings), **counts, _TIMELESS: plan.timeless_sha256},
         plan.sha256,
         [row for summary in summaries for row in summary.invalid_rows],
     )
@@ -297,14 +308,21 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
             manifest = assemble(place, selection, summaries, rows, shard_tokens, description, pool, on_tokens)
             if manifest is None:
                 directory.restart()
-                raise DataError(
-                    f"the {name} split is empty: none of the {documents} documents falls into it with --validation-fraction"
-                    f" {settings.validation_fraction}; add data, cut text files into more documents with --documents line, or give one file"
-                    " of plain text, whose end is then the validation split"
-                )
+                raise DataError(_empty_split(name, documents, plan))
             manifests[directory.output / name] = manifest
     directory.publish(root)
     return _outcome(manifests)
+
+
+def _empty_split(name: str, documents: int, plan: Plan) -> str:
+    if plan.cuts_tail:
+        part = "end" if name == SPLITS[1] else "beginning"
+        return f"the {name} split is empty: the {part} of {plan.inputs[0].name} was left out, as a duplicate or because it is invalid"
+    return (
+        f"the {name} split is empty: none of the {documents} documents falls into it with --validation-fraction "
+        f"{plan.settings.validation_fraction}; add data, cut text files into more documents with --documents line, or give one file of plain "
+        "text, whose end is then the validation split"
+    )
 
 
 def refuse_invalid(summaries: Sequence[PartSummary], most: int) -> None:

@@ -14,44 +14,66 @@ from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.lines import Tally, open_bytes, reading
 from pretrain.errors import DataError
 
-_LONGEST_FIELD = 1 << 28  # characters; a quotation mark too many would otherwise swallow a file
+_LONGEST_FIELD = 1 << 28  # characters
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TEXT_RECORDS = ("conversion",)
 _PAGE_RECORDS = ("response", "resource", "revisit")
 
 
-def csv_rows(file: InputFile, columns: Sequence[str], tally: Tally) -> Iterator[list[str] | str]:
-    """The values of `columns` in each row, or what is wrong with the row. The first line names the columns.
+def table_rows(file: InputFile, columns: Sequence[str], tally: Tally) -> Iterator[list[str] | str]:
+    """The values of `columns` in each row of a .csv or .tsv, or what is wrong with the row. The first line names the columns.
 
-    Commas separate values, in .tsv tabs; quotation marks around a value may hold separators and line ends (RFC 4180). Bytes that are
-    not UTF-8 come as half surrogates. Raises DataError naming the file when it has no such column.
+    CSV is that of RFC 4180: commas separate values, and quotation marks around a value may hold separators and line ends. TSV is that
+    of IANA's text/tab-separated-values: a line is a row, and quotation marks are characters like any other. Empty lines are no rows.
+    Bytes that are not UTF-8 come as half surrogates. Raises DataError naming the file when it has no such column, and the lines of a
+    faulty CSV row that spans several: its quotation marks may have swallowed good rows, which nobody could count.
     """
-    csv.field_size_limit(_LONGEST_FIELD)
+    is_csv = file.suffix != ".tsv"
     with open_bytes(file, tally) as stream, reading(file):
-        if stream.peek(3)[:3] == b"\xef\xbb\xbf":
-            stream.read(3)
+        if stream.peek(len(_BYTE_ORDER_MARK)).startswith(_BYTE_ORDER_MARK):
+            stream.read(len(_BYTE_ORDER_MARK))
             tally.marks += 1
-        lines = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
-        rows = csv.reader(lines, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
-        try:
-            names = next(rows, [])
-        except csv.Error as error:
-            raise ValueError(f"its first line is not valid CSV: {error}") from error
+        rows = _csv_rows(stream) if is_csv else _tsv_rows(stream)
+        names, line_before = next(rows, ([], 0))
+        if isinstance(names, str):
+            raise ValueError(f"its first line is {names}")
         require_columns(file, columns, names)
         if double := next((name for name in columns if names.count(name) > 1), None):
             raise DataError(f"{file.name}: has two columns {double!r}; rename one")
         places = [names.index(name) for name in columns]
-        while True:
-            try:
-                row = next(rows, None)
-            except csv.Error as error:
-                yield f"not valid CSV ({error})"
-                continue
-            if row is None:
-                return
-            if len(row) == len(names):
+        for row, line in rows:
+            first, line_before = line_before + 1, line
+            if len(row) == len(names) and isinstance(row, list):
                 yield [row[place] for place in places]
             elif row:  # else an empty line
-                yield f"has {len(row)} values, and the first line names {len(names)} columns"
+                wrong = row if isinstance(row, str) else f"has {len(row)} values, and the first line names {len(names)} columns"
+                if first != line:
+                    raise DataError(
+                        f"{file.name}, lines {first} to {line}: one row by its quotation marks, and {wrong}; one mark too many swallows good "
+                        "rows, so --max-invalid never leaves such lines out: correct them (a quotation mark inside quotes is written twice)"
+                    )
+                yield wrong if is_csv or '"' not in "".join(row) else f"{wrong}; in .tsv quotation marks hold nothing together"
+
+
+def _csv_rows(stream: BinaryIO) -> Iterator[tuple[list[str] | str, int]]:
+    """Each row, or what is wrong with it, and the number of its last line, from 1."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    rows = csv.reader(io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline=""), strict=True)
+    while True:
+        try:
+            row: list[str] | str | None = next(rows, None)
+        except csv.Error as error:
+            row = f"not valid CSV ({error})"
+        if row is None:
+            return
+        yield row, rows.line_num
+
+
+def _tsv_rows(stream: BinaryIO) -> Iterator[tuple[list[str], int]]:
+    """Each row, and the number of its line, from 1."""
+    for number, line in enumerate(stream, 1):
+        text = line.removesuffix(b"\n").removesuffix(b"\r").decode(errors="surrogateescape")
+        yield text.split("\t") if text else [], number
 
 
 def archive_texts(file: InputFile, tally: Tally) -> Iterator[bytes]:

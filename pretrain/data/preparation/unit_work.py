@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ BATCH_DOCUMENTS = 4096
 _SAMPLED_UNITS = 64
 _SAMPLED_CHARACTERS = 1 << 17
 _LAST_PLACE = 2**64 - 1
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
 def sample_texts(jobs: Sequence[UnitJob], end_id: int) -> Iterator[str]:
     """Some documents, or the beginnings of long ones, from the beginnings of up to 64 units, evenly spread: a look at the corpus.
 
-    What cannot be read is left to the units, which say where it is.
+    What cannot be read, or encoded by any engine, is left to the units, which say where it is.
     """
     for job in jobs[:: -(-len(jobs) // _SAMPLED_UNITS)]:
         characters, options = 0, dataclasses.replace(job.options, max_invalid=sys.maxsize)
@@ -138,7 +140,9 @@ def sample_texts(jobs: Sequence[UnitJob], end_id: int) -> Iterator[str]:
                 if not isinstance(content, str) or characters > _SAMPLED_CHARACTERS:
                     break
                 characters += len(content)
-                yield content[:_SAMPLED_CHARACTERS]
+                sample = content[:_SAMPLED_CHARACTERS]
+                if sample.isascii() or not _HALF_PAIR.search(sample):
+                    yield sample
 
 
 class _Unit:
@@ -175,13 +179,25 @@ class _Unit:
                 yield content, row, None
                 continue
             cut = tail_begin(content, self._job.validation_fraction)
-            yield content[:cut], row, _LAST_PLACE
-            yield content[cut:], row + content.count("\n", 0, cut), 0
+            head, tail = content[:cut], content[cut:]
+            if not _is_blank(content):
+                self._refuse_blank(reader.origin(row), head, tail)
+            yield head, row, _LAST_PLACE
+            yield tail, row + content.count("\n", 0, cut), 0
+
+    def _refuse_blank(self, origin: str, head: str, tail: str) -> None:
+        """Raise DataError where a document with text is cut so that one of its two parts has none."""
+        for name, part, which, change in (("train", head, "first", "smaller"), ("validation", tail, "last", "larger")):
+            if _is_blank(part):
+                raise DataError(
+                    f"{origin}: one document, cut by --validation-fraction {self._job.validation_fraction} into two; its {which} {len(part)} "
+                    f"of {len(head) + len(tail)} characters, the {name} split, hold no text; choose a {change} fraction"
+                )
 
     def _add(self, batch: _Batch, content: Content, number: int, row: int, reader: PieceReader, place: int | None) -> int:
         """The number of characters or ids added."""
         if isinstance(content, str):
-            if not content or content.isspace():
+            if _is_blank(content):
                 self.tally.empty += 1
                 return 0
             data: bytes | None = None
@@ -247,14 +263,18 @@ class _Unit:
         return [position < self._threshold for position in batch.positions] if self._threshold else False
 
 
+def _is_blank(text: str) -> bool:
+    return not text or text.isspace()
+
+
 def tail_begin(text: str, fraction: float) -> int:
-    """Where the last `fraction` of a text begins: at the line that begins next, or else at the word that does."""
+    """Where the last `fraction` of a text begins: where the next line does, or else the next word, or else right there."""
     place = int(len(text) * (1 - fraction))
-    line = text.find("\n", place) + 1
-    if 0 < line < len(text) and not text[line:].isspace():
-        return line
-    word = text.find(" ", place) + 1
-    return word if 0 < word < len(text) else place
+    for end in ("\n", " "):
+        begin = text.find(end, place) + 1
+        if begin and not _is_blank(text[begin:]):
+            return begin
+    return place
 
 
 def document_position(data: bytes) -> int:

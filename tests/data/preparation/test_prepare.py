@@ -230,6 +230,15 @@ def test_half_a_surrogate_pair_is_named_with_its_line(trained, tmp_path):
         prepare([str(tmp_path / "a.jsonl")], trained["bpe"], tmp_path / "out")
 
 
+def test_a_row_that_is_left_out_does_not_choose_the_engine(trained, tmp_path, capsys):
+    """One row with half a surrogate pair made the slower library encode a whole corpus, although that row is left out."""
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "x\\ud800"}\n')
+    for engine in ("auto", "tiktoken"):
+        result = prepare([str(tmp_path / "a.jsonl")], trained["byte_bpe"], tmp_path / engine, max_invalid=1, engine=engine)
+        assert result.invalid_documents == 1 and documents_of(tmp_path / engine) == ["fine"]
+        assert "tokenizer engine: tiktoken" in capsys.readouterr().err
+
+
 def test_a_pattern_without_files_is_an_error_even_beside_one_that_has(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match=r"\*\.md: no such input file"):
@@ -335,18 +344,51 @@ def test_the_end_of_one_text_file_is_the_validation_split(trained, tmp_path, cap
     assert head + tail == text and head.endswith("\n") and tail.startswith("line ")
     assert 0.095 < len(tail) / len(text) <= 0.1
     assert [split.documents for split in result.splits] == [1, 1]
-    said = f"{file}: one document; its end, a share of 0.1, cut at a line, is the validation split\n"
+    said = f"{file}: one document; its end, a share of 0.1, is the validation split, from the next line on, or else from the next word"
     assert said in capsys.readouterr().err
     assert PreparedData.open(tmp_path / "out" / "validation").origin(0) == (str(file), head.count("\n"))
     assert prepare([str(file)], trained["byte"], tmp_path / "out", validation_fraction=0.1).repeated
 
 
-@pytest.mark.parametrize("text, parts", [("one long line of words " * 50, (1039, 111)), ("x" * 1000, (900, 100))])
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("one long line of words " * 50, (1039, 111)),
+        ("x" * 1000, (900, 100)),
+        ("x" * 1000 + "  ", (901, 101)),
+        ("x" * 995 + "\nyyyy\n", (996, 5)),
+    ],
+)
 def test_one_line_is_cut_at_a_word_or_where_it_must(trained, tmp_path, text, parts):
+    """R8: as the line about it says; never so that only the white space at the end is left for validation."""
     (tmp_path / "a.txt").write_text(text)
     prepare([str(tmp_path / "a.txt")], trained["byte"], tmp_path / "out", validation_fraction=0.1)
     (head,), (tail,) = (documents_of(tmp_path / "out" / name) for name in ("train", "validation"))
     assert head + tail == text and (len(head), len(tail)) == parts
+
+
+@pytest.mark.parametrize(
+    "text, fraction, options, message",
+    [
+        ("one line\nand two\n" * 20, 1e-7, {}, "its last 1 of 340 characters, the validation split, hold no text"),
+        ("one line", 1e-17, {}, "its last 0 of 8 characters, the validation split, hold no text; choose a larger fraction"),
+        ("words " * 50 + "\n" * 500, 0.2, {}, "its last 160 of 800 characters, the validation split, hold no text"),
+        ("\n" * 500 + "words", 0.9, {}, "its first 51 of 505 characters, the train split, hold no text; choose a smaller"),
+        ("ab\nab\n", 0.6, {"deduplicate": True}, "the validation split is empty: the end of {} was left out, as a duplicate"),
+    ],
+)
+def test_a_text_whose_end_or_beginning_is_blank_is_refused_for_that(
+    trained, tmp_path, capsys, monkeypatch, text, fraction, options, message
+):
+    """R8: what one file of plain text was told was to give one file of plain text, after all of it was tokenized."""
+    file = tmp_path / "a.txt"
+    file.write_text(text)
+    if not options:
+        monkeypatch.setattr("pretrain.data.preparation.unit_work._Unit.encoded", None)
+    with pytest.raises(DataError, match=re.escape(message.format(file))) as caught:
+        prepare([str(file)], trained["byte"], tmp_path / "out", validation_fraction=fraction, **options)
+    assert "give one file" not in str(caught.value) and "cut at a line" not in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.txt"]
 
 
 def test_several_files_lines_and_other_kinds_are_split_by_document(trained, tmp_path):

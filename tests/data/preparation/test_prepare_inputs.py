@@ -346,15 +346,50 @@ def test_a_byte_order_mark_is_removed_and_that_is_said(prepared, tmp_path, byte_
 def test_csv_is_read_by_its_columns(prepared, tmp_path):
     """D-D9: a .csv is rows, not one document; quotation marks hold separators and line ends."""
     rows = [["a, b", "1"], ['say "x"\nand y', "2"], ["", "3"], ["é中", "4"]]
-    for name, options in (("a.csv", {}), ("b.tsv", {"delimiter": "\t"})):
-        with open(tmp_path / name, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file, **options).writerows([["text", "n"], *rows])
-        texts, origins = prepared(tmp_path / name, unit_bytes=5)
-        assert texts == [row[0] for row in rows if row[0]]
-        assert [row for _, row in origins] == [0, 1, 3]
+    with open(tmp_path / "a.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["text", "n"], *rows])
+    texts, origins = prepared(tmp_path / "a.csv", unit_bytes=5)
+    assert texts == [row[0] for row in rows if row[0]]
+    assert [row for _, row in origins] == [0, 1, 3]
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
-    assert prepared(tmp_path / "a.csv.gz")[0] == [row[0] for row in rows if row[0]]
+    assert prepared(tmp_path / "a.csv.gz")[0] == texts
     assert prepared(tmp_path / "a.csv", text_field="n,text")[0][0] == "1\n\na, b"
+
+
+def test_quotation_marks_in_tsv_are_text(prepared, tmp_path, byte_tokenizer):
+    """R2: two lines of a .tsv, of which the first begins with a quotation mark and the second ends with one, became one document."""
+    lines = ["text\tid", '"Hello there.\t1', 'I am Bob."\t2', "", '"all of it"\t3', '5" tall, \r, ""\t4', "é中\t5"]
+    expected = ['"Hello there.', 'I am Bob."', '"all of it"', '5" tall, \r, ""', "é中"]
+    for ends, last in (("\n", "\n"), ("\r\n", "")):
+        (tmp_path / "a.tsv").write_bytes((ends.join(lines) + last).encode())
+        texts, origins = prepared(tmp_path / "a.tsv")
+        assert texts == expected and [row for _, row in origins] == [0, 1, 2, 3, 4]
+    (tmp_path / "a.tsv.gz").write_bytes(gzip.compress((tmp_path / "a.tsv").read_bytes()))
+    assert prepared(tmp_path / "a.tsv.gz")[0] == expected
+    (tmp_path / "b.tsv").write_bytes(b'text\tid\n"of two\nlines"\t1\ncaf\xe9\t2\ngood\t3\n')
+    message = r"b\.tsv, row 1: has 1 values, and the first line names 2 columns; in \.tsv quotation marks hold nothing together"
+    with pytest.raises(DataError, match=message):
+        prepared(tmp_path / "b.tsv")
+    assert prepare([str(tmp_path / "b.tsv")], byte_tokenizer, tmp_path / "out", max_invalid=2).invalid_documents == 2
+    assert contents(tmp_path / "out")[0] == ['lines"', "good"]
+
+
+@pytest.mark.parametrize("last, wrong", [("", "unexpected end of data"), ('7,"seven"\n8,eight\n', "',' expected after")])
+def test_rows_that_a_quotation_mark_swallows_are_never_left_out(tmp_path, byte_tokenizer, last, wrong):
+    """R2: one stray quotation mark took 1,000 good rows away, and --max-invalid 1 called it one invalid row."""
+    good = "".join(f"{number},row {number}\n" for number in range(1000))
+    (tmp_path / "a.csv").write_text('id,text\n1,"of two\nlines"\n2,"stray\n' + good + last)
+    lines = rf"a\.csv, lines 4 to {1005 if last else 1004}: one row by its quotation marks, and not valid CSV \({wrong}"
+    for number in (0, 1, 5000):
+        with pytest.raises(DataError, match=lines) as caught:
+            prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out", max_invalid=number)
+        assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == ["a.csv"]
+    (tmp_path / "a.csv").write_text('id,text\n1,"a\n2,b\n3,c",d\n4,e\n')  # the marks are in order, the number of values is not
+    with pytest.raises(DataError, match=r"a\.csv, lines 2 to 4: .* and has 3 values, and the first line names 2 columns"):
+        prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out", max_invalid=1)
+    (tmp_path / "a.csv").write_text('id,text\n1,a\n2,"stray')  # on the last line it takes that line alone
+    assert prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out", max_invalid=1).invalid_documents == 1
 
 
 def test_dirty_csv_is_named_or_left_out(tmp_path, byte_tokenizer):

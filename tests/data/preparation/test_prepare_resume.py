@@ -442,6 +442,26 @@ def test_the_same_command_again_is_a_success_and_another_is_refused(inputs, trai
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_an_input_that_was_only_touched_is_named_as_the_reason(trained, tmp_path):
+    """R9: after `touch`, the same command was told of other inputs or options, though it was the time of modification alone."""
+    file = tmp_path / "a.txt"
+    file.write_text("some text")
+    prepare([str(file)], trained["bpe"], tmp_path / "out")
+    before = files_of(tmp_path / "out")
+    os.utime(file, ns=(1, 1))
+    message = "out: already exists, prepared from these inputs with these options, but at least one of them was modified since (names and sizes"
+    with pytest.raises(DataError, match=re.escape(message)):
+        prepare([str(file)], trained["bpe"], tmp_path / "out")
+    with pytest.raises(
+        DataError, match="out: already exists, prepared with --text-field 'text' instead of 'body', and was left"
+    ):
+        prepare([str(file)], trained["bpe"], tmp_path / "out", text_field="body")
+    file.write_text("some other text")
+    with pytest.raises(DataError, match="out: already exists, prepared from other inputs or with other options, and was left"):
+        prepare([str(file)], trained["bpe"], tmp_path / "out")
+    assert files_of(tmp_path / "out") == before
+
+
 def test_an_output_of_something_else_is_refused(inputs, trained, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")

@@ -24,6 +24,16 @@ from pretrain.storage import unrepeated
 
 # Predicts tokens in any order, so its logits are not those of the next token; those that mask tokens are known by their class.
 _NOT_CAUSAL = {"xlnet"}
+# Their positions are counted from the row after the padding token's id, so the first rows of the table are never used.
+_BEGIN_AFTER_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -55,6 +65,8 @@ def complete_hf(model: Model, sequence_length: int | None) -> Model:
             )
     dim, heads = found["hidden_size"], found["num_attention_heads"] or 1
     limit = next((found[name] for name in _LONGEST if found[name]), None)
+    if limit and config.model_type in _BEGIN_AFTER_PADDING:
+        limit = max(1, limit - 1 - (_size(config, "pad_token_id") or 0))
     longest = model.max_sequence_length or limit or sequence_length or 2048  # positions that nothing limits (Bloom)
     if limit and max(longest, sequence_length or 0) > limit:
         key = "model.max_sequence_length" if longest > limit else "data.sequence_length"

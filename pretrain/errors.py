@@ -101,6 +101,17 @@ def reason_of(error: OSError) -> str:
     return f"{error.filename}: {reason}" if error.filename is not None else reason
 
 
+def shown(value: object) -> str:
+    """A value that was read from a file of somebody's, as a message shows it."""
+    return clipped(repr(value))
+
+
+def clipped(text: str, most: int = 80) -> str:
+    """A text on one line; of a long one the beginning, and how long it is."""
+    line = " ".join(text.split()) if "\n" in text else text
+    return line if len(line) <= most else f"{line[:most]}... ({len(text):,} characters)"
+
+
 def nearest_multiples(value: int, unit: int) -> str:
     """The legal values next to one that `unit` does not divide, for a message."""
     below = value // unit * unit

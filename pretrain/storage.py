@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pretrain.errors import clipped
+
 _SEAL = "seal"
 
 
@@ -90,10 +92,12 @@ def unrepeated(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object as `json.loads(object_pairs_hook=unrepeated)` gives it. Raises ValueError for a name that it has twice: readers
     would differ on which is meant.
     """
-    if len(dict(items)) != len(items):
-        names = [name for name, _ in items]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
-    return dict(items)
+    content = dict(items)
+    if len(content) != len(items):
+        seen: set[str] = set()
+        twice = next(name for name, _ in items if name in seen or seen.add(name))
+        raise ValueError(f"{clipped(twice)} is there twice")
+    return content
 
 
 def sealed_json(content: Mapping[str, Any]) -> str:

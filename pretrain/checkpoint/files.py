@@ -78,11 +78,13 @@ def write_json(path: Path, content: Any) -> None:
     flush(path)
 
 
-def read_json(path: Path) -> Any:
-    """Raises CheckpointError naming the file when it cannot be parsed or an object in it has a name twice, UnreadableError when it cannot
-    be read.
+def read_json(path: Path, most: int | None = None) -> Any:
+    """Raises CheckpointError naming the file when it cannot be parsed, an object in it has a name twice or it has more bytes than `most`,
+    UnreadableError when it cannot be read.
     """
     try:
+        if most is not None and path.stat().st_size > most:
+            raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes; such a file has {most:,} at most")
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unrepeated)
     except OSError as error:
         raise _unreadable(path, error) from error

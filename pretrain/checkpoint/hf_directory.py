@@ -15,11 +15,14 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, SafetensorsFile
 from pretrain.checkpoint.weight_plan import least_numbers, plan_weights, refuse_odd_numbers
 from pretrain.config.model_schema import Model
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, shown
 from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.weights import Entry
+from pretrain.models.hf_config import LARGEST_CONFIG
 
 log = logging.getLogger(__name__)
+
+_LARGEST_INDEX = 32 * 2**20  # bytes; that of DeepSeek-V3, with 90,000 tensors, has 9 million
 
 
 class HfDirectory:
@@ -152,7 +155,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a model directory."""
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: no config.json; not a Hugging Face model directory")
-    config = files.read_json(directory / "config.json")
+    config = files.read_json(directory / "config.json", LARGEST_CONFIG)
     if not isinstance(config, dict):
         raise CheckpointError(f"{directory / 'config.json'}: not a JSON object")
     return config
@@ -180,13 +183,13 @@ def _read_index(directory: Path) -> dict[str, str]:
     path = directory / INDEX
     if not path.is_file():
         return {}
-    index = files.read_json(path)
+    index = files.read_json(path, _LARGEST_INDEX)
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(f"{path}: has no weight_map of tensor names to file names")
     for name, file in places.items():
         if Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f"{path}: {name} is said to be in {file!r}, which is no file of this directory")
+            raise CheckpointError(f"{path}: {name} is said to be in {shown(file)}, which is no file of this directory")
     if (directory / WEIGHTS).is_file() and WEIGHTS not in places.values():
         raise CheckpointError(f"{directory}: has both {WEIGHTS} and an index of other files; remove the one that is not meant")
     return places

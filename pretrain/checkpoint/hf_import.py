@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pretrain.checkpoint.hf_directory import HfDirectory
 from pretrain.checkpoint.hf_verify import Compared, compare_logits
-from pretrain.checkpoint.open_model import GENERATION_FILE, begin_tokens
+from pretrain.checkpoint.open_model import GENERATION_FILE, begin_tokens, named_ends
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.checkpoint.streamed import on_meta
 from pretrain.config.model_schema import Model
@@ -55,6 +55,7 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
     """
     refuse_existing(output)
     source = HfDirectory(directory, family)
+    named_ends(directory)  # what is attached below must be of use later
     compared = compare_logits(directory, source.model, source.whole) if verify else None
     output.parent.mkdir(parents=True, exist_ok=True)
     record = {

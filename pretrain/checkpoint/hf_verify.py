@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from pretrain.checkpoint import files
 from pretrain.checkpoint.safetensors_file import Spec, raw_bytes
 from pretrain.config.model_schema import Model
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, UserError
 from pretrain.models.families.weights import TRAINING_ONLY
 from pretrain.models.hf_config import decoded, hf_window
 from pretrain.models.network import build_network
@@ -42,7 +43,7 @@ def expected_by_transformers(config: dict[str, Any]) -> tuple[str, dict[str, tup
         for name, value in decoded(copy.deepcopy(config)).items()
         if name not in ("architectures", "dtype", "torch_dtype")
     }
-    with torch.device("meta"):
+    with _as_their_failure("correct the configuration"), torch.device("meta"):
         model = _auto_class(config).from_config(AutoConfig.for_model(**fields))
     tied = set(model.all_tied_weights_keys)
     if config.get("tie_word_embeddings") is False:
@@ -159,21 +160,30 @@ def _their_logits(directory: Path, ids: Tensor, source: Tensor | None) -> Tensor
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = (
-        _auto_class(files.read_json(directory / "config.json"))
-        .from_pretrained(
+    kind = _auto_class(files.read_json(directory / "config.json"))
+    with _as_their_failure("correct config.json, or leave --verify out; nothing was written"), torch.no_grad():
+        model = kind.from_pretrained(
             directory,
             dtype=torch.float32,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
             experts_implementation="eager",  # its grouped kernel refuses widths that are no multiple of 4
-        )
-        .eval()
-    )
-    with torch.no_grad():
+        ).eval()
         logits = model(ids, use_cache=False) if source is None else model(source, decoder_input_ids=ids, use_cache=False)
         return logits.logits
+
+
+@contextmanager
+def _as_their_failure(remedy: str) -> Iterator[None]:
+    """CheckpointError for whatever transformers raises: its models can raise anything for a configuration that nobody thought of."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]  # torch adds its C++ stack
+        raise CheckpointError(f"transformers itself fails on this model: {type(error).__name__}: {text}; {remedy}") from error
 
 
 def _in_fp32(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -17,8 +17,9 @@ from pretrain.checkpoint.load import load_state, saved_tensors
 from pretrain.config.model_schema import Model
 from pretrain.config.recorded import build_section
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.errors import CheckpointError, ConfigError, shown
 from pretrain.models.families import family_of_hf
+from pretrain.models.hf_config import LARGEST_CONFIG
 
 GENERATION_FILE = "generation_config.json"
 MODEL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -175,19 +176,24 @@ def _template(post: Any) -> list[int]:
 
 def end_tokens(tokenizer: Tokenizer, place: Path) -> set[int]:
     """The end of a document, and every eos_token_id of generation_config.json and config.json: chat models have several."""
-    ends = {tokenizer.eod_id}
+    return {tokenizer.eod_id} | named_ends(place)
+
+
+def named_ends(place: Path) -> set[int]:
+    """Every eos_token_id of generation_config.json and config.json. Raises CheckpointError for what is no token, nor a list of them."""
+    ends: set[int] = set()
     for name in (GENERATION_FILE, "config.json"):
         said = _object(place / name).get("eos_token_id")
         named = said if isinstance(said, list) else [] if said is None else [said]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in named):
-            raise CheckpointError(f"{place / name}: eos_token_id={said!r} is no token, nor a list of them")
+            raise CheckpointError(f"{place / name}: eos_token_id={shown(said)} is no token, nor a list of them")
         ends |= set(named)
     return ends
 
 
 def _object(path: Path) -> dict[str, Any]:
     """The JSON object of a file; empty where there is no such file."""
-    content = files.read_json(path) if path.is_file() else {}
+    content = files.read_json(path, 4 * LARGEST_CONFIG) if path.is_file() else {}
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return content

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, clipped
 from pretrain.storage import unrepeated
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,6 +31,9 @@ WHOLE = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8:
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 ALL_DTYPES = DTYPES | {code: dtype for dtype, code in WHOLE.items()}
 """Number formats by the format's names for them: of weights, and with those of whole numbers."""
+MOST_TENSORS, LONGEST_NAME = 100_000, 1_000
+"""Tensors of one file, and characters of a name. DeepSeek-V3 has 91,000 tensors in its 163 files together."""
+_LONGEST_HEADER = 16 * 2**20  # bytes; with 100,000 tensors of usual names
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def cut_into_shards(specs: Sequence[Spec], shard_bytes: int) -> dict[str, list[S
     shards: list[list[Spec]] = [[]]
     size = 0
     for spec in specs:
-        if shards[-1] and size + spec.nbytes > shard_bytes:
+        if shards[-1] and (size + spec.nbytes > shard_bytes or len(shards[-1]) == MOST_TENSORS):
             shards.append([])
             size = 0
         shards[-1].append(spec)
@@ -155,6 +158,7 @@ class SafetensorsFile:
         if not path.is_file():
             raise CheckpointError(f"{path}: missing; only safetensors are read, other formats can execute code")
         try:
+            self._refuse_absurd_header()
             with safe_open(path, framework="np"):  # reads the header only, and holds it against the length of the file
                 pass
             with path.open("rb") as file:
@@ -165,10 +169,26 @@ class SafetensorsFile:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
         header.pop("__metadata__", None)
+        if longest := max((name for name in header if len(name) > LONGEST_NAME), key=len, default=""):
+            raise CheckpointError(f"{path}: a tensor's name has more than {LONGEST_NAME:,} characters: {clipped(longest)}")
         self.places = {
             name: Place(item["dtype"], tuple(item["shape"]), *(8 + length + offset for offset in item["data_offsets"]))
             for name, item in header.items()
         }
+
+    def _refuse_absurd_header(self) -> None:
+        """Raise CheckpointError for a header whose reading alone takes minutes, or memory for nothing."""
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _LONGEST_HEADER:
+                raise CheckpointError(
+                    f"{self.path}: damaged: its header says {length:,} bytes, and {_LONGEST_HEADER:,} are read at most"
+                )
+            tensors = file.read(length).count(b"data_offsets")
+        if tensors > MOST_TENSORS:
+            raise CheckpointError(
+                f"{self.path}: its header has {tensors:,} tensors, and {MOST_TENSORS:,} are read at most; split the file"
+            )
 
     def read(self, name: str) -> Tensor:
         """A tensor of one of the number formats in ALL_DTYPES."""

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, clipped, shown
 from pretrain.models.families.family import INERT
 from pretrain.models.families.rope import ROPE_FIELDS
 from pretrain.models.shape import flat
@@ -24,8 +24,22 @@ from pretrain.storage import unrepeated
 
 # Predicts tokens in any order, so its logits are not those of the next token; those that mask tokens are known by their class.
 _NOT_CAUSAL = {"xlnet"}
+# Their positions are counted from the row after the padding token's id, so the first rows of the table are never used.
+_BEGIN_AFTER_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+LARGEST_CONFIG = 4 * 2**20
+"""Bytes of a config.json. Real ones have some kilobytes, and some hundreds where they list what a quantisation leaves out."""
 
 
 def import_transformers() -> ModuleType:
@@ -55,6 +69,8 @@ def complete_hf(model: Model, sequence_length: int | None) -> Model:
             )
     dim, heads = found["hidden_size"], found["num_attention_heads"] or 1
     limit = next((found[name] for name in _LONGEST if found[name]), None)
+    if limit and config.model_type in _BEGIN_AFTER_PADDING:
+        limit = max(1, limit - 1 - (_size(config, "pad_token_id") or 0))
     longest = model.max_sequence_length or limit or sequence_length or 2048  # positions that nothing limits (Bloom)
     if limit and max(longest, sequence_length or 0) > limit:
         key = "model.max_sequence_length" if longest > limit else "data.sequence_length"
@@ -134,7 +150,9 @@ def read_config(given: str) -> str:
     repository is ever run.
     """
     fields, place = _read(given)
-    _refuse_absurd(fields, place)
+    _refuse_absurd(fields, place)  # as it is written: `decoded` makes infinities that are meant
+    fields = decoded(fields)
+    _refuse_out_of_range(fields, place)
     import_transformers()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
@@ -142,7 +160,7 @@ def read_config(given: str) -> str:
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING or kind not in CLASSES:
         code = "; its auto_map names code in the model's repository, which is never run" if "auto_map" in fields else ""
-        raise ConfigError(f"{place}: transformers builds no causal language model of model_type={kind!r}{code}")
+        raise ConfigError(f"{place}: transformers builds no causal language model of model_type={shown(kind)}{code}")
     architectures = [CLASSES[kind]] if isinstance(CLASSES[kind], str) else list(CLASSES[kind])
     _refuse_other_architectures(fields, kind, CLASSES, place)
     try:
@@ -153,7 +171,7 @@ def read_config(given: str) -> str:
     except ConfigError:
         raise
     except Exception as error:  # whatever checks of a configuration's own raise, which is of many kinds
-        raise ConfigError(f"{place}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{place}: {type(error).__name__}: {clipped(' '.join(str(error).split()), 300)}") from error
     _check_causal(config, kind, place)
     return given if _is_contents(given) and fields.get("architectures") == architectures else text
 
@@ -165,7 +183,7 @@ def _refuse_other_architectures(fields: dict[str, Any], kind: str, classes: dict
         kinds = [name for name, known in classes.items() if architecture in ([known] if isinstance(known, str) else known)]
         if kinds and kind not in kinds:
             raise ConfigError(
-                f"{place}: model_type={kind!r} contradicts architectures=[{architecture!r}], which is of model_type={kinds[0]!r}; correct the "
+                f"{place}: model_type={shown(kind)} contradicts architectures=[{shown(architecture)}], which is of model_type={shown(kinds[0])}; correct the "
                 "one that is wrong"
             )
 
@@ -180,13 +198,16 @@ def _read(given: str) -> tuple[dict[str, Any], str]:
     try:
         if not _is_contents(given):
             path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
-            place, text = str(path), path.read_text(encoding="utf-8")
+            place = str(path)
+            if path.stat().st_size > LARGEST_CONFIG:
+                raise ConfigError(f"{place}: {path.stat().st_size:,} bytes; a config.json has {LARGEST_CONFIG:,} at most")
+            text = path.read_text(encoding="utf-8")
         fields = json.loads(text, object_pairs_hook=unrepeated)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model.hf_config={given}: cannot be read as JSON: {error}") from error
+        raise ConfigError(f"model.hf_config={clipped(given, 300)}: cannot be read as JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"model.hf_config={given}: not a JSON object")
-    return decoded(fields), place
+        raise ConfigError(f"model.hf_config={clipped(given, 300)}: not a JSON object")
+    return fields, place
 
 
 _DROPPED = INERT - {"bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "pretraining_tp", "is_encoder_decoder"}
@@ -199,7 +220,7 @@ def _check_fields(fields: dict[str, Any], kind: Any, place: str) -> None:
     for name in sorted(set(fields) - known):
         if name == "quantization_config" or not _is_read(kind, name):
             raise ConfigError(
-                f"{place}: {name}={fields[name]!r} is no field of {kind.__name__}; transformers would ignore it: remove it if it is to "
+                f"{place}: {clipped(name)}={shown(fields[name])} is no field of {kind.__name__}; transformers would ignore it: remove it if it is to "
                 "change nothing"
             )
     for name in kind.sub_configs:  # of text and vision, where one model has both
@@ -231,13 +252,19 @@ _ROPE_PARAMETERS = {
 }  # fmt: skip
 
 
+_SAME_KINDS = [("su", "longrope"), ("mrope", "default")]  # transformers' own older names beside those it has now
+
+
 def _check_rope(parameters: dict[str, Any], kind: Any, place: str) -> None:
+    older, kind = parameters.get("type"), parameters.get("rope_type")
+    if None not in (older, kind) and older != kind and (older, kind) not in _SAME_KINDS:
+        raise ConfigError(f"{place}: type={shown(older)} contradicts rope_type={shown(kind)}")
     for name, value in parameters.items():
         if isinstance(value, dict):  # of one type of layers
             _check_rope(value, kind, f"{place}: {name}")
         elif name not in _ROPE_PARAMETERS and value is not None and not _is_read(kind, name):
             raise ConfigError(
-                f"{place}: {name}={value!r} is no parameter of rotary positions that {kind.__name__}'s model reads; transformers would "
+                f"{place}: {clipped(name)}={shown(value)} is no parameter of rotary positions that {kind.__name__}'s model reads; transformers would "
                 "ignore it: remove it if it is to change nothing"
             )
 
@@ -252,7 +279,10 @@ _MOST = {
 
 
 def _refuse_absurd(fields: Any, place: str, name: str = "") -> None:
-    """Raise ConfigError naming a number that no network has, before transformers makes lists and tables of its size."""
+    """Raise ConfigError naming a number that no network has, before transformers makes lists and tables of its size.
+
+    JSON has no NaN and no infinity. Files of Mamba 2 say all the same that the limit of a time step is `Infinity`.
+    """
     if isinstance(fields, dict):
         for key, value in fields.items():
             _refuse_absurd(value, place, str(key))
@@ -262,7 +292,38 @@ def _refuse_absurd(fields: Any, place: str, name: str = "") -> None:
     elif isinstance(fields, int):
         most = next((most for ends, most in _MOST.items() if name.endswith(ends)), 2**31)
         if abs(fields) > most:
-            raise ConfigError(f"{place}: {name}={fields} is beyond {most:,}, the most that is taken of it")
+            raise ConfigError(f"{place}: {clipped(name)}={shown(fields)} is beyond {most:,}, the most that is taken of it")
+    elif isinstance(fields, float) and not math.isfinite(fields) and (fields != fields or not name.endswith("limit")):
+        raise ConfigError(f"{place}: {clipped(name)}={fields} is not supported: expected a finite number")
+
+
+# What a number is at least, or above, and at most, by a pattern of its name: as for the same keys of our families, where transformers
+# itself needs no more.
+_RANGES = {
+    r"(.*_)?(eps|epsilon)": (0.0, True, 1.0),
+    r"(.*_)?theta|rotary_emb_base|rope_local_base_freq": (0.0, False, 1e12),
+    "|".join(("hidden_size", "num_hidden_layers", "vocab_size", *_LONGEST)): (1, True, 2**31),
+}
+_FACTOR = (0.0, False, 1e6)  # of rotary positions
+
+
+def _refuse_out_of_range(fields: dict[str, Any], place: str, rotary: bool = False) -> None:
+    """Raise ConfigError naming a number with which nothing can be computed, and of which transformers says nothing."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _refuse_out_of_range(value, place, rotary or name in ("rope_parameters", "rope_scaling"))
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        limits = next((limits for pattern, limits in _RANGES.items() if re.fullmatch(pattern, name)), None)
+        limits = _FACTOR if rotary and name == "factor" else limits
+        if limits is None:
+            continue
+        low, included, high = limits
+        if not (value >= low if included else value > low) or not value <= high:
+            raise ConfigError(
+                f"{place}: {clipped(name)}={shown(value)} is not supported: expected a number {'of at least' if included else 'above'} "
+                f"{low:g}, and of {high:g} at most"
+            )
 
 
 def _check_causal(config: Any, kind: str, place: str) -> None:

@@ -132,6 +132,62 @@ def test_a_name_that_is_there_twice_is_refused(copied, tmp_path):
         complete(Model(family="hf", hf_config=str(copied)), 32)
 
 
+# ---- models that transformers cannot run -------------------------------------------------------------------------------
+
+GEMMA3 = Model(family="gemma3", dim=32, layers=2, heads=2, ffn_dim=48, vocab_size=61, max_sequence_length=64)
+GLM = dataclasses.replace(MOE, family="glm4_moe", vocab_size=61, attention=Attention())
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        (
+            GEMMA3,
+            {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+            "ValueError: Could not find a `sliding_window`",
+        ),
+        (GLM, {"n_group": 1, "topk_group": 2}, "RuntimeError: selected index k out of range"),
+    ],
+)
+def test_a_model_that_transformers_itself_cannot_run_is_said_in_a_line(tmp_path, model, changes, said):
+    """--verify ended in the traceback of whatever transformers raised."""
+    export(write(tmp_path / "checkpoint", None, model), tmp_path / "theirs")
+    edit_config(tmp_path / "theirs", **changes)
+    assert import_model(tmp_path / "theirs", tmp_path / "unverified").parameters > 0
+    with pytest.raises(CheckpointError) as error:
+        import_model(tmp_path / "theirs", tmp_path / "in", verify=True)
+    assert str(error.value).startswith(f"transformers itself fails on this model: {said}") and "\n" not in str(error.value)
+    assert str(error.value).endswith("; correct config.json, or leave --verify out; nothing was written")
+    assert not (tmp_path / "in").exists()
+
+
+ROBERTA = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=61,
+               max_position_embeddings=64, is_decoder=True, bos_token_id=0, eos_token_id=2)  # fmt: skip
+
+
+def roberta(folder, pad):
+    """A decoder as transformers itself writes it."""
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    RobertaForCausalLM(RobertaConfig(**ROBERTA, pad_token_id=1)).save_pretrained(folder)
+    edit_config(folder, pad_token_id=pad)
+    return folder
+
+
+def test_positions_that_begin_after_the_padding_token_are_fewer(tmp_path):
+    """RoBERTa's 64 rows of positions serve 62 tokens: the comparison took 64 and failed, and so would training."""
+    done = import_model(roberta(tmp_path / "theirs", 1), tmp_path / "in", verify=True, family="hf")
+    assert done.compared.length == 62 and done.compared.difference <= 1e-5
+    with pytest.raises(ConfigError, match="data.sequence_length=64: the model of model.hf_config has 62 positions; lower it"):
+        complete(Model(family="hf", hf_config=str(tmp_path / "theirs")), 64)
+
+
+def test_a_decoder_without_the_padding_token_it_counts_from_is_said_in_a_line(tmp_path):
+    """transformers' TypeError was a traceback."""
+    with pytest.raises(CheckpointError, match="^transformers itself fails on this model: TypeError: "):
+        import_model(roberta(tmp_path / "theirs", None), tmp_path / "in", verify=True, family="hf")
+
+
 # ---- mixtures of experts ----------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint import hf_export, hf_verify, streamed
 from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.hf_import import import_model
+from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.errors import CheckpointError, ConfigError, DataError
+from pretrain.errors import CheckpointError, ConfigError, DataError, UserError
+from pretrain.models.shape import complete
 
 
 def test_a_missing_a_surplus_and_a_misshapen_tensor_are_named(copied, tmp_path):
@@ -316,3 +319,92 @@ def test_a_write_that_fails_leaves_nothing_behind(run, exported, tmp_path, monke
     with pytest.raises(CheckpointError, match="No space left on device"):
         import_model(exported, tmp_path / "imported")
     assert os.listdir(tmp_path) == []
+
+
+# ---- hostile files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [None, "hf"])
+def test_a_value_of_any_length_is_told_in_a_short_line(copied, tmp_path, family):
+    """The message repeated an unknown field's value whole, however long, and a quantisation's whole section."""
+    for name, value in (("unknown", "a" * 10**6), ("b" * 10**6, 1), ("quantization_config", {"skip": ["layer"] * 10**5}),
+                        ("model_type", "c" * 10**6), ("rope_scaling", {"rope_type": "d" * 10**6, "factor": 2.0}),
+                        ("hidden_size", "e" * 10**6), ("intermediate_size", int("9" * 4000))):  # fmt: skip
+        before = (copied / "config.json").read_text()
+        edit_config(copied, **{name: value})
+        with pytest.raises(UserError) as error:
+            import_model(copied, tmp_path / "in", family=family)
+        assert len(str(error.value)) < 800 and "\n" not in str(error.value)
+        (copied / "config.json").write_text(before)
+    text = (copied / "config.json").read_text().replace("{", "{" + f'"{"f" * 10**6}": 1, ' * 2, 1)
+    (copied / "config.json").write_text(text)
+    assert len(refused(CheckpointError, copied, tmp_path)) < 400
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_file_larger_than_any_of_its_kind_is_not_read(copied, tmp_path, name):
+    """A config.json of 200 MB was read, and took 573 MB of memory to be refused."""
+    with (copied / name).open("wb") as file:
+        file.truncate(10**9)
+    assert f"{name}: 1,000,000,000 bytes; such a file has " in refused(CheckpointError, copied, tmp_path)
+    if name == "config.json":
+        with pytest.raises(ConfigError, match="config.json: 1,000,000,000 bytes; a config.json has 4,194,304 at most"):
+            complete(Model(family="hf", hf_config=str(copied)), 32)
+
+
+def test_names_that_are_there_twice_are_found_without_comparing_all_with_all(copied, tmp_path):
+    """Of 200,000 names whose last is there twice, each was compared with all others."""
+    names = ", ".join(f'"{n}": 0' for n in [*range(200_000), 199_999])
+    (copied / "config.json").write_text("{" + names + "}")
+    begin = time.process_time()
+    assert "199999 is there twice" in refused(CheckpointError, copied, tmp_path)
+    assert time.process_time() - begin < 20  # 0.2 s where nothing else runs; it was minutes
+
+
+@pytest.mark.parametrize("family", [None, "hf"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([float("inf"), "x", None], "eos_token_id=[inf, 'x', None] is no token, nor a list of them"),
+        ([[1]], "eos_token_id=[[1]] is no token"),
+        (True, "eos_token_id=True is no token"),
+    ],
+)
+def test_end_tokens_that_are_none_are_refused_before_they_are_attached(copied, tmp_path, family, value, said):
+    """generation_config.json came in as it was, and only tools/generate.py refused it later."""
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError) as error:
+        import_model(copied, tmp_path / "in", family=family)
+    assert f"generation_config.json: {said}" in str(error.value) and not (tmp_path / "in").exists()
+
+
+@pytest.mark.parametrize("family", [None, "hf"])
+@pytest.mark.parametrize("both", [{"type": "linear", "rope_type": "dynamic"}, {"type": "dynamic", "rope_type": "linear"}])
+def test_two_kinds_of_scaling_in_one_field_are_refused(copied, tmp_path, family, both):
+    """rope_type won without a word. Published files have both with one value."""
+    edit_config(copied, rope_parameters="remove", rope_scaling=both | {"factor": 2.0})
+    with pytest.raises(ConfigError, match=f"type='{both['type']}' contradicts rope_type='{both['rope_type']}'"):
+        import_model(copied, tmp_path / "in", family=family)
+    edit_config(copied, rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2.0})
+    assert import_model(copied, tmp_path / "in", family=family).parameters > 0
+
+
+@pytest.mark.parametrize("family", [None, "hf"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": float("nan")}, {"rms_norm_eps": float("inf")}, {"rms_norm_eps": 1e300}, {"rms_norm_eps": -1},
+        {"rms_norm_eps": {"__float__": "NaN"}}, {"rms_norm_eps": {"__float__": "Infinity"}}, {"rope_theta": float("nan")},
+        {"rope_theta": 0}, {"rope_theta": -1}, {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": -1}}, {"rope_scaling": {"rope_type": "linear", "factor": float("inf")}},
+        {"max_position_embeddings": 0}, {"max_position_embeddings": -1}, {"initializer_factor": float("-inf")},
+    ],
+)  # fmt: skip
+def test_numbers_with_which_nothing_can_be_computed_are_refused(copied, tmp_path, family, changes):
+    """With --family hf, they came in without a word."""
+    edit_config(copied, rope_parameters="remove", **changes)
+    with pytest.raises(ConfigError) as error:
+        import_model(copied, tmp_path / "in", family=family)
+    name = "factor" if "rope_scaling" in changes else next(iter(changes))
+    assert name in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "in").exists()

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.safetensors_file import CODES, INDEX, SafetensorsFile, ShardedWriter, Spec, cut_into_shards, header_of
+from pretrain.checkpoint.safetensors_file import (
+    CODES,
+    INDEX,
+    MOST_TENSORS,
+    SafetensorsFile,
+    ShardedWriter,
+    Spec,
+    cut_into_shards,
+    header_of,
+)
 from pretrain.errors import CheckpointError
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -52,6 +61,32 @@ def test_what_is_written_is_what_the_library_and_we_read(tmp_path_factory, tenso
         for spec in shard:
             assert bits(opened.read(spec.name)) == bits(read[spec.name]) == bits(values(spec))
     assert (directory / INDEX).is_file() == (len(writer.shards) > 1)
+
+
+def test_a_header_that_would_take_minutes_is_refused_before_it_is_read(tmp_path):
+    """A header of a million empty tensors took 18 s and 1.3 GB to be refused."""
+    one = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    path = tmp_path / "x.safetensors"
+
+    def opened(header: bytes) -> SafetensorsFile:
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        return SafetensorsFile(path)
+
+    entry = json.dumps(one)
+    many = ",".join(f'"{n}":{entry}' for n in range(MOST_TENSORS + 1))
+    with pytest.raises(CheckpointError, match="x.safetensors: its header has 100,001 tensors, and 100,000 are read at most"):
+        opened(("{" + many + "}").encode())
+    with pytest.raises(CheckpointError, match="its header says 16,777,224 bytes, and 16,777,216 are read at most"):
+        opened(b"{}" + b" " * (2**24 + 6))
+    with pytest.raises(CheckpointError, match=r"name has more than 1,000 characters: a{80}\.\.\. \(1,001 characters\)"):
+        opened(json.dumps({"a" * 1001: one}).encode())
+    assert list(opened(json.dumps({"a" * 1000: one}).encode()).places) == ["a" * 1000]
+
+
+def test_no_file_is_written_with_more_tensors_than_are_read():
+    """One file of all tensors was legal, whatever their number."""
+    specs = [Spec(str(n), (1,), torch.bfloat16) for n in range(MOST_TENSORS + 1)]
+    assert [len(shard) for shard in cut_into_shards(specs, 10**9).values()] == [MOST_TENSORS, 1]
 
 
 @pytest.mark.parametrize("dtype", CODES)

@@ -6,7 +6,7 @@ import importlib
 from typing import Any, get_args
 
 from pretrain.config.model_schema import FamilyName
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.family import Family
 
 
@@ -28,6 +28,6 @@ def family_of_hf(config: dict[str, Any]) -> Family:
         if isinstance(architecture, str) and architecture in known:
             return known[architecture]
     raise ConfigError(
-        f"config.json: architectures={said!r} is not supported; supported: {list(known)}, "
+        f"config.json: architectures={shown(said)} is not supported; supported: {list(known)}, "
         "and with --family hf whatever causal language model transformers builds itself"
     )

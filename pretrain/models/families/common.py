@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.family import Field
 from pretrain.models.families.weights import CONCATENATED, Entry, entry
 
@@ -140,7 +140,9 @@ def projections(*names: str) -> tuple[Any, Any]:
     def back(flag: Any, config: dict[str, Any]) -> Any:
         if flag is True:
             return list(names)
-        return [] if flag is False or flag is None else f"{flag!r} is no truth value"  # which is no list, and refused as such
+        return (
+            [] if flag is False or flag is None else f"{shown(flag)} is no truth value"
+        )  # which is no list, and refused as such
 
     def to(bias: list[str], model: Model) -> bool:
         if sorted(bias) not in ([], sorted(names)):

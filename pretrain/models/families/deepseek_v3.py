@@ -3,7 +3,7 @@
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.common import ENDS, LAYER, MLP, PRE_NORMS, THEIRS, eps, sizes, tied
 from pretrain.models.families.experts import (
     CORRECTED,
@@ -31,7 +31,9 @@ def _implied(**names: int) -> Any:
     def back(value: Any, config: dict[str, Any]) -> None:
         widths = [config.get(name, default) for name, default in names.items()]
         if value is not None and value not in (widths if len(widths) == 1 else [_sum(widths)]):
-            raise ConfigError(f"config.json: a head's width of {value!r} contradicts {' + '.join(names)} = {widths}")
+            raise ConfigError(
+                f"config.json: a head's width of {shown(value)} contradicts {' + '.join(names)} = {shown(widths)}"
+            )
 
     return back
 

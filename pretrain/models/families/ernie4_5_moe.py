@@ -3,7 +3,7 @@
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.common import LAYER, THEIRS, WEIGHTS, eps, sizes, tied
 from pretrain.models.families.experts import SHARED, TRAINING, stacked
 from pretrain.models.families.family import Family, Field
@@ -35,7 +35,7 @@ def _dense_layers(value: Any, config: dict[str, Any]) -> list[int]:
     first, last, step = given = [config.get(name, default) for name, default in zip(names, (1, -1, 1))]
     if any(type(number) is not int for number in given) or first < 0 or last < -1 or step < 1:
         raise ConfigError(
-            f"config.json: {', '.join(f'{n}={v!r}' for n, v in zip(names, given))} are not supported: expected layers"
+            f"config.json: {', '.join(f'{n}={shown(v)}' for n, v in zip(names, given))} are not supported: expected layers"
         )
     return _outside(layers, first, layers - 1 if last == -1 else last, step)
 

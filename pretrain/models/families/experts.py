@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.common import LAYER, THEIRS
 from pretrain.models.families.family import Field
 from pretrain.models.families.weights import STACKED, Entry, entry
@@ -65,7 +65,9 @@ def corrected(count: int, ffn_dim: int, dense: int, scale: float, groups: int, a
 def _first_layers(count: Any, config: dict[str, Any]) -> Any:
     layers = config["num_hidden_layers"]
     if isinstance(count, bool) or not isinstance(count, int) or count < 0 or not isinstance(layers, int):
-        raise ConfigError(f"config.json: first_k_dense_replace={count!r} is not supported: expected a whole number of layers")
+        raise ConfigError(
+            f"config.json: first_k_dense_replace={shown(count)} is not supported: expected a whole number of layers"
+        )
     return list(range(min(count, layers)))
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pretrain.config.load import check_range
 from pretrain.config.model_schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, clipped, shown
 from pretrain.models.families.rope import ROPE_FIELDS, rope_from_hf, rope_to_hf
 from pretrain.models.families.weights import Entry, resolve
 from pretrain.models.shape import PLAIN, complete, flat, query_scalar, with_values
@@ -217,14 +217,16 @@ class Family:
         kind = config.get("model_type")
         if kind is not None and kind not in (self.model_type, *self.aliases):
             raise ConfigError(
-                f"config.json: model_type={kind!r} contradicts architectures=['{self.architecture}'], which is of "
-                f"model_type={self.model_type!r}: transformers would load a {kind}; correct the one that is wrong"
+                f"config.json: model_type={shown(kind)} contradicts architectures=['{self.architecture}'], which is of "
+                f"model_type={self.model_type!r}: transformers would load a {shown(kind)}; correct the one that is wrong"
             )
         ours = {item.theirs for item in self.fields}
         rest = {name: value for name, value in config.items() if name in ours or name not in INERT | self.inert}
         for name, value in {**HARMLESS, **self.accepted, **self.constants}.items():
             if rest.pop(name, value) not in (value, None):
-                raise ConfigError(f"config.json: {name}={config[name]!r} is not supported for {self.name}; only {value!r} is")
+                raise ConfigError(
+                    f"config.json: {name}={shown(config[name])} is not supported for {self.name}; only {shown(value)} is"
+                )
         values: dict[str, Any] = {}
         for item in self.fields:
             raw = rest.get(item.theirs, item.default)
@@ -241,7 +243,7 @@ class Family:
         rest = {name: value for name, value in rest.items() if name not in self.derived}
         if unknown := sorted(rest):
             raise ConfigError(
-                f"config.json: {unknown[0]}={rest[unknown[0]]!r} is not known for {self.name}; it may change what is computed"
+                f"config.json: {clipped(unknown[0])}={shown(rest[unknown[0]])} is not known for {self.name}; it may change what is computed"
             )
         model = complete(with_values(Model(family=self.name), {n: v for n, v in values.items() if v is not None}))
         model = self._with_balance(model, config)
@@ -264,14 +266,14 @@ def _typed(item: Field, value: Any, config: dict[str, Any]) -> Any:
     """The value in the type and range of our key; config.json is a file like any other, and may hold anything."""
     hint, limits = _keys()[item.ours]
     value = _converted(hint, item, value, config)
-    check_range(limits, value, f"config.json: {item.theirs}={config.get(item.theirs)!r}")
+    check_range(limits, value, f"config.json: {item.theirs}={shown(config.get(item.theirs))}")
     return value
 
 
 def _converted(hint: Any, item: Field, value: Any, config: dict[str, Any]) -> Any:
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)  # the latter of Literals
     kinds = [a for a in typing.get_args(hint) if a is not type(None)] if optional else [hint]
-    shown = f"config.json: {item.theirs}={config.get(item.theirs)!r}"
+    where = f"config.json: {item.theirs}={shown(config.get(item.theirs))}"
     if value is None and optional:
         return None
     for kind in kinds:
@@ -279,7 +281,7 @@ def _converted(hint: Any, item: Field, value: Any, config: dict[str, Any]) -> An
             return float(value) if kind is float else value
     if kinds == [int]:
         raise ConfigError(f"config.json: {item.theirs} is missing or no whole number")
-    raise ConfigError(f"{shown} is not supported")
+    raise ConfigError(f"{where} is not supported")
 
 
 def _is_of(kind: Any, value: Any) -> bool:

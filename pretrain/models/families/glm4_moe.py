@@ -3,7 +3,7 @@
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.common import WEIGHTS, eps, projections, sizes, tied
 from pretrain.models.families.experts import (
     CORRECTED,
@@ -28,7 +28,7 @@ def _has_norms(qk: str, model: Model) -> bool:
 
 def _norms(flag: Any, config: dict[str, Any]) -> str:
     if not isinstance(flag, bool):
-        raise ConfigError(f"config.json: use_qk_norm={flag!r} is not supported: expected true or false")
+        raise ConfigError(f"config.json: use_qk_norm={shown(flag)} is not supported: expected true or false")
     return "head" if flag else "none"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.common import GPT_BLOCK, SIZES, activation, buffers, eps, projections, refuse_uneven_heads, tied
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.other_readers import one_of, switches
@@ -30,7 +30,7 @@ def _only(older: str, newer: str) -> Callable[[Any, dict[str, Any]], Any]:
         for name in (older, newer):
             if name in config and config[name] != said:
                 raise ConfigError(
-                    f"config.json: {name}={config[name]!r} is not read for gpt_neox, whose other field says {said!r}"
+                    f"config.json: {name}={shown(config[name])} is not read for gpt_neox, whose other field says {shown(said)}"
                 )
         return value
 

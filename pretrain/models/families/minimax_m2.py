@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.common import ATTENTION, ENDS, LAYER, PRE_NORMS, THEIRS, eps, sizes, tied
 from pretrain.models.families.experts import CORRECTED, TRAINING, needs_experts, stacked
 from pretrain.models.families.family import Family, Field
@@ -18,10 +18,10 @@ def _fraction(width: Any, config: dict[str, Any]) -> Any:
     if width is None:
         return 1.0  # unless there is a share, which is read with the other rotary parameters
     if type(width) is not int or type(head_dim) is not int or not 0 < width <= head_dim:
-        raise ConfigError(f"config.json: rotary_dim={width!r} is not supported: expected 1 to head_dim={head_dim!r}")
+        raise ConfigError(f"config.json: rotary_dim={shown(width)} is not supported: expected 1 to head_dim={shown(head_dim)}")
     is_share = type(share) in (int, float) and 0 < share <= 1
     if share is not None and not (is_share and int(head_dim * share) == width):
-        raise ConfigError(f"config.json: rotary_dim={width} of {head_dim} contradicts partial_rotary_factor={share!r}")
+        raise ConfigError(f"config.json: rotary_dim={width} of {head_dim} contradicts partial_rotary_factor={shown(share)}")
     return width / head_dim
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.common import WEIGHTS, eps, projections, sizes, tied
 from pretrain.models.families.experts import TRAINING, needs_experts, stacked
 from pretrain.models.families.family import Family, Field
@@ -13,7 +13,9 @@ def _dense_layers(value: Any, config: dict[str, Any]) -> Any:
     """Two fields say together which layers have an MLP."""
     step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(step, int) or step < 1 or not isinstance(listed, list):
-        raise ConfigError(f"config.json: decoder_sparse_step={step!r} with mlp_only_layers={listed!r} is not supported")
+        raise ConfigError(
+            f"config.json: decoder_sparse_step={shown(step)} with mlp_only_layers={shown(listed)} is not supported"
+        )
     return [i for i in range(config["num_hidden_layers"]) if i in listed or (i + 1) % step]
 
 

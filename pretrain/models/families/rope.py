@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, clipped, shown
 
 ROPE_FIELDS = {"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct",
                "rotary_emb_base", "original_max_position_embeddings"}  # fmt: skip
@@ -95,24 +95,24 @@ def rope_from_hf(
         scaling = absent
     for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         if not isinstance(value, dict):
-            raise ConfigError(f"config.json: {name}={value!r} is not supported for {family}")
+            raise ConfigError(f"config.json: {name}={shown(value)} is not supported for {family}")
     local: dict[str, Any] = {}
     if "full_attention" in parameters or "sliding_attention" in parameters:
         if kind != "by_layer_type":
-            raise ConfigError(f"config.json: rope_parameters={parameters!r} is not supported for {family}")
+            raise ConfigError(f"config.json: rope_parameters={shown(parameters)} is not supported for {family}")
         given = parameters
         local, parameters = given.get("sliding_attention") or {}, given.get("full_attention") or {}
         if not isinstance(local, dict) or not isinstance(parameters, dict) or not parameters or len(given) > 2:
-            raise ConfigError(f"config.json: rope_parameters={given!r} is not supported for {family}")
+            raise ConfigError(f"config.json: rope_parameters={shown(given)} is not supported for {family}")
     elif kind == "by_layer_type" and parameters:
         raise ConfigError(
-            f"config.json: rope_parameters={parameters!r} is not supported for {family}, which has them by layer type"
+            f"config.json: rope_parameters={shown(parameters)} is not supported for {family}, which has them by layer type"
         )
     config = {"rope_theta": config.get("rotary_emb_base", theta), **config}
     ours = _read(parameters, config, family)
     older = _read(scaling, config, family) if scaling else ours
     if scaling and parameters and older != ours:
-        raise ConfigError(f"config.json: rope_scaling={scaling!r} contradicts rope_parameters={parameters!r}")
+        raise ConfigError(f"config.json: rope_scaling={shown(scaling)} contradicts rope_parameters={shown(parameters)}")
     ours = older if scaling else ours
     ours = _unscaled(ours) if absent else ours
     if kind == "by_layer_type":
@@ -135,19 +135,23 @@ def _local(local: dict[str, Any], ours: dict[str, Any], config: dict[str, Any], 
     read = _read({**local, "rope_theta": ours["theta"]}, config, family)
     scaled = read["scaling"] != "none"
     if scaled and {**read, "theta": ours["theta"]} != ours:
-        raise ConfigError(f"config.json: rope_parameters scales layers with a window otherwise than the others: {local!r}")
+        raise ConfigError(f"config.json: rope_parameters scales layers with a window otherwise than the others: {shown(local)}")
     return {"local_theta": theta, "scale_local": scaled}
 
 
 def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:
     """Our keys of one group of rotary parameters."""
     rest = dict(parameters)
-    kind = rest.pop("rope_type", rest.pop("type", "default"))
-    rest.pop("type", None)
+    older = rest.pop("type", None)
+    kind = rest.pop("rope_type", "default" if older is None else older)
+    if older not in (None, kind):  # a file written for two versions of transformers has both
+        raise ConfigError(
+            f"config.json: rope_scaling or rope_parameters: type={shown(older)} contradicts rope_type={shown(kind)}"
+        )
     kind = "none" if kind == "default" else kind
     if not isinstance(kind, str) or kind not in SCALING:
         raise ConfigError(
-            f"config.json: rope_scaling or rope_parameters={parameters} is not supported for {family}; only "
+            f"config.json: rope_scaling or rope_parameters={shown(parameters)} is not supported for {family}; only "
             f"{', '.join(['default', *list(SCALING)[1:]])} are"
         )
     theta = rest.pop("rope_theta", config["rope_theta"])
@@ -159,7 +163,7 @@ def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> di
         outer = config.get("original_max_position_embeddings") if name == "original_length" else None
         value = rest.pop(field, outer)
         if outer is not None and value != outer:
-            raise ConfigError(f"config.json: {field}={outer!r} contradicts that of the rotary parameters, {value!r}")
+            raise ConfigError(f"config.json: {field}={shown(outer)} contradicts that of the rotary parameters, {shown(value)}")
         if value is None and name in _NEEDED[kind]:
             raise ConfigError(f"config.json: rope_scaling or rope_parameters: {field} is missing, which {kind} needs")
         if value is not None:
@@ -170,12 +174,12 @@ def _read(parameters: dict[str, Any], config: dict[str, Any], family: str) -> di
     if rest:
         name = sorted(rest)[0]
         raise ConfigError(
-            f"config.json: rope_scaling or rope_parameters: {name}={rest[name]!r} is not supported for {family} with {kind}"
+            f"config.json: rope_scaling or rope_parameters: {clipped(name)}={shown(rest[name])} is not supported for {family} with {kind}"
         )
     return ours
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e300:
-        raise ConfigError(f"config.json: {name}={value!r} is not supported: expected a number")
+        raise ConfigError(f"config.json: {name}={shown(value)} is not supported: expected a number")
     return float(value)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.common import WEIGHTS, attention_bias, eps, head_width, sizes, tied
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.other_readers import scalings, switches
@@ -19,7 +19,7 @@ def _rotated(flags: Any, config: dict[str, Any]) -> list[bool]:
         return [(layer + 1) % _interval(config) != 0 for layer in range(layers)]
     if not isinstance(flags, list) or len(flags) < layers or not all(flag in (0, 1) for flag in flags):
         raise ConfigError(
-            f"config.json: no_rope_layers={flags!r} is not supported: expected 0 or 1 for each of {layers} layers"
+            f"config.json: no_rope_layers={shown(flags)} is not supported: expected 0 or 1 for each of {layers} layers"
         )
     return [bool(flag) for flag in flags[:layers]]
 

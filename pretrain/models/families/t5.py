@@ -3,7 +3,7 @@
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.common import activation
 from pretrain.models.families.family import Family, Field
 from pretrain.models.families.weights import Entry, entry
@@ -25,7 +25,7 @@ def _activation(theirs: Any, config: dict[str, Any]) -> Any:
     # Older readers' fields, which transformers lets win.
     if config.get("dense_act_fn", name) != name or config.get("is_gated_act", gated) is not gated:
         said = {field: config[field] for field in ("dense_act_fn", "is_gated_act") if field in config}
-        raise ConfigError(f"config.json: feed_forward_proj={theirs!r} and {said} contradict each other")
+        raise ConfigError(f"config.json: feed_forward_proj={shown(theirs)} and {shown(said)} contradict each other")
     return _ACTIVATION.back(name, config)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, shown
 from pretrain.models.families.family import Field
 from pretrain.models.shape import has_window
 
@@ -34,7 +34,7 @@ def windows(
     def used(value: Any, config: dict[str, Any]) -> Any:
         flag = config.get("use_sliding_window", False) if switched else True
         if not isinstance(flag, bool):
-            raise ConfigError(f"config.json: use_sliding_window={flag!r} is not supported: expected true or false")
+            raise ConfigError(f"config.json: use_sliding_window={shown(flag)} is not supported: expected true or false")
         return 0 if value is None or not flag else value
 
     def write(window: int, model: Model) -> int | None:
@@ -47,7 +47,7 @@ def windows(
         known = isinstance(types, list) and all(kind in ("sliding_attention", "full_attention") for kind in types)
         if not known or len(types) != layers:
             raise ConfigError(
-                f"config.json: layer_types={types!r} is not supported: expected sliding_attention or full_attention for each of "
+                f"config.json: layer_types={shown(types)} is not supported: expected sliding_attention or full_attention for each of "
                 f"{layers} layers"
             )
         if "sliding_attention" in types and not window:
@@ -68,7 +68,7 @@ def whole(name: str, default: int, least: int = 1) -> Callable[[dict[str, Any]],
     def read(config: dict[str, Any]) -> int:
         value = config.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"config.json: {name}={value!r} is not supported: expected a whole number")
+            raise ConfigError(f"config.json: {name}={shown(value)} is not supported: expected a whole number")
         return value
 
     return read

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -77,6 +78,15 @@ def append_line(path: Path, text: str) -> None:
 def _named(error: OSError, path: Path) -> OSError:
     """The same error with the name of the file, which the system leaves out when a write fails."""
     return OSError(error.errno, error.strerror, str(path))
+
+
+def plain(value: Any) -> Any:
+    """The same for JSON, which has no number that is not finite: null in its place."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def exists(path: Path) -> bool:

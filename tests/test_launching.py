@@ -15,6 +15,7 @@ import yaml
 from launch_pool import _free_port
 
 from pretrain.config.schema import Config
+from pretrain.distributed.agent import look_at
 from pretrain.distributed.launcher import check_launcher
 from pretrain.errors import LaunchError
 
@@ -354,6 +355,14 @@ def test_nodes_that_do_not_gather_are_waited_for_with_words_and_end_with_one_lin
         (line,) = [line for line in printed.splitlines() if line.startswith("error: ")]
         assert f"error: 2 nodes at 127.0.0.1:{port} did not gather within 12 s (JOIN_SECONDS); this one is " in line
         assert re.search(seen, line)
+
+
+def test_one_node_whose_port_is_taken_is_not_told_to_start_others():
+    """F13: NODES=1 said "start the other nodes"."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        assert look_at(endpoint, alone=True) == f"another program has {endpoint}; choose another port in HEAD"
+        assert "start the other nodes" in look_at(endpoint)
 
 
 def test_a_head_whose_port_another_program_has_says_so(tmp_path):

@@ -163,7 +163,16 @@ def discard(path: Path) -> None:
     """Remove a checkpoint directory such that it is none from the first moment on."""
     aside = _free(path.with_name(f".removing-{path.name}"))
     os.rename(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
+
+
+def _remove(path: Path) -> bool:
+    """Remove a directory, or the link to one: what a link points at is somebody's own. Whether it is gone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+    return not os.path.lexists(path)
 
 
 def set_aside(checkpoint: Path, why: str) -> Path:
@@ -195,20 +204,18 @@ def put_in_place(writing: Path, target: Path) -> Path | None:
 
 
 def discard_unfinished(folder: Path) -> list[str]:
-    """Remove what a crashed save left behind; the names removed. Only for the one who holds the run directory.
+    """Remove what a crashed save left behind; the names that are gone. Only for the one who holds the run directory.
 
     A hidden directory that is not named exactly as a save names its own is somebody's, and stays.
     """
-    names = os.listdir(folder) if exists(folder) else []
-    leftovers = [name for name in names if _UNFINISHED.fullmatch(name) and (folder / name).is_dir()]
+    names = [name for name in _names(folder) if _UNFINISHED.fullmatch(name)]
+    leftovers = [name for name in names if (folder / name).is_dir() or (folder / name).is_symlink()]
     for name in [name for name in leftovers if name.startswith(".replaced-")]:  # of an earlier version of the program
         target = folder / name.removeprefix(".replaced-")
         if not exists(target):  # the crash came between the two renames
             os.rename(folder / name, target)
             leftovers.remove(name)
-    for name in leftovers:
-        shutil.rmtree(folder / name, ignore_errors=True)
-    return sorted(leftovers)
+    return sorted(name for name in leftovers if _remove(folder / name))
 
 
 def incomplete_checkpoints(folder: Path) -> list[Path]:
@@ -218,8 +225,17 @@ def incomplete_checkpoints(folder: Path) -> list[Path]:
 
 def _named(folder: Path) -> list[Path]:
     """What is named like a checkpoint, by rising step."""
-    names = [name for name in (os.listdir(folder) if exists(folder) else []) if _NAME.fullmatch(name)]
-    return sorted((folder / name for name in names), key=step_of)
+    return sorted((folder / name for name in _names(folder) if _NAME.fullmatch(name)), key=step_of)
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a `checkpoints` folder; nothing where there is none. Raises CheckpointError for a file of that name."""
+    try:
+        return os.listdir(folder) if exists(folder) else []
+    except NotADirectoryError as error:
+        raise CheckpointError(
+            f"{folder}: is a file, and the run's checkpoints belong into a folder there; move the file away"
+        ) from error
 
 
 def step_of(checkpoint: Path) -> int:

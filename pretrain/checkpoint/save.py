@@ -25,7 +25,7 @@ from pretrain.checkpoint.streamed import StreamingPlanner, StreamingWriter
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, reason_of
-from pretrain.storage import flush, sha256_of
+from pretrain.storage import flush, plain, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,8 @@ def _save_payload(directory: Path, tensors: dict[str, Tensor], ranks: Ranks, rea
 
 def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict[str, Path | str]) -> dict[str, dict[str, Any]]:
     names = [METADATA_FILE, files.STATE]
-    files.write_json(directory / files.STATE, {**state, "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
+    saved_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    files.write_json(directory / files.STATE, plain({**state, "saved_at": saved_at}))
     for name, source in attachments.items():
         if isinstance(source, str):
             (directory / name).write_text(source, encoding="utf-8")

@@ -32,8 +32,9 @@ def main(arguments: list[str]) -> int:
 
     options = parse_args(arguments)
     limit = join_seconds(options.rdzv_conf)
-    where = f"{options.nnodes} nodes at {options.rdzv_endpoint}"
-    _Watch(options.rdzv_endpoint, where, limit).start()
+    alone = str(options.nnodes) in ("1", "1:1")
+    where = f"{'1 node' if alone else f'{options.nnodes} nodes'} at {options.rdzv_endpoint}"
+    _Watch(options.rdzv_endpoint, where, limit, alone).start()
     try:
         run(options)
     except ChildFailedError as error:
@@ -49,9 +50,9 @@ def main(arguments: list[str]) -> int:
             return _fail(
                 f"{options.rdzv_endpoint} is taken by another program or run; choose another port for HEAD on all nodes"
             )
-        return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint)} ({error})")
+        return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)} ({error})")
     except RendezvousError:
-        return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint)}")
+        return _fail(f"{missing(where, limit)}: {look_at(options.rdzv_endpoint, alone)}")
     return 0
 
 
@@ -76,8 +77,8 @@ def missing(where: str, limit: float) -> str:
     return f"{where} did not gather within {limit:g} s (JOIN_SECONDS); this one is {socket.gethostname()}"
 
 
-def look_at(endpoint: str) -> str:
-    """What an agent can see of the place where the nodes meet, and what to do."""
+def look_at(endpoint: str, alone: bool = False) -> str:
+    """What an agent can see of the place where the nodes meet, and what to do. `alone`: there is one node."""
     host, _, port = endpoint.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
@@ -87,6 +88,8 @@ def look_at(endpoint: str) -> str:
         return f"nobody listens at {endpoint}; start the head node, or set HEAD to it on every node"
     except (OSError, ValueError) as error:
         return f"{endpoint} does not answer ({error}); look at the network, or set HEAD to the head node"
+    if alone:
+        return f"another program has {endpoint}; choose another port in HEAD"
     return (
         f"{endpoint} is there; start the other nodes, with the same NODES, HEAD and RUN_ID on all, or choose another port if another "
         "program has this one"
@@ -96,9 +99,9 @@ def look_at(endpoint: str) -> str:
 class _Watch(threading.Thread):
     """Speaks while this host has no processes of the run; ends torchrun where its own limit does not hold."""
 
-    def __init__(self, endpoint: str, where: str, limit: float) -> None:
+    def __init__(self, endpoint: str, where: str, limit: float, alone: bool) -> None:
         super().__init__(name="words", daemon=True)
-        self.endpoint, self.where, self.limit = endpoint, where, limit
+        self.endpoint, self.where, self.limit, self.alone = endpoint, where, limit, alone
 
     def run(self) -> None:
         since, word = time.monotonic(), FIRST_WORD_SECONDS
@@ -109,13 +112,13 @@ class _Watch(threading.Thread):
                 since, word = now, FIRST_WORD_SECONDS
             elif now - since > self.limit + _GRACE_SECONDS:
                 # torch waits for an answer without end where something that is no store of torchrun listens.
-                _fail(f"{missing(self.where, self.limit)}: {look_at(self.endpoint)}")
+                _fail(f"{missing(self.where, self.limit)}: {look_at(self.endpoint, self.alone)}")
                 os._exit(1)
             elif now - since > word:
                 word = now - since + min(now - since, _MOST_APART)
                 print(
                     f"{socket.gethostname()} waits for {self.where} ({now - since:.0f} of {self.limit:g} s, JOIN_SECONDS): "
-                    f"{look_at(self.endpoint)}",
+                    f"{look_at(self.endpoint, self.alone)}",
                     flush=True,
                 )
 

@@ -12,13 +12,19 @@ from pretrain.errors import LaunchError
 
 PROTOCOL = "pretrain 1"
 _LONGEST = 8 << 20  # bytes of a message
+LONGEST_HELLO = 8 << 10
+"""Bytes of a message from somebody who has not said hello yet: a scanner of ports, say."""
 _SEND_SECONDS = 10.0
 
 
 class Channel:
-    """A connection that carries JSON objects in both directions. Any thread may send; one thread receives."""
+    """A connection that carries JSON objects in both directions. Any thread may send; one thread receives.
 
-    def __init__(self, connection: socket.socket) -> None:
+    `longest`: bytes that a message may have.
+    """
+
+    def __init__(self, connection: socket.socket, longest: int = _LONGEST) -> None:
+        self.longest = longest
         connection.settimeout(_SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Idle connections are dropped by some firewalls; a host that vanished is noticed in the end.
@@ -45,12 +51,16 @@ class Channel:
         if not data:
             raise ConnectionError("the connection was closed")
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        if len(self._buffer) > _LONGEST:
+        if max(map(len, [*lines, self._buffer])) > self.longest:
             raise ValueError("a message without end")
         messages = [json.loads(line) for line in lines]
         if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages):
             raise ValueError("not a message")
         return messages
+
+    def trust(self) -> None:
+        """Take messages of every length from now on: the other side has said who it is."""
+        self.longest = _LONGEST
 
     def close(self) -> None:
         self.connection.close()

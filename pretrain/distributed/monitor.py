@@ -54,9 +54,14 @@ _TICK_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
+SWITCHBOARD = -1
+"""`Doom.of`, where this rank has lost its connection to the switchboard."""
+
+
 @dataclass
 class Doom:
-    """What ends this process at `deadline` if it makes no progress before. `final`: progress or not; `of`: the rank that is gone."""
+    """What ends this process at `deadline` if it makes no progress before. `final`: progress or not; `of`: the rank that is gone, or
+    SWITCHBOARD."""
 
     line: str
     patience: float
@@ -252,15 +257,19 @@ class Monitor(threading.Thread):
                 self.news.put(message)
 
     def _find_switchboard_again(self) -> None:
-        """The switchboard's process has ended, or only the connection."""
+        """The switchboard's process has ended, or only the connection: looked for once a second, and if it is found, nothing is lost."""
         line = f"{self.main_rank} is gone without a word (killed?)"
         if self._reconnect is not None and not self._closed:
             try:
                 self._channel = self._reconnect()
-                return
-            except (OSError, ValueError, UserError):
+            except (OSError, ValueError, RuntimeError, UserError):
                 pass
-        self._expect_end(line)
+            else:
+                if self._doom is not None and self._doom.of == SWITCHBOARD and not self._doom.final:
+                    self._doom = None
+                    self._judged.clear()
+                return
+        self._expect_end(line, SWITCHBOARD)
         self._judged.set()
 
     def _expect_end(self, line: str, of: int | None = None) -> None:
@@ -288,6 +297,8 @@ class Monitor(threading.Thread):
         if is_busy or _waits_for_storage():
             self._active = now
         self._activity = activity
+        if self._channel is None and self._doom is not None and self._doom.of == SWITCHBOARD:
+            self._find_switchboard_again()
         if self._doom is not None:
             if not self._doom.final and self.since > self._doom.deadline - self._doom.patience:
                 self._doom.deadline = self.since + self._doom.patience  # it still makes progress

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.distributed.channel import PROTOCOL, Channel, listen
+from pretrain.distributed.channel import LONGEST_HELLO, PROTOCOL, Channel, listen
 from pretrain.distributed.standing import Mark, Standing, awaited, hung, listing, numbers, pointer, verdict
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Switchboard(threading.Thread):
             connection, _ = self.server.accept()
         except OSError:  # gone again
             return
-        self._selector.register(Channel(connection), selectors.EVENT_READ, [])
+        self._selector.register(Channel(connection, LONGEST_HELLO), selectors.EVENT_READ, [])
 
     def _hear(self, channel: Channel, who: list[int]) -> None:
         """`who`: the rank at the other end, once it has said hello."""
@@ -115,12 +115,14 @@ class Switchboard(threading.Thread):
                         handler(self._standings[who[0]], message)
         except OSError:
             self._drop(channel, who)
-        except (ValueError, KeyError, TypeError, IndexError):
+        except Exception:  # of whatever kind: this thread must outlive it, or nobody hears of a lost rank
             if who:  # a stranger may say anything, a rank only what it should
                 log.exception("rank %d sent a message that cannot be understood; its connection is closed", who[0])
             self._drop(channel, who)
 
     def _drop(self, channel: Channel, who: list[int]) -> None:
+        if channel.fileno() < 0:  # dropped a moment ago
+            return
         self._selector.unregister(channel)
         channel.close()
         if who and self._channels.get(who[0]) is channel:
@@ -155,6 +157,8 @@ class Switchboard(threading.Thread):
         if message["kind"] != "hello" or message["protocol"] != PROTOCOL or message["token"] not in ("", self.token):
             raise ValueError("a stranger")
         rank, host, process = int(message["rank"]), str(message["host"]), int(message["process"])
+        if rank < 0:
+            raise ValueError("a stranger")
         problem = self._problem_of(rank, host, process, int(message["world_size"]))
         if problem:
             channel.send("refused", line=problem)
@@ -164,6 +168,7 @@ class Switchboard(threading.Thread):
         again = standing.came
         standing.came, standing.host, standing.process, standing.gone = True, host, process, False
         who.append(rank)
+        channel.trust()
         self._channels[rank] = channel
         channel.send("welcome", digest=self._facts and self._facts["digest"])
         if again:

@@ -8,8 +8,10 @@ other micro-batches, may differ by that rounding: each addend by 2^-9 of itself 
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.errors import TrainingError
+from pretrain.config.keys import SetKey, keys_of
+from pretrain.config.load import load_config
+from pretrain.config.schema import Config
+from pretrain.errors import ConfigError, TrainingError
 from pretrain.observe.metrics import read_metrics
 
 GRADIENT_LIMIT, METRIC_LIMIT = 5e-6, 2e-6
@@ -48,6 +53,19 @@ class Case:
         settings = str(ROOT / "launch" / "accelerate" / "cpu_2.yaml")
         processes = ["--num_processes", str(self.processes), "--main_process_port", "0"]
         return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", settings, *processes, *script]
+
+    def resets(self, config: Config) -> list[str]:
+        """Overrides that take back what `config` sets for another layout: copies and shards, and keys that this strategy refuses."""
+        own = dict(override.split("=", 1) for override in self.overrides)
+        strategy = own["parallel.strategy"]
+
+        def is_of_another(key: SetKey) -> bool:
+            return key.path in ("parallel.replicate", "parallel.shard") or strategy not in key.when.get(
+                "parallel.strategy", (strategy,)
+            )
+
+        changed = [key for key in keys_of(config) if key.value != key.default and key.path not in own]
+        return [f"{key.path}={json.dumps(key.default)}" for key in changed if is_of_another(key)]
 
 
 @dataclass(frozen=True)
@@ -112,6 +130,7 @@ def selected(every: list[Case], text: str) -> list[Case]:
 
 def compare(config: Path, overrides: list[str], output: Path, wanted: list[Case], number_format: str) -> list[Row]:
     """Run every case below `output` and compare it with a single process; progress on standard output."""
+    _refuse_own_source(load_config(config, overrides)[0], output)
     rows: list[Row] = []
     references: dict[int, Path] = {}
     overrides = [*overrides, f"precision.compute={number_format}"]
@@ -129,6 +148,14 @@ def compare(config: Path, overrides: list[str], output: Path, wanted: list[Case]
     return rows
 
 
+def _refuse_own_source(config: Config, output: Path) -> None:
+    """Every case begins by removing its directory, which must not be what it starts from."""
+    source, folder = Path(config.run.init_from or "."), output.resolve()
+    inside = source.resolve().relative_to(folder).parts if source.resolve().is_relative_to(folder) else ()
+    if config.run.init_from and inside and re.fullmatch(r"(fp32|bf16)-\d+", inside[0]):
+        raise ConfigError(f"{source} is a run of this tool in {output}, which it would remove; choose another --output")
+
+
 def _run(case: Case, config: Path, overrides: list[str], directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     own = [
@@ -141,10 +168,11 @@ def _run(case: Case, config: Path, overrides: list[str], directory: Path) -> Non
     ]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     environment.setdefault("OMP_NUM_THREADS", "1")
-    done = subprocess.run(case.command(config, [*overrides, *own]), env=environment, capture_output=True, text=True)
+    resets = case.resets(load_config(config, overrides)[0])
+    done = subprocess.run(case.command(config, [*overrides, *resets, *own]), env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         errors = [text for text in done.stderr.splitlines() if text.startswith("error:")]
-        raise TrainingError(f"{case.name}: {errors[0] if errors else done.stderr[-500:]}")
+        raise TrainingError(f"{case.name}: {errors[0].removeprefix('error: ') if errors else done.stderr[-500:]}")
 
 
 def _row(case: Case, number_format: str, reference: Path, run: Path, same_micro_batches: bool, seconds: float) -> Row:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.observe.logs import Tolerated
-from pretrain.storage import append_line
+from pretrain.storage import append_line, plain
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Metrics:
 
     def write(self, record: dict[str, Any]) -> None:
         """One object with `step`; nested objects become `parent/child` in TensorBoard."""
-        written = self._lines.attempt(lambda: append_line(self.path, json.dumps(_plain(record), allow_nan=False)))
+        written = self._lines.attempt(lambda: append_line(self.path, json.dumps(plain(record), allow_nan=False)))
         if self._board is not None or (self._has_board and written):
             self._board_lines.attempt(lambda: self._add_scalars(record))
         elif self._has_board:
@@ -74,15 +74,6 @@ class Metrics:
             # The thread that writes has ended with this error; another one has to take its place.
             self._board, self.step = None, record["step"]
             raise
-
-
-def _plain(value: Any) -> Any:
-    """The same for JSON, which has no number that is not finite: null in its place."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -151,9 +151,10 @@ def check_options(config: Config) -> None:
     """Values that cannot go together whatever the world size. Raises ConfigError naming both keys."""
     schedule, steps = config.schedule, config.run.steps
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
+        most = steps - schedule.warmup_steps
         raise ConfigError(
             f"schedule.warmup_steps={schedule.warmup_steps} and schedule.decay_steps={schedule.decay_steps} do not fit in "
-            f"run.steps={steps}; decay_steps at most {steps - schedule.warmup_steps}"
+            f"run.steps={steps}; {f'decay_steps at most {most}' if most > 0 else 'lower warmup_steps, or raise run.steps'}"
         )
     if config.run.init_from and config.run.resume not in ("auto", "never"):
         raise ConfigError(

@@ -71,10 +71,13 @@ class RunDirectory:
 
     def check(self) -> None:
         """Raise CheckpointError for what `claim` would be refused by, without a change to anything."""
-        place = next(place for place in [self.path, *self.path.absolute().parents] if place.exists())
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise CheckpointError(f"{place}: this process may not write there; choose another run.dir")
-        self._lock.check()
+        try:
+            place = next(place for place in [self.path, *self.path.absolute().parents] if place.exists())
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise CheckpointError(f"{place}: this process may not write there; choose another run.dir")
+            self._lock.check()
+        except OSError as error:  # .lock is somebody else's, or no file
+            raise CheckpointError(reason_of(error)) from error
 
     def identity(self) -> dict[str, Any] | None:
         """The identity of the run that is here; None of a new directory."""

@@ -12,6 +12,7 @@ import pytest
 from running import losses, run_main, tool, train, write_config
 
 from pretrain.checkpoint import choose, files
+from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.observe.metrics import read_metrics
 from pretrain.train.run_directory import RunDirectory
 
@@ -448,3 +449,32 @@ def test_a_name_that_is_taken_does_not_stop_a_removal(tmp_path):
     (left / ".nfs0001").write_text("open elsewhere")
     assert [p.name for p in files.retire(tmp_path, tmp_path / "step-00000002", 1, 0)] == ["step-00000001"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".removing-step-00000001", "step-00000002"]
+
+
+def test_a_checkpoint_that_is_a_link_is_retired_once_and_what_it_points_at_stays(tmp_path):
+    """F12: the link could not be removed, and each start said that it had been."""
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for path in (elsewhere, folder / files.directory_of(4)):
+        path.mkdir(parents=True)
+        files.write_json(path / files.MANIFEST, {})
+    (folder / files.directory_of(2)).symlink_to(elsewhere)
+    files.retire(folder, folder / files.directory_of(4), keep_last=1, keep_every_steps=0)
+    assert [path.name for path in folder.iterdir()] == ["step-00000004"] and (elsewhere / files.MANIFEST).is_file()
+    (folder / ".removing-step-00000002").symlink_to(elsewhere)  # as versions before left it
+    assert files.discard_unfinished(folder) == [".removing-step-00000002"] and files.discard_unfinished(folder) == []
+
+
+def test_only_what_is_gone_is_named_as_removed(tmp_path):
+    """F12: a directory that cannot be removed was named at every start."""
+    (tmp_path / ".writing-step-00000002").mkdir()
+    with patch("shutil.rmtree"):
+        assert files.discard_unfinished(tmp_path) == []
+    assert files.discard_unfinished(tmp_path) == [".writing-step-00000002"]
+
+
+def test_a_file_where_checkpoints_belong_is_said_at_once(tmp_path):
+    """F13: --check looked for half a minute whether the storage came back."""
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match="checkpoints: is a file") as raised:
+        files.complete_checkpoints(tmp_path / "checkpoints")
+    assert not isinstance(raised.value, UnreadableError)

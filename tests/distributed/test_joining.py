@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ from running import run_changed
 
 from pretrain.distributed.channel import Channel, hello
 from pretrain.distributed.launcher import launched_ranks
+from pretrain.distributed.monitor import Monitor
 from pretrain.distributed.switchboard import Switchboard
 from pretrain.errors import LaunchError
 
@@ -222,6 +224,59 @@ def test_a_late_rank_is_waited_for_and_the_run_goes_on(started):
     assert zero.wait(90) == 0 and one.wait(20) == 0
     assert "1 of 2 processes are here, rank 1 is missing; waiting up to 59 s more" in zero.printed()
     assert "finished at step 2" in zero.printed()
+
+
+@pytest.mark.parametrize("data", [
+    b"[" * 200_000 + b"\n",
+    b"[" * 5_000 + b"\n",
+    b'{"kind":"hello","protocol":"pretrain 1","token":"","rank":1e999,"world_size":2,"host":"x","process":1}\n',
+    b'{"kind":"hello","protocol":"pretrain 1","token":"","rank":-1,"world_size":2,"host":"x","process":1}\n',
+    b'{"kind":"hello","protocol":"pretrain 1","token":"","rank":1,"world_size":2,"host":"' + b"x" * 60_000 + b'","process":1}\n',
+], ids=["long", "nested", "infinite", "negative", "long name"])  # fmt: skip
+def test_a_strangers_line_does_not_end_the_switchboard(caplog, data):
+    """F8: RecursionError and OverflowError ended its thread; then the wrong rank was blamed for a hang."""
+    switchboard = Switchboard(2, 0)
+    switchboard.start()
+    try:
+        with socket.create_connection(("localhost", switchboard.port)) as stranger:
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(data)
+                assert stranger.recv(1) == b""
+        assert switchboard.is_alive() and not caplog.records
+        rank = Channel(socket.create_connection(("localhost", switchboard.port)))
+        assert hello(rank, 1, 2, switchboard.token)[0]["kind"] == "welcome"
+        rank.close()
+    finally:
+        switchboard.close()
+
+
+def test_a_connection_that_comes_back_late_ends_nothing():
+    """F14: the switchboard was looked for once; the end that this rank then expected was never taken back."""
+    switchboard = Switchboard(2, 0)
+    switchboard.start()
+    monitor, tries = Monitor(1, 1, 60.0), []
+
+    def connect() -> Channel:
+        tries.append(1)
+        if len(tries) in (2, 3):
+            raise ConnectionRefusedError
+        channel = Channel(socket.create_connection(("localhost", switchboard.port)))
+        hello(channel, 1, 2, switchboard.token)
+        return channel
+
+    try:
+        monitor.start()
+        first = connect()
+        switchboard.went = True  # all ranks have joined
+        monitor.attach(first, [], connect)
+        first.connection.shutdown(socket.SHUT_RDWR)
+        end = time.monotonic() + 20
+        while time.monotonic() < end and (len(tries) < 4 or monitor._channel is None or monitor._doom is not None):
+            time.sleep(0.05)
+        assert len(tries) == 4 and monitor._doom is None and monitor.send("bye")
+    finally:
+        monitor.close()
+        switchboard.close()
 
 
 def test_what_a_rank_should_not_say_is_logged_and_what_a_stranger_says_is_not(caplog):

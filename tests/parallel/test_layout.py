@@ -250,6 +250,10 @@ def test_what_is_proposed_for_a_batch_is_legal(sequences, micro, world_size):
             ["schedule={name: wsd, warmup_steps: 4, decay_steps: 7}"],
             ["schedule.warmup_steps=4", "schedule.decay_steps=7", "run.steps=10", "decay_steps at most 6"],
         ),
+        (  # F13: "decay_steps at most 0", which the schema refuses
+            ["schedule={name: wsd, warmup_steps: 10, decay_steps: 1}"],
+            ["schedule.warmup_steps=10", "schedule.decay_steps=1", "lower warmup_steps, or raise run.steps"],
+        ),
         (["schedule={name: wsd, min_ratio: 1}"], ["schedule.min_ratio=1", "schedule.name=wsd", "schedule.name=constant"]),
         (["run={init_from: x, resume: required}"], ["run.init_from=x", "run.resume=required", "keep one"]),
         (["run={init_from: x, resume: runs/y}"], ["run.init_from=x", "run.resume=runs/y"]),

@@ -63,10 +63,12 @@ def test_a_skipped_step_changes_no_weight_and_no_moment_and_its_samples_are_cons
     assert [r.get("skipped") for r in records] == [None, None, 1, 2, 2, 2]
     assert [r["loss"] is None for r in records] == [False, False, True, True, False, False]
     assert "NaN" not in (run / METRICS_FILE).read_text()
+    states = [(run / "checkpoints" / f"step-0000000{step}" / "state.json").read_text() for step in (3, 6)]
+    assert json.loads(states[0])["record"]["loss"] is None and "NaN" not in states[0]  # F13: NaN is no JSON
     assert "skipped 2" in results[0][1] and "loss nan" in results[0][1]
     step = state_of(run, 6)["optim.step.norm.weight"]
     assert float(step) == 4  # AdamW's own count, which its bias correction goes by
-    assert json.loads((run / "checkpoints" / "step-00000006" / "state.json").read_text())["skipped"] == 2
+    assert json.loads(states[1])["skipped"] == 2
     train(pool, ranks, config_file, *STEADY, *options, "run.steps=7")
     assert read_metrics(run)[-1]["skipped"] == 2
 

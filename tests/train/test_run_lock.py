@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -164,3 +165,16 @@ def test_an_owner_that_was_taken_for_dead_ends_when_it_wakes(tmp_path, other):
     os.kill(process.pid, signal.SIGCONT)
     process.join(10)
     assert process.exitcode == 1
+
+
+@pytest.mark.parametrize("kind", ["auto", "flock"])
+def test_a_lock_that_cannot_be_opened_is_one_line_of_a_check(tmp_path, kind):
+    """F11: --check ended with IsADirectoryError, and with PermissionError in the run directory of another user."""
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(CheckpointError, match=r"\.lock: Is a directory"):
+        RunDirectory(tmp_path, kind).check()
+    (tmp_path / ".lock").rmdir()
+    (tmp_path / ".lock").write_text("")
+    denied = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / ".lock"))
+    with patch.object(Path, "open", side_effect=denied), pytest.raises(CheckpointError, match=r"\.lock: Permission denied"):
+        RunDirectory(tmp_path, kind).check()

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         direction.add_argument(
             "--verify",
             action="store_true",
-            help="also compare logits with transformers before it is put in place; takes memory for the whole model in fp32",
+            help="also compare logits with transformers before it is put in place; takes memory for the whole model",
         )
     to_gguf = directions.add_parser("to-gguf", help="a file for llama.cpp, of what to-hf wrote, by llama.cpp's own converter")
     to_gguf.add_argument("--model", type=Path, required=True, help="directory that to-hf wrote")

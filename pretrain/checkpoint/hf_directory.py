@@ -15,7 +15,7 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, SafetensorsFile
 from pretrain.checkpoint.weight_plan import least_numbers, plan_weights, refuse_odd_numbers
 from pretrain.config.model_schema import Model
-from pretrain.errors import CheckpointError, shown
+from pretrain.errors import CheckpointError, clipped
 from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.weights import Entry
 from pretrain.models.hf_config import LARGEST_CONFIG
@@ -189,7 +189,9 @@ def _read_index(directory: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: has no weight_map of tensor names to file names")
     for name, file in places.items():
         if Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f"{path}: {name} is said to be in {shown(file)}, which is no file of this directory")
+            raise CheckpointError(
+                f"{path}: {name} is said to be in {clipped(repr(file), 300)}, which is no file of this directory"
+            )
     if (directory / WEIGHTS).is_file() and WEIGHTS not in places.values():
         raise CheckpointError(f"{directory}: has both {WEIGHTS} and an index of other files; remove the one that is not meant")
     return places

@@ -60,7 +60,7 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
     """Write a checkpoint, or a run's newest, as a directory that transformers loads.
 
     Every tensor is read back from the output and compared, and the output's names and shapes with what transformers' class expects;
-    with `verify` also its logits with ours in fp32, which takes memory for the model. Raises CheckpointError or ConfigError, and
+    with `verify` also its logits with ours, which takes memory for the model. Raises CheckpointError or ConfigError, and
     leaves nothing behind, when anything of this fails. What was verified is recorded in pretrain_export.json.
     """
     refuse_existing(output)
@@ -80,7 +80,7 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
         check_expected(config, source.plan.theirs)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
-        compared = compare_logits(writing, model, source.whole) if verify else None
+        compared = compare_logits(writing, model, source.plan.parameters, source.whole) if verify else None
         record = _record(source, state, tokenizer is not None, compared, padding, notes, writing)
         files.write_json(writing / RECORD, record)
     return Exported(checkpoint, source.plan.parameters, shards, compared, [*filter(None, [padding]), *notes])

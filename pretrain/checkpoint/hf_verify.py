@@ -6,13 +6,14 @@ import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.safetensors_file import Spec, raw_bytes
@@ -22,7 +23,18 @@ from pretrain.models.families.weights import TRAINING_ONLY
 from pretrain.models.hf_config import decoded, hf_window
 from pretrain.models.network import build_network
 
-LOGIT_TOLERANCE = 1e-4
+MOST_IN_FP64 = 10**9
+"""Weights of a model that is compared in fp64, where it takes 8 GB. Larger ones are compared in fp32, which finds less: see LOGIT_TOLERANCE.
+"""
+LOGIT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3}
+"""Largest difference of logits, as a share of their root mean square, by the format that both models compute in.
+
+Measured on right models, as a share of the standard deviation: fp32 2e-6 at initial weights, 5e-5 with 6 layers of random weights of std
+0.2 and 2e-4 with 24 such layers; fp64 5e-15, 1e-13 and 3e-13, which is 2^-29 of that, as the formats' roundings are. Planted errors, in
+fp64 and gemma2: 3e-8 (soft cap of the attention off by 10 %, initial weights), 2.5e-6 (eps twice as large, std 0.2), 1e-4 (last soft cap
+off by 10 %), 6e-4 (rotary base off by 1 %). So 1e-10 is 300 times above the noise, and 300 times below the smallest error. In fp32 no
+limit finds them all: 1e-3 is 5 times above the noise of 24 layers, which grows with depth.
+"""
 
 
 # ---- structure --------------------------------------------------------------------------------------------------------
@@ -100,11 +112,14 @@ def _compare(path: Path, spec: Spec, tensor: Tensor, sha256: str) -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison of logits was made on: so many sequences of so many random tokens, both models in fp32; the largest absolute
-    difference. `beyond`: what such a length reaches that a shorter one does not, None where there is nothing.
+    """What a comparison of logits was made on: so many sequences of so many random tokens, both models in one number format; the largest
+    absolute difference, and the largest that is taken. `beyond`: what such a length reaches that a shorter one does not, None where there
+    is nothing.
     """
 
     difference: float
+    limit: float
+    computed_in: str
     sequences: int
     length: int
     beyond: str | None
@@ -112,29 +127,37 @@ class Compared:
     def __str__(self) -> str:
         reach = f", beyond {self.beyond}" if self.beyond else ""
         return (
-            f"transformers' logits differ from ours by at most {self.difference:.2e}, in fp32, on {self.sequences} sequence"
-            f"{'s' if self.sequences > 1 else ''} of {self.length} random tokens{reach}"
+            f"transformers' logits differ from ours by at most {self.difference:.2e} (limit {self.limit:.2e}), in {self.computed_in}, on "
+            f"{self.sequences} sequence{'s' if self.sequences > 1 else ''} of {self.length} random tokens{reach}"
         )
 
 
-def compare_logits(directory: Path, model: Model, weights: Callable[[], dict[str, Tensor]]) -> Compared:
+def compare_logits(directory: Path, model: Model, parameters: int, weights: Callable[[], dict[str, Tensor]]) -> Compared:
     """transformers' logits of a directory against ours of `weights`, one model after the other, so that one at a time is in memory.
 
-    Raises CheckpointError where they differ by more than LOGIT_TOLERANCE, or are no numbers. The sequence is longer than the window, or
-    than the length from which dynamic scaling changes the rotation, where a model has one.
+    In fp64 where the model has at most MOST_IN_FP64 `parameters`, else in fp32. Raises CheckpointError where they differ by more than
+    LOGIT_TOLERANCE, or are no numbers. The sequence is longer than the window, or than the length from which dynamic scaling changes the
+    rotation, where a model has one.
     """
     sequences, length, beyond = _reach(model)
+    dtype = torch.float64 if parameters <= MOST_IN_FP64 else torch.float32
     generator = torch.Generator().manual_seed(0)
     ids, source = (torch.randint(model.vocab_size, (sequences, length), generator=generator) for _ in range(2))
-    theirs = _their_logits(directory, ids, source if model.encoder_layers else None)
     inputs = {"source_BS": source} if model.encoder_layers else {}
-    with torch.no_grad():
-        difference = float(theirs.sub_(build(model, _in_fp32(weights()))(ids, **inputs)).abs_().max())
-    if not difference <= LOGIT_TOLERANCE:
+    with _computing_in(dtype):
+        theirs = _their_logits(directory, ids, source if model.encoder_layers else None, dtype)
+    held = _cast(weights(), dtype)
+    with torch.no_grad(), _computing_in(dtype):
+        ours = build(model, held, dtype)(ids, **inputs)
+    size = float(ours.square().mean().sqrt())
+    difference, limit = float(theirs.sub_(ours).abs_().max()), LOGIT_TOLERANCE[dtype] * size
+    computed_in = str(dtype).removeprefix("torch.")
+    if not difference <= limit:
         raise CheckpointError(
-            f"transformers' logits differ from ours by {difference:.2e} on {length} tokens (limit {LOGIT_TOLERANCE}); nothing was written"
+            f"transformers' logits differ from ours by {difference:.2e} on {length} tokens, both in {computed_in} (limit {limit:.2e}: "
+            f"{LOGIT_TOLERANCE[dtype]:g} of the root mean square of ours, {size:.3g}); nothing was written"
         )
-    return Compared(difference, sequences, length, beyond)
+    return Compared(difference, limit, computed_in, sequences, length, beyond)
 
 
 _MORE = 64  # tokens beyond what is to be exercised
@@ -156,7 +179,30 @@ def _reach(model: Model) -> tuple[int, int, str | None]:
     return 1, length, f"the window of {window}" if length > window else None
 
 
-def _their_logits(directory: Path, ids: Tensor, source: Tensor | None) -> Tensor:
+class _InFp64(TorchFunctionMode):
+    """What a model's code casts to fp32 (norms, rotations, softmax, routers) goes to fp64 instead."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Everything in this format: what has no other, and in fp64 what asks for fp32 too."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _InFp64() if dtype == torch.float64 else nullcontext():
+            yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _their_logits(directory: Path, ids: Tensor, source: Tensor | None, dtype: torch.dtype) -> Tensor:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -164,7 +210,7 @@ def _their_logits(directory: Path, ids: Tensor, source: Tensor | None) -> Tensor
     with _as_their_failure("correct config.json, or leave --verify out; nothing was written"), torch.no_grad():
         model = kind.from_pretrained(
             directory,
-            dtype=torch.float32,
+            dtype=dtype,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -186,8 +232,10 @@ def _as_their_failure(remedy: str) -> Iterator[None]:
         raise CheckpointError(f"transformers itself fails on this model: {type(error).__name__}: {text}; {remedy}") from error
 
 
-def _in_fp32(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights in a format; those that are given are gone, so that they are in memory once."""
+    names = list(weights)
+    return {name: (t := weights.pop(name)).to(dtype if t.is_floating_point() else t.dtype) for name in names}
 
 
 def _auto_class(config: dict[str, Any]) -> Any:

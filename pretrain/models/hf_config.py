@@ -256,9 +256,9 @@ _SAME_KINDS = [("su", "longrope"), ("mrope", "default")]  # transformers' own ol
 
 
 def _check_rope(parameters: dict[str, Any], kind: Any, place: str) -> None:
-    older, kind = parameters.get("type"), parameters.get("rope_type")
-    if None not in (older, kind) and older != kind and (older, kind) not in _SAME_KINDS:
-        raise ConfigError(f"{place}: type={shown(older)} contradicts rope_type={shown(kind)}")
+    older, newer = parameters.get("type"), parameters.get("rope_type")
+    if None not in (older, newer) and older != newer and (older, newer) not in _SAME_KINDS:
+        raise ConfigError(f"{place}: type={shown(older)} contradicts rope_type={shown(newer)}")
     for name, value in parameters.items():
         if isinstance(value, dict):  # of one type of layers
             _check_rope(value, kind, f"{place}: {name}")

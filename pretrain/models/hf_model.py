@@ -245,7 +245,7 @@ def _built(config: Model, made: Made | None = None) -> Any:
             torch.manual_seed(0)  # buffers must not depend on a rank's generator
         try:
             return transformers.AutoModelForCausalLM.from_config(
-                config_of(config.hf_config), dtype=torch.float32, trust_remote_code=False
+                config_of(config.hf_config), dtype=torch.get_default_dtype(), trust_remote_code=False
             )
         except ConfigError:
             raise

@@ -55,9 +55,9 @@ def test_a_comparison_reaches_beyond_windows_and_says_how_far(byte_tokenizer, tm
     assert convert(["to-hf", "--checkpoint", str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out"), "--verify"]) == 0
     record = json.loads((tmp_path / "out" / RECORD).read_text())
     sequences = 2 if model is SMALL else 1
-    assert record["logits_compared"] == {
-        "difference": record["max_logit_difference"], "sequences": sequences, "length": length, "beyond": beyond
-    }  # fmt: skip
+    compared = record["logits_compared"]
+    assert compared.items() >= {"sequences": sequences, "length": length, "beyond": beyond, "computed_in": "float64"}.items()
+    assert compared["difference"] == record["max_logit_difference"] <= compared["limit"] < 1e-8
     assert f"of {length} random tokens" in record["verified"]["logits"]
     assert f"of {length} random tokens" + (f", beyond {beyond}" if beyond else "") in capsys.readouterr().out
     assert convert(["from-hf", "--model", str(tmp_path / "out"), "--output", str(tmp_path / "in"), "--verify"]) == 0
@@ -130,6 +130,51 @@ def test_a_name_that_is_there_twice_is_refused(copied, tmp_path):
     assert "config.json: cannot be read: hidden_size is there twice" in refused(CheckpointError, copied, tmp_path)
     with pytest.raises(ConfigError, match="hidden_size is there twice"):
         complete(Model(family="hf", hf_config=str(copied)), 32)
+
+
+INITIAL = dict(dim=64, layers=2, heads=4, ffn_dim=128, vocab_size=512, max_sequence_length=128)
+
+
+def compared(folder, model, **changes):
+    """The comparison of an export, whose config.json was changed afterwards, with the model that was exported."""
+    checkpoint = write(folder / "checkpoint", None, model)
+    export(checkpoint, folder / "out")
+    edit_config(folder / "out", **changes)
+    model, weights, _ = read_checkpoint(checkpoint)
+    return hf_verify.compare_logits(folder / "out", model, sum(w.numel() for w in weights.values()), lambda: weights)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        (Model(family="llama", **INITIAL), {"rope_parameters": {"rope_type": "default", "rope_theta": 10100.0}}),
+        (Model(family="llama", **INITIAL), {"rms_norm_eps": 1.1e-5}),
+        (Model(family="gemma2", **INITIAL), {"final_logit_softcapping": 33.0}),
+        (Model(family="gemma2", **INITIAL), {"attn_logit_softcapping": 55.0}),
+        (Model(family="gemma2", **INITIAL, init_std=0.15), {"rms_norm_eps": 2e-6}),
+    ],
+)  # fmt: skip
+def test_small_errors_of_a_model_that_hardly_learned_are_found(tmp_path, model, changes):
+    """The limit was 1e-4 whatever the logits, and a rotary base off by 1 % or a soft cap off by 10 % passed."""
+    assert compared(tmp_path / "right", model).difference < 1e-12
+    with pytest.raises(
+        CheckpointError, match="transformers' logits differ from ours by .*, both in float64 .*; nothing was written"
+    ):
+        compared(tmp_path / "wrong", model, **changes)
+
+
+def test_large_logits_of_a_right_model_are_no_false_alarm(tmp_path, monkeypatch):
+    """A right model with logits up to 12.9 was refused: rounding in fp32 moved them by 1.5e-4."""
+    model = Model(
+        family="llama", dim=256, layers=6, heads=4, ffn_dim=512, vocab_size=1000, max_sequence_length=256, init_std=0.2
+    )
+    assert compared(tmp_path / "fp64", model).difference < 1e-11
+    monkeypatch.setattr(hf_verify, "MOST_IN_FP64", 1000)
+    done = compared(tmp_path / "fp32", model)
+    assert done.computed_in == "float32" and 1e-6 < done.difference < done.limit < 1e-2
+    assert f"(limit {done.limit:.2e}), in float32, on 2 sequences of 64 random tokens" in str(done)
+    with pytest.raises(CheckpointError, match="both in float32 .*: 0.001 of the root mean square of ours, "):
+        compared(tmp_path / "wrong", model, rope_parameters={"rope_type": "default", "rope_theta": 10100.0})
 
 
 # ---- models that transformers cannot run -------------------------------------------------------------------------------

@@ -238,7 +238,9 @@ class Family:
         rest = {name: value for name, value in rest.items() if name not in ours}
         if self.rope:
             rope = rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta, self.scaling)
-            values |= {name: _typed(Field(name, "rope_parameters"), value, config) for name, value in rope.items()}
+            for name, value in rope.items():
+                said = name.replace(".", "_")
+                values[name] = _typed(Field(name, said), value, {said: value})
             rest = {name: value for name, value in rest.items() if name not in ROPE_FIELDS}
         rest = {name: value for name, value in rest.items() if name not in self.derived}
         if unknown := sorted(rest):

@@ -135,7 +135,9 @@ def test_an_existing_output_is_left_as_it_is(run, exported, tmp_path):
 
 def test_an_export_that_computes_something_else_is_not_put_in_place(run, exported, tmp_path, monkeypatch):
     vocabulary = json.loads((exported / "config.json").read_text())["vocab_size"]
-    monkeypatch.setattr(hf_verify, "_their_logits", lambda folder, ids, source, dtype: torch.full((*ids.shape, vocabulary), torch.nan))
+    monkeypatch.setattr(
+        hf_verify, "_their_logits", lambda folder, ids, source, dtype: torch.full((*ids.shape, vocabulary), torch.nan)
+    )
     with pytest.raises(
         CheckpointError, match=r"logits differ from ours by nan on 64 tokens, both in float64 \(limit .*\); nothing was written"
     ):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pretrain.config.load import check_range
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, clipped, shown
-from pretrain.models.families.rope import ROPE_FIELDS, rope_from_hf, rope_to_hf
+from pretrain.models.families.rope import ROPE_FIELDS, name_in_hf, rope_from_hf, rope_to_hf
 from pretrain.models.families.weights import Entry, resolve
 from pretrain.models.shape import PLAIN, complete, flat, query_scalar, with_values
 
@@ -239,7 +239,7 @@ class Family:
         if self.rope:
             rope = rope_from_hf(config, self.rope, self.name, self.theta, self.local_theta, self.scaling)
             for name, value in rope.items():
-                said = name.replace(".", "_")
+                said = f"rope_scaling or rope_parameters: {name_in_hf(name)}"
                 values[name] = _typed(Field(name, said), value, {said: value})
             rest = {name: value for name, value in rest.items() if name not in ROPE_FIELDS}
         rest = {name: value for name, value in rest.items() if name not in self.derived}

@@ -42,6 +42,13 @@ _NEEDED = {"none": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("
 _OFF_WHEN_ZERO = ("attention_factor", "mscale", "mscale_all_dim")
 
 
+def name_in_hf(key: str) -> str:
+    """Their name of a key `rope.*`, for messages."""
+    names = {"theta": "rope_theta", "local_theta": "rope_local_base_freq", "fraction": "partial_rotary_factor"}
+    name = key.removeprefix("rope.")
+    return {ours: theirs for fields in [names, *SCALING.values()] for ours, theirs in fields.items()}.get(name, name)
+
+
 def rope_to_hf(model: Model, kind: str, partial: bool, scaled: bool) -> dict[str, Any]:
     """The fields of config.json; `kind`: `uniform`, or `by_layer_type` where layers with a window have rotations of their own.
 

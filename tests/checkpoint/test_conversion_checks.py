@@ -90,7 +90,7 @@ def test_a_model_type_that_contradicts_the_architecture_is_refused(copied, tmp_p
     edit_config(copied, model_type="mistral")
     said = refused(ConfigError, copied, tmp_path)
     assert "model_type='mistral' contradicts architectures=['LlamaForCausalLM'], which is of model_type='llama'" in said
-    assert "transformers would load a mistral" in said
+    assert "transformers would load a 'mistral'" in said
     with pytest.raises(ConfigError, match="model_type='mistral' contradicts architectures=\\['LlamaForCausalLM'\\]"):
         import_model(copied, tmp_path / "imported", family="hf")
     edit_config(copied, model_type=["x"])

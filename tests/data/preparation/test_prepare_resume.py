@@ -192,7 +192,7 @@ def test_killed_preparations_go_on_and_end_in_the_same_bytes(inputs, trained, st
 
 @pytest.mark.slow
 def test_a_campaign_of_kills_changes_no_byte(inputs, trained, straight, tmp_path):
-    """python -m pytest tests/data/test_prepare_resume.py -m slow -k campaign -s"""
+    """python -m pytest tests/data/preparation/test_prepare_resume.py -m slow -k campaign -s"""
     arguments = {"inputs": inputs, "tokenizer": str(trained["bpe"]), **OPTIONS, "workers": 2}
     begin = time.monotonic()
     process = start({**arguments, "output": str(tmp_path / "timed")})
@@ -621,7 +621,7 @@ def test_a_worker_that_dies_is_reported_and_the_work_kept(inputs, trained, strai
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(trained, tmp_path, texts):
-    """python -m pytest tests/data/test_prepare_resume.py -m slow -k memory"""
+    """python -m pytest tests/data/preparation/test_prepare_resume.py -m slow -k memory"""
     peaks = []
     for times in (1, 20):
         folder = tmp_path / f"in-{times}"

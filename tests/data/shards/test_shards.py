@@ -223,7 +223,7 @@ def test_every_document_knows_where_it_comes_from(prepared):
 
 @pytest.mark.slow
 def test_ten_thousand_shards_are_opened_in_a_third_of_a_second(tmp_path):
-    """python -m pytest tests/data/test_shards.py -m slow -k ten_thousand -s"""
+    """python -m pytest tests/data/shards/test_shards.py -m slow -k ten_thousand -s"""
     path = write(tmp_path / "data", [np.array([5, 2])] * 10_000, shard_tokens=2, batch=10_000)
     seconds = []
     for _ in range(5):

@@ -115,6 +115,8 @@ def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str
     for item in _items(value):
         if isinstance(item, str) and (item == "???" or "${" in item):
             raise ConfigError(f"{where}: {item!r} has a meaning of its own here and cannot be part of a text")
+        if isinstance(item, str) and ("\0" in item or any("\ud800" <= sign <= "\udfff" for sign in item)):
+            raise ConfigError(f"{full}={item!r}: has a character that no name of a file and no text may have")
         if describe_type(hint) != describe_type(str) and isinstance(item, str):
             _check_number_text(item, hint, where)
     try:

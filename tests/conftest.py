@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from launch_pool import LaunchPool
-from running import write_config, write_prepared
+from running import run_directory, train, write_config, write_prepared
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -28,6 +29,31 @@ def pool() -> Iterator[LaunchPool]:
     pool = LaunchPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def trained_run(pool, tmp_path_factory) -> Callable[..., Path]:
+    """`trained_run(world_size, config_file, *overrides)`: like `train`, for runs that a test starts from or compares with.
+
+    Each is computed once per worker and then copied: files of one name in the configuration's folder must have one content in all tests.
+    A test that is about the run itself calls `train`.
+    """
+    kept: dict[tuple[int, tuple[str, ...]], Path] = {}
+
+    def trained_run(world_size: int, config_file: Path, *overrides: str) -> Path:
+        run = run_directory(config_file, *overrides)
+        assert not run.exists()
+        said = (config_file.read_text(), *(o for o in overrides if not o.startswith("run.name=")))
+        key = world_size, tuple(text.replace(str(config_file.parent), "") for text in said)
+        if key not in kept:
+            train(pool, world_size, config_file, *overrides)
+            kept[key] = tmp_path_factory.mktemp("trained") / "run"
+            shutil.copytree(run, kept[key])
+        else:
+            shutil.copytree(kept[key], run)
+        return run
+
+    return trained_run
 
 
 @pytest.fixture(scope="session")

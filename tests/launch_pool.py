@@ -114,6 +114,10 @@ class RankProcess:
     def pid(self) -> int:
         return self.process.pid
 
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self.process.exitcode
+
     def printed(self) -> str:
         return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
 

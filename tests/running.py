@@ -42,6 +42,11 @@ def train(pool, world_size: int, config_file: Path, *overrides: str) -> Path:
     """Run to the end on `world_size` ranks; the run directory."""
     for rank, (code, printed) in enumerate(pool.launch(world_size, run_main, str(config_file), *overrides)):
         assert code == 0, f"rank {rank}: {printed}"
+    return run_directory(config_file, *overrides)
+
+
+def run_directory(config_file: Path, *overrides: str) -> Path:
+    """Where a run of `write_config`'s configuration is."""
     names = [o.removeprefix("run.name=") for o in overrides if o.startswith("run.name=")]
     return config_file.parent / "runs" / (names[-1] if names else "run")
 
@@ -70,7 +75,7 @@ def run_changed(changes: dict[int, dict[str, str | None]], config_file: str, *ov
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    short = ("parallel.strategy=ddp", "run.steps=2", "schedule.warmup_steps=1", "batch.sequences=12")
+    short = ("parallel.strategy=ddp", "run.steps=2", "schedule.warmup_steps=1", "batch.sequences=12", "batch.micro_sequences=2")
     return main(["--config", config_file, *short, *overrides, *more])
 
 
@@ -119,12 +124,12 @@ def write_prepared(path: Path, tokenizer: Path, seed: int, documents: int) -> Pa
 
 
 def write_config(folder: Path, prepared: Path) -> Path:
-    """config.yaml in a folder: 2 layers of 32, 16 samples of 32 tokens per step, runs in `runs` beside it."""
+    """config.yaml in a folder: 2 layers of 32, 16 samples of 32 tokens per step in micro-batches of 4, runs in `runs` beside it."""
     config = {
         "run": {"name": "run", "dir": str(folder / "runs"), "steps": 20, "seed": 7},
         "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
         "data": {"sequence_length": 32, "sources": [{"path": str(prepared)}]},
-        "batch": {"sequences": 16, "micro_sequences": 2},
+        "batch": {"sequences": 16, "micro_sequences": 4},
         "optim": {"lr": 3e-3},
         "schedule": {"warmup_steps": 5},
         "parallel": {"timeout_seconds": 60},

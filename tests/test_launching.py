@@ -306,6 +306,7 @@ def test_every_launcher_of_the_page_trains_to_the_losses_of_torchrun(page, torch
     assert losses == pytest.approx(torchrun_losses, abs=2e-6)
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_is_killed_comes_back_by_itself_and_continues_from_its_last_checkpoint(page):
     agent = page.start("run.name=restarts", before="exec ")
     try:

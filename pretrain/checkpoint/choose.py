@@ -69,21 +69,19 @@ def choose_checkpoint(
     folder = run_directory / "checkpoints"
     # The main rank's view of the directory decides: another node may see it a moment later.
     found = _on_main(ranks, "choice of a checkpoint", lambda: _candidates(folder, resume, saved_last))
-    return _choose_intact(found, folder, ranks, content)
+    return _choose_intact(found, folder, ranks, content) if found.paths else None
 
 
 def choose_weights(path: Path, ranks: Ranks, content: bool = True) -> Choice:
     """The checkpoint at a path, or the newest intact one of the run there, verified by all ranks together. Raises as choose_checkpoint does."""
     found = _on_main(ranks, "choice of weights", lambda: _Candidates(tuple(files.resolve(path))))
-    choice = _choose_intact(found, None, ranks, content)
-    assert choice is not None
-    return choice
+    return _choose_intact(found, None, ranks, content)
 
 
-def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, content: bool) -> Choice | None:
-    """The best of the candidates that is intact. `folder`: of the run's own ones, which are set aside where they are damaged."""
+def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, content: bool) -> Choice:
+    """The newest intact one of one or more candidates. `folder`: of the run's own ones, which are set aside where they are damaged."""
     candidates, damaged = list(found.paths), []
-    while candidates and (problem := first_damage(candidates[-1], ranks, content)):
+    while problem := first_damage(candidates[-1], ranks, content):
         if len(candidates) == 1:
             other = (
                 "run.resume names it, so no other one was tried"
@@ -96,8 +94,6 @@ def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, conten
             log.warning("damaged checkpoint: %s; falling back to %s", problem, candidates[-1])
         if bad.parent == folder:
             damaged.append(bad)
-    if not candidates:
-        return None
     path = candidates[-1]
     state, manifest = _on_main(ranks, "state of a checkpoint", lambda: (load_state(path), files.manifest_hash(path)))
     if not found.back:

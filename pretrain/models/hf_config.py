@@ -183,8 +183,8 @@ def _refuse_other_architectures(fields: dict[str, Any], kind: str, classes: dict
         kinds = [name for name, known in classes.items() if architecture in ([known] if isinstance(known, str) else known)]
         if kinds and kind not in kinds:
             raise ConfigError(
-                f"{place}: model_type={shown(kind)} contradicts architectures=[{shown(architecture)}], which is of model_type={shown(kinds[0])}; correct the "
-                "one that is wrong"
+                f"{place}: model_type={shown(kind)} contradicts architectures=[{shown(architecture)}], which is of "
+                f"model_type={shown(kinds[0])}; correct the one that is wrong"
             )
 
 
@@ -220,8 +220,8 @@ def _check_fields(fields: dict[str, Any], kind: Any, place: str) -> None:
     for name in sorted(set(fields) - known):
         if name == "quantization_config" or not _is_read(kind, name):
             raise ConfigError(
-                f"{place}: {clipped(name)}={shown(fields[name])} is no field of {kind.__name__}; transformers would ignore it: remove it if it is to "
-                "change nothing"
+                f"{place}: {clipped(name)}={shown(fields[name])} is no field of {kind.__name__}; transformers would ignore it: "
+                "remove it if it is to change nothing"
             )
     for name in kind.sub_configs:  # of text and vision, where one model has both
         part = fields.get(name)
@@ -264,8 +264,8 @@ def _check_rope(parameters: dict[str, Any], kind: Any, place: str) -> None:
             _check_rope(value, kind, f"{place}: {name}")
         elif name not in _ROPE_PARAMETERS and value is not None and not _is_read(kind, name):
             raise ConfigError(
-                f"{place}: {clipped(name)}={shown(value)} is no parameter of rotary positions that {kind.__name__}'s model reads; transformers would "
-                "ignore it: remove it if it is to change nothing"
+                f"{place}: {clipped(name)}={shown(value)} is no parameter of rotary positions that {kind.__name__}'s model reads; "
+                "transformers would ignore it: remove it if it is to change nothing"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter
 from typing import Any
 
 from pretrain.config.model_schema import Model
@@ -34,9 +35,8 @@ PATTERNS = ("rope.pattern", "attention.window_pattern")  # repeated over the lay
 def flat(model: Any, prefix: str = "") -> dict[str, Any]:
     """The keys of a section and of those in it, with dots."""
     values = {}
-    for field in dataclasses.fields(model):
-        value = getattr(model, field.name)
-        name = f"{prefix}{field.name}"
+    for own, value in vars(model).items():
+        name = f"{prefix}{own}"
         values |= flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
     return values
 
@@ -196,7 +196,7 @@ def _check_relative(model: Model) -> None:
 
 
 def _patterns(model: Model) -> list[tuple[str, list[bool]]]:
-    return [(name, flat(model)[name]) for name in PATTERNS]
+    return [(name, attrgetter(name)(model)) for name in PATTERNS]
 
 
 def _check_patterns(model: Model) -> None:

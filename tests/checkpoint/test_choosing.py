@@ -82,9 +82,9 @@ def run(finished, config_file) -> Path:
 # ---- what cannot be read is not damaged ---------------------------------------------------------------------------------
 
 
-def test_a_file_that_cannot_be_read_for_a_moment_loses_nothing(pool, config_file):
+def test_a_file_that_cannot_be_read_for_a_moment_loses_nothing(pool, trained_run, config_file):
     """T-D3: one ESTALE on one rank made the run fall back to an older checkpoint, and the next start jumped back."""
-    run = train(pool, 2, config_file, *PERIODIC, DDP)
+    run = trained_run(2, config_file, *PERIODIC, DDP)
     arguments = (str(config_file), *PERIODIC, DDP, "run.steps=8")
     results = pool.launch(2, unreadable, 2, "1", 116, "__0_0.distcp", *arguments)
     assert [code for code, _ in results] == [0, 0], results[0][1]
@@ -93,9 +93,9 @@ def test_a_file_that_cannot_be_read_for_a_moment_loses_nothing(pool, config_file
     assert [r["step"] for r in read_metrics(run)] == list(range(1, 9))
 
 
-def test_a_file_that_stays_unreadable_stops_all_ranks_and_changes_nothing(pool, config_file):
+def test_a_file_that_stays_unreadable_stops_all_ranks_and_changes_nothing(pool, trained_run, config_file):
     """T-D3: "cannot be read" is not "damaged": the run stops, naming file and rank."""
-    run = train(pool, 2, config_file, *PERIODIC, DDP)
+    run = trained_run(2, config_file, *PERIODIC, DDP)
     before = checkpoints(run)
     results = pool.launch(2, unreadable, 99, "1", 5, "__0_0.distcp", str(config_file), *PERIODIC, DDP, "run.steps=8")
     for code, printed in results:
@@ -107,9 +107,9 @@ def test_a_file_that_stays_unreadable_stops_all_ranks_and_changes_nothing(pool, 
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
 
 
-def test_a_file_that_one_node_does_not_see_yet_is_waited_for(pool, config_file):
+def test_a_file_that_one_node_does_not_see_yet_is_waited_for(pool, trained_run, config_file):
     """T-D3: ENOENT on one rank alone is a node whose view of the storage is behind; missing everywhere is damage."""
-    train(pool, 2, config_file, *PERIODIC, DDP)
+    trained_run(2, config_file, *PERIODIC, DDP)
     arguments = (str(config_file), *PERIODIC, DDP, "run.steps=8")
     results = pool.launch(2, unreadable, 2, "1", 2, "__0_0.distcp", *arguments)
     assert [code for code, _ in results] == [0, 0] and "__0_0.distcp: missing here, and other ranks find it" in results[0][1]

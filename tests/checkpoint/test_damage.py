@@ -20,8 +20,8 @@ PERIODIC = ("run.steps=15", "checkpoint.every_steps=5", "checkpoint.keep_last=0"
 
 
 @pytest.fixture
-def run(pool, config_file) -> Path:
-    return train(pool, 1, config_file, *PERIODIC)
+def run(trained_run, config_file) -> Path:
+    return trained_run(1, config_file, *PERIODIC)
 
 
 def newest(run: Path) -> Path:

@@ -59,7 +59,7 @@ BESIDE = {
 VALUES: dict[str, list[Any]] = {
     "model.heads": [2], "model.vocab_size": [300], "model.source_vocab_size": [300], "model.max_sequence_length": [64],
     "model.rope.pattern": ["[true,false]"], "model.attention.bias": ["[query]"], "model.attention.window_pattern": ["[true,false]"],
-    "model.experts.dense_layers": ["[0]"], "model.encoder_layers": [1, 3], "batch.sequences": [32], "batch.micro_sequences": [4],
+    "model.experts.dense_layers": ["[0]"], "model.encoder_layers": [1, 3], "batch.sequences": [32], "batch.micro_sequences": [2],
     "batch.ramp": ["[{until_tokens: 1024, sequences: 8}]"], "optim.betas": ["[0.5,0.95]"], "parallel.shard": [2, 4],
     "parallel.replicate": [2, 4], "data.span_corruption.first_sentinel": [260], "data.span_corruption.sentinels": [5],
     "model.relative.max_distance": [64], "model.rope.fraction": [0.5],

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from family_cases import collected
 
+from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
+from pretrain.models.shape import complete
 from pretrain.models.show import preset_parameters
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).resolve().parents[2] / "configs" / "models").glob("*.yaml"))}
@@ -28,6 +30,12 @@ COUNTS = collected("COUNTS") | {
 
 
 @functools.cache
-def preset(name: str) -> tuple[Model, int]:
-    """The complete model of a preset, and its parameters."""
+def preset(name: str) -> Model:
+    """The complete model of a preset."""
+    return complete(load_config(PRESETS[name])[0].model)
+
+
+@functools.cache
+def counted(name: str) -> tuple[Model, int]:
+    """The same, and its parameters, for which the network is built (without weights)."""
     return preset_parameters(PRESETS[name])

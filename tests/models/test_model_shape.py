@@ -26,7 +26,7 @@ WITH_EXPERTS = {family.name for family in families() if any(field.ours == "exper
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_complete_model_is_completed_to_itself(name):
-    assert complete(preset(name)[0]) == preset(name)[0]
+    assert complete(preset(name)) == preset(name)
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -162,7 +162,7 @@ def test_a_switch_that_is_set_to_no_effect_is_refused(switches, message):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_a_family_says_by_itself_is_no_such_switch_as_given_or_complete(name):
-    model = preset(name)[0]
+    model = preset(name)
     check(model, model)
     given = Model(
         family=model.family,

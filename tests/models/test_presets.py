@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from presets import COUNTS, PRESETS, preset
+from presets import COUNTS, PRESETS, counted
 
 from pretrain.config.load import load_config
 from pretrain.config.show import to_yaml
@@ -29,14 +29,14 @@ def test_every_preset_has_a_published_count_and_every_count_a_preset():
 
 @every_preset
 def test_a_preset_has_the_published_number_of_parameters(name):
-    assert preset(name)[1] == COUNTS[name]
+    assert counted(name)[1] == COUNTS[name]
 
 
 @every_preset
 def test_transformers_counts_the_same_from_our_config_json(name):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    model, _ = preset(name)
+    model, _ = counted(name)
     fields = {k: v for k, v in family_of(model.family).to_hf(model).items() if k != "architectures"}
     with torch.device("meta"):
         auto = AutoModelForSeq2SeqLM if model.encoder_layers else AutoModelForCausalLM
@@ -83,7 +83,7 @@ def test_a_preset_can_be_the_configuration_itself_with_everything_else_as_overri
 
 def test_the_tables_of_the_documentation_are_those_of_the_code():
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    tables = {"families": show.family_table(), "presets": show.preset_table({name: preset(name) for name in PRESETS})}
+    tables = {"families": show.family_table(), "presets": show.preset_table({name: counted(name) for name in PRESETS})}
     assert show.with_tables(page, tables) == page, "run: python -m pretrain.models.show docs/models.md configs/models"
 
 

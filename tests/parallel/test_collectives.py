@@ -57,7 +57,7 @@ def gradient_collectives(counts: dict[str, int]) -> tuple[int, int]:
     )
 
 
-HSDP = ("parallel.replicate=2", "parallel.shard=2", "batch.micro_sequences=1")
+HSDP = ("parallel.replicate=2", "parallel.shard=2")
 MODES = {
     # DDP: one all-reduce of its single bucket where gradients are synchronised at all.
     "ddp, auto": (2, ("parallel.strategy=ddp",), (0, 1)),
@@ -78,7 +78,6 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_travel_as_often_as_the_mode_says(pool, config_file, mode):
     world_size, overrides, expected = MODES[mode]
-    if world_size == 1:
-        overrides = ("batch.micro_sequences=4",)
-    for counts in pool.launch(world_size, count_collectives, str(config_file), *overrides):
+    micro = f"batch.micro_sequences={16 // MICRO_STEPS // world_size}"
+    for counts in pool.launch(world_size, count_collectives, str(config_file), micro, *overrides):
         assert gradient_collectives(counts) == expected, counts

@@ -45,7 +45,9 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
     from pretrain.train.plan import complete_config, model_size
 
     torch._dynamo.reset()
-    config = complete_config(load_config(config_file, ["run.device=cpu", "batch.sequences=4", *overrides])[0], 61)
+    config = complete_config(
+        load_config(config_file, ["run.device=cpu", "batch.sequences=4", "batch.micro_sequences=2", *overrides])[0], 61
+    )
     _, _, world_size = distributed.launched_ranks()
     layout = plan_layout(config, world_size, model_size(config), None)
     ranks = distributed.start(config, alone=layout.strategy == "single")

@@ -107,7 +107,7 @@ def test_processes_that_do_not_fit_the_configuration_are_refused(pool, config_fi
 
 
 def test_check_says_that_a_configuration_is_valid_for_the_processes_it_asks_for(pool, config_file):
-    overrides = ("--check", "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=4")
+    overrides = ("--check", "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=4", "batch.sequences=32")
     [(code, printed)] = pool.launch(1, run_main, str(config_file), *overrides)
     assert code == 0 and "hsdp 2x4 on 8 processes" in printed and "the configuration is valid" in printed
     assert not (config_file.parent / "runs").exists()

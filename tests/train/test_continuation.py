@@ -38,14 +38,14 @@ def test_a_sharded_run_that_validates_where_it_saves_can_be_resumed(pool, config
     assert losses(parts) == losses(straight)[15:]
 
 
-def test_weights_of_another_network_are_refused_though_every_shape_fits(pool, config_file):
-    first = train(pool, 1, config_file, "run.name=first", "run.steps=5", "schedule.warmup_steps=0")
+def test_weights_of_another_network_are_refused_though_every_shape_fits(pool, trained_run, config_file):
+    first = trained_run(1, config_file, "run.name=first", "run.steps=5", "schedule.warmup_steps=0")
     line = refusal(pool, config_file, "run.name=second", f"run.init_from={first}", "model.rope.theta=77")
     assert "model.rope.theta was 10000.0 and is 77.0" in line
 
 
-def test_weights_of_another_tokenizer_are_refused(pool, config_file):
-    first = train(pool, 1, config_file, "run.name=first", "run.steps=5", "schedule.warmup_steps=0")
+def test_weights_of_another_tokenizer_are_refused(pool, trained_run, config_file):
+    first = trained_run(1, config_file, "run.name=first", "run.steps=5", "schedule.warmup_steps=0")
     checkpoint = first / "checkpoints" / "step-00000005"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     tokenizer = checkpoint / "tokenizer" / "tokenizer.json"
@@ -70,8 +70,8 @@ def test_checkpoints_without_manifests_are_no_reason_to_start_afresh(pool, confi
     assert "there is no complete checkpoint: a partial copy?" in refusal(pool, config_file, *options)
 
 
-def test_a_run_that_was_started_from_a_path_continues_from_its_own_checkpoints(pool, config_file):
-    first = train(pool, 1, config_file, "run.name=first", "checkpoint.every_steps=5", "checkpoint.keep_last=0")
+def test_a_run_that_was_started_from_a_path_continues_from_its_own_checkpoints(pool, trained_run, config_file):
+    first = trained_run(1, config_file, "run.name=first", "checkpoint.every_steps=5", "checkpoint.keep_last=0")
     from_five = f"run.resume={first / 'checkpoints' / 'step-00000005'}"
     second = train(pool, 1, config_file, "run.name=second", from_five, "checkpoint.every_steps=5")
     assert [r["step"] for r in read_metrics(second)] == list(range(6, 21))
@@ -81,8 +81,8 @@ def test_a_run_that_was_started_from_a_path_continues_from_its_own_checkpoints(p
     assert code == 0 and "has checkpoints of its own" in printed and "second/checkpoints/step-00000020: step 20" in printed
 
 
-def test_a_refused_start_changes_nothing_in_the_run_it_was_refused_by(pool, config_file):
-    run = train(pool, 1, config_file)
+def test_a_refused_start_changes_nothing_in_the_run_it_was_refused_by(pool, trained_run, config_file):
+    run = trained_run(1, config_file)
     before = {name: (run / name).read_text() for name in ("status.json", "config.yaml", "identity.json", "metrics.jsonl")}
     refusal(pool, config_file, "run.resume=never", "optim.lr=0.123")
     refusal(pool, config_file, "run.steps=10")
@@ -90,16 +90,16 @@ def test_a_refused_start_changes_nothing_in_the_run_it_was_refused_by(pool, conf
     assert before == {name: (run / name).read_text() for name in before}
 
 
-def test_fewer_steps_than_the_checkpoint_has_is_an_error(pool, config_file):
-    train(pool, 1, config_file)
+def test_fewer_steps_than_the_checkpoint_has_is_an_error(pool, trained_run, config_file):
+    trained_run(1, config_file)
     assert "run.steps=10 is below the step 20" in refusal(pool, config_file, "run.steps=10")
 
 
-def test_a_checkpoint_with_weights_only_names_the_key_that_takes_it(pool, config_file, tmp_path):
+def test_a_checkpoint_with_weights_only_names_the_key_that_takes_it(pool, trained_run, config_file, tmp_path):
     from pretrain.checkpoint.hf_export import export
     from pretrain.checkpoint.hf_import import import_model
 
-    run = train(pool, 1, config_file)
+    run = trained_run(1, config_file)
     export(run, tmp_path / "exported")
     import_model(tmp_path / "exported", tmp_path / "imported")
     line = refusal(pool, config_file, "run.name=second", f"run.resume={tmp_path / 'imported'}")

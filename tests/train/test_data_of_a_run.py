@@ -121,7 +121,7 @@ def test_a_ramp_keeps_the_order_of_the_samples_and_takes_its_sizes(pool, config_
 def test_a_ramp_that_a_layout_cannot_divide_is_refused_by_its_stage(config_file):
     code, printed = run_main(str(config_file), "batch.ramp=[{until_tokens: 1000, sequences: 3}]")
     assert code == 2
-    assert "batch.ramp.0.sequences=3 is not divisible by batch.micro_sequences=2 times 1 data-parallel ranks" in printed
+    assert "batch.ramp.0.sequences=3 is not divisible by batch.micro_sequences=4 times 1 data-parallel ranks" in printed
     code, printed = run_main(
         str(config_file), "batch.ramp=[{until_tokens: 64, sequences: 4}, {until_tokens: 40, sequences: 8}]"
     )

@@ -16,32 +16,51 @@ GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6
 
 LAYOUTS = {
     "ddp on 2": (2, "parallel.strategy=ddp", "batch.micro_sequences=8"),
-    "ddp on 3": (3, "parallel.strategy=ddp", "batch.sequences=24"),
-    "ddp on 4": (4, "parallel.strategy=ddp", "batch.micro_sequences=4"),
-    "ddp on 2, accumulation 4, last": (2, "parallel.strategy=ddp", "parallel.grad_sync=last"),
-    "ddp on 2, accumulation 4, every": (2, "parallel.strategy=ddp", "parallel.grad_sync=every"),
+    "ddp on 3": (3, "parallel.strategy=ddp", "batch.sequences=24", "batch.micro_sequences=8"),
+    "ddp on 4": (4, "parallel.strategy=ddp"),
+    "ddp on 2, accumulation 4, last": (2, "parallel.strategy=ddp", "batch.micro_sequences=2", "parallel.grad_sync=last"),
+    "ddp on 2, accumulation 4, every": (2, "parallel.strategy=ddp", "batch.micro_sequences=2", "parallel.grad_sync=every"),
     "ddp on 2, small buckets": (2, "parallel.strategy=ddp", "parallel.ddp.bucket_mb=0.02"),
     "ddp on 2, recomputation": (2, "parallel.strategy=ddp", "parallel.activation_checkpointing=true"),
     "fsdp on 2": (2, "parallel.strategy=fsdp", "batch.micro_sequences=8"),
-    "fsdp on 3": (3, "parallel.strategy=fsdp", "batch.sequences=24"),
-    "fsdp on 4": (4, "parallel.strategy=fsdp", "batch.micro_sequences=4"),
-    "fsdp on 2, accumulation 4, last": (2, "parallel.strategy=fsdp", "parallel.grad_sync=last"),
-    "fsdp on 2, accumulation 4, every": (2, "parallel.strategy=fsdp", "parallel.grad_sync=every"),
+    "fsdp on 3": (3, "parallel.strategy=fsdp", "batch.sequences=24", "batch.micro_sequences=8"),
+    "fsdp on 4": (4, "parallel.strategy=fsdp"),
+    "fsdp on 2, accumulation 4, last": (2, "parallel.strategy=fsdp", "batch.micro_sequences=2", "parallel.grad_sync=last"),
+    "fsdp on 2, accumulation 4, every": (2, "parallel.strategy=fsdp", "batch.micro_sequences=2", "parallel.grad_sync=every"),
     "fsdp on 2, weights kept for backward": (2, "parallel.strategy=fsdp", "parallel.reshard_after_forward=false"),
-    "fsdp on 2, recomputation": (2, "parallel.strategy=fsdp", "parallel.activation_checkpointing=true"),
-    "fsdp on 2, tied": (2, "parallel.strategy=fsdp", "model.tie_embeddings=true"),
+    "fsdp on 2, recomputation": (
+        2,
+        "parallel.strategy=fsdp",
+        "batch.micro_sequences=8",
+        "parallel.activation_checkpointing=true",
+    ),
+    "fsdp on 2, tied": (2, "parallel.strategy=fsdp", "batch.micro_sequences=8", "model.tie_embeddings=true"),
     "ddp on 2, tied": (2, "parallel.strategy=ddp", "model.tie_embeddings=true"),
     "hsdp 2x2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"),
-    "hsdp 2x2, last": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2", "parallel.grad_sync=last"),
-    "hsdp 2x2, every": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2", "parallel.grad_sync=every"),
+    "hsdp 2x2, last": (
+        4,
+        "parallel.strategy=fsdp",
+        "batch.micro_sequences=2",
+        "parallel.replicate=2",
+        "parallel.shard=2",
+        "parallel.grad_sync=last",
+    ),
+    "hsdp 2x2, every": (
+        4,
+        "parallel.strategy=fsdp",
+        "batch.micro_sequences=2",
+        "parallel.replicate=2",
+        "parallel.shard=2",
+        "parallel.grad_sync=every",
+    ),
 }
 # What changes the mathematics itself is changed in the reference too.
 SHARED = ("model.", "batch.sequences=", "loss.")
 
 
-def reference(pool, config_file, overrides):
+def reference(trained_run, config_file, overrides):
     same = [o for o in overrides if o.startswith(SHARED)]
-    return train(pool, 1, config_file, "run.name=single", "log.gradients_at=[1]", *same)
+    return trained_run(1, config_file, "run.name=single", "log.gradients_at=[1]", *same)
 
 
 SLOW = {
@@ -51,9 +70,9 @@ SLOW = {
 
 
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS, SLOW))
-def test_a_layout_computes_what_one_process_computes(pool, config_file, layout):
+def test_a_layout_computes_what_one_process_computes(pool, trained_run, config_file, layout):
     world_size, *overrides = LAYOUTS[layout]
-    single = reference(pool, config_file, overrides)
+    single = reference(trained_run, config_file, overrides)
     run = train(pool, world_size, config_file, "run.name=other", "log.gradients_at=[1]", *overrides)
     assert len(losses(run)) == 20
     assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
@@ -110,13 +129,13 @@ def test_validation_reports_the_cross_entropy_alone(pool, config_file, prepared)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, config_file, strategy):
+def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, trained_run, config_file, strategy):
     # Weights are cast to bf16 where they are used, under every strategy alike, and gradients are summed in fp32.
     bf16 = ("precision.compute=bf16", "log.gradients_at=[1]", "run.steps=5")
-    single = train(pool, 1, config_file, "run.name=single", "batch.micro_sequences=8", *bf16)
+    single = trained_run(1, config_file, "run.name=single", "batch.micro_sequences=8", *bf16)
     run = train(pool, 2, config_file, "run.name=other", f"parallel.strategy={strategy}", "batch.micro_sequences=8", *bf16)
     assert largest_gradient_difference(gradients(run), gradients(single)) == 0.0
-    fp32 = train(pool, 1, config_file, "run.name=fp32", "batch.micro_sequences=8", "log.gradients_at=[1]", "run.steps=5")
+    fp32 = trained_run(1, config_file, "run.name=fp32", "batch.micro_sequences=8", "log.gradients_at=[1]", "run.steps=5")
     assert 1e-4 < largest_gradient_difference(gradients(fp32), gradients(single)) < 0.1
 
 
@@ -131,15 +150,16 @@ def test_gradients_reduced_in_bf16_are_close_and_not_equal(pool, config_file, st
 def test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothing(pool, config_file, prepared):
     validating = (
         f"data.validation=[{{path: {prepared}, name: held_out}}]",
-        "validation.every_steps=10",
+        "validation.every_steps=5",
         "validation.sequences=13",
     )
+    ten, larger = "run.steps=10", ("batch.sequences=24", "batch.micro_sequences=8")
     runs = {
-        "without": train(pool, 1, config_file, "run.name=without"),
-        "single": train(pool, 1, config_file, "run.name=single", *validating),
-        "ddp": train(pool, 3, config_file, "run.name=ddp", "parallel.strategy=ddp", "batch.sequences=24", *validating),
-        "single 24": train(pool, 1, config_file, "run.name=single24", "batch.sequences=24", *validating),
-        "fsdp": train(pool, 2, config_file, "run.name=fsdp", "parallel.strategy=fsdp", *validating),
+        "without": train(pool, 1, config_file, "run.name=without", ten),
+        "single": train(pool, 1, config_file, "run.name=single", ten, *validating),
+        "ddp": train(pool, 3, config_file, "run.name=ddp", "parallel.strategy=ddp", ten, *larger, *validating),
+        "single 24": train(pool, 1, config_file, "run.name=single24", ten, *larger, *validating),
+        "fsdp": train(pool, 2, config_file, "run.name=fsdp", "parallel.strategy=fsdp", ten, *validating),
     }
     assert losses(runs["without"]) == losses(runs["single"])
     measured = {

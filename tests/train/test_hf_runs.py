@@ -37,7 +37,13 @@ def of(tmp_path, kind: str) -> str:
 LAYOUTS = {
     "ddp on 2": (2, "parallel.strategy=ddp"),
     "fsdp on 2": (2, "parallel.strategy=fsdp"),
-    "fsdp on 3, recomputation": (3, "parallel.strategy=fsdp", "batch.sequences=24", "parallel.activation_checkpointing=true"),
+    "fsdp on 3, recomputation": (
+        3,
+        "parallel.strategy=fsdp",
+        "batch.sequences=24",
+        "batch.micro_sequences=8",
+        "parallel.activation_checkpointing=true",
+    ),
     "hsdp 2x2, weights kept": (
         4,
         "parallel.strategy=fsdp",
@@ -66,10 +72,10 @@ LAYOUTS = {
         ),
     ],
 )
-def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_path, layout, kind):
+def test_a_layout_computes_what_one_process_computes(pool, trained_run, hf_config_file, tmp_path, layout, kind):
     world_size, *overrides = LAYOUTS[layout]
     common = (of(tmp_path, kind), "log.gradients_at=[1]", *(o for o in overrides if o.startswith("batch.")))
-    single = train(pool, 1, hf_config_file, "run.name=single", *common)
+    single = trained_run(1, hf_config_file, "run.name=single", *common)
     run = train(pool, world_size, hf_config_file, "run.name=other", *common, *overrides)
     assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
     assert len(losses(run)) == 6 and largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
@@ -99,7 +105,7 @@ def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_p
         ),
     ],
 )
-def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, hf_config_file, tmp_path, strategy, kind):
+def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, trained_run, hf_config_file, tmp_path, strategy, kind):
     bf16 = (
         of(tmp_path, kind),
         "precision.compute=bf16",
@@ -108,7 +114,7 @@ def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, hf_config_file, tmp
         "schedule.warmup_steps=1",
         "batch.micro_sequences=8",
     )
-    single = train(pool, 1, hf_config_file, "run.name=single", *bf16)
+    single = trained_run(1, hf_config_file, "run.name=single", *bf16)
     run = train(pool, 2, hf_config_file, "run.name=other", f"parallel.strategy={strategy}", *bf16)
     difference = largest_gradient_difference(gradients(run), gradients(single))
     assert difference == 0.0

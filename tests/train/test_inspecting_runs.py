@@ -84,6 +84,7 @@ def mixed(config_file, prepared, other) -> Path:
     sources = [{"path": str(prepared), "name": "a"}, {"path": str(other), "name": "b"}]
     config["data"] |= {"sources": sources, "stages": STAGES, "cache": {"dir": str(config_file.parent / "cache")}}
     config["schedule"] = {"name": "constant"}
+    config["batch"]["micro_sequences"] = 2
     config_file.write_text(yaml.safe_dump(config))
     return config_file
 

@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from launch_pool import RankProcess, start_ranks
 from running import largest_relative_difference, losses, run_main, train
 
 from pretrain.observe.metrics import METRICS_FILE, read_metrics
+from pretrain.run import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_STEPS = ("model.dim=128", "model.layers=3", "data.sequence_length=128", "model.ffn_dim=256")
@@ -33,12 +35,12 @@ def start(config_file: Path, world_size: int, *overrides: str) -> subprocess.Pop
     )
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 90) -> None:
+def wait_for(condition, process: subprocess.Popen | RankProcess, seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "timed out"
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.005)
+        assert process.poll() is None, process.printed() if isinstance(process, RankProcess) else process.stdout.read()
+        time.sleep(0.02)
 
 
 def steps_logged(run: Path) -> int:
@@ -133,7 +135,7 @@ def long_validation(prepared: Path) -> str:
     return "data.validation=[" + ", ".join(f"{{path: {prepared}, name: v{i}}}" for i in range(40)) + "]"
 
 
-def test_a_stop_within_validation_saves_first_and_ends_at_once(pool, config_file, prepared):
+def test_a_stop_within_validation_saves_first_and_ends_at_once(pool, config_file, prepared, tmp_path):
     """T-D2: SIGTERM during validation was not looked at, and torchrun killed all ranks, whose last checkpoint was long ago."""
     run = config_file.parent / "runs" / "run"
     validating = (
@@ -143,15 +145,17 @@ def test_a_stop_within_validation_saves_first_and_ends_at_once(pool, config_file
         "batch.micro_sequences=1",
         "checkpoint.every_steps=2",
     )
-    agent = start(config_file, 2, *validating, "parallel.strategy=ddp", "run.steps=2", "schedule.warmup_steps=0")
+    short = ("parallel.strategy=ddp", "run.steps=2", "schedule.warmup_steps=0")
+    ranks = start_ranks(tmp_path, 2, main, ["--config", str(config_file), *validating, *short])
     # The checkpoint is there as soon as the validation of that step begins, which is the last one of the run.
-    wait_for(lambda: (run / "checkpoints" / "step-00000002").is_dir(), agent)
+    wait_for(lambda: (run / "checkpoints" / "step-00000002").is_dir(), ranks[0])
     time.sleep(1)
     assert steps_logged(run) == 1
     began = time.monotonic()
-    os.kill(rank_processes(agent)[1], signal.SIGTERM)
-    printed, _ = agent.communicate(timeout=60)
-    assert agent.returncode == 0 and time.monotonic() - began < 25, printed  # torchrun would kill after 30
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    codes = [rank.wait(60) for rank in ranks]
+    printed = ranks[0].printed()
+    assert codes == [0, 0] and time.monotonic() - began < 25, printed  # torchrun would kill after 30
     assert status(run)["state"] == "preempted" and status(run)["checkpoint"] == "step-00000002", printed
     assert "asked to stop: the validation of step 2 was left" in printed
     last = read_metrics(run)[-1]
@@ -174,7 +178,7 @@ def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, c
         str(ROOT / "pretrain" / "run.py"),
         "--config",
         str(config_file),
-        "run.steps=300",
+        "run.steps=120",
         "log.every_steps=1",
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -183,9 +187,9 @@ def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, c
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "preempted" in printed
     stopped = status(run)["step"]
-    assert 3 <= stopped < 300
-    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.steps=300", f"run.resume={run}")
-    assert code == 0 and f"step-{stopped:08d}: step {stopped}" in printed and "finished at step 300" in printed
+    assert 3 <= stopped < 120
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.steps=120", f"run.resume={run}")
+    assert code == 0 and f"step-{stopped:08d}: step {stopped}" in printed and "finished at step 120" in printed
 
 
 def test_a_checkpoint_is_saved_when_its_time_has_come(pool, config_file):

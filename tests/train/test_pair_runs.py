@@ -89,10 +89,10 @@ QUICK = {
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])
-def test_a_layout_computes_what_one_process_computes(pool, pair_config, layout):
+def test_a_layout_computes_what_one_process_computes(pool, trained_run, pair_config, layout):
     world_size, *overrides = LAYOUTS[layout]
     shared = [o for o in overrides if o.startswith(("model.", "batch.tokens"))] + ["log.gradients_at=[1]", "run.steps=3"]
-    single = train(pool, 1, pair_config, "run.name=single", *shared)
+    single = trained_run(1, pair_config, "run.name=single", *shared)
     run = train(pool, world_size, pair_config, "run.name=other", *shared, *overrides)
     # A key's bias changes no attention weight: its gradient is rounding, and has no size to be relative to.
     ours, theirs = ({n: g for n, g in gradients(r).items() if not n.endswith("key.bias")} for r in (run, single))
@@ -106,9 +106,9 @@ def test_a_layout_computes_what_one_process_computes(pool, pair_config, layout):
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
-def test_in_bf16_gradients_are_close_to_those_of_fp32(pool, pair_config, strategy):
+def test_in_bf16_gradients_are_close_to_those_of_fp32(pool, trained_run, pair_config, strategy):
     options = ("log.gradients_at=[1]", "run.steps=3")
-    fp32 = train(pool, 1, pair_config, "run.name=fp32", *options)
+    fp32 = trained_run(1, pair_config, "run.name=fp32", *options)
     bf16 = train(pool, 2, pair_config, "run.name=bf16", "precision.compute=bf16", strategy, *options)
     ours, theirs = ({n: g for n, g in gradients(r).items() if not n.endswith("key.bias")} for r in (bf16, fp32))
     assert 1e-4 < largest_gradient_difference(ours, theirs) < 0.2

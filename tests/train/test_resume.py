@@ -20,6 +20,7 @@ LAYOUTS = {
 }
 # 24 sequences divide over every world size above.
 BATCH = ("batch.sequences=24", "batch.micro_sequences=2")
+HALVES = ("run.steps=10", "checkpoint.every_steps=5")
 
 
 def equal(one, other) -> bool:
@@ -32,69 +33,49 @@ def equal(one, other) -> bool:
 ])  # fmt: skip
 def test_a_checkpoint_resumes_bit_equal_under_another_layout_and_sees_the_same_samples(pool, config_file, first, second):
     (world, *options), (world_after, *options_after) = LAYOUTS[first], LAYOUTS[second]
-    whole = train(pool, world, config_file, "run.name=whole", *BATCH, *EVERY, "checkpoint.every_steps=10", *options)
+    whole = train(pool, world, config_file, "run.name=whole", *BATCH, *EVERY, *HALVES, *options)
     parts = config_file.parent / "runs" / "parts"
     (parts / "checkpoints").mkdir(parents=True)
-    shutil.copytree(whole / "checkpoints" / "step-00000010", parts / "checkpoints" / "step-00000010")
+    shutil.copytree(whole / "checkpoints" / "step-00000005", parts / "checkpoints" / "step-00000005")
     # No step between loading and saving: what is saved must be what was loaded.
     train(
-        pool, world_after, config_file, "run.name=parts", *BATCH, *EVERY, "run.steps=20", "run.resume=required", *options_after
+        pool, world_after, config_file, "run.name=parts", *BATCH, *EVERY, "run.steps=10", "run.resume=required", *options_after
     )
     assert losses(parts) and json.loads((parts / "status.json").read_text())["state"] == "finished"
-    assert largest_relative_difference(losses(parts), losses(whole)[10:]) <= 2e-6
-    ends = [json.loads((r / "checkpoints" / "step-00000020" / "state.json").read_text()) for r in (whole, parts)]
+    assert largest_relative_difference(losses(parts), losses(whole)[5:]) <= 2e-6
+    ends = [json.loads((r / "checkpoints" / "step-00000010" / "state.json").read_text()) for r in (whole, parts)]
     assert (
         [ends[0][k] for k in ("step", "samples", "tokens")]
         == [ends[1][k] for k in ("step", "samples", "tokens")]
-        == [20, 480, 15360]
+        == [10, 240, 7680]
     )
 
 
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 3"}))
-def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, config_file, layout):
+def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, trained_run, config_file, layout):
     world, *options = LAYOUTS[layout]
-    origin = train(
-        pool,
-        2,
-        config_file,
-        "run.name=origin",
-        *BATCH,
-        *EVERY,
-        "run.steps=5",
-        "schedule.warmup_steps=1",
-        "parallel.strategy=fsdp",
-    )
+    short = (*BATCH, *EVERY, "run.steps=5", "schedule.warmup_steps=1")
+    origin = trained_run(2, config_file, "run.name=origin", *short, "parallel.strategy=fsdp")
     checkpoint = origin / "checkpoints" / "step-00000005"
-    again = train(
-        pool,
-        world,
-        config_file,
-        "run.name=again",
-        *BATCH,
-        *EVERY,
-        "run.steps=5",
-        "schedule.warmup_steps=1",
-        f"run.resume={checkpoint}",
-        *options,
-    )
+    again = train(pool, world, config_file, "run.name=again", *short, f"run.resume={checkpoint}", *options)
     assert equal(state_of(again, 5), state_of(origin, 5))
 
 
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2"}))
 def test_the_same_layout_resumes_in_every_bit_when_deterministic(pool, config_file, layout):
     world, *options = LAYOUTS[layout]
-    fixed = (*BATCH, *EVERY, "run.deterministic=true", "checkpoint.every_steps=10", *options)
+    fixed = (*BATCH, *EVERY, "run.deterministic=true", *HALVES, *options)
     whole = train(pool, world, config_file, "run.name=whole", *fixed)
     parts = config_file.parent / "runs" / "parts"
     (parts / "checkpoints").mkdir(parents=True)
-    shutil.copytree(whole / "checkpoints" / "step-00000010", parts / "checkpoints" / "step-00000010")
+    shutil.copytree(whole / "checkpoints" / "step-00000005", parts / "checkpoints" / "step-00000005")
     train(pool, world, config_file, "run.name=parts", *fixed)
-    assert losses(parts) == losses(whole)[10:]
-    assert equal(state_of(parts, 20), state_of(whole, 20))
+    assert losses(parts) == losses(whole)[5:]
+    assert equal(state_of(parts, 10), state_of(whole, 10))
 
 
-def test_a_finished_run_says_so_when_it_is_started_again(pool, config_file):
-    run = train(pool, 1, config_file)
+def test_a_finished_run_says_so_when_it_is_started_again(pool, trained_run, config_file):
+    run = trained_run(1, config_file)
     before = losses(run)
     [(code, printed)] = pool.launch(1, run_main, str(config_file))
     assert code == 0 and "finished at step 20" in printed
@@ -109,8 +90,8 @@ def test_a_finished_run_goes_on_when_it_is_given_more_steps(pool, config_file):
     assert losses(run) == losses(longer)
 
 
-def test_training_can_start_from_the_weights_of_another_run(pool, config_file):
-    first = train(pool, 2, config_file, "run.name=first", "parallel.strategy=fsdp")
+def test_training_can_start_from_the_weights_of_another_run(pool, trained_run, config_file):
+    first = trained_run(2, config_file, "run.name=first", "parallel.strategy=fsdp")
     second = train(pool, 1, config_file, "run.name=second", f"run.init_from={first}", "run.steps=10")
     assert abs(losses(second)[0] - losses(first)[-1]) < 0.3 < losses(first)[0] - losses(first)[-1]
     state = json.loads((second / "checkpoints" / "step-00000010" / "state.json").read_text())

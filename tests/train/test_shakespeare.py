@@ -31,7 +31,7 @@ def overrides(characters, tmp_path) -> list[str]:
 
 
 def test_the_first_steps_learn_more_than_letter_frequencies(pool, characters, tmp_path):
-    short = ("run.steps=200", "validation.sequences=200")
+    short = ("run.steps=120", "validation.sequences=200")
     [(code, printed)] = pool.launch(1, run_main, "configs/shakespeare_char.yaml", *overrides(characters, tmp_path), *short)
     assert code == 0, printed
     assert read_metrics(tmp_path / "shakespeare_char")[-1]["validation"]["shakespeare"] < 2.3  # letter frequencies alone: 3.3

@@ -59,10 +59,10 @@ QUICK = {"single, whole batch", "ddp on 2, version 1.1", "fsdp on 2, version 1.1
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])
-def test_a_layout_computes_what_one_process_computes(pool, span_config, layout):
+def test_a_layout_computes_what_one_process_computes(pool, trained_run, span_config, layout):
     world_size, *overrides = LAYOUTS[layout]
     shared = [o for o in overrides if o.startswith("model.")] + ["log.gradients_at=[1]"]
-    single = train(pool, 1, span_config, "run.name=single", "parallel.strategy=single", *shared)
+    single = trained_run(1, span_config, "run.name=single", "parallel.strategy=single", *shared)
     run = train(pool, world_size, span_config, "run.name=other", *shared, *overrides)
     ours, theirs = gradients(run), gradients(single)
     assert {"encoder_bias.table.weight", "decoder_bias.table.weight"} <= set(ours)

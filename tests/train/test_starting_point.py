@@ -65,7 +65,7 @@ def test_every_key_says_what_a_change_at_a_resume_means():
 
 
 FREE = [
-    "batch.micro_sequences=4", "log.every_steps=3", "parallel.activation_checkpointing=true", "parallel.timeout_seconds=99",
+    "batch.micro_sequences=2", "log.every_steps=3", "parallel.activation_checkpointing=true", "parallel.timeout_seconds=99",
     "checkpoint.keep_last=7", "optim.skip_nonfinite=3", "data.workers=2", "run.deterministic=true", "loss.chunk_mb=3",
     "model.max_sequence_length=64",
 ]  # fmt: skip
@@ -76,7 +76,7 @@ def test_what_changes_only_speed_memory_or_logs_is_free_and_said(config_file, ru
     code, printed = check(config_file, *FREE)
     assert code == 0 and f"configuration since {run / 'checkpoints' / 'step-00000004'}, " in printed
     for change in (
-        "batch.micro_sequences: 2 -> 4",
+        "batch.micro_sequences: 4 -> 2",
         "log.every_steps: 1 -> 3",
         "optim.skip_nonfinite: 0 -> 3",
         "data.workers: 1 -> 2",
@@ -88,7 +88,7 @@ NEEDS_CONSENT = {
     "optim.lr": "optim.lr=1e-3", "optim.betas": "optim.betas=[0.5, 0.5]", "optim.eps": "optim.eps=1e-6",
     "optim.weight_decay": "optim.weight_decay=0", "optim.clip": "optim.clip=0.5", "loss.z_loss": "loss.z_loss=0.1",
     "loss.label_smoothing": "loss.label_smoothing=0.1", "batch.sequences": "batch.sequences=4",
-    "batch.ramp": "batch.ramp=[{until_tokens: 999, sequences: 2}]", "precision.compute": "precision.compute=bf16",
+    "batch.ramp": "batch.ramp=[{until_tokens: 999, sequences: 4}]", "precision.compute": "precision.compute=bf16",
     "run.steps": "run.steps=9", "schedule.name": "schedule.name=constant", "schedule.warmup_steps": "schedule.warmup_steps=3",
     "schedule.min_ratio": "schedule.min_ratio=0.5",
 }  # fmt: skip
@@ -103,7 +103,7 @@ def test_what_changes_the_numbers_needs_consent_by_name(config_file, run):
     before = content(run)
     for key in ("optim.lr", "run.steps", "batch.ramp"):
         code, line = check(config_file, NEEDS_CONSENT[key])
-        assert code == 1 and (f"{key} was" in line or f"{key}.0.sequences was None and is 2" in line)
+        assert code == 1 and (f"{key} was" in line or f"{key}.0.sequences was None and is 4" in line)
         assert line.endswith(f"restore these values; if it is meant, run.accept_changes=[{key}]")
         code, printed = check(config_file, NEEDS_CONSENT[key], f"run.accept_changes=[{key}]")
         assert code == 0 and "would resume from step 4" in printed
@@ -127,11 +127,11 @@ def test_all_changes_are_listed_at_once_with_what_to_type(config_file, run):
 
 def test_a_resume_prints_and_logs_the_difference_and_keeps_the_history(pool, config_file, run):
     """T-D9: config.yaml was overwritten, and nothing was printed."""
-    changed = ("run.steps=6", "schedule.name=constant", "batch.micro_sequences=4")
+    changed = ("run.steps=6", "schedule.name=constant", "batch.micro_sequences=2")
     consent = "run.accept_changes=[run.steps, schedule.name]"
     [(code, printed)] = pool.launch(1, run_main, str(config_file), *COSINE, *changed, consent)
     log = (run / "logs" / "rank-0.log").read_text()
-    lines = ["run.steps: 4 -> 6", "batch.micro_sequences: 2 -> 4", "schedule.name: cosine -> constant"]
+    lines = ["run.steps: 4 -> 6", "batch.micro_sequences: 4 -> 2", "schedule.name: cosine -> constant"]
     assert code == 0 and all(f"  {line}" in printed.splitlines() and line in log for line in lines)
     assert "accepted run.steps was 4 and is 6" in printed and "accepted run.steps was 4" in log
     starts = [json.loads(line)["config"] for line in (run / "starts.jsonl").read_text().splitlines()]

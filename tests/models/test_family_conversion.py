@@ -56,14 +56,14 @@ def test_hugging_face_to_ours_and_back_is_bit_equal(family, name, dtype, tmp_pat
     formats = {n: torch.float32 if n.endswith("e_score_correction_bias") else t.dtype for n, t in before.items()}
     assert all(after[n].dtype == formats[n] and torch.equal(after[n], t.to(formats[n])) for n, t in before.items())
     assert {t.dtype for t in saved_tensors(tmp_path / "ours", "model.").values()} == {torch.float32}
-    ids, logits = tokens(model, 2, 17), []
-    for directory in ("theirs", "back"):
-        loaded = AutoModelForCausalLM.from_pretrained(
-            tmp_path / directory, attn_implementation="eager", experts_implementation="eager"
-        ).eval()
-        with torch.no_grad():
-            logits.append(loaded(ids).logits)
-    assert torch.equal(*logits)
+    how = {"attn_implementation": "eager"}
+    if dtype == "bf16":  # the copy above has buffers of bf16 too; the grouped kernel of experts refuses these widths
+        how |= {"experts_implementation": "eager"}
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", **how).eval()
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", **how).eval()
+    ids = tokens(model, 2, 17)
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, theirs(ids).logits)
     record = json.loads((tmp_path / "back" / RECORD).read_text())
     assert record["tensors"] == len(after) and (record["max_logit_difference"] is not None) is verify
     assert not verify or max(imported.compared.difference, done.compared.difference) <= 1e-5

@@ -77,7 +77,12 @@ def test_a_layout_computes_what_one_process_computes(pool, trained_run, span_con
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "exact"), [((1,), (1,), True), ((2, FSDP), (2, FSDP), True), ((4, FSDP), (2, DDP), False)]
+    ("before", "after", "exact"),
+    [
+        pytest.param((1,), (1,), True, marks=pytest.mark.slow),
+        ((2, FSDP), (2, FSDP), True),
+        ((4, FSDP), (2, DDP), False),
+    ],
 )
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(pool, span_config, before, after, exact):
     options = ("run.deterministic=true", "checkpoint.every_steps=3", "checkpoint.keep_last=0", "run.steps=6")

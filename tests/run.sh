@@ -12,7 +12,7 @@ unset PYTHONDONTWRITEBYTECODE # or each of some hundred processes compiles what 
 bash launch/setup.sh test
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 select="not slow and not cuda"
-workers="-n 4 --dist loadfile --no-loadscope-reorder" # most tests are one process with one thread; those with ranks wait a lot
+workers="-n 3 --dist loadfile --no-loadscope-reorder" # most tests are one process with one thread; those with ranks wait a lot
 if [ "${1:-}" = --slow ]; then
   shift
   select="not cuda"

@@ -229,13 +229,11 @@ def _named(folder: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    """What is in a `checkpoints` folder; nothing where there is none. Raises CheckpointError for a file of that name."""
+    """Names in a `checkpoints` folder, empty if it does not exist. Raises CheckpointError if it is a file."""
     try:
         return os.listdir(folder) if exists(folder) else []
     except NotADirectoryError as error:
-        raise CheckpointError(
-            f"{folder}: is a file, and the run's checkpoints belong into a folder there; move the file away"
-        ) from error
+        raise CheckpointError(f"{folder}: is a file where the run keeps its checkpoints; move it away") from error
 
 
 def step_of(checkpoint: Path) -> int:

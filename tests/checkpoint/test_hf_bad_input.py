@@ -355,7 +355,7 @@ def test_a_file_larger_than_any_of_its_kind_is_not_read(copied, tmp_path, name):
 
 
 def test_names_that_are_there_twice_are_found_without_comparing_all_with_all(copied, tmp_path):
-    """Of 200,000 names whose last is there twice, each was compared with all others."""
+    """Each of 200,000 names was compared with all others to find the one that is there twice."""
     names = ", ".join(f'"{n}": 0' for n in [*range(200_000), 199_999])
     (copied / "config.json").write_text("{" + names + "}")
     begin = time.process_time()

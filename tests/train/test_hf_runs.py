@@ -59,7 +59,7 @@ LAYOUTS = {
     [
         ("ddp on 2", "granite"),
         ("fsdp on 3, recomputation", "nemotron_h"),  # state spaces, experts, and a buffer that is saved
-        ("fsdp on 2", "falcon"),
+        pytest.param("fsdp on 2", "falcon", marks=pytest.mark.slow),
         # The others with `-m slow`: python -m pytest tests/train/test_hf_runs.py -m slow
         pytest.param("fsdp on 2", "granite", marks=pytest.mark.slow),
         pytest.param("hsdp 2x2, weights kept", "granite", marks=pytest.mark.slow),
@@ -120,7 +120,7 @@ def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, trained_run, hf_con
     assert difference == 0.0
 
 
-@pytest.mark.parametrize("kind", ["stablelm", "gpt_bigcode"])
+@pytest.mark.parametrize("kind", ["stablelm", pytest.param("gpt_bigcode", marks=pytest.mark.slow)])
 def test_a_run_goes_on_without_the_file_and_under_another_layout(pool, hf_config_file, tmp_path, kind):
     given = of(tmp_path, kind)
     whole = train(pool, 1, hf_config_file, "run.name=whole", given)

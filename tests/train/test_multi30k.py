@@ -22,7 +22,8 @@ def sentences(multi30k, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("packing", ["best_fit", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["best_fit", "padded"])
 def test_sentences_are_learnt_packed_and_padded_alike(pool, sentences, tmp_path, packing):
     config = {
         "run": {"name": packing, "dir": str(tmp_path), "steps": 70},

@@ -188,7 +188,7 @@ EXTRAS = {
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("layout", [(1,), (2, "parallel.strategy=fsdp")])
+@pytest.mark.parametrize("layout", [pytest.param((1,), marks=pytest.mark.slow), (2, "parallel.strategy=fsdp")])
 def test_the_loss_is_the_cross_entropy_whatever_is_minimised_beside_it(pool, config_file, extra, layout):
     """T-D12: with z-loss the logged loss jumped from 8.3 to 15.2; it compared with no validation loss and no other program's."""
     ranks, *options = layout

@@ -83,7 +83,6 @@ QUICK = {
     "single, accumulation",
     "ddp on 3, accumulation",
     "fsdp on 4, more ranks than pairs",
-    "fsdp on 2, a table for each side and a head",
     "fsdp on 2, post-norm, recomputation",
 }
 

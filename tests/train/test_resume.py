@@ -51,7 +51,7 @@ def test_a_checkpoint_resumes_bit_equal_under_another_layout_and_sees_the_same_s
     )
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 3"}))
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 2", "ddp 4", "fsdp 2", "fsdp 3"}))
 def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, trained_run, config_file, layout):
     world, *options = LAYOUTS[layout]
     short = (*BATCH, *EVERY, "run.steps=5", "schedule.warmup_steps=1")

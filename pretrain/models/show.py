@@ -52,12 +52,15 @@ def preset_table(presets: dict[str, tuple[Model, int]]) -> str:
     return "\n".join(rows)
 
 
-def preset_parameters(path: Path) -> tuple[Model, int]:
-    """The complete model of a preset, and its parameters, a tied head counted once."""
-    model = complete(load_config(path)[0].model)
+def preset(path: Path) -> Model:
+    """The complete model of a preset."""
+    return complete(load_config(path)[0].model)
+
+
+def published_parameters(model: Model) -> int:
+    """Parameters as those count who publish them: a tied head once, and not the corrections that balance experts."""
     with torch.device("meta"):
-        # Without the corrections that balance experts, which are no weights of the model for those who publish counts.
-        return model, sum(p.numel() for p in build_network(model).parameters() if p.requires_grad)
+        return sum(p.numel() for p in build_network(model).parameters() if p.requires_grad)
 
 
 def with_tables(page: str, tables: dict[str, str]) -> str:
@@ -90,7 +93,8 @@ def _shown(value: Any) -> str:
 
 def main() -> None:
     page = Path(sys.argv[1])
-    presets = {path.stem: preset_parameters(path) for path in Path(sys.argv[2]).glob("*.yaml")}
+    models = {path.stem: preset(path) for path in Path(sys.argv[2]).glob("*.yaml")}
+    presets = {name: (model, published_parameters(model)) for name, model in models.items()}
     tables = {"families": family_table(), "presets": preset_table(presets)}
     page.write_text(with_tables(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 

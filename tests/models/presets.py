@@ -7,10 +7,8 @@ from pathlib import Path
 
 from family_cases import collected
 
-from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
-from pretrain.models.shape import complete
-from pretrain.models.show import preset_parameters
+from pretrain.models import show
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).resolve().parents[2] / "configs" / "models").glob("*.yaml"))}
 PUBLISHED = collected("PUBLISHED")
@@ -32,10 +30,10 @@ COUNTS = collected("COUNTS") | {
 @functools.cache
 def preset(name: str) -> Model:
     """The complete model of a preset."""
-    return complete(load_config(PRESETS[name])[0].model)
+    return show.preset(PRESETS[name])
 
 
 @functools.cache
 def counted(name: str) -> tuple[Model, int]:
     """The same, and its parameters, for which the network is built (without weights)."""
-    return preset_parameters(PRESETS[name])
+    return preset(name), show.published_parameters(preset(name))

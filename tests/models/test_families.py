@@ -88,7 +88,10 @@ def test_parameters_are_counted_as_transformers_counts_them(family, name):
         assert count_parameters(build_network(ours.config)) == count_parameters(ours)
 
 
-@every_case
+# The last case of each family; the others with `-m slow`: python -m pytest tests/models/test_families.py -m slow
+@pytest.mark.parametrize(
+    "family, name", [pytest.param(*case, marks=() if case in dict(ALL).items() else pytest.mark.slow) for case in ALL]
+)
 def test_flops_are_those_that_torch_counts(family, name):
     model = cases(family)[name]
     # The counter sees whole matrices where we count what a window leaves.

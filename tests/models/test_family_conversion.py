@@ -25,12 +25,14 @@ def test_there_are_families():
 
 
 FIRST = {family: name for family, name in reversed(ALL)}
+LAST = dict(ALL)
 
 
 def each_case() -> list:
-    """Every case in fp32; in bf16 the first of each family, the others with `-m slow`."""
+    """The first and the last case of each family in fp32, and the first in bf16; the others with `-m slow`."""
+    quick = {"fp32": (FIRST, LAST), "bf16": (FIRST,)}
     return [
-        pytest.param(family, name, dtype, marks=() if dtype == "fp32" or FIRST[family] == name else pytest.mark.slow)
+        pytest.param(family, name, dtype, marks=() if name in [names[family] for names in quick[dtype]] else pytest.mark.slow)
         for family, name in ALL
         for dtype in ("fp32", "bf16")
     ]

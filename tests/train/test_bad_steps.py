@@ -44,7 +44,9 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("layout", [(1, *EXPERTS), FSDP, pytest.param(DDP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [pytest.param((1, *EXPERTS), marks=pytest.mark.slow), FSDP, pytest.param(DDP, marks=pytest.mark.slow)]
+)
 def test_a_skipped_step_changes_no_weight_and_no_moment_and_its_samples_are_consumed(pool, config_file, layout):
     """T-D4: any single step that was not finite ended the run, and each restart met the same samples again."""
     ranks, *options = layout

@@ -117,7 +117,7 @@ def single_global(pool, experts_file):
     return train(pool, 1, experts_file, "run.name=single-global", *GLOBAL)
 
 
-QUICK_GLOBAL = {"ddp on 2", "hsdp 2x2"}
+QUICK_GLOBAL = {"ddp on 2"}
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in QUICK_GLOBAL else pytest.mark.slow) for n in LAYOUTS])

@@ -58,9 +58,10 @@ LAYOUTS = {
     ("layout", "kind"),
     [
         ("ddp on 2", "granite"),
-        ("fsdp on 3, recomputation", "nemotron_h"),  # state spaces, experts, and a buffer that is saved
         pytest.param("fsdp on 2", "falcon", marks=pytest.mark.slow),
         # The others with `-m slow`: python -m pytest tests/train/test_hf_runs.py -m slow
+        # State spaces, experts, and a buffer that is saved.
+        pytest.param("fsdp on 3, recomputation", "nemotron_h", marks=pytest.mark.slow),
         pytest.param("fsdp on 2", "granite", marks=pytest.mark.slow),
         pytest.param("hsdp 2x2, weights kept", "granite", marks=pytest.mark.slow),
         pytest.param("fsdp on 3, recomputation", "granite", marks=pytest.mark.slow),

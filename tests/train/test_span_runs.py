@@ -55,7 +55,7 @@ LAYOUTS = {
     "hsdp 2x2": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
 }  # fmt: skip
 # The others with `-m slow`: python -m pytest tests/train/test_span_runs.py -m slow
-QUICK = {"single, whole batch", "ddp on 2, version 1.1", "fsdp on 2, version 1.1, recomputation", "fsdp on 4"}
+QUICK = {"single, whole batch", "ddp on 2, version 1.1", "fsdp on 2, version 1.1, recomputation"}
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])
@@ -81,7 +81,7 @@ def test_a_layout_computes_what_one_process_computes(pool, trained_run, span_con
     [
         pytest.param((1,), (1,), True, marks=pytest.mark.slow),
         ((2, FSDP), (2, FSDP), True),
-        ((4, FSDP), (2, DDP), False),
+        pytest.param((4, FSDP), (2, DDP), False, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(pool, span_config, before, after, exact):

@@ -68,28 +68,28 @@ class Switchboard(threading.Thread):
         self._silent_since: dict[int, float] = {}
         self._inquiries: list[_Inquiry] = []
         self._selector = selectors.DefaultSelector()
-        self._wake, self._waker = socket.socketpair()
-        self._closing = False
+        self._closed, self._closer = socket.socketpair()
 
     def run(self) -> None:
         self._selector.register(self.server, selectors.EVENT_READ, None)
-        self._selector.register(self._wake, selectors.EVENT_READ, None)
-        while not self._closing:
+        self._selector.register(self._closed, selectors.EVENT_READ, None)
+        closing = False
+        while not closing:
             for key, _ in self._selector.select(self._patience()):
                 if key.fileobj is self.server:
                     self._accept()
                 elif isinstance(key.fileobj, Channel):
                     self._hear(key.fileobj, key.data)
+                else:
+                    closing = True
             self._conclude()
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()
         self._selector.close()
-        self._waker.close()
 
     def close(self) -> None:
-        """Let go of every connection."""
-        self._closing = True
-        self._waker.send(b"x")
+        """Let go of every connection. Raises nothing, whatever the thread is doing or has done."""
+        self._closer.close()  # _closed can be read then
         self.join(5.0)
 
     # ---- connections --------------------------------------------------------------------------------------------------

@@ -250,6 +250,15 @@ def test_a_strangers_line_does_not_end_the_switchboard(caplog, data):
         switchboard.close()
 
 
+def test_closing_the_switchboard_raises_nothing_where_its_thread_has_ended_already():
+    """A run that had finished ended in a BrokenPipeError: its thread saw the flag and closed, before the main thread had sent the wake-up."""
+    switchboard = Switchboard(2, 0)
+    switchboard.start()
+    for _ in range(2):
+        switchboard.close()
+        assert not switchboard.is_alive()
+
+
 def test_a_connection_that_comes_back_late_ends_nothing():
     """F14: the switchboard was looked for once; the end that this rank then expected was never taken back."""
     switchboard = Switchboard(2, 0)

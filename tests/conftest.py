@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +15,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from launch_pool import LaunchPool
 from running import run_directory, train, write_config, write_prepared
+
+with contextlib.suppress(ImportError):  # the tests for GPUs need no hypothesis
+    import hypothesis
+
+    # What `bash tests/run.sh` takes; with --slow it is hypothesis's own 100.
+    hypothesis.settings.register_profile("quick", max_examples=40)
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

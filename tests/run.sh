@@ -12,10 +12,12 @@ unset PYTHONDONTWRITEBYTECODE # or each of some hundred processes compiles what 
 bash launch/setup.sh test
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 select="not slow and not cuda"
+examples="--hypothesis-profile=quick"
 workers="-n 3 --dist loadfile --no-loadscope-reorder" # most tests are one process with one thread; those with ranks wait a lot
 if [ "${1:-}" = --slow ]; then
   shift
   select="not cuda"
+  examples=
 elif [ "${1:-}" = --cuda ]; then
   shift
   select="cuda"
@@ -23,4 +25,4 @@ elif [ "${1:-}" = --cuda ]; then
 fi
 .venv/bin/ruff check --quiet .
 # shellcheck disable=SC2086
-exec .venv/bin/python -m pytest -m "$select" $workers "$@"
+exec .venv/bin/python -m pytest -m "$select" $workers $examples "$@"

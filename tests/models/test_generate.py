@@ -75,7 +75,11 @@ def test_top_k_draws_from_the_k_likeliest_only():
     )
 
 
-@pytest.mark.parametrize(("family", "name"), ALL)
+# Those with windows and the last case of each family; the others with `-m slow`: python -m pytest tests/models/test_generate.py -m slow
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [pytest.param(*case, marks=() if "window" in case[1] or case in dict(ALL).items() else pytest.mark.slow) for case in ALL],
+)
 def test_a_cache_changes_no_token(family, name):
     ours, _ = family_pair(family, name)
     cases = (([1], {}), ([5, 6, 3, 2, 1, 4, 0], {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 4}))

@@ -97,5 +97,6 @@ def test_the_peak_of_a_process_is_flat_in_the_vocabulary_but_for_the_gradient(dt
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_the_peak_of_a_process_shows_the_logits_of_the_plain_loss():
     assert peak_growths(("plain", 16_384, "float32"))[0] > 2048 * 16_384 * 4 / MEGABYTE

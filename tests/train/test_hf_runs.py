@@ -185,6 +185,7 @@ def test_the_check_describes_the_model_and_says_that_dropout_is_not_applied(hf_c
     assert "GPTBigCodeForCausalLM of transformers; its dropout is not applied" in printed
 
 
+@pytest.mark.slow  # as tests/train/test_continuation.py and test_export_check.py see by default
 def test_training_other_families_imports_no_transformers(config_file):
     program = (
         "import sys; from pretrain.run import main; "

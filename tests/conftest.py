@@ -42,16 +42,16 @@ def pool() -> Iterator[LaunchPool]:
 def trained_run(pool, tmp_path_factory) -> Callable[..., Path]:
     """`trained_run(world_size, config_file, *overrides)`: like `train`, for runs that a test starts from or compares with.
 
-    Each is computed once per worker and then copied: files of one name in the configuration's folder must have one content in all tests.
-    A test that is about the run itself calls `train`.
+    Each is computed once per worker and then copied. A test that is about the run itself calls `train`.
     """
-    kept: dict[tuple[int, tuple[str, ...]], Path] = {}
+    kept: dict[tuple[int | str, ...], Path] = {}
 
     def trained_run(world_size: int, config_file: Path, *overrides: str) -> Path:
         run = run_directory(config_file, *overrides)
         assert not run.exists()
-        said = (config_file.read_text(), *(o for o in overrides if not o.startswith("run.name=")))
-        key = world_size, tuple(text.replace(str(config_file.parent), "") for text in said)
+        # Any other path below the test's own folder makes it another run.
+        config = config_file.read_text().replace(str(run.parent), "")
+        key = world_size, config, *(o for o in overrides if not o.startswith("run.name="))
         if key not in kept:
             train(pool, world_size, config_file, *overrides)
             kept[key] = tmp_path_factory.mktemp("trained") / "run"

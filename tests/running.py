@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import io
 import os
+import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable
@@ -49,6 +50,14 @@ def run_directory(config_file: Path, *overrides: str) -> Path:
     """Where a run of `write_config`'s configuration is."""
     names = [o.removeprefix("run.name=") for o in overrides if o.startswith("run.name=")]
     return config_file.parent / "runs" / (names[-1] if names else "run")
+
+
+def cut_after(run: Path, step: int) -> Path:
+    """The run `parts` beside another one, of which it has the checkpoint of this step and nothing else."""
+    name = f"step-{step:08d}"
+    parts = run.parent / "parts"
+    shutil.copytree(run / "checkpoints" / name, parts / "checkpoints" / name)
+    return parts
 
 
 def run_changed(changes: dict[int, dict[str, str | None]], config_file: str, *overrides: str) -> int:

@@ -68,11 +68,11 @@ class Switchboard(threading.Thread):
         self._silent_since: dict[int, float] = {}
         self._inquiries: list[_Inquiry] = []
         self._selector = selectors.DefaultSelector()
-        self._closed, self._closer = socket.socketpair()
+        self._wake, self._waker = socket.socketpair()
 
     def run(self) -> None:
         self._selector.register(self.server, selectors.EVENT_READ, None)
-        self._selector.register(self._closed, selectors.EVENT_READ, None)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
         closing = False
         while not closing:
             for key, _ in self._selector.select(self._patience()):
@@ -80,7 +80,7 @@ class Switchboard(threading.Thread):
                     self._accept()
                 elif isinstance(key.fileobj, Channel):
                     self._hear(key.fileobj, key.data)
-                else:
+                else:  # the other end of _wake is closed
                     closing = True
             self._conclude()
         for key in list(self._selector.get_map().values()):
@@ -89,7 +89,7 @@ class Switchboard(threading.Thread):
 
     def close(self) -> None:
         """Let go of every connection. Raises nothing, whatever the thread is doing or has done."""
-        self._closer.close()  # _closed can be read then
+        self._waker.close()  # wakes the thread; a message could come too late, when it has closed its end
         self.join(5.0)
 
     # ---- connections --------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ PATTERNS = ("rope.pattern", "attention.window_pattern")  # repeated over the lay
 def flat(model: Any, prefix: str = "") -> dict[str, Any]:
     """The keys of a section and of those in it, with dots."""
     values = {}
-    for own, value in vars(model).items():
+    for own, value in vars(model).items():  # the fields, in their order
         name = f"{prefix}{own}"
         values |= flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
     return values

@@ -52,7 +52,7 @@ def preset_table(presets: dict[str, tuple[Model, int]]) -> str:
     return "\n".join(rows)
 
 
-def preset(path: Path) -> Model:
+def read_preset(path: Path) -> Model:
     """The complete model of a preset."""
     return complete(load_config(path)[0].model)
 
@@ -93,7 +93,7 @@ def _shown(value: Any) -> str:
 
 def main() -> None:
     page = Path(sys.argv[1])
-    models = {path.stem: preset(path) for path in Path(sys.argv[2]).glob("*.yaml")}
+    models = {path.stem: read_preset(path) for path in Path(sys.argv[2]).glob("*.yaml")}
     presets = {name: (model, published_parameters(model)) for name, model in models.items()}
     tables = {"families": family_table(), "presets": preset_table(presets)}
     page.write_text(with_tables(page.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from running import losses, run_main, tool, train, write_config
+from running import losses, run_main, tool, train
 
 from pretrain.checkpoint import choose, files
 from pretrain.errors import CheckpointError, UnreadableError
@@ -68,15 +68,10 @@ def rewrite_state(checkpoint: Path, change) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.fixture(scope="module")
-def finished(pool, tmp_path_factory, prepared) -> Path:
-    """A run of 6 steps, saved at steps 2, 4 and 6. Trained once; tests get copies."""
-    return train(pool, 1, write_config(tmp_path_factory.mktemp("finished"), prepared), *PERIODIC)
-
-
 @pytest.fixture
-def run(finished, config_file) -> Path:
-    return shutil.copytree(finished, config_file.parent / "runs" / "run")
+def run(trained_run, config_file) -> Path:
+    """A run of 6 steps, saved at steps 2, 4 and 6."""
+    return trained_run(1, config_file, *PERIODIC)
 
 
 # ---- what cannot be read is not damaged ---------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ COUNTS = collected("COUNTS") | {
 @functools.cache
 def preset(name: str) -> Model:
     """The complete model of a preset."""
-    return show.preset(PRESETS[name])
+    return show.read_preset(PRESETS[name])
 
 
 @functools.cache

@@ -1,11 +1,19 @@
 """Where a run may start from and what it leaves behind, beyond the plain resume of test_resume.py."""
 
 import json
-import shutil
 import sys
 
 import pytest
-from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, run_main_with, train
+from running import (
+    cut_after,
+    gradients,
+    largest_gradient_difference,
+    largest_relative_difference,
+    losses,
+    run_main,
+    run_main_with,
+    train,
+)
 
 from pretrain.checkpoint.load import saved_names
 from pretrain.observe.metrics import read_metrics
@@ -31,9 +39,7 @@ def test_a_sharded_run_that_validates_where_it_saves_can_be_resumed(pool, config
     names = saved_names(straight / "checkpoints" / "step-00000020", "")
     weights = {name.removeprefix("model.") for name in names if name.startswith("model.")}
     assert weights == {name.removeprefix("optim.exp_avg.") for name in names if name.startswith("optim.exp_avg.")}
-    parts = config_file.parent / "runs" / "parts"
-    (parts / "checkpoints").mkdir(parents=True)
-    shutil.copytree(straight / "checkpoints" / "step-00000015", parts / "checkpoints" / "step-00000015")
+    parts = cut_after(straight, 15)
     train(pool, 2, config_file, "run.name=parts", *shared)
     assert losses(parts) == losses(straight)[15:]
 

@@ -73,10 +73,10 @@ LAYOUTS = {
         ),
     ],
 )
-def test_a_layout_computes_what_one_process_computes(pool, trained_run, hf_config_file, tmp_path, layout, kind):
+def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_path, layout, kind):
     world_size, *overrides = LAYOUTS[layout]
     common = (of(tmp_path, kind), "log.gradients_at=[1]", *(o for o in overrides if o.startswith("batch.")))
-    single = trained_run(1, hf_config_file, "run.name=single", *common)
+    single = train(pool, 1, hf_config_file, "run.name=single", *common)
     run = train(pool, world_size, hf_config_file, "run.name=other", *common, *overrides)
     assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
     assert len(losses(run)) == 6 and largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
@@ -106,7 +106,7 @@ def test_a_layout_computes_what_one_process_computes(pool, trained_run, hf_confi
         ),
     ],
 )
-def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, trained_run, hf_config_file, tmp_path, strategy, kind):
+def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, hf_config_file, tmp_path, strategy, kind):
     bf16 = (
         of(tmp_path, kind),
         "precision.compute=bf16",
@@ -115,7 +115,7 @@ def test_in_bf16_the_gradient_is_the_same_in_every_bit(pool, trained_run, hf_con
         "schedule.warmup_steps=1",
         "batch.micro_sequences=8",
     )
-    single = trained_run(1, hf_config_file, "run.name=single", *bf16)
+    single = train(pool, 1, hf_config_file, "run.name=single", *bf16)
     run = train(pool, 2, hf_config_file, "run.name=other", f"parallel.strategy={strategy}", *bf16)
     difference = largest_gradient_difference(gradients(run), gradients(single))
     assert difference == 0.0

@@ -146,15 +146,19 @@ def test_a_stop_within_validation_saves_first_and_ends_at_once(pool, config_file
     )
     short = ("parallel.strategy=ddp", "run.steps=2", "schedule.warmup_steps=0")
     ranks = start_ranks(tmp_path, 2, main, ["--config", str(config_file), *validating, *short])
-    # The checkpoint is there as soon as the validation of that step begins, which is the last one of the run.
-    wait_for(lambda: (run / "checkpoints" / "step-00000002").is_dir(), ranks[0])
-    time.sleep(1)
-    assert steps_logged(run) == 1
-    began = time.monotonic()
-    os.kill(ranks[1].pid, signal.SIGTERM)
-    codes = [rank.wait(60) for rank in ranks]
+    try:
+        # The checkpoint is there as soon as the validation of that step begins, which is the last one of the run.
+        wait_for(lambda: (run / "checkpoints" / "step-00000002").is_dir(), ranks[0])
+        time.sleep(1)
+        assert steps_logged(run) == 1
+        began = time.monotonic()
+        os.kill(ranks[1].pid, signal.SIGTERM)
+        codes, took = [rank.wait(60) for rank in ranks], time.monotonic() - began
+    finally:
+        for rank in ranks:
+            rank.process.kill()
     printed = ranks[0].printed()
-    assert codes == [0, 0] and time.monotonic() - began < 25, printed  # torchrun would kill after 30
+    assert codes == [0, 0] and took < 25, printed  # torchrun would kill after 30
     assert status(run)["state"] == "preempted" and status(run)["checkpoint"] == "step-00000002", printed
     assert "asked to stop: the validation of step 2 was left" in printed
     last = read_metrics(run)[-1]

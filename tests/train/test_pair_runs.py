@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import torch
 import yaml
 from pair_files import sentences, split_of
 from running import (
+    cut_after,
     gradients,
     largest_gradient_difference,
     largest_relative_difference,
@@ -128,9 +128,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(pool, pair_config, bef
         "batch.tokens=1500",
     )
     whole = train(pool, before[0], pair_config, "run.name=whole", *options, *before[1:])
-    parts = pair_config.parent / "runs" / "parts"
-    (parts / "checkpoints").mkdir(parents=True)
-    shutil.copytree(whole / "checkpoints" / "step-00000007", parts / "checkpoints" / "step-00000007")
+    parts = cut_after(whole, 7)
     train(pool, after[0], pair_config, "run.name=parts", *options, *after[1:])
     ends = [json.loads((r / "checkpoints" / "step-00000014" / "state.json").read_text()) for r in (whole, parts)]
     assert ends[0]["samples"] == ends[1]["samples"] > 600

@@ -1,11 +1,10 @@
 """A run that was interrupted and continued is the run that was not: same samples, same numbers, on any layout."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from running import largest_relative_difference, losses, run_main, some_slow, state_of, train
+from running import cut_after, largest_relative_difference, losses, run_main, some_slow, state_of, train
 
 EVERY = ("log.every_steps=1", "checkpoint.keep_last=0")
 DDP2 = (2, "parallel.strategy=ddp")
@@ -34,9 +33,7 @@ def equal(one, other) -> bool:
 def test_a_checkpoint_resumes_bit_equal_under_another_layout_and_sees_the_same_samples(pool, config_file, first, second):
     (world, *options), (world_after, *options_after) = LAYOUTS[first], LAYOUTS[second]
     whole = train(pool, world, config_file, "run.name=whole", *BATCH, *EVERY, *HALVES, *options)
-    parts = config_file.parent / "runs" / "parts"
-    (parts / "checkpoints").mkdir(parents=True)
-    shutil.copytree(whole / "checkpoints" / "step-00000005", parts / "checkpoints" / "step-00000005")
+    parts = cut_after(whole, 5)
     # No step between loading and saving: what is saved must be what was loaded.
     train(
         pool, world_after, config_file, "run.name=parts", *BATCH, *EVERY, "run.steps=10", "run.resume=required", *options_after
@@ -66,9 +63,7 @@ def test_the_same_layout_resumes_in_every_bit_when_deterministic(pool, config_fi
     world, *options = LAYOUTS[layout]
     fixed = (*BATCH, *EVERY, "run.deterministic=true", *HALVES, *options)
     whole = train(pool, world, config_file, "run.name=whole", *fixed)
-    parts = config_file.parent / "runs" / "parts"
-    (parts / "checkpoints").mkdir(parents=True)
-    shutil.copytree(whole / "checkpoints" / "step-00000005", parts / "checkpoints" / "step-00000005")
+    parts = cut_after(whole, 5)
     train(pool, world, config_file, "run.name=parts", *fixed)
     assert losses(parts) == losses(whole)[5:]
     assert equal(state_of(parts, 10), state_of(whole, 10))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 import yaml
 from running import (
+    cut_after,
     gradients,
     largest_gradient_difference,
     largest_relative_difference,
@@ -87,9 +87,7 @@ def test_a_layout_computes_what_one_process_computes(pool, trained_run, span_con
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(pool, span_config, before, after, exact):
     options = ("run.deterministic=true", "checkpoint.every_steps=3", "checkpoint.keep_last=0", "run.steps=6")
     whole = train(pool, before[0], span_config, "run.name=whole", *options, *before[1:])
-    parts = span_config.parent / "runs" / "parts"
-    (parts / "checkpoints").mkdir(parents=True)
-    shutil.copytree(whole / "checkpoints" / "step-00000003", parts / "checkpoints" / "step-00000003")
+    parts = cut_after(whole, 3)
     train(pool, after[0], span_config, "run.name=parts", *options, *after[1:])
     batches = [[r["batch"] for r in read_metrics(run)] for run in (whole, parts)]
     assert batches[1] == batches[0][3:]

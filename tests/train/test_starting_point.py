@@ -10,7 +10,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from running import run_main, train, write_config
+from running import run_main
 
 from pretrain.config.keys import AtResume, leaves
 from pretrain.config.load import load_config
@@ -23,15 +23,10 @@ from pretrain.train.plan import complete_config
 COSINE = ("run.steps=4", "schedule={name: cosine, warmup_steps: 1}", "optim.lr=3e-3")
 
 
-@pytest.fixture(scope="module")
-def finished(pool, tmp_path_factory, prepared) -> Path:
-    """A run of 4 steps on a cosine. Tests get copies."""
-    return train(pool, 1, write_config(tmp_path_factory.mktemp("finished"), prepared), *COSINE)
-
-
 @pytest.fixture
-def run(finished, config_file) -> Path:
-    return shutil.copytree(finished, config_file.parent / "runs" / "run")
+def run(trained_run, config_file) -> Path:
+    """A run of 4 steps on a cosine."""
+    return trained_run(1, config_file, *COSINE)
 
 
 def check(config_file: Path, *overrides: str) -> tuple[int, str]:

@@ -152,7 +152,7 @@ def same(tokenizer, long: LongTexts, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=hard_texts, stretch=st.sampled_from([8, 23, 64]))
 def test_a_text_in_stretches_has_the_ids_of_the_whole(tokenizers_by_name, name, text, stretch):
     """D-D5: whatever the tokenizer splits by, wherever the stretches end."""

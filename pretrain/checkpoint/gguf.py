@@ -25,7 +25,7 @@ from pretrain.data.tokenizers.training import SPLIT_PATTERN
 from pretrain.errors import CheckpointError, ConfigError, DataError
 from pretrain.models.families import family_of_hf
 from pretrain.models.families.other_readers import WINDOWS, llama_cpp_problem
-from pretrain.models.shape import cycled, has_window
+from pretrain.models.shape import cycled, has_windows
 from pretrain.observe.byte_progress import ByteProgress
 from pretrain.storage import flush
 
@@ -102,7 +102,7 @@ def plan_gguf(directory: Path, name: str) -> GgufPlan:
         family = family_of_hf(config)
         model = family.from_hf(config)
         problem = llama_cpp_problem(family, model)
-        flags = [has_window(model, layer) for layer in range(model.layers)]
+        flags = has_windows(model)
         usual = family.defaults.get("attention.window_pattern")  # known to llama.cpp where it has windows at all
         if family.llama_cpp and WINDOWS.keys() <= family.llama_cpp.keys() and usual and any(flags):
             windows = flags

@@ -29,8 +29,8 @@ from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.trimming import save_trimmed
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
+from pretrain.models.families import family_of
 from pretrain.models.families.family import BALANCE, layers_with_experts
-from pretrain.models.shape import smallest_section
 from pretrain.observe.byte_progress import ByteProgress
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
@@ -88,7 +88,7 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
 def preset(model: Model, name: str) -> str:
     """A file that a configuration includes, with the fewest keys that make this model."""
     section: dict[str, Any] = {}
-    for dotted, value in smallest_section(model).items():
+    for dotted, value in family_of(model.family).smallest_section(model).items():
         *path, last = dotted.split(".")
         place = section
         for part in path:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pretrain.distributed.ranks import Ranks
+from pretrain.optim.optimizer import OptimizerSet
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -22,35 +23,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name; sharing memory with the optimizer. Creates the state where there is none yet."""
-    if not optimizer.state:
-        _create_state(optimizer)
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        state = optimizer.state.get(parameter)
-        if not state:
-            raise RuntimeError(f"the optimizer has no state for {name}: the model's parameter is not the one it was built with")
-        for key, value in state.items():
-            tensors[f"optim.{key}.{name}"] = value
-    return tensors
-
-
-def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    # A step of zero gradients at learning rate zero makes an optimizer lay out its state and changes no weight.
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
-    for state in optimizer.state.values():
-        state["step"].zero_()
+def optimizer_tensors(optimizer: OptimizerSet) -> dict[str, Tensor]:
+    """The optimizers' state, by state and parameter name; sharing memory with them. Creates the state where there is none yet."""
+    return {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
 
 
 @torch.no_grad()

@@ -36,7 +36,8 @@ from pretrain.data.span_corruption import SpanCorruption, Spans
 from pretrain.data.text.training import TextLoader, TextTraining
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError, UserError
-from pretrain.models.shape import has_encoder, start_token
+from pretrain.models.families import has_encoder
+from pretrain.models.shape import start_token
 
 
 class TrainingData(Protocol):

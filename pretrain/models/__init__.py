@@ -1,0 +1,26 @@
+"""Networks, as single-device code."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pretrain.config.model_schema import Model
+from pretrain.config.schema import Loss
+
+
+def build_network(model: Model, loss: Loss | None = None) -> nn.Module:
+    """The network (`models/network.py`) of a complete `model` section, trained on a loss: cross-entropy alone by default.
+
+    Build it on the meta device.
+    """
+    if model.family == "hf":
+        from pretrain.models.hf_model import HfModel
+
+        return HfModel(model, loss)
+    if model.encoder_layers:
+        from pretrain.models.encoder_decoder import EncoderDecoder
+
+        return EncoderDecoder(model, loss)
+    from pretrain.models.decoder import Decoder
+
+    return Decoder(model, loss)

@@ -16,7 +16,7 @@ from pretrain.models.masks import Mask
 from pretrain.models.mlp import Mlp
 from pretrain.models.rotary import Tables
 from pretrain.models.router import RouterReport
-from pretrain.models.shape import has_experts
+from pretrain.models.shape import LayerSpec
 
 
 class Block(nn.Module):
@@ -28,18 +28,19 @@ class Block(nn.Module):
     post       output_norm(x + f(x))          attention_output_norm, mlp_output_norm
     """
 
-    def __init__(self, config: Model, layer: int) -> None:
+    def __init__(self, config: Model, spec: LayerSpec) -> None:
         super().__init__()
+        self.spec = spec
         placement = config.norm.placement
         before, after = placement in ("pre", "sandwich"), placement != "pre"
         self.post = placement == "post"
         self.parallel = config.parallel_residual
         self.multiplier = config.residual_multiplier
         self.attention_norm = make_norm(config) if before else None
-        self.attention = LatentAttention(config) if config.latent.kv_rank else Attention(config)
+        self.attention = LatentAttention(config) if spec.mixer == "latent" else Attention(config)
         self.attention_output_norm = make_norm(config) if after else None
         self.mlp_norm = make_norm(config) if before else None
-        self.mlp = MixtureOfExperts(config) if has_experts(config, layer) else _mlp(config)
+        self.mlp = MixtureOfExperts(config) if spec.experts else _mlp(config)
         self.mlp_output_norm = make_norm(config) if after else None
 
     def forward(

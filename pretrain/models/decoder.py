@@ -1,12 +1,17 @@
-"""The decoder-only transformer, as single-device code."""
+"""The decoder-only transformer, as single-device code.
+
+    tokens --embedding--> hidden [B, T, D] --layers, each by its LayerSpec--> hidden --norm, output--> logits or losses
+
+A network may be a slice of another: without an embedding it takes `Hidden` in place of tokens, without an output head it returns `Hidden`.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
@@ -26,13 +31,21 @@ from pretrain.models.masks import (
     document_positions,
 )
 from pretrain.models.multi_token import MultiTokenPrediction
-from pretrain.models.network import Parts
+from pretrain.models.network import Unit
 from pretrain.models.rotary import Tables, rotary_tables
 from pretrain.models.router import Router, RouterReport
-from pretrain.models.shape import has_rope, has_window
+from pretrain.models.shape import LayerSpec, layer_specs
 
-Inputs = dict[bool, tuple[Tables | None, Mask | None]]
-"""What layers without and with a window get: rotary tables and mask."""
+Inputs = dict[int, tuple[Tables | None, Mask | None]]
+"""What layers get, by their window: rotary tables and mask."""
+
+
+class Hidden(NamedTuple):
+    """What passes from one slice of a network to the next."""
+
+    x_BTD: Tensor
+    auxiliary_B: tuple[Tensor, ...] = ()
+    """Auxiliary losses of the routers so far, in the order of the layers."""
 
 
 class Decoder(nn.Module):
@@ -45,16 +58,37 @@ class Decoder(nn.Module):
     def __init__(self, config: Model, loss: Loss | None = None) -> None:
         super().__init__()
         self.config = config
-        self.recompute_blocks = False
-        self.router_reports: dict[int, RouterReport] = {}
-        self.embedding = Embedding(config.vocab_size, config.dim)
+        self.takes_tokens = True
+        """Whether tokens enter here; a slice further on takes `Hidden`."""
+        self.router_reports: dict[str, RouterReport] = {}
+        self.embedding: nn.Module | None = Embedding(config.vocab_size, config.dim)
         learned = config.positions == "learned"
         self.position_embedding = Embedding(config.max_sequence_length, config.dim) if learned else None
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        specs = layer_specs(config)
+        # By number, so that a slice keeps the names of its parameters.
+        self.layers = nn.ModuleDict({str(i): Block(config, spec) for i, spec in enumerate(specs)})
         self.norm = make_norm(config) if config.norm.placement != "post" else None
         options = LossOptions.of(loss, config.logit_soft_cap, config.logit_multiplier)
-        self.output = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
-        self.multi_token = _multi_token(config, loss) if config.predict_ahead else None
+        self.output: nn.Module | None = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
+        self.multi_token = _multi_token(config, specs[-1], loss) if config.predict_ahead else None
+
+    def keep(self, start: int, stop: int) -> Decoder:
+        """Make this network a slice: layers `start` to `stop` (excluded), the embedding with the first, the head with the last.
+
+        A tied table stays at both ends, as one parameter in each of the two slices. Returns the network itself.
+        """
+        last = stop == self.config.layers
+        for name in list(self.layers):
+            if not start <= int(name) < stop:
+                del self.layers[name]
+        if not last:
+            self.norm = self.output = self.multi_token = None
+        self.takes_tokens = start == 0
+        if not self.takes_tokens and self.multi_token is None:  # which embeds the tokens that it is told of
+            self.position_embedding = None
+            if not (last and self.config.tie_embeddings):
+                self.embedding = None
+        return self
 
     def forward(
         self,
@@ -63,76 +97,79 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         cache: Cache | None = None,
         with_cross_entropy: bool = False,
-    ) -> Tensor | Losses:
+        positions_BT: Tensor | None = None,
+        hidden: Hidden | None = None,
+    ) -> Tensor | Losses | Hidden:
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32, in training
         with the auxiliary losses of routers (`models/router.py`). `with_cross_entropy`: return that alone beside them.
 
-        `documents_BT` are whole numbers that say which document each position belongs to (equal neighbours are of one; padding
-        has a number of its own): no position then attends to another document, and positions count from 0 in each. With a
-        `cache` the tokens continue those that are in it, and are added to it.
+        `documents_BT` [B, T] numbers the document of each position (equal neighbours are of one; padding has a number of its own): no
+        position then attends to another document, and positions count from 0 in each. `positions_BT` [B, T] says them otherwise. With
+        a `cache` the tokens continue those that are in it, and are added to it. `hidden`: what the slice before returned.
         """
-        embedded_BTD, inputs = self._begin(tokens_BT, documents_BT, cache)
+        if self.takes_tokens == (hidden is not None):
+            raise ValueError("the first slice of a network takes tokens alone, and the others what the slice before returned")
+        embedded_BTD, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT)
         counted_BT = targets_BT != IGNORED if targets_BT is not None and torch.is_grad_enabled() else None
-        reports: dict[int, RouterReport | None] = {}
+        auxiliary_B = list(hidden.auxiliary_B) if hidden else []
         # As a view, so that the gradients of the first block's two uses meet before those of multi-token prediction (see `Layer.forward` of
         # the encoder-decoder).
-        x_BTD = embedded_BTD.view_as(embedded_BTD)
-        for i, layer in enumerate(self.layers):
-            x_BTD, reports[i] = self._run(layer, i, x_BTD, inputs, cache, counted_BT)
+        x_BTD = embedded_BTD.view_as(embedded_BTD) if hidden is None else hidden.x_BTD
+        for name, block in self.layers.items():
+            rope, mask = inputs[block.spec.window]
+            layer_cache = cache.layers[int(name)] if cache else None
+            x_BTD, report = block(x_BTD, rope if block.spec.rope else None, mask, layer_cache, counted_BT)
+            auxiliary_B += self._keep_report(name, report)
+        if self.output is None:
+            return Hidden(x_BTD, tuple(auxiliary_B))
         hidden_BTD, x_BTD = x_BTD, x_BTD if self.norm is None else self.norm(x_BTD)
         tied = self.embedding.weight if self.config.tie_embeddings else None
         if targets_BT is None:
             return self.output(x_BTD, None, tied)
         if self.multi_token is None or counted_BT is None:
             losses = self.output(x_BTD, targets_BT, tied, with_cross_entropy=True)
-            objective_B = self._with_routers(losses.objective_B, reports)
-            return Losses(objective_B, losses.cross_entropy_B) if with_cross_entropy else objective_B
+            objective_B, cross_entropy_B = losses
+        else:
+            spec = self.multi_token.spec
+            rope, mask = inputs[spec.window]
+            rope = rope if spec.rope else None
+            ahead, reports = self.multi_token(hidden_BTD, embedded_BTD, rope, mask, counted_BT)
+            for depth, report in enumerate(reports):
+                auxiliary_B += self._keep_report(str(self.config.layers + depth), report)
+            losses = self.multi_token.losses(self.output, x_BTD, ahead, targets_BT, documents_BT, tied)
+            objective_B, cross_entropy_B = losses.objective_B.sum(dim=0), losses.cross_entropy_B[0]
+        for loss_B in auxiliary_B:
+            objective_B = objective_B + loss_B
+        return Losses(objective_B, cross_entropy_B) if with_cross_entropy else objective_B
 
-        def run_ahead(block: Block, y_BTD: Tensor) -> Tensor:
-            y_BTD, reports[len(reports)] = self._run(block, self.config.layers - 1, y_BTD, inputs, None, counted_BT)
-            return y_BTD
+    def _keep_report(self, layer: str, report: RouterReport | None) -> list[Tensor]:
+        """The auxiliary losses of a layer's router, if it has one. Its report is added up over micro-steps, until someone takes it."""
+        if report is None:
+            return []
+        loss, counts = self.router_reports.get(layer, (0, 0))
+        self.router_reports[layer] = RouterReport(loss + report.loss_B.detach().double().sum(), counts + report.counts_E)
+        return [report.loss_B]
 
-        ahead = self.multi_token(hidden_BTD, embedded_BTD, run_ahead)
-        losses = self.multi_token.losses(self.output, x_BTD, ahead, targets_BT, documents_BT, tied)
-        objective_B = self._with_routers(losses.objective_B.sum(dim=0), reports)
-        return Losses(objective_B, losses.cross_entropy_B[0]) if with_cross_entropy else objective_B
-
-    def _run(
-        self, block: Block, layer: int, x_BTD: Tensor, inputs: Inputs, cache: Cache | None, counted_BT: Tensor | None
-    ) -> tuple[Tensor, RouterReport | None]:
-        rope, mask = inputs[has_window(self.config, layer)]
-        rope = rope if has_rope(self.config, layer) else None
-        if self.recompute_blocks and torch.is_grad_enabled():
-            return checkpoint(block, x_BTD, rope, mask, None, counted_BT, use_reentrant=False)
-        return block(x_BTD, rope, mask, cache.layers[layer] if cache else None, counted_BT)
-
-    def _with_routers(self, losses_B: Tensor, reports: dict[int, RouterReport | None]) -> Tensor:
-        """Losses with those of the routers; what these say is added up over micro-steps, until someone takes it."""
-        for layer, report in reports.items():
-            if report is not None:
-                losses_B = losses_B + report.loss_B
-                loss, counts = self.router_reports.get(layer, (0, 0))
-                self.router_reports[layer] = RouterReport(
-                    loss + report.loss_B.detach().double().sum(), counts + report.counts_E
-                )
-        return losses_B
-
-    def take_router_reports(self) -> dict[int, RouterReport]:
+    def take_router_reports(self) -> dict[str, RouterReport]:
         """By layer with experts, what its router said in training since the last call, losses summed to a scalar."""
         reports, self.router_reports = self.router_reports, {}
         return reports
 
-    def routers(self) -> dict[int, Router]:
+    def routers(self) -> dict[str, Router]:
         """By layer with experts; the blocks of multi-token prediction are numbered on after the last layer."""
-        blocks = [*self.layers, *(depth.block for depth in (self.multi_token.depths if self.multi_token else []))]
-        return {i: block.mlp.router for i, block in enumerate(blocks) if isinstance(block.mlp, MixtureOfExperts)}
+        blocks = dict(self.layers.items())
+        for number, depth in enumerate(self.multi_token.depths if self.multi_token else []):
+            blocks[str(self.config.layers + number)] = depth.block
+        return {name: block.mlp.router for name, block in blocks.items() if isinstance(block.mlp, MixtureOfExperts)}
 
-    def _begin(self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: Cache | None) -> tuple[Tensor, Inputs]:
-        """The residual stream before the first block, and what blocks get."""
-        config, device = self.config, tokens_BT.device
+    def _begin(
+        self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: Cache | None, positions_BT: Tensor | None
+    ) -> tuple[Tensor | None, Inputs]:
+        """The embedded tokens, where this slice has the table; and what blocks get."""
+        device = tokens_BT.device
         start = cache.length if cache else 0
         stop = start + tokens_BT.shape[1]
-        numbers_BT = positions_BT = None
+        numbers_BT = None
         if documents_BT is not None:
             if documents_BT.shape != tokens_BT.shape:  # would be broadcast otherwise
                 raise ValueError(f"documents are {tuple(documents_BT.shape)}, tokens {tuple(tokens_BT.shape)}")
@@ -140,34 +177,40 @@ class Decoder(nn.Module):
             documents_BT = cache.label(documents_BT, tokens_BT.shape[1])
         if documents_BT is not None:  # of all positions
             numbers_BT = document_numbers(documents_BT)
-            positions_BT = document_positions(numbers_BT)[:, start:]
-        x_BTD = self.embedding(tokens_BT)
-        if config.embedding_multiplier != 1:
-            # Rounded to the compute format first, as Gemma does.
-            x_BTD = x_BTD * torch.full((), config.embedding_multiplier, dtype=x_BTD.dtype, device=device)
-        if self.position_embedding is not None:
-            places = torch.arange(start, stop, device=device) if positions_BT is None else positions_BT
-            x_BTD = x_BTD + self.position_embedding(places)
+        restarted_BT = document_positions(numbers_BT)[:, start:] if numbers_BT is not None and positions_BT is None else None
         inputs = {}
-        for local in {has_window(config, i) for i in range(config.layers)}:
-            mask = self._mask(start, stop, numbers_BT, device, local, cache)
-            inputs[local] = self._tables(start, stop, positions_BT, device, local), mask
-        return x_BTD, inputs
+        for window in {spec.window for spec in self._specs()}:
+            mask = self._mask(start, stop, numbers_BT, device, window, cache)
+            if positions_BT is not None:
+                tables = self._tables(positions_BT, stop, window > 0)
+            else:
+                tables = self._tables(torch.arange(stop, device=device), stop, window > 0)
+                tables = tables and tuple(table[start:] if restarted_BT is None else table[restarted_BT] for table in tables)
+            # Sequences may differ in positions, heads do not.
+            inputs[window] = tables and tuple(table[:, None] if table.dim() == 3 else table for table in tables), mask
+        if self.embedding is None or (not self.takes_tokens and self.multi_token is None):
+            return None, inputs
+        places = restarted_BT if positions_BT is None else positions_BT
+        return self._embed(tokens_BT, torch.arange(start, stop, device=device) if places is None else places), inputs
 
-    def _tables(self, start: int, stop: int, positions_BT: Tensor | None, device: torch.device, local: bool) -> Tables | None:
-        if self.config.positions != "rope":
-            return None
-        cos, sin = rotary_tables(self.config, stop, device, local)
-        if positions_BT is None:
-            return cos[start:], sin[start:]
-        return cos[positions_BT][:, None], sin[positions_BT][:, None]
+    def _specs(self) -> list[LayerSpec]:
+        return [block.spec for block in self.layers.values()] + ([self.multi_token.spec] if self.multi_token else [])
+
+    def _embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(tokens_BT)
+        if self.config.embedding_multiplier != 1:
+            # Rounded to the compute format first, as Gemma does.
+            x_BTD = x_BTD * torch.full((), self.config.embedding_multiplier, dtype=x_BTD.dtype, device=x_BTD.device)
+        return x_BTD if self.position_embedding is None else x_BTD + self.position_embedding(positions_BT)
+
+    def _tables(self, positions: Tensor, length: int, local: bool) -> Tables | None:
+        return rotary_tables(self.config, positions, length, local) if self.config.positions == "rope" else None
 
     def _mask(
-        self, start: int, stop: int, numbers_BT: Tensor | None, device: torch.device, local: bool, cache: Cache | None
+        self, start: int, stop: int, numbers_BT: Tensor | None, device: torch.device, window: int, cache: Cache | None
     ) -> Mask | None:
         """None where only the future is masked, which torch's causal kernel does by itself."""
         switches = self.config.attention
-        window = switches.window if local else 0
         if start or (cache is not None and numbers_BT is not None):
             return cached_mask(start, stop, device, window, numbers_BT)
         if numbers_BT is None and not 0 < window < stop and not switches.soft_cap and not switches.sinks:
@@ -175,12 +218,17 @@ class Decoder(nn.Module):
         backend = attention_backend(self.config, device, training=torch.is_grad_enabled())
         return attention_mask(stop, device, backend, numbers_BT, window)
 
-    def parts(self) -> Parts:
-        """See `models/network.py`. A table that is used at both ends belongs to neither."""
-        blocks = [*self.layers, *(self.multi_token.depths if self.multi_token else [])]
+    def units(self) -> list[Unit]:
+        """See `models/network.py`. A table that is used at both ends is in no unit, nor are the norm and the head beside it."""
+        blocks = [*self.layers.values(), *(self.multi_token.depths if self.multi_token else [])]
+        units = [Unit([block], "block") for block in blocks]
         if self.config.tie_embeddings:
-            return Parts([], blocks, [])
-        return Parts([self.embedding], blocks, [self.output] if self.norm is None else [self.norm, self.output])
+            return units
+        if self.embedding is not None:
+            units.insert(0, Unit([self.embedding], "first"))
+        if self.output is not None:
+            units.append(Unit([module for module in (self.norm, self.output) if module is not None], "last", reshard=False))
+        return units
 
     def initial(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of a parameter's initial values, by its name.
@@ -195,13 +243,40 @@ class Decoder(nn.Module):
             return 0.0, self.config.init_std / math.sqrt(2 * self.config.layers)
         return 0.0, self.config.init_std
 
+    def matmul_parameters(self) -> int:
+        """Parameters that a token is multiplied with; of routed experts those of the active ones."""
+        config = self.config
+        tables = {id(module.weight) for module in self.modules() if isinstance(module, Embedding)}
+        matrices = [
+            (name, p.numel())
+            for name, p in self.named_parameters()
+            if p.dim() > 1 and id(p) not in tables and not name.endswith("bias")
+        ]
+        routed = sum(count for name, count in matrices if ".experts." in name)
+        rest = sum(count for name, count in matrices if ".experts." not in name)
+        # Every token predicted ahead goes through the one head again; a tied one is a table.
+        heads = config.predict_ahead + config.tie_embeddings
+        return (
+            rest + heads * config.vocab_size * config.dim + (routed and routed * config.experts.active // config.experts.count)
+        )
 
-def _multi_token(config: Model, loss: Loss | None) -> MultiTokenPrediction:
-    def block() -> Block:
-        return Block(config, config.layers - 1)
+    def attention_flops(self, sequence_length: int) -> int:
+        """FLOPs per token of scores and of the sums over values, forward and backward, over all layers."""
+        config, latent = self.config, self.config.latent
+        widths = latent.plain_dim + latent.rope_dim + latent.value_dim if latent.kv_rank else 2 * config.head_dim
+        specs = layer_specs(config)
+        windows = [spec.window or sequence_length for spec in [*specs, *specs[-1:] * (config.predict_ahead or 0)]]
+        return 6 * config.heads * widths * sum(min(sequence_length, window) for window in windows)
 
+    def flops_per_token(self, sequence_length: int) -> int:
+        """FLOPs of one forward and backward pass per token; of the whole network."""
+        return 6 * self.matmul_parameters() + self.attention_flops(sequence_length)
+
+
+def _multi_token(config: Model, spec: LayerSpec, loss: Loss | None) -> MultiTokenPrediction:
     weight = (loss or Loss()).predict_ahead_weight
-    return MultiTokenPrediction(config.predict_ahead, config.dim, block, lambda: make_norm(config), weight)
+    blocks = [Block(config, spec) for _ in range(config.predict_ahead)]
+    return MultiTokenPrediction(blocks, config.dim, spec, lambda: make_norm(config), weight)
 
 
 def count_parameters(model: nn.Module) -> int:

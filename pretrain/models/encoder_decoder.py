@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
@@ -26,7 +25,7 @@ from pretrain.models.head import OutputHead
 from pretrain.models.layers import Embedding, Linear, make_norm
 from pretrain.models.loss import Losses, LossOptions
 from pretrain.models.mlp import Mlp
-from pretrain.models.network import Parts
+from pretrain.models.network import Unit
 from pretrain.models.relative import RelativeBias
 
 
@@ -143,7 +142,6 @@ class EncoderDecoder(nn.Module):
     def __init__(self, config: Model, loss: Loss | None = None) -> None:
         super().__init__()
         self.config = config
-        self.recompute_blocks = False
         post = config.norm.placement == "post"
         self.embedding = Embedding(config.vocab_size, config.dim)
         self.source_embedding = None if config.tie_source else Embedding(config.source_vocab_size, config.dim)
@@ -187,7 +185,7 @@ class EncoderDecoder(nn.Module):
         mask = self._causal(start, start + tokens_BT.shape[1], tokens_BT.device)
         x_BTD = self._embed(self.embedding, tokens_BT, start, dropout, "decoder.embedding")
         for i, layer in enumerate(self.decoder):
-            x_BTD = self._run(layer, x_BTD, mask, dropout, memory_BSD, memory_mask, cache.layers[i] if cache else None)
+            x_BTD = layer(x_BTD, mask, dropout, memory_BSD, memory_mask, cache.layers[i] if cache else None)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
         tied = self.embedding.weight if self.config.tie_embeddings else None
         return self.output(x_BTD, targets_BT, tied, with_cross_entropy=with_cross_entropy)
@@ -201,7 +199,7 @@ class EncoderDecoder(nn.Module):
             # A mask of one row is that of sources without padding.
             mask = bias if len(mask) == 1 < len(source_BS) else bias.masked_fill(~mask, -torch.inf)
         for layer in self.encoder:
-            x_BSD = self._run(layer, x_BSD, mask, dropout)
+            x_BSD = layer(x_BSD, mask, dropout)
         return x_BSD if self.encoder_norm is None else self.encoder_norm(x_BSD)
 
     def _causal(self, start: int, stop: int, device: torch.device) -> Tensor | None:
@@ -209,11 +207,6 @@ class EncoderDecoder(nn.Module):
         if self.config.positions == "relative":
             return self.decoder_bias(start, stop, device)
         return torch.ones(1, 1, 1, stop, dtype=torch.bool, device=device) if start else None
-
-    def _run(self, layer: Layer, x_BTD: Tensor, *others: Tensor | Dropout | DecodingLayerCache | None) -> Tensor:
-        if self.recompute_blocks and torch.is_grad_enabled():
-            return checkpoint(layer, x_BTD, *others, use_reentrant=False)
-        return layer(x_BTD, *others)
 
     def _embed(self, table: Embedding, tokens_BT: Tensor, start: int, dropout: Dropout | None, name: str) -> Tensor:
         config = self.config
@@ -224,15 +217,18 @@ class EncoderDecoder(nn.Module):
             x_BTD = x_BTD + sinusoids(start, start + tokens_BT.shape[1], config.dim, tokens_BT.device).to(x_BTD.dtype)
         return x_BTD if dropout is None else dropout(x_BTD, name)
 
-    def parts(self) -> Parts:
-        """See `models/network.py`. A table that is used at several places belongs to none."""
-        embeddings = [] if self.source_embedding is None else [self.source_embedding]
+    def units(self) -> list[Unit]:
+        """See `models/network.py`. A table that is used at several places is in no unit."""
+        own = [] if self.source_embedding is None else [self.source_embedding]
+        if own and not self.config.tie_embeddings:
+            own.insert(0, self.embedding)  # else the encoder or the head uses it as well
+        units = [
+            *(Unit([table], "first") for table in own),
+            *(Unit([layer], "block") for layer in (*self.encoder, *self.decoder)),
+        ]
         if self.config.tie_embeddings:
-            return Parts(embeddings, [*self.encoder, *self.decoder], [])
-        # A table that the encoder uses as well is used by two units' forward passes, so it stays with the root.
-        embeddings = embeddings and [self.embedding, *embeddings]
-        head = [self.output] if self.norm is None else [self.norm, self.output]
-        return Parts(embeddings, [*self.encoder, *self.decoder], head)
+            return units
+        return [*units, Unit([self.output] if self.norm is None else [self.norm, self.output], "last", reshard=False)]
 
     def initial(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation of a parameter's initial values, by its name.
@@ -253,6 +249,27 @@ class EncoderDecoder(nn.Module):
             sublayers = 2 * config.encoder_layers if name.startswith("encoder") else 3 * config.layers
             return 0.0, config.init_std / math.sqrt(sublayers)
         return 0.0, config.init_std
+
+    def matmul_parameters(self) -> int:
+        """Parameters that a token of a source or of a target is multiplied with."""
+        return sum(count for count, _ in self._matrices())
+
+    def _matrices(self) -> list[tuple[int, bool]]:
+        """The size of each matrix that tokens are multiplied with, and whether these are tokens of sources. A tied table is one."""
+        tables = {id(module.weight) for module in self.modules() if isinstance(module, Embedding)}
+        found = [(self.config.vocab_size * self.config.dim, False)] if self.config.tie_embeddings else []
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1 and id(parameter) not in tables:
+                of_sources = name.startswith("encoder.") or name.endswith(("cross.key.weight", "cross.value.weight"))
+                found.append((parameter.numel(), of_sources))
+        return found
+
+    def flops_per_token(self, source_length: float, target_length: float) -> int:
+        """FLOPs of one forward and backward pass per target token, on sources and targets of on average so many tokens."""
+        config, ratio = self.config, source_length / target_length
+        total = sum(count * (ratio if of_sources else 1.0) for count, of_sources in self._matrices())
+        seen = config.encoder_layers * ratio * source_length + config.layers * (target_length + source_length)
+        return round(6 * total + 12 * config.heads * config.head_dim * seen)
 
     def _fan_in_scale(self, name: str) -> float:
         config = self.config

@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
@@ -26,7 +25,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.hf_config import config_of, import_transformers
 from pretrain.models.hf_initial import InitialRules
 from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, sequence_losses_and_entropy
-from pretrain.models.network import Initial, Parts
+from pretrain.models.network import Initial, Unit
 
 
 class HfModel(nn.Module):
@@ -36,7 +35,6 @@ class HfModel(nn.Module):
         super().__init__()
         self.config = config
         self.loss = LossOptions.of(loss)
-        self.recompute_blocks = False
         self.compute_dtype = torch.float32
         model = _built(config)
         if own := [*model._parameters, *model._buffers]:
@@ -51,14 +49,11 @@ class HfModel(nn.Module):
         self._saved_buffers, self._exact = _without_gradient(self, model)
         self.tied = _name_once(self)
         self._blocks = _find_blocks(model)
-        self._units = self._cut()
-        for block in self._blocks:
-            block.forward = functools.partial(self._block, block, block.forward)
-        parts = self.parts()
-        for unit in parts.embedding:
-            unit.forward = functools.partial(self._run, unit, unit.forward)
-        for unit in parts.head:
-            unit.forward = functools.partial(self._head, unit, unit.forward)
+        self._holds = self._cut()
+        for unit in self.units():
+            (module,) = unit.modules
+            run = self._head if unit.role == "last" else self._run
+            module.forward = functools.partial(run, module, module.forward)
 
     def forward(
         self,
@@ -73,7 +68,7 @@ class HfModel(nn.Module):
         if documents_BT is not None:
             raise ValueError("a model of transformers' gets no documents: data.document_mask is refused with model.family=hf")
         self._bring_buffers(tokens_BT.device)
-        with self._cast(self._units[self]):
+        with self._cast(self._holds[self]):
             logits_BTV = self._transformers(input_ids=tokens_BT, use_cache=False, return_dict=True).logits
         if targets_BT is None:
             return logits_BTV
@@ -81,13 +76,14 @@ class HfModel(nn.Module):
         losses = sequence_losses_and_entropy(logits_BTV, targets_BT, options)
         return losses if with_cross_entropy else losses.objective_B
 
-    def parts(self) -> Parts:
-        """See `models/network.py`. A table that is used at both ends belongs to neither, and blocks that share weights to the root."""
+    def units(self) -> list[Unit]:
+        """See `models/network.py`. A table that is used at both ends is in no unit; blocks that share weights are not apart."""
         embedding, output = self._transformers.get_input_embeddings(), self._transformers.get_output_embeddings()
-        blocks = [] if self._shares_between_blocks() else self._blocks
+        apart = not self._shares_between_blocks()
+        blocks = [Unit([block], "block", apart=apart) for block in self._blocks]
         if self.tied or embedding is None or output is None:
-            return Parts([], blocks, [])
-        return Parts([embedding], blocks, [output])
+            return blocks
+        return [Unit([embedding], "first"), *blocks, Unit([output], "last", reshard=False)]
 
     def initial(self, name: str) -> Initial:
         """A parameter's initial values: what transformers' own rules say. They are asked when this is called first."""
@@ -149,6 +145,11 @@ class HfModel(nn.Module):
             total += parameter.numel() * active // parameter.shape[0] if routed else parameter.numel()
         return total
 
+    def flops_per_token(self, sequence_length: int) -> int:
+        """FLOPs of one forward and backward pass per token. Windows, where the model has any, are not known here."""
+        config = self.config
+        return 6 * self.matmul_parameters() + 12 * config.layers * config.heads * config.head_dim * sequence_length
+
     def _shares_between_blocks(self) -> bool:
         """Whether a parameter is used in several blocks, or in one and outside."""
         home: dict[nn.Module, int] = {}
@@ -159,23 +160,17 @@ class HfModel(nn.Module):
         return any(home.get(module) != home.get(owner) for module, names in self.tied.items() for owner, _ in names.values())
 
     def _cut(self) -> dict[nn.Module, list[nn.Module]]:
-        """Modules with weights, by what runs them: a block, an embedding or head by itself (`parts`), or this network, which has all
+        """Modules with weights, by what runs them: a block, an embedding or head by itself (`units`), or this network, which has all
         that is in no unit of FSDP2.
         """
-        parts = self.parts()
-        cut = {unit: list(unit.modules()) for unit in (*parts.embedding, *self._blocks, *parts.head)}
-        apart = {module for unit in (*parts.embedding, *parts.blocks, *parts.head) for module in cut[unit]}
+        units = [(unit.modules[0], unit.apart) for unit in self.units()]
+        cut = {module: list(module.modules()) for module, _ in units}
+        apart = {inner for module, own in units if own for inner in cut[module]}
         cut[self] = [module for module in self.modules() if module not in apart]
         return {unit: [m for m in modules if m._parameters or m in self.tied] for unit, modules in cut.items()}
 
-    def _block(self, block: nn.Module, forward: Any, *args: Any, **options: Any) -> Any:
-        run = functools.partial(self._run, block, forward)
-        if self.recompute_blocks and torch.is_grad_enabled():
-            return checkpoint(run, *args, use_reentrant=False, **options)
-        return run(*args, **options)
-
     def _run(self, unit: nn.Module, forward: Any, *args: Any, **options: Any) -> Any:
-        with self._cast(self._units[unit]):
+        with self._cast(self._holds[unit]):
             return forward(*args, **options)
 
     def _head(self, unit: nn.Module, forward: Any, x: Tensor) -> Tensor:

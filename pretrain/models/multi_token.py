@@ -22,9 +22,10 @@ from torch.nn import functional as F
 from pretrain.data.targets import IGNORED
 from pretrain.models.head import OutputHead
 from pretrain.models.loss import Losses
-from pretrain.models.masks import document_numbers
-
-RunBlock = Callable[[nn.Module, Tensor], Tensor]
+from pretrain.models.masks import Mask, document_numbers
+from pretrain.models.rotary import Tables
+from pretrain.models.router import RouterReport
+from pretrain.models.shape import LayerSpec
 
 
 class MultiTokenDepth(nn.Module):
@@ -38,41 +39,45 @@ class MultiTokenDepth(nn.Module):
         self.block = block
         self.norm = make_norm()
 
-    def compile(self, *args, **options) -> None:
-        """Compile the block, as those of the trunk are; the rest is called with a function that is new in every pass."""
-        self.block.compile(*args, **options)
+    def forward(
+        self, hidden_BTD: Tensor, embedded_BTD: Tensor, rope: Tables | None, mask: Mask | None, counted_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor, RouterReport | None]:
+        """Hidden states for the next depth, the same normed for the head, and what the block's router reports.
 
-    def forward(self, hidden_BTD: Tensor, embedded_BTD: Tensor, run_block: RunBlock) -> tuple[Tensor, Tensor]:
-        """Hidden states for the next depth, and normed for the head; `embedded_BTD` are the tokens this depth adds."""
+        `embedded_BTD` are the tokens this depth adds; the others are what the trunk gives its blocks.
+        """
         both = torch.cat((self.hidden_norm(hidden_BTD), self.token_norm(embedded_BTD)), dim=-1)
-        hidden_BTD = run_block(self.block, F.linear(both, self.projection.to(both.dtype)))
-        return hidden_BTD, self.norm(hidden_BTD)
+        hidden_BTD, report = self.block(F.linear(both, self.projection.to(both.dtype)), rope, mask, None, counted_BT)
+        return hidden_BTD, self.norm(hidden_BTD), report
 
 
 class MultiTokenPrediction(nn.Module):
     """`depths` further tokens predicted in training; nothing of it is used in evaluation or generation."""
 
     def __init__(
-        self, depths: int, dim: int, make_block: Callable[[], nn.Module], make_norm: Callable[[], nn.Module], weight: float
+        self, blocks: list[nn.Module], dim: int, spec: LayerSpec, make_norm: Callable[[], nn.Module], weight: float
     ) -> None:
         super().__init__()
-        if depths < 1 or weight <= 0:
-            raise ValueError(f"multi-token prediction of {depths} depths with weight {weight}: both must be positive")
-        self.weight = weight
-        self.depths = nn.ModuleList(MultiTokenDepth(dim, make_block(), make_norm) for _ in range(depths))
+        if not blocks or weight <= 0:
+            raise ValueError(f"multi-token prediction of {len(blocks)} depths with weight {weight}: both must be positive")
+        self.weight, self.spec = weight, spec
+        self.depths = nn.ModuleList(MultiTokenDepth(dim, block, make_norm) for block in blocks)
 
-    def forward(self, hidden_BTD: Tensor, embedded_BTD: Tensor, run_block: RunBlock) -> list[Tensor]:
-        """Hidden states of every depth, normed for the head.
+    def forward(
+        self, hidden_BTD: Tensor, embedded_BTD: Tensor, rope: Tables | None, mask: Mask | None, counted_BT: Tensor | None
+    ) -> tuple[list[Tensor], list[RouterReport | None]]:
+        """Hidden states of every depth, normed for the head, and the reports of their routers.
 
-        `hidden_BTD` are the trunk's, before its final norm; `embedded_BTD` the embedded tokens that entered the trunk;
-        `run_block(block, x_BTD)` runs a block as the trunk runs its own (positions, mask, recomputation).
+        `hidden_BTD` are the trunk's, before its final norm; `embedded_BTD` the embedded tokens that entered the trunk; the others are
+        what the trunk gives a block of `spec`.
         """
-        normed = []
+        normed, reports = [], []
         for k, depth in enumerate(self.depths, start=1):
             # The last k positions are told of no token; later ones see nothing of them, and their targets are ignored.
-            hidden_BTD, out_BTD = depth(hidden_BTD, shift(embedded_BTD, k, 0.0), run_block)
+            hidden_BTD, out_BTD, report = depth(hidden_BTD, shift(embedded_BTD, k, 0.0), rope, mask, counted_BT)
             normed.append(out_BTD)
-        return normed
+            reports.append(report)
+        return normed, reports
 
     def losses(
         self,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
-from pretrain.config.model_schema import Model
-from pretrain.config.schema import Loss
 from pretrain.models.loss import Losses
 
 Initial = tuple[float, float] | Callable[[int], Tensor]
@@ -17,22 +15,23 @@ Initial = tuple[float, float] | Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The modules that a strategy wraps: each in `embedding` and `blocks` by itself, those of `head` together.
+class Unit:
+    """Modules that a strategy treats together: shards, gathers, recomputes or compiles them."""
 
-    What is in none of them stays with the root. `blocks` are those whose activations are recomputed and that are compiled.
-    """
-
-    embedding: list[nn.Module]
-    blocks: list[nn.Module]
-    head: list[nn.Module]
+    modules: list[nn.Module]
+    role: Literal["first", "block", "last"]
+    """Blocks are recomputed and compiled. What comes `first` embeds tokens; what comes `last` makes logits and losses."""
+    reshard: bool = True
+    """Whether gathered weights may be freed after forward. It is no use for the last unit, whose backward comes at once."""
+    apart: bool = True
+    """Whether its weights are its own. Weights that it shares with other units stay with the root."""
 
 
 class Network(Protocol):
-    """A `torch.nn.Module` with these members. It is built on the meta device; buffers it has keep their values in `to_empty`."""
+    """A `torch.nn.Module` with these members. It is built on the meta device; buffers it has keep their values in `to_empty`.
 
-    recompute_blocks: bool
-    """Whether the activations of blocks are recomputed in backward instead of stored."""
+    It reads as single-device code: no process group, no DTensor, no rank.
+    """
 
     def forward(self, *, with_cross_entropy: bool = False, **inputs: Tensor) -> Tensor | Losses:
         """The summed token losses of each sequence [B], fp32, of a micro-step's tensors, all of which have B rows.
@@ -40,23 +39,17 @@ class Network(Protocol):
         This is what is minimised. `with_cross_entropy`: return the cross-entropy of the targets alone beside it.
         """
 
-    def parts(self) -> Parts:
-        """The modules that strategies wrap."""
+    def units(self) -> list[Unit]:
+        """How the network may be cut, in the order of its forward. Parameters that are in no unit belong to the root."""
 
     def initial(self, name: str) -> Initial:
         """A parameter's initial values, by its name. They must not depend on a layout."""
 
+    def matmul_parameters(self) -> int:
+        """Parameters that a token is multiplied with, those of experts as far as they are active. For FLOP counts."""
 
-def build_network(model: Model, loss: Loss | None = None) -> nn.Module:
-    """The network of a complete `model` section, trained on a loss: cross-entropy alone by default. Build it on the meta device."""
-    if model.family == "hf":
-        from pretrain.models.hf_model import HfModel
+    def flops_per_token(self, *lengths: float) -> int:
+        """FLOPs of one forward and backward pass per token of sequences of a length.
 
-        return HfModel(model, loss)
-    if model.encoder_layers:
-        from pretrain.models.encoder_decoder import EncoderDecoder
-
-        return EncoderDecoder(model, loss)
-    from pretrain.models.decoder import Decoder
-
-    return Decoder(model, loss)
+        An encoder-decoder takes the mean lengths of sources and of targets, and counts per target token.
+        """

@@ -20,8 +20,8 @@ def rotated_width(config: Model) -> int:
     return int(config.head_dim * config.rope.fraction)
 
 
-def rotary_tables(config: Model, length: int, device: torch.device, local: bool = False) -> Tables:
-    """Tables [T, R] for positions 0 to `length`. `local`: those of layers with a sliding window."""
+def rotary_tables(config: Model, positions: Tensor, length: int, local: bool = False) -> Tables:
+    """Tables [T, R] for positions [T], or [B, T, R] for [B, T]. `length`: of the sequence; `local`: for layers with a sliding window."""
     rope, width = config.rope, rotated_width(config)
     theta = rope.local_theta if local else rope.theta
     scaled = rope.scaling != "none" and (rope.scale_local or not local)
@@ -29,7 +29,7 @@ def rotary_tables(config: Model, length: int, device: torch.device, local: bool 
         # The base grows so that the slowest component has turned no further at the end than it had in training.
         stretch = rope.factor * length / rope.original_length - (rope.factor - 1)
         theta = theta * stretch ** (width / (width - 2))
-    exponent = torch.arange(0, width, 2, device=device, dtype=torch.int64).float() / width
+    exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.int64).float() / width
     frequency_R = 1.0 / theta**exponent
     amplitude = 1.0
     if scaled and rope.scaling == "linear":
@@ -39,9 +39,9 @@ def rotary_tables(config: Model, length: int, device: torch.device, local: bool 
     elif scaled and rope.scaling == "yarn":
         frequency_R = _yarn(frequency_R, rope, theta, width)
         amplitude = yarn_amplitude(rope)
-    angle_TR = torch.outer(torch.arange(length, device=device).float(), frequency_R)
-    angle_TR = torch.cat((angle_TR, angle_TR), dim=-1)
-    return angle_TR.cos() * amplitude, angle_TR.sin() * amplitude
+    angle = positions.float()[..., None] * frequency_R
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos() * amplitude, angle.sin() * amplitude
 
 
 def _llama3(frequency: Tensor, rope: Rope) -> Tensor:

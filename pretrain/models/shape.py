@@ -1,10 +1,12 @@
-"""What a model section leaves open is derived here, and what cannot go together is refused."""
+"""Completion of a model section: defaults and derived keys are filled in, what cannot go together is refused, layers are specified."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, nearest_multiples
@@ -54,19 +56,16 @@ def with_values(model: Any, values: dict[str, Any]) -> Any:
     return dataclasses.replace(model, **own, **sections)
 
 
-def complete(model: Model, sequence_length: int | None = None) -> Model:
-    """The section with every derivable key filled in (`vocab_size` stays as it is). Raises ConfigError naming both keys."""
-    from pretrain.models.families import family_of
+def completed(model: Model, switches: Callable[[Model], dict[str, Any]], sequence_length: int | None = None) -> Model:
+    """The section with every derivable key filled in (`vocab_size` stays as it is). `switches`: what its family says of open ones.
 
-    if model.family == "hf":
-        from pretrain.models.hf_config import complete_hf
-
-        return complete_hf(model, sequence_length)
+    Raises ConfigError naming both keys.
+    """
     if model.hf_config is not None:
         raise ConfigError(f"model.hf_config describes the model of model.family=hf, and this is {model.family}; remove it")
     model = _sizes(model, sequence_length)
     said = {name for name, value in flat(model).items() if value is not None}
-    defaults = {name: value for name, value in {**PLAIN, **family_of(model.family).switches(model)}.items() if name not in said}
+    defaults = {name: value for name, value in {**PLAIN, **switches(model)}.items() if name not in said}
     # A family's pattern may be longer than a small model.
     defaults |= {name: defaults[name][: model.layers] for name in PATTERNS if name in defaults}
     model = with_values(model, defaults)
@@ -91,39 +90,9 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
     return model
 
 
-_ALWAYS_SAID = ("family", "dim", "layers", "heads", "vocab_size", "max_sequence_length")
-
-
-def smallest_section(model: Model) -> dict[str, Any]:
-    """The fewest dotted keys of which `complete` makes this complete model again, and its sizes."""
-    if model.family == "hf":
-        said = {"family": "hf", "hf_config": model.hf_config, "max_sequence_length": model.max_sequence_length}
-        shorter = Model(family="hf", hf_config=model.hf_config)
-        return said if complete(shorter) != model else {name: said[name] for name in ("family", "hf_config")}
-    said = {name: value for name, value in flat(model).items() if value is not None}
-    for name in [name for name in said if name not in _ALWAYS_SAID]:
-        fewer = {other: value for other, value in said.items() if other != name}
-        try:
-            if complete(with_values(Model(), fewer)) == model:
-                said = fewer
-        except ConfigError:  # it is needed
-            continue
-    return said
-
-
 def resolved_switches(model: Model) -> dict[str, Any]:
     """The values of a complete section by their paths in a configuration, for `check_effects`."""
     return {f"model.{name}": value for name, value in flat(model).items()}
-
-
-def usual_switches(given: Model, model: Model) -> dict[str, list[Any]]:
-    """Values of switches that say nothing where they are given: those they have anyway. `model`: the given section, complete."""
-    from pretrain.models.families import family_of
-
-    if model.family == "hf":
-        return {}
-    own = {"rope.local_theta": model.rope.theta, **family_of(model.family).switches(given)}
-    return {f"model.{name}": [each[name] for each in (PLAIN, own) if name in each] for name in flat(model)}
 
 
 def _sizes(model: Model, sequence_length: int | None) -> Model:
@@ -304,27 +273,37 @@ def start_token(model: Model, eod_id: int) -> int:
     return eod_id if model.start_id is None else model.start_id
 
 
-def has_encoder(model: Model) -> bool:
-    """Whether a section, complete or not, is of an encoder-decoder."""
-    from pretrain.models.families import family_of
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer is. A block holds its own, so that it is the same layer wherever it is run."""
 
-    return bool(model.encoder_layers) or "encoder_layers" in family_of(model.family).defaults
-
-
-def has_window(model: Model, layer: int) -> bool:
-    """Whether a layer, from 0, has the sliding window."""
-    pattern = model.attention.window_pattern
-    return model.attention.window > 0 and pattern[layer % len(pattern)]
-
-
-def has_rope(model: Model, layer: int) -> bool:
-    """Whether a layer, from 0, rotates queries and keys."""
-    return model.positions == "rope" and model.rope.pattern[layer % len(model.rope.pattern)]
+    mixer: Literal["attention", "latent"]
+    window: int
+    """Positions that a position attends to, itself included; 0: all earlier ones."""
+    rope: bool
+    """Whether queries and keys are rotated."""
+    experts: bool
+    """Whether a mixture of experts is in place of the MLP."""
 
 
-def has_experts(model: Model, layer: int) -> bool:
-    """Whether a layer, from 0, has a mixture of experts in place of the MLP."""
-    return model.experts.count > 0 and layer not in model.experts.dense_layers
+def layer_specs(model: Model) -> list[LayerSpec]:
+    """The layers of a complete model, in order; of an encoder-decoder those of the decoder."""
+    windows = cycled(model.attention.window_pattern, model.layers)
+    rotated = cycled(model.rope.pattern, model.layers)
+    return [
+        LayerSpec(
+            mixer="latent" if model.latent.kv_rank else "attention",
+            window=model.attention.window if windows[layer] else 0,
+            rope=model.positions == "rope" and rotated[layer],
+            experts=model.experts.count > 0 and layer not in model.experts.dense_layers,
+        )
+        for layer in range(model.layers)
+    ]
+
+
+def has_windows(model: Model) -> list[bool]:
+    """By layer, whether it has the sliding window."""
+    return [layer.window > 0 for layer in layer_specs(model)]
 
 
 def cycled(pattern: list[Any], layers: int) -> list[Any]:

@@ -16,9 +16,8 @@ import torch
 
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
-from pretrain.models.families import families
-from pretrain.models.network import build_network
-from pretrain.models.shape import complete
+from pretrain.models import build_network
+from pretrain.models.families import complete, families
 
 
 def family_table() -> str:

@@ -1,13 +1,29 @@
-"""The optimizer, and which parameters it decays."""
+"""Clipping, and the optimizers of a run: which rule updates each parameter, one set of verbs for all, state as named tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from pretrain.config.schema import Optim
 from pretrain.models.layers import Embedding
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a parameter is updated."""
+
+    optimizer: str
+    rate_scale: float
+    """Its learning rate over that of the schedule."""
+    weight_decay: float
 
 
 def decayed(model: nn.Module) -> dict[str, bool]:
@@ -21,17 +37,132 @@ def decayed(model: nn.Module) -> dict[str, bool]:
     }
 
 
-def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
-    """AdamW over groups, decayed and not. Call after the model is placed: sharding replaces parameters."""
-    decays = decayed(model)
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:  # sharded and whole tensors cannot share a group: a fused update takes one kind
-            groups.setdefault((decays[name], isinstance(parameter, DTensor)), []).append(parameter)
-    return torch.optim.AdamW(
-        [{"params": list(p), "weight_decay": config.weight_decay if decay else 0.0} for (decay, _), p in groups.items()],
-        lr=config.lr,
-        betas=tuple(config.betas),
-        eps=config.eps,
-        fused=True,
-    )
+def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
+    """The rule of each parameter that is trained, by name."""
+    return {name: Rule(config.name, 1.0, config.weight_decay if decay else 0.0) for name, decay in decayed(model).items()}
+
+
+def _adamw(groups: list[dict[str, Any]], config: Optim) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
+
+
+_OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], Optim], torch.optim.Optimizer]] = {"adamw": _adamw}
+"""What makes an optimizer of groups of parameters, by `optim.name`. Each state that it keeps must be a tensor."""
+
+
+class OptimizerSet:
+    """The optimizers of a network behind one set of verbs. Make it when the network is placed: sharding replaces parameters.
+
+    `parts`: the modules on this rank, with the parameter names of the whole network.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module], config: Optim) -> None:
+        groups: dict[str, dict[tuple[Rule, bool], list[nn.Parameter]]] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        for part in parts:
+            by_name = rules(part, config)
+            for name, parameter in part.named_parameters():
+                if name in by_name:
+                    self.parameters[name] = parameter
+                    # Sharded and whole tensors cannot share a group: a fused update takes one kind.
+                    kind = by_name[name], isinstance(parameter, DTensor)
+                    groups.setdefault(by_name[name].optimizer, {}).setdefault(kind, []).append(parameter)
+        self.optimizers = [
+            _OPTIMIZERS[name](
+                [
+                    {"params": members, "weight_decay": rule.weight_decay, "rate_scale": rule.rate_scale}
+                    for (rule, _), members in own.items()
+                ],
+                config,
+            )
+            for name, own in groups.items()
+        ]
+
+    def step(self, rate: float) -> None:
+        """Update every parameter by its gradient; `rate` is the schedule's learning rate of this step."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["rate_scale"]
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `clip_gradients`."""
+        return clip_gradients(self.parameters.values(), max_norm)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is state yet: after the first step, or `create_state`."""
+        return any(optimizer.state for optimizer in self.optimizers)
+
+    def create_state(self) -> None:
+        """Lay out the state where there is none, as before the first step. Gradients are forgotten."""
+        if self.has_state:
+            return
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        self.step(0.0)  # of zero gradients and at rate zero, it changes no weight
+        self.zero_grad()
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"].zero_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state as `<state>.<parameter>`, e.g. `exp_avg.layers.0.mlp.up.weight`; it shares memory. Creates it if need be."""
+        self.create_state()
+        tensors = {}
+        for name, parameter in self.parameters.items():
+            for optimizer in self.optimizers:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    tensors[f"{key}.{name}"] = value
+        return tensors
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale gradients in place so that their global 2-norm is at most `max_norm` (0: leave them); return the norm before.
+
+    Squares are added in fp64: fp32 sums over half a million elements are off by some 1e-6, differently for whole and for
+    sharded tensors. The result is a plain fp64 scalar on the gradients' device, equal on all ranks (Pascanu et al.,
+    arXiv 1211.5063; the factor is that of torch.nn.utils.clip_grad_norm_). Raises RuntimeError for a gradient whose parts do not add
+    up to its norm in a known way.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    squares: dict[object, list[Tensor]] = {}
+    for gradient, norm in zip(gradients, torch._foreach_norm(local, 2, dtype=torch.float64)):
+        squares.setdefault(_sharding_of(gradient), []).append(norm.square())
+    total = torch.zeros((), dtype=torch.float64, device=local[0].device)
+    for sharding, values in squares.items():
+        total += _sum_over_shards(torch.stack(values).sum(), sharding).to(total.device)
+    total = total.sqrt()
+    if max_norm > 0:
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(local, factor.to(local[0].dtype))
+    return total
+
+
+def _sharding_of(gradient: Tensor) -> tuple | None:
+    """The mesh and its axes that a gradient is sharded over; None for a tensor that is whole on every rank."""
+    if not isinstance(gradient, DTensor):
+        return None
+    for placement in gradient.placements:
+        if not isinstance(placement, (Shard, _StridedShard, Replicate)):
+            raise RuntimeError(
+                f"a gradient is placed as {gradient.placements}: its norm does not follow from those of its parts"
+            )
+    axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate))
+    return gradient.device_mesh, axes
+
+
+def _sum_over_shards(squares: Tensor, sharding: tuple | None) -> Tensor:
+    if sharding is not None:
+        mesh, axes = sharding
+        for axis in axes:
+            dist.all_reduce(squares, group=mesh.get_group(axis))
+    return squares

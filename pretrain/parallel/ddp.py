@@ -15,30 +15,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.config.schema import Config
-from pretrain.distributed.ranks import Ranks
-from pretrain.parallel.layout import Layout
+from pretrain.distributed.mesh import Mesh
 
 
 class DataParallel:
     """DDP whose reductions sum, deferred to the last micro-step unless `grad_sync: every`."""
 
-    def __init__(self, config: Config, layout: Layout, ranks: Ranks) -> None:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config = config
-        self.device = ranks.device
-        self.data_rank = ranks.rank
-        self.replicas = layout.replicate
+        self.device = mesh.device
+        self.replicas = mesh.sizes["replicate"]
         self.every = config.parallel.grad_sync == "every"
         # DDP lays its buckets out anew after the first iteration, which changes the order in which more than two ranks are
         # summed: a resumed run would differ in the last bit. It does not while it looks for unused parameters.
-        self.keep_buckets = config.run.deterministic and layout.replicate > 2
+        self.keep_buckets = config.run.deterministic and self.replicas > 2
         self.wrapped: DistributedDataParallel | None = None
 
-    def place(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
-        model.to_empty(device=self.device)
-        fill(model)
+    def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
+        network.to_empty(device=self.device)
+        fill(network)
         options = self.config.parallel.ddp
         self.wrapped = DistributedDataParallel(
-            model,
+            network,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             bucket_cap_mb=options.bucket_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,

@@ -16,43 +16,36 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from pretrain.config.schema import Config
-from pretrain.distributed.ranks import Ranks
+from pretrain.distributed.mesh import Mesh
 from pretrain.models.head import OutputHead
 from pretrain.models.layers import Embedding
-from pretrain.parallel.layout import Layout
-from pretrain.parallel.strategy import DTYPES
+from pretrain.parallel.blocks import DTYPES
 
 
 class FullyShard:
     """`fully_shard` per unit, reductions that sum."""
 
-    def __init__(self, config: Config, layout: Layout, ranks: Ranks) -> None:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config = config
-        self.device = ranks.device
-        self.data_rank = ranks.rank
-        self.hybrid = layout.replicate > 1
-        if self.hybrid:
-            shape, names = (layout.replicate, layout.shard), ("replicate", "shard")
-        else:
-            shape, names = (layout.shard,), ("shard",)
-        self.mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+        self.device = mesh.device
+        self.hybrid = mesh.sizes["replicate"] > 1
+        self.mesh = mesh.device_mesh("replicate", "shard") if self.hybrid else mesh.device_mesh("shard")
         self.reduce_dtype = DTYPES[config.precision.reduce]
         self.root: FSDPModule | None = None
         self.vectors: list[nn.Parameter] = []
 
-    def place(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
-        self._shard(model)
-        model.to_empty(device="cpu" if self.config.parallel.offload else self.device)
-        _bring_vectors(model, self.device)  # with offload, FSDP2 brings the matrices to the device, and nothing else
-        self.vectors = [p for p in model.parameters() if _is_whole(p) and p.requires_grad]
-        fill(model)
-        return model
+    def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
+        self._shard(network)
+        network.to_empty(device="cpu" if self.config.parallel.offload else self.device)
+        _bring_vectors(network, self.device)  # with offload, FSDP2 brings the matrices to the device, and nothing else
+        self.vectors = [p for p in network.parameters() if _is_whole(p) and p.requires_grad]
+        fill(network)
+        return network
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, network: nn.Module) -> None:
         options = {
             "mesh": self.mesh,
             # Inputs are left alone: rotary tables stay fp32, as they do under every other strategy.
@@ -60,17 +53,17 @@ class FullyShard:
                 param_dtype=DTYPES[self.config.precision.compute], reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
             ),
             "offload_policy": self._offload_policy(),
-            "ignored_params": {parameter for parameter in model.parameters() if _is_whole(parameter)},
+            "ignored_params": {parameter for parameter in network.parameters() if _is_whole(parameter)},
         }
-        reshard, parts = self.config.parallel.reshard_after_forward, model.parts()
-        for unit in (*parts.embedding, *parts.blocks):
-            fully_shard(unit, reshard_after_forward=reshard, **options)
-        if parts.head:
-            # Used last in forward and first in backward: freeing it in between would only gather it again.
-            fully_shard(parts.head, reshard_after_forward=False, **options)
-        fully_shard(model, reshard_after_forward=False, **options)
-        self.root = model
-        for module in model.modules():
+        for unit in network.units():
+            if unit.apart:
+                reshard = unit.reshard and self.config.parallel.reshard_after_forward
+                fully_shard(
+                    unit.modules if len(unit.modules) > 1 else unit.modules[0], reshard_after_forward=reshard, **options
+                )
+        fully_shard(network, reshard_after_forward=False, **options)
+        self.root = network
+        for module in network.modules():
             if isinstance(module, FSDPModule):
                 # Sum, never average. gloo has no pre-multiplied sum, which a divide factor would otherwise use.
                 module.set_force_sum_reduction_for_comms(True)

@@ -28,6 +28,11 @@ class Layout:
     """Micro-steps of a step of `batch.sequences`; a step of a ramp has others. 0 on pairs, where each step has its own number."""
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh (`distributed/mesh.py`)."""
+        return {"replicate": self.replicate, "shard": self.shard}
+
+    @property
     def data_size(self) -> int:
         """Ranks that see different samples."""
         return self.replicate * self.shard

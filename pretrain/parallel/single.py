@@ -7,21 +7,20 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from pretrain.distributed.ranks import Ranks
+from pretrain.config.schema import Config
+from pretrain.distributed.mesh import Mesh
 
 
 class Single:
-    """The reference that every other strategy must equal."""
+    """The reference that every other layout must equal."""
 
-    data_rank = 0
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.device = mesh.device
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.device = ranks.device
-
-    def place(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
-        model.to_empty(device=self.device)
-        fill(model)
-        return model
+    def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
+        network.to_empty(device=self.device)
+        fill(network)
+        return network
 
     def release(self) -> None:
         return None

@@ -1,69 +1,89 @@
-"""The switch: how a model is spread over ranks, behind verbs that the training loop uses without knowing which is in force.
+"""The switch: how a network is spread over ranks, behind verbs that the training loop uses without knowing which layout is in force.
 
-A strategy is one file. It gets a model on the meta device, gives back what to call, and says how gradients of several
-micro-steps are synchronised. In every strategy the gradient that ends up in `parameter.grad` is the sum over all ranks and
-micro-steps: the loop divides the loss by the target tokens of the whole step, once, and nothing is averaged after that.
+In every layout the gradient that ends up in `parameter.grad` is the sum over all ranks and micro-steps: the loss is divided by the target
+tokens of the whole step, once, and nothing is averaged after that. `Strategy` composes what the axes need:
+
+    blocks.py        number formats, recomputation, compilation: alike under every layout
+    single.py, ddp.py, fsdp.py
+                     the data axes: where weights lie, and how gradients of different samples are added (`DataAxes`)
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pretrain.config.schema import Config
-from pretrain.distributed.ranks import Ranks
-from pretrain.parallel.layout import Layout
+from pretrain.data.loader import StepBatch
+from pretrain.distributed.mesh import Mesh
+from pretrain.models.loss import Losses
+from pretrain.parallel.blocks import prepare_blocks
+from pretrain.parallel.initialise import initialise
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DATA_AXES = {"single": "single.Single", "ddp": "ddp.DataParallel", "fsdp": "fsdp.FullyShard"}
+"""By `parallel.strategy`: what is made with (config, mesh) for it. Imported when it is used."""
 
 
-class Strategy(Protocol):
-    """What the training loop asks of a layout."""
+class DataAxes(Protocol):
+    """How ranks that see different samples hold the weights, and how they add their gradients."""
 
-    data_rank: int
-    """This rank's place among the ranks that see different samples."""
+    def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
+        """Put a meta-device network on this rank, give its parameters values with `fill`, return what to call.
 
-    def place(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
-        """Put a meta-device model on this rank, give its parameters values with `fill`, return what to call.
-
-        `model` is a network (models/network.py); the result has its forward, and `model` itself keeps the plain parameter names.
+        The result has the network's forward, and the network itself keeps the plain parameter names.
         """
-        ...
-
-    def release(self) -> None:
-        """Give up what a forward pass without backward leaves behind; parameters are the sharded ones again."""
-        ...
 
     def micro_step(self, last: bool) -> AbstractContextManager:
         """Around the forward and backward of a micro-step: gradients are synchronised as `parallel.grad_sync` says."""
-        ...
+
+    def release(self) -> None:
+        """Give up what a forward pass without backward leaves behind; parameters are the sharded ones again."""
 
 
-def build_strategy(config: Config, layout: Layout, ranks: Ranks) -> Strategy:
-    """The strategy of a layout. Imports only what that strategy needs."""
-    if layout.strategy == "single":
-        from pretrain.parallel.single import Single
+class Strategy:
+    """A network on this rank, as the training loop holds it: `place` it once, then compute with it."""
 
-        return Single(ranks)
-    if layout.strategy == "ddp":
-        from pretrain.parallel.ddp import DataParallel
+    def __init__(self, strategy: str, config: Config, mesh: Mesh) -> None:
+        module, kind = _DATA_AXES[strategy].split(".")
+        self.config, self.mesh = config, mesh
+        self.data_axes: DataAxes = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(config, mesh)
 
-        return DataParallel(config, layout, ranks)
-    from pretrain.parallel.fsdp import FullyShard
+    def place(self, network: nn.Module) -> None:
+        """Spread a network that is on the meta device over the ranks, and draw its initial weights."""
+        prepare_blocks(network, self.config)
+        self.network = network
+        self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed))
 
-    return FullyShard(config, layout, ranks)
+    def parts(self) -> list[nn.Module]:
+        """The modules on this rank whose parameters are trained and saved, by the names of the whole network."""
+        return [self.network]
 
+    def forward_backward(self, batch: StepBatch, target_tokens: int) -> Losses:
+        """Gradients of this rank's share of a step; the losses of its sequences, [B] each, not yet divided.
 
-def prepare_blocks(model: nn.Module, config: Config) -> None:
-    """What every strategy does alike: compute format, recomputation, compilation block by block."""
-    for module in model.modules():
-        if hasattr(module, "compute_dtype"):
-            module.compute_dtype = DTYPES[config.precision.compute]
-    model.recompute_blocks = config.parallel.activation_checkpointing
-    if config.parallel.compile:
-        for block in model.parts().blocks:
-            block.compile()
+        `target_tokens`: of the whole step, over all ranks.
+        """
+        micro_steps = batch.micro_steps(self.config.batch.micro_sequences)
+        losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
+        return Losses(*(torch.cat(part) for part in zip(*losses)))
+
+    def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> Losses:
+        inputs = batch.micro(index, self.config.batch.micro_sequences, self.mesh.device)
+        with self.data_axes.micro_step(last=last):
+            losses = self._call(**inputs, with_cross_entropy=True)
+            (losses.objective_B.sum() / target_tokens).backward()
+        return Losses(losses.objective_B.detach(), losses.cross_entropy_B)
+
+    @torch.no_grad()
+    def evaluate(self, **inputs: object) -> Tensor:
+        """The network's forward without gradients: losses with targets, else logits. Call `release` after the last one."""
+        return self._call(**inputs)
+
+    def release(self) -> None:
+        """Give up what `evaluate` leaves behind, before the next step."""
+        self.data_axes.release()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
-from pretrain.distributed.ranks import Ranks
+from pretrain.distributed.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class ExpertLoads:
     """Of a model without experts: nothing to do, nothing to report. All methods are called by all ranks together."""
 
-    def __init__(self, model: nn.Module, config: Model, ranks: Ranks) -> None:
-        self.model, self.config, self.ranks = model, config.experts, ranks
+    def __init__(self, model: nn.Module, config: Model, mesh: Mesh) -> None:
+        self.model, self.config, self.mesh = model, config.experts, mesh
         self.routers = model.routers() if config.experts.count else {}
         # None in a model of transformers', whose routers are its own affair.
         self.since_report = torch.zeros(len(self.routers), config.experts.count or 0, dtype=torch.int64)
@@ -30,7 +30,7 @@ class ExpertLoads:
         """Go on from the `last` of a checkpoint; without, the first step counts loads as even, which pulls nowhere."""
         if self.by_last_step and last is not None:
             self._share(torch.tensor(last))
-        elif self.by_last_step and self.ranks.is_main:
+        elif self.by_last_step and self.mesh.ranks.is_main:
             log.info("experts: the loads of no step are known yet, so the balancing loss of the first one pulls nowhere")
 
     def _share(self, counts_LE: Tensor) -> None:
@@ -45,9 +45,11 @@ class ExpertLoads:
         if not self.routers:
             return {}
         reports = self.model.take_router_reports()
-        counts_LE = self.ranks.sum("loads of experts", torch.stack([reports[layer].counts_E for layer in self.routers]))
+        counts_LE = self.mesh.sum_over_loss(
+            "loads of experts", torch.stack([reports[layer].counts_E for layer in self.routers])
+        )
         losses = torch.stack([reports[layer].loss_B for layer in self.routers])
-        loss = self.ranks.sum("losses of routers", losses.double().sum())
+        loss = self.mesh.sum_over_loss("losses of routers", losses.double().sum())
         self.since_report += counts_LE
         if self.config.correction_rate:
             for router, counts_E in zip(self.routers.values(), counts_LE):
@@ -65,7 +67,7 @@ class ExpertLoads:
         """By layer: target tokens that each expert got since the last call, and the largest load over the mean one."""
         if not self.routers:
             return {}
-        counts = {str(layer): counts_E.tolist() for layer, counts_E in zip(self.routers, self.since_report)}
+        counts = {layer: counts_E.tolist() for layer, counts_E in zip(self.routers, self.since_report)}
         self.since_report.zero_()
         return {"experts": counts, "expert_load": {layer: max(c) * len(c) / max(1, sum(c)) for layer, c in counts.items()}}
 

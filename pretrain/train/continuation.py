@@ -21,6 +21,7 @@ from pretrain.data.text.stream import Cursor, continue_cursors
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError
 from pretrain.observe.metrics import duration
+from pretrain.optim.optimizer import OptimizerSet
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.starting_point import StartingPoint
@@ -58,7 +59,7 @@ class Continuation:
         directory: RunDirectory,
         origin: StartingPoint,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: OptimizerSet,
         data_rank: int,
     ) -> None:
         self.plan, self.ranks, self.directory, self.origin = plan, ranks, directory, origin
@@ -85,7 +86,7 @@ class Continuation:
         if self._saved_step == progress.step:
             return
         started = time.monotonic()
-        tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
+        tensors = model_tensors(self.model) | optimizer_tensors(self.optimizer)
         self._check_finite(progress.step, tensors)
         # Not the file in the run directory, which somebody may be editing for the next start.
         attachments = {"config.yaml": to_yaml(self.plan.config), **self.plan.data.attachments}
@@ -159,7 +160,7 @@ class Continuation:
         rng = self.ranks.attempt(
             "generators of a checkpoint", lambda: self._generators(checkpoint, state["world_size"]), CheckpointError
         )
-        load_tensors(checkpoint, model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer) | rng, self.ranks)
+        load_tensors(checkpoint, model_tensors(self.model) | optimizer_tensors(self.optimizer) | rng, self.ranks)
         restore_rng(rng, self.ranks)
         if self.ranks.is_main:
             step, samples, layout = state["step"], state["samples"], state["layout"]

@@ -25,13 +25,13 @@ from pretrain.data.stream import Stream
 from pretrain.data.text.training import TextTraining
 from pretrain.data.training_data import TrainingData, open_data, open_objective, sentinel_ids
 from pretrain.errors import ConfigError
+from pretrain.models import build_network
 from pretrain.models.decoder import count_parameters
-from pretrain.models.families import family_of
+from pretrain.models.families import complete, family_of
 from pretrain.models.masks import attention_backend
-from pretrain.models.network import build_network
 from pretrain.models.router import check_router
-from pretrain.models.shape import check_encoder, complete, resolved_switches, usual_switches
-from pretrain.observe.flops import flops_per_target_token, flops_per_token
+from pretrain.models.shape import check_encoder, resolved_switches
+from pretrain.observe.flops import flops_per_token
 from pretrain.observe.translation import require_sacrebleu
 from pretrain.optim.schedule import fit
 from pretrain.parallel.layout import Layout, plan_layout
@@ -59,10 +59,10 @@ class Plan:
     def flops_per_token(self) -> int:
         """Of forward and backward; of an encoder-decoder per target token, of which `tokens_per_second` counts."""
         if isinstance(self.data, PairTraining):
-            return flops_per_target_token(self.config.model, *self.data.mean_lengths)
+            return flops_per_token(self.config.model, *self.data.mean_lengths)
         if isinstance(self.objective, SpanCorruption):
             spans = self.objective.spans
-            return flops_per_target_token(self.config.model, spans.source_length, spans.target_length)
+            return flops_per_token(self.config.model, spans.source_length, spans.target_length)
         return flops_per_token(self.config.model, self.config.data.sequence_length)
 
     @property
@@ -191,7 +191,7 @@ def usual_values(given: Config, model: Model | None = None) -> dict[str, list[An
 
     `model`: the model's section, complete.
     """
-    return {"data.seed": [given.run.seed]} | (usual_switches(given.model, model) if model else {})
+    return {"data.seed": [given.run.seed]} | (family_of(given.model.family).usual_switches(given.model, model) if model else {})
 
 
 def model_size(config: Config) -> int:

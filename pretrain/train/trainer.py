@@ -20,17 +20,17 @@ from pretrain.checkpoint.export_check import ExportCheck
 from pretrain.data.loader import StepBatch
 from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.data.training_data import build_loader
+from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
-from pretrain.models.network import build_network
+from pretrain.models import build_network
 from pretrain.observe.flops import peak_flops
 from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.metrics import Metrics, Window, evaluation_parts, last_record, last_step, progress_line
-from pretrain.optim.clip import clip_gradients
-from pretrain.optim.optimizer import build_optimizer
+from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.schedule import learning_rate
-from pretrain.parallel.initialise import initialise
-from pretrain.parallel.strategy import DTYPES, build_strategy, prepare_blocks
+from pretrain.parallel.blocks import DTYPES
+from pretrain.parallel.strategy import Strategy
 from pretrain.train.balancing import ExpertLoads
 from pretrain.train.continuation import Continuation
 from pretrain.train.gradients import refuse_untrained, write_gradients
@@ -60,25 +60,25 @@ class Trainer:
         self.plan, self.ranks, self.directory = plan, ranks, directory
         self.config = plan.config
         self._build()
-        data_rank, data_size = self.strategy.data_rank, plan.layout.data_size
+        data_rank, data_size = self.mesh.data_rank, self.mesh.data_size
         self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer, data_rank)
         self.progress = self.continuation.restore()
         self.expert_loads.restore(self.progress.loads)
         pin, cursor = ranks.device.type == "cuda", self.progress.cursor
         self.loader = build_loader(plan.config, plan.data, plan.objective, plan.schedule, data_rank, data_size, cursor, pin=pin)
-        self.evaluation = Evaluation(plan.config, plan.validation, self.call, self.strategy, self.loader, ranks)
+        self.evaluation = Evaluation(plan.config, plan.validation, self.strategy, self.loader, ranks)
         self.skipped_in_a_row = 0
 
     def _build(self) -> None:
         config = self.config
         torch.manual_seed(config.run.seed + self.ranks.rank)
-        self.strategy = build_strategy(config, self.plan.layout, self.ranks)
+        self.mesh = Mesh(self.plan.layout.axes, self.ranks)
+        self.strategy = Strategy(self.plan.layout.strategy, config, self.mesh)
         with torch.device("meta"):
             self.model = build_network(config.model, config.loss)
-        prepare_blocks(self.model, config)
-        self.call = self.strategy.place(self.model, lambda model: initialise(model, config.run.seed))
-        self.optimizer = build_optimizer(self.model, config.optim)
-        self.expert_loads = ExpertLoads(self.model, config.model, self.ranks)
+        self.strategy.place(self.model)
+        self.optimizer = OptimizerSet(self.strategy.parts(), config.optim)
+        self.expert_loads = ExpertLoads(self.model, config.model, self.mesh)
         stored = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         if stored != {DTYPES[config.precision.master]}:
             raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
@@ -92,26 +92,23 @@ class Trainer:
         """One optimizer step on this rank's share of the global batch; the numbers to report, equal on all ranks."""
         config, number = self.config, self.progress.step + 1
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        micro_steps = batch.micro_steps(config.batch.micro_sequences)
         with self.ranks.part(f"step {number}: forward and backward", device=True):
-            losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
-            if not self.optimizer.state:
+            losses = self.strategy.forward_backward(batch, target_tokens)
+            if not self.optimizer.has_state:
                 refuse_untrained(self.model, config.data.sequence_length)
             if number in config.log.gradients_at:
                 write_gradients(self.directory.path, number, self.model, self.ranks)
-            grad_norm = float(clip_gradients(self.model.parameters(), config.optim.clip))
-        summed = torch.stack([torch.cat(part).double().sum() for part in zip(*losses)])
-        objective, loss = (self.ranks.sum(f"loss of step {number}", summed) / target_tokens).tolist()
+            grad_norm = float(self.optimizer.clip(config.optim.clip))
+        summed = torch.stack([part.double().sum() for part in losses])
+        objective, loss = (self.mesh.sum_over_loss(f"loss of step {number}", summed) / target_tokens).tolist()
         routers: dict[str, Any] = {}
         if math.isfinite(objective) and math.isfinite(grad_norm):
-            self.optimizer.step()
+            self.optimizer.step(rate)
             routers = self.expert_loads.after_step(target_tokens)
             self.skipped_in_a_row = 0
         else:
-            self._skip_step(number, batch, torch.cat([objective_B for objective_B, _ in losses]), objective, grad_norm)
-        self.optimizer.zero_grad(set_to_none=True)
+            self._skip_step(number, batch, losses.objective_B, objective, grad_norm)
+        self.optimizer.zero_grad()
         self.progress.step = number
         self.progress.samples += batch.sequences
         self.progress.cursor = batch.cursor
@@ -123,14 +120,6 @@ class Trainer:
         if self.progress.skipped:
             numbers["skipped"] = self.progress.skipped
         return numbers | {"grad_norm": grad_norm, "lr": rate, **routers}
-
-    def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is minimised, and the cross-entropy alone; both for each sequence, [B]."""
-        inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
-        with self.strategy.micro_step(last=last):
-            losses = self.call(**inputs, with_cross_entropy=True)
-            (losses.objective_B.sum() / target_tokens).backward()
-        return losses.objective_B.detach(), losses.cross_entropy_B
 
     def _skip_step(self, number: int, batch: StepBatch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
         """Leave weights, moments and balancing as they are. Raises TrainingError where no more steps may be skipped."""
@@ -203,7 +192,7 @@ class Trainer:
 
     def _agree(self, batch: StepBatch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
-        tokens, digest = (batch.target_tokens, batch.digest) if batch else (0, 0)
+        tokens, digest = (batch.target_tokens, batch.digest) if batch and self.mesh.counts_samples else (0, 0)
         said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, self.continuation.is_due()])
         tokens, digests, problems, stops, saves = self.ranks.sum(f"start of step {self.progress.step + 1}", said).tolist()
         if problems:

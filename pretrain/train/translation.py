@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
 
 from pretrain.checkpoint.open_model import open_translator
 from pretrain.config.schema import Config
@@ -29,7 +30,7 @@ CHUNK = 64
 
 
 def translate_and_score(
-    call: nn.Module, pairs: PreparedPairs, config: Config, ranks: Ranks, poll: StopPoll
+    call: Callable[..., Tensor], pairs: PreparedPairs, config: Config, ranks: Ranks, poll: StopPoll
 ) -> dict[str, float] | None:
     """Scores of the translations of a validation source, on the main rank; None on the others, who decode their share.
 
@@ -56,7 +57,7 @@ def translate_and_score(
 
 
 def translate_sources(
-    call: nn.Module,
+    call: Callable[..., Tensor],
     sources: list[np.ndarray],
     layers: int,
     start_id: int,

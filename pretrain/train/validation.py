@@ -5,11 +5,12 @@ A request to stop is honoured within: the evaluation is left, and nothing of it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
 
 from pretrain.config.schema import Config
 from pretrain.data.pairs.prepared import PreparedPairs
@@ -30,13 +31,12 @@ class Evaluation:
         self,
         config: Config,
         sources: list[Samples] | list[PreparedPairs],
-        call: nn.Module,
         strategy: Strategy,
         loader: BatchLoader,
         ranks: Ranks,
     ) -> None:
         self.config, self.sources, self.loader, self.ranks = config, sources, loader, ranks
-        self.call, self.strategy = call, strategy
+        self.strategy = strategy
 
     def due(self, step: int) -> list[str]:
         """What is to be evaluated after a step: `validation`, `translation`, both or nothing."""
@@ -64,15 +64,15 @@ class Evaluation:
         batch, rows = self.config.batch, self.config.batch.micro_sequences
         if isinstance(source, PreparedPairs):
             rows = max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
-        return validate(self.call, source, self.config.validation.sequences, rows, self.loader, self.ranks, poll)
+        return validate(self.strategy.evaluate, source, self.config.validation.sequences, rows, self.loader, self.ranks, poll)
 
     def _translate(self, source: PreparedPairs, poll: StopPoll) -> dict[str, float] | None:
-        return translate_and_score(self.call, source, self.config, self.ranks, poll)
+        return translate_and_score(self.strategy.evaluate, source, self.config, self.ranks, poll)
 
 
 @torch.no_grad()
 def validate(
-    call: nn.Module,
+    call: Callable[..., Tensor],
     source: Samples | PreparedPairs,
     sequences: int,
     rows: int,

@@ -16,7 +16,7 @@ from pretrain.config.schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import UserError
 from pretrain.models.decoder import Decoder
-from pretrain.models.shape import complete
+from pretrain.models.families import complete
 from pretrain.parallel.initialise import initialise
 
 SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, init_std=0.2)

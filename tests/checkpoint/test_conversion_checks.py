@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from pretrain.config.model_schema import Attention, Experts, Model, Rope
 from pretrain.config.schema import Config
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.models import decoder, rotary
-from pretrain.models.families import families, family_of
-from pretrain.models.shape import complete, flat, resolved_switches, smallest_section, usual_switches
+from pretrain.models.families import complete, families, family_of
+from pretrain.models.shape import flat, resolved_switches
 
 MOE = dataclasses.replace(SMALL, family="qwen3_moe", experts=Experts(count=4, active=2, ffn_dim=22, dense_layers=[0]))
 
@@ -67,7 +68,8 @@ def test_a_comparison_reaches_beyond_windows_and_says_how_far(byte_tokenizer, tm
 def test_a_window_that_is_computed_otherwise_is_found(byte_tokenizer, tmp_path, monkeypatch):
     """M-D4: with 64 positions, a model without the window passed for one of 80."""
     checkpoint = write(tmp_path / "checkpoint", byte_tokenizer, WINDOWED)
-    monkeypatch.setattr(decoder, "has_window", lambda model, layer: False)
+    specs = decoder.layer_specs
+    monkeypatch.setattr(decoder, "layer_specs", lambda model: [replace(spec, window=0) for spec in specs(model)])
     with pytest.raises(CheckpointError, match="transformers' logits differ from ours by .* on 144 tokens"):
         export(checkpoint, tmp_path / "out", verify=True)
 
@@ -312,10 +314,12 @@ def test_an_import_says_its_model_in_a_file_to_include(byte_tokenizer, tmp_path,
     section = load_config(tmp_path / "run.yaml")[0].model
     imported = read_checkpoint(tmp_path / "imported")[0]
     assert complete(section) == imported
-    check_effects(Config(model=section), resolved_switches(imported), usual_switches(section, imported))
+    check_effects(
+        Config(model=section), resolved_switches(imported), family_of(section.family).usual_switches(section, imported)
+    )
     assert "model.yaml" in json.loads((tmp_path / "imported" / "manifest.json").read_text())["files"]
     # As few keys as can be, so that a person can read it.
-    said = smallest_section(imported)
+    said = family_of(imported.family).smallest_section(imported)
     assert flat(section) == {**flat(Model()), **said} and len(said) <= 16
     assert yaml.safe_load((tmp_path / "imported" / "model.yaml").read_text())["model"]["family"] == model.family
 

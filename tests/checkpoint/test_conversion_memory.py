@@ -23,7 +23,7 @@ from pretrain.checkpoint.safetensors_file import SafetensorsFile
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.checkpoint.streamed import SavedTensors, on_meta
 from pretrain.checkpoint.weight_plan import shapes_of
-from pretrain.models.shape import complete
+from pretrain.models.families import complete
 
 MB = 2**20
 ROOT = Path(__file__).resolve().parents[2]

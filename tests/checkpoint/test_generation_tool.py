@@ -22,9 +22,9 @@ from pretrain.checkpoint.open_model import open_model, read_checkpoint
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.models import build_network
+from pretrain.models.families import complete
 from pretrain.models.generate import generate
-from pretrain.models.network import build_network
-from pretrain.models.shape import complete
 from pretrain.parallel.initialise import initialise
 
 

@@ -16,8 +16,7 @@ from pretrain.config.model_schema import Attention, Mlp, Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.training import train_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError
-from pretrain.models.families import family_of
-from pretrain.models.shape import complete
+from pretrain.models.families import complete, family_of
 
 STAND_IN = """
 import argparse, json, sys

@@ -18,7 +18,7 @@ from pretrain.checkpoint.hf_import import import_model
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError, UserError
-from pretrain.models.shape import complete
+from pretrain.models.families import complete
 
 
 def test_a_missing_a_surplus_and_a_misshapen_tensor_are_named(copied, tmp_path):

@@ -22,7 +22,7 @@ from pretrain.checkpoint.hf_import import ALONE
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.models.network import build_network
+from pretrain.models import build_network
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "clients"
 LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"

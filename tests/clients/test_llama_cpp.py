@@ -20,10 +20,9 @@ from pretrain.checkpoint.gguf import plan_gguf
 from pretrain.checkpoint.open_model import open_model
 from pretrain.config.model_schema import Attention, Experts, Latent, Mlp, Model, Rope
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.models.families import family_of
+from pretrain.models.families import complete, family_of
 from pretrain.models.families.other_readers import llama_cpp_problem
 from pretrain.models.generate import generate
-from pretrain.models.shape import complete
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 READER = Path(__file__).with_name("read_with_llama_cpp.py")

@@ -13,7 +13,7 @@ from other_programs import child_environment, exported
 
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.models.shape import complete
+from pretrain.models.families import complete
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 READER = Path(__file__).with_name("read_with_lm_eval.py")

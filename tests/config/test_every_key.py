@@ -19,8 +19,8 @@ from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.data.training_data import build_loader
 from pretrain.errors import ConfigError, UserError
-from pretrain.models.network import build_network
-from pretrain.optim.optimizer import build_optimizer
+from pretrain.models import build_network
+from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.schedule import learning_rate
 from pretrain.parallel.initialise import initialise
 from pretrain.train.plan import make_plan
@@ -185,7 +185,7 @@ def network_signature(config: Config, inputs: dict[str, Any]) -> Any:
         model = build_network(config.model, config.loss)
     model.to_empty(device="cpu")
     initialise(model, config.run.seed)
-    optimizer = build_optimizer(model, config.optim)
+    [optimizer] = OptimizerSet([model], config.optim).optimizers
     losses = model.train()(**inputs)
     losses.sum().backward()
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -41,11 +41,11 @@ def train_badly(
         setattr(importlib.import_module("pretrain.distributed.monitor"), constant, value)
     from pretrain.checkpoint import save
     from pretrain.data.loader import Loader
-    from pretrain.train.trainer import Trainer
+    from pretrain.parallel.strategy import Strategy
 
     owner, name, when = {
         "next batch": (Loader, "read", 4),
-        "forward": (Trainer, "_micro_step", 7),  # 2 micro-steps to a step: in step 4
+        "forward": (Strategy, "_micro_step", 7),  # 2 micro-steps to a step: in step 4
         "save": (save, "_save_payload", 1),
         "flush": (save, "flush", 1),
     }[place]

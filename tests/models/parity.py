@@ -9,10 +9,10 @@ import torch
 from family_cases import FAMILIES
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families import family_of
+from pretrain.models import build_network
+from pretrain.models.families import complete, family_of
 from pretrain.models.families.weights import resolve
-from pretrain.models.network import build_network
-from pretrain.models.shape import complete, with_values
+from pretrain.models.shape import with_values
 
 LONGEST = 64
 

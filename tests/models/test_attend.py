@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pretrain.config.model_schema import Attention, Model
 from pretrain.models.attend import attend
 from pretrain.models.decoder import Decoder
+from pretrain.models.families import complete
 from pretrain.models.masks import attention_mask, document_numbers
-from pretrain.models.shape import complete
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 CPU = torch.device("cpu")

@@ -21,9 +21,10 @@ from pretrain.errors import ConfigError
 from pretrain.models import attend
 from pretrain.models import decoder as decoder_module
 from pretrain.models.decoder import Decoder
+from pretrain.models.families import complete
 from pretrain.models.masks import attention_backend, attention_mask, document_numbers, document_positions
 from pretrain.models.rotary import rotary_tables
-from pretrain.models.shape import complete
+from pretrain.parallel.blocks import compile_blocks, recompute_blocks
 from pretrain.train.plan import NO_IDENTITY
 
 NAMES = ["plain", "tied", "one key-value head", "grouped queries", "wide heads", "odd sizes"]
@@ -111,8 +112,8 @@ def test_rotary_tables_start_anew_in_each_document(backend):
     model = ours("wide heads", backend)
     documents = torch.cat((labels(LENGTHS), labels([20, 21])))
     with torch.no_grad():
-        tables = model._begin(torch.zeros_like(documents), documents, None)[1][False][0]
-    reference = rotary_tables(model.config, 41, documents.device)
+        tables = model._begin(torch.zeros_like(documents), documents, None, None)[1][0][0]
+    reference = rotary_tables(model.config, torch.arange(41), 41)
     for table, whole in zip(tables, reference):
         assert table.shape == (2, 1, 41, model.config.head_dim)
         for row, lengths in enumerate((LENGTHS, [20, 21])):
@@ -343,7 +344,8 @@ def test_the_mask_is_made_once_per_forward_and_recomputed_blocks_give_bit_equal_
     found = []
     with patch.object(decoder_module, "attention_mask", wraps=attention_mask) as made:
         for recompute in (False, True):
-            model.recompute_blocks = recompute
+            if recompute:
+                recompute_blocks(model)
             loss = model(ids[:, :-1], ids[:, 1:], documents).sum()
             loss.backward()
             found.append({"loss": loss.detach()} | gradients(model))
@@ -354,23 +356,23 @@ def test_the_mask_is_made_once_per_forward_and_recomputed_blocks_give_bit_equal_
 def compiled(name: str, backend: str, compiler: str) -> Decoder:
     torch._dynamo.reset()
     model = ours(name, backend)
-    for layer in model.layers:
-        layer.compile(backend=compiler)
+    compile_blocks(model, compiler)
     return model
 
 
 def check_compiled_blocks(compiler: str) -> None:
     graphs = torch._dynamo.utils.counters["stats"]
     model, eager = compiled("grouped queries", "sdpa", compiler), ours("grouped queries")
-    flex = compiled("grouped queries", "flex", compiler)
+    recomputed, flex = compiled("grouped queries", "sdpa", compiler), compiled("grouped queries", "flex", compiler)
+    recompute_blocks(recomputed)
     before = graphs["unique_graphs"]
     for seed in range(3):  # other documents are no other graph
         ids = tokens(SMALL, 2, 151).roll(seed)
         documents = torch.cat((labels([5 + seed, 145 - seed]), labels([150 - 3 * seed, *[1] * (3 * seed)])))
-        for recompute in (False, True):
+        for both in ((model, eager), (recomputed, eager)):
             found = []
-            for each in (model, eager):
-                each.recompute_blocks = recompute
+            for each in both:
+                each.zero_grad()
                 each(ids[:, :-1], ids[:, 1:], documents).sum().backward()
                 found.append(gradients(each))
             for name, gradient in found[0].items():

@@ -9,8 +9,9 @@ import torch
 
 from pretrain.config.schema import Model
 from pretrain.models.decoder import Decoder
+from pretrain.models.families import complete
 from pretrain.models.masks import attention_backend
-from pretrain.models.shape import complete
+from pretrain.parallel.blocks import compile_blocks, recompute_blocks
 from pretrain.parallel.initialise import initialise
 
 pytestmark = [
@@ -69,12 +70,10 @@ def test_in_bf16_flex_is_as_near_to_fp32_as_sdpa_is(name):
 def test_recomputed_and_compiled_blocks_change_nothing(backend):
     model = decoder(HEADS["grouped queries"], backend)
     plain = gradients(model, 500)
-    model.recompute_blocks = True
-    assert largest_difference(gradients(model, 500), plain) <= 1e-5
-    for layer in model.layers:
-        layer.compile()
-    for recompute in (False, True):
-        model.recompute_blocks = recompute
+    for prepare in ([recompute_blocks], [compile_blocks], [compile_blocks, recompute_blocks]):
+        model = decoder(HEADS["grouped queries"], backend)
+        for change in prepare:
+            change(model)
         assert largest_difference(gradients(model, 500), plain) <= 1e-5
 
 

@@ -17,13 +17,15 @@ from pretrain.config.model_schema import Mlp as MlpConfig
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Optim
 from pretrain.data.targets import IGNORED
+from pretrain.distributed.mesh import Mesh
 from pretrain.errors import ConfigError
+from pretrain.models import build_network
 from pretrain.models.experts import Experts, MixtureOfExperts, dispatch
+from pretrain.models.families import complete
 from pretrain.models.mlp import Mlp
-from pretrain.models.network import build_network
 from pretrain.models.router import check_router, report, router_caution
-from pretrain.models.shape import complete
-from pretrain.optim.optimizer import build_optimizer
+from pretrain.optim.optimizer import OptimizerSet
+from pretrain.parallel.blocks import recompute_blocks
 from pretrain.parallel.initialise import initialise
 from pretrain.train.balancing import ExpertLoads, move_correction
 
@@ -99,7 +101,7 @@ def test_experts_without_a_token_get_a_gradient_of_zeros():
     built = network(config)
     ids = torch.tensor([[3, 3]])
     built(ids, targets_BT=ids).sum().backward()
-    block = built.layers[0].mlp
+    block = built.layers["0"].mlp
     used = [bool(block.experts.up.grad[e].abs().sum()) for e in range(12)]
     assert 1 <= sum(used) <= 2
     assert all(p.grad is not None and p.grad.isfinite().all() for p in built.parameters() if p.requires_grad)
@@ -140,7 +142,7 @@ def balanced_by_hand(
     """Gradients of cross-entropy plus, by layer, weight x E x sum of share x mean score over the whole batch, as arXiv 2501.11873 has it."""
     plain = dataclasses.replace(config, experts=dataclasses.replace(config.experts, balance_loss=0.0))
     built, inputs = network(plain), []
-    for layer in built.layers:
+    for layer in built.layers.values():
         layer.mlp.router.register_forward_pre_hook(lambda router, given: inputs.append((router, given[0])))
     loss = built(ids, targets_BT=targets).sum()
     counted = targets != IGNORED
@@ -158,7 +160,7 @@ def test_balance_over_the_global_batch_is_the_published_formula_one_step_late():
     batches = [torch.randint(31, (4, 20), generator=generator) for _ in range(2)]
     targets = [torch.where(torch.rand(4, 20, generator=generator) < 0.8, ids, IGNORED) for ids in batches]
     built = network(config)
-    loads = ExpertLoads(built, config, ALONE)
+    loads = ExpertLoads(built, config, Mesh({}, ALONE))
     # Nothing is known before the first step: even shares give no gradient, whatever the scores.
     built(batches[0], targets_BT=targets[0]).sum().backward()
     for name, gradient in balanced_by_hand(config, batches[0], targets[0], []).items():
@@ -203,7 +205,9 @@ def test_a_router_that_nothing_trains_is_refused_and_one_that_nothing_balances_i
     built = network(model(active=1))
     ids = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(0))
     built(ids, targets_BT=ids).sum().backward()
-    assert built.layers[0].mlp.router.weight.grad.abs().max() < 1e-6 * built.layers[0].attention.query.weight.grad.abs().max()
+    assert (
+        built.layers["0"].mlp.router.weight.grad.abs().max() < 1e-6 * built.layers["0"].attention.query.weight.grad.abs().max()
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -216,7 +220,7 @@ def test_the_balance_loss_of_one_sequence_is_that_of_transformers(masked):
     if masked:
         targets[:, 20:] = IGNORED
     logits = []
-    for layer in built.layers:
+    for layer in built.layers.values():
         layer.mlp.router.register_forward_pre_hook(lambda r, inputs: logits.append(F.linear(inputs[0][0], r.weight)))
     plain = F.cross_entropy(built(ids)[0], targets[0], ignore_index=IGNORED, reduction="sum")
     counted = int((targets != IGNORED).sum())
@@ -247,7 +251,7 @@ def test_the_z_loss_is_the_squared_logsumexp_of_the_router():
     built = network(model(router_z_loss=0.2))
     ids = torch.randint(31, (2, 10), generator=torch.Generator().manual_seed(0))
     seen = []
-    built.layers[0].mlp.router.register_forward_pre_hook(lambda r, x: seen.append(F.linear(x[0], r.weight)))
+    built.layers["0"].mlp.router.register_forward_pre_hook(lambda r, x: seen.append(F.linear(x[0], r.weight)))
     plain = F.cross_entropy(built(ids).flatten(0, 1), ids.flatten(), reduction="none").view(2, 10).sum(1)
     with_z = built(ids, targets_BT=ids)
     assert torch.allclose(with_z - plain, 0.2 * seen[-1].logsumexp(-1).square().sum(1), atol=1e-4)
@@ -259,7 +263,8 @@ def test_recomputation_counts_and_penalises_once():
     found = []
     for recompute in (False, True):
         built = network(config)
-        built.recompute_blocks = recompute
+        if recompute:
+            recompute_blocks(built)
         built(ids, targets_BT=ids).sum().backward()
         reports = built.take_router_reports()
         found.append(({n: p.grad for n, p in built.named_parameters()}, [r.counts_E.tolist() for r in reports.values()]))
@@ -288,7 +293,7 @@ def test_a_correction_changes_who_is_chosen_and_not_the_weights_and_is_not_train
     built = network(config)
     names = {n for n, p in built.named_parameters() if not p.requires_grad}
     assert names == {"layers.0.mlp.router.correction"}
-    optimized = {id(p) for group in build_optimizer(built, Optim()).param_groups for p in group["params"]}
+    optimized = {id(p) for p in OptimizerSet([built], Optim()).parameters.values()}
     assert not optimized & {id(p) for p in built.parameters() if not p.requires_grad}
     assert len(optimized) == len(list(built.parameters())) - 1
 
@@ -327,9 +332,10 @@ def test_biases_of_experts_are_not_decayed():
               experts=ExpertsConfig(count=4, active=2)), 32
     )  # fmt: skip
     built = network(config)
-    groups = build_optimizer(built, Optim()).param_groups
+    [optimizer] = OptimizerSet([built], Optim()).optimizers
+    groups = optimizer.param_groups
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
-    experts = built.layers[0].mlp.experts
+    experts = built.layers["0"].mlp.experts
     assert id(experts.up) in decayed and id(experts.up_bias) not in decayed
 
 
@@ -360,6 +366,6 @@ def test_blocks_of_multi_token_prediction_have_experts_that_are_counted_and_bala
     ids = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(0))
     built(ids, targets_BT=ids).sum().backward()
     reports = built.take_router_reports()
-    assert list(reports) == list(built.routers()) == [0, 1, 2]
+    assert list(reports) == list(built.routers()) == ["0", "1", "2"]
     assert [int(report.counts_E.sum()) for report in reports.values()] == [64] * 3
     assert all(p.grad is not None for p in built.parameters() if p.requires_grad)

@@ -7,10 +7,11 @@ import torch
 
 from pretrain.config.model_schema import Experts as ExpertsConfig
 from pretrain.config.model_schema import Latent, Model
+from pretrain.models import build_network
 from pretrain.models import experts as experts_module
 from pretrain.models.experts import Experts, dispatch
-from pretrain.models.network import build_network
-from pretrain.models.shape import complete, with_values
+from pretrain.models.families import complete
+from pretrain.models.shape import with_values
 from pretrain.parallel.initialise import initialise
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

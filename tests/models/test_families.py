@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.config.model_schema import Model
 from pretrain.data.targets import IGNORED
 from pretrain.errors import ConfigError
+from pretrain.models import build_network
 from pretrain.models.cache import Cache
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import families, family_of, family_of_hf
 from pretrain.models.families.weights import resolve
-from pretrain.models.network import build_network
 from pretrain.models.shape import with_values
 from pretrain.observe.flops import flops_per_token
 

@@ -100,7 +100,7 @@ def test_dynamic_scaling_generates_without_a_cache_and_says_why():
 def test_with_a_cache_each_position_is_computed_once():
     ours, _ = pair("plain")
     seen: list[int] = []
-    handle = ours.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    handle = ours.layers["0"].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     try:
         generate(ours, PROMPT, 6)
         generate(ours, PROMPT, 6, cached=False)
@@ -151,8 +151,8 @@ def test_a_model_of_transformers_generates_as_transformers_does(tmp_path):
     from hf_configs import write_config
 
     from pretrain.config.model_schema import Model
-    from pretrain.models.network import build_network
-    from pretrain.models.shape import complete
+    from pretrain.models import build_network
+    from pretrain.models.families import complete
     from pretrain.parallel.initialise import initialise
 
     model = complete(Model(family="hf", hf_config=str(write_config(tmp_path, "granite"))), 32)
@@ -248,8 +248,8 @@ def test_models_of_transformers_generate_in_batches_of_equal_length(tmp_path):
     from hf_configs import write_config
 
     from pretrain.config.model_schema import Model
-    from pretrain.models.network import build_network
-    from pretrain.models.shape import complete
+    from pretrain.models import build_network
+    from pretrain.models.families import complete
     from pretrain.parallel.initialise import initialise
 
     model = complete(Model(family="hf", hf_config=str(write_config(tmp_path, "mamba2")), max_sequence_length=40), 32)

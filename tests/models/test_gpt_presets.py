@@ -8,8 +8,7 @@ from running import losses, run_main, train
 
 from pretrain.config.model_schema import Model, Rope
 from pretrain.errors import ConfigError
-from pretrain.models.families import family_of
-from pretrain.models.shape import complete
+from pretrain.models.families import complete, family_of
 
 GPT2_FILE, PYTHIA_FILE = PUBLISHED["gpt2-124m"], PUBLISHED["pythia-160m"]
 

@@ -17,8 +17,8 @@ from pretrain.checkpoint.open_model import read_checkpoint
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError
-from pretrain.models.network import build_network
-from pretrain.models.shape import complete
+from pretrain.models import build_network
+from pretrain.models.families import complete
 from pretrain.parallel.initialise import initialise
 
 every_architecture = pytest.mark.parametrize("kind", CONFIGS)

@@ -16,11 +16,11 @@ from pretrain.config.model_schema import Model, Norm
 from pretrain.config.schema import Optim
 from pretrain.data.targets import IGNORED
 from pretrain.errors import ConfigError
-from pretrain.models.families import family_of
-from pretrain.models.network import build_network
-from pretrain.models.shape import complete
+from pretrain.models import build_network
+from pretrain.models.families import complete, family_of
 from pretrain.observe.flops import flops_per_token
-from pretrain.optim.optimizer import build_optimizer, decayed
+from pretrain.optim.optimizer import OptimizerSet, decayed
+from pretrain.parallel.blocks import recompute_blocks
 from pretrain.parallel.initialise import initialise
 
 every_architecture = pytest.mark.parametrize("kind", CONFIGS)
@@ -77,12 +77,14 @@ def test_the_parts_are_found_and_the_names_are_those_of_transformers(tmp_path, k
     model = shape(tmp_path, kind)
     with torch.device("meta"):
         built = build_network(model)
-    parts, names = built.parts(), [name for name, _ in built.named_parameters()]
-    assert len(parts.blocks) == model.layers == 2
-    inside = {id(p) for block in parts.blocks for p in block.parameters()}
+    units, names = built.units(), [name for name, _ in built.named_parameters()]
+    blocks = [unit.modules[0] for unit in units if unit.role == "block"]
+    assert len(blocks) == model.layers == 2 and all(unit.apart for unit in units)
+    inside = {id(p) for block in blocks for p in block.parameters()}
     assert len(inside) == sum(1 for p in built.parameters() if id(p) in inside) >= 10
     assert all(p.is_meta for p in built.parameters()) and len(set(names)) == len(names)
-    assert bool(parts.embedding) == bool(parts.head) == (not built.tied)
+    ends = [unit.role for unit in units if unit.role != "block"]
+    assert ends == ([] if built.tied else ["first", "last"])
     lines = family_of("hf").entries(model, names)
     assert [line.ours for line in lines] == [(name,) for name in names]
     # On disk, transformers takes the experts of a layer apart; all else has one name.
@@ -138,7 +140,8 @@ def test_recomputed_blocks_give_the_same_gradients(tmp_path, kind):
     ids = torch.randint(257, (2, 17), generator=torch.Generator().manual_seed(5))
     gradients = []
     for recompute in (False, True):
-        ours.recompute_blocks = recompute
+        if recompute:
+            recompute_blocks(ours)
         ours.zero_grad()
         ours(ids[:, :-1], ids[:, 1:]).sum().backward()
         gradients.append({name: p.grad.clone() for name, p in ours.named_parameters()})
@@ -162,7 +165,7 @@ def test_tables_are_not_decayed(tmp_path):
     decays = decayed(ours)
     assert not decays["transformer.wte.weight"] and not decays["transformer.h.0.ln_1.weight"] and not decays["lm_head.bias"]
     assert decays["transformer.h.0.attn.q_proj.weight"] and decays["lm_head.weight"]
-    assert sum(len(group["params"]) for group in build_optimizer(ours, Optim()).param_groups) == len(decays)
+    assert OptimizerSet([ours], Optim()).parameters.keys() == decays.keys()
 
 
 def test_the_contents_take_the_place_of_the_file(tmp_path):

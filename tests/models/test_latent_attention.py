@@ -10,13 +10,12 @@ from torch import nn
 
 from pretrain.config.model_schema import Attention, Latent, Model, Norm, Rope
 from pretrain.errors import ConfigError
+from pretrain.models import build_network
 from pretrain.models.cache import Cache
+from pretrain.models.families import complete
 from pretrain.models.latent_attention import LatentAttention
 from pretrain.models.masks import narrowest_head
-from pretrain.models.network import build_network
 from pretrain.models.rotary import rotary_tables
-from pretrain.models.shape import complete
-from pretrain.observe.flops import attention_flops
 from pretrain.parallel.initialise import initialise
 
 LATENT = Latent(kv_rank=10, query_rank=0, rope_dim=4, plain_dim=6, value_dim=14)
@@ -39,7 +38,7 @@ def test_every_score_and_value_is_what_the_definition_says(layout):
     config = model(rope=Rope(layout=layout))
     attention, length = filled(LatentAttention(config)), 7
     x_TD = torch.randn(length, 24, generator=torch.Generator().manual_seed(1))
-    tables = rotary_tables(config, length, torch.device("cpu"))
+    tables = rotary_tables(config, torch.arange(length), length)
     got = attention(x_TD[None], tables)[0]
     w = {name: p.detach().double() for name, p in attention.named_parameters()}
     x = x_TD.double()
@@ -81,7 +80,7 @@ def test_the_cache_holds_one_latent_and_one_key_per_position_whatever_the_heads(
 
 
 def test_flops_count_keys_and_values_by_their_own_widths():
-    assert attention_flops(model(), 16) == 6 * 3 * (10 + 14) * 2 * 16
+    assert build_network(model()).attention_flops(16) == 6 * 3 * (10 + 14) * 2 * 16
 
 
 def test_the_narrower_of_key_and_value_decides_whether_flex_can_run():

@@ -11,12 +11,12 @@ from pretrain.config.keys import check_effects
 from pretrain.config.model_schema import Attention, Experts, Mlp, Model, Norm, Rope
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
-from pretrain.models.families import families, family_of
-from pretrain.models.shape import complete, has_rope, has_window, resolved_switches, usual_switches, with_values
+from pretrain.models.families import complete, families, family_of
+from pretrain.models.shape import layer_specs, resolved_switches, with_values
 
 
 def check(given: Model, complete: Model) -> None:
-    check_effects(Config(model=given), resolved_switches(complete), usual_switches(given, complete))
+    check_effects(Config(model=given), resolved_switches(complete), family_of(given.family).usual_switches(given, complete))
 
 
 SIZES = {"dim": 32, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}
@@ -35,8 +35,8 @@ def test_the_pattern_of_a_family_fits_any_depth(family, layers):
     experts = Experts(count=4, active=2) if family in WITH_EXPERTS else Experts()
     model = complete(Model(family=family, layers=layers, **SIZES, experts=experts))
     deep = complete(Model(family=family, layers=60, **SIZES, experts=experts))
-    assert [has_window(model, i) for i in range(layers)] == [has_window(deep, i) for i in range(layers)]
-    assert [has_rope(model, i) for i in range(layers)] == [has_rope(deep, i) for i in range(layers)]
+    specs, deeper = layer_specs(model), layer_specs(deep)[:layers]
+    assert [(spec.window, spec.rope) for spec in specs] == [(spec.window, spec.rope) for spec in deeper]
 
 
 @given(flags=st.lists(st.booleans(), min_size=1, max_size=6), window=st.sampled_from([0, 8]), layers=st.integers(6, 13))
@@ -45,8 +45,8 @@ def test_a_pattern_is_written_in_one_way_and_means_the_same(flags, window, layer
     written = Attention(window=window, window_pattern=flags)
     model = complete(Model(family="custom", layers=layers, **SIZES, attention=written, rope=Rope(pattern=flags)))
     repeated = [flags[i % len(flags)] for i in range(layers)]
-    assert [has_rope(model, i) for i in range(layers)] == repeated
-    assert [has_window(model, i) for i in range(layers)] == [bool(window) and flag for flag in repeated]
+    assert [spec.rope for spec in layer_specs(model)] == repeated
+    assert [spec.window for spec in layer_specs(model)] == [window if flag else 0 for flag in repeated]
     spelled_out = Attention(window=window, window_pattern=repeated)
     assert complete(Model(family="custom", layers=layers, **SIZES, attention=spelled_out, rope=Rope(pattern=repeated))) == model
 

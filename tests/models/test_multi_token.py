@@ -11,6 +11,7 @@ from pretrain.data.targets import IGNORED
 from pretrain.models.head import OutputHead
 from pretrain.models.loss import LossOptions
 from pretrain.models.multi_token import MultiTokenPrediction, targets_ahead
+from pretrain.models.shape import LayerSpec
 
 VOCABULARY, DIM, DEPTHS, WEIGHT = 29, 8, 2, 0.3
 DOCUMENTS = [[5, 5, 5, 9, 9, 5, 5, 5, 5, 5], [1] * 10, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [2, 2, 2, 2, 2, 2, 2, -1, -1, -1]]
@@ -23,9 +24,12 @@ class Block(nn.Module):
         super().__init__()
         self.past, self.now = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
 
-    def forward(self, x_BTD: Tensor, mask_BTT: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: None, mask_BTT: Tensor, cache: None, counted_BT: None) -> tuple[Tensor, None]:
         past_BTD = (mask_BTT / mask_BTT.sum(dim=-1, keepdim=True)) @ x_BTD
-        return x_BTD + torch.tanh(self.past(past_BTD) + self.now(x_BTD))
+        return x_BTD + torch.tanh(self.past(past_BTD) + self.now(x_BTD)), None
+
+
+SPEC = LayerSpec(mixer="attention", window=0, rope=False, experts=False)
 
 
 class Trunk(nn.Module):
@@ -37,7 +41,7 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.RMSNorm(DIM)
         self.output = OutputHead(DIM, VOCABULARY, LossOptions(chunk_bytes=VOCABULARY * 8 * 7), tied=tied)
-        self.multi_token = MultiTokenPrediction(DEPTHS, DIM, Block, lambda: nn.RMSNorm(DIM), WEIGHT)
+        self.multi_token = MultiTokenPrediction([Block() for _ in range(DEPTHS)], DIM, SPEC, lambda: nn.RMSNorm(DIM), WEIGHT)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.5, generator=generator)
@@ -46,9 +50,9 @@ class Trunk(nn.Module):
         mask = causal(tokens_BT, documents_BT)
         embedded = x = self.embedding(tokens_BT)
         for layer in self.layers:
-            x = layer(x, mask)
+            x, _ = layer(x, None, mask, None, None)
         main = self.norm(x)
-        depths = self.multi_token(x, embedded, lambda block, x: block(x, mask))
+        depths, _ = self.multi_token(x, embedded, None, mask, None)
         weight = self.embedding.weight if self.output.weight is None else None
         return self.multi_token.losses(self.output, main, depths, targets_BT, documents_BT, weight).objective_B
 
@@ -76,7 +80,7 @@ def by_definition(model: Trunk, tokens: Tensor, targets: Tensor, documents: Tens
         mask = causal(tokens[row : row + 1], here)
         hidden = model.embedding(tokens[row : row + 1])
         for layer in model.layers:
-            hidden = layer(hidden, mask)
+            hidden, _ = layer(hidden, None, mask, None, None)
         length = tokens.shape[1]
         output = model.embedding.weight if model.output.weight is None else model.output.weight
         losses = [token_losses(model.norm(hidden) @ output.T, targets[row])]
@@ -84,7 +88,7 @@ def by_definition(model: Trunk, tokens: Tensor, targets: Tensor, documents: Tens
             kept = length - k  # positions 1 .. T - k, as in the paper
             told = model.embedding(tokens[row : row + 1, k:])
             both = torch.cat((depth.hidden_norm(hidden[:, :kept]), depth.token_norm(told)), dim=-1)
-            hidden = depth.block(both @ depth.projection.T, mask[:, :kept, :kept])
+            hidden, _ = depth.block(both @ depth.projection.T, None, mask[:, :kept, :kept], None, None)
             ahead = targets[row, k:].clone()
             for t in range(kept):
                 if here is not None and len(set(here[0, t : t + k + 1].tolist())) > 1:
@@ -145,8 +149,8 @@ def by_position(model: Trunk, tokens: Tensor, targets: Tensor, documents: Tensor
         mask = causal(tokens, documents)
         embedded = x = model.embedding(tokens)
         for layer in model.layers:
-            x = layer(x, mask)
-        depths = model.multi_token(x, embedded, lambda block, x, mask=mask: block(x, mask))
+            x, _ = layer(x, None, mask, None, None)
+        depths, _ = model.multi_token(x, embedded, None, mask, None)
         states = [model.norm(x), *depths]
         ahead = [targets, *(targets_ahead(targets, k, documents) for k in (1, 2))]
         found.append(torch.stack([model.output(s[:, t : t + 1], a[:, t : t + 1]) for s, a in zip(states, ahead)]))
@@ -173,7 +177,7 @@ def test_sequences_shorter_than_the_depths_lose_the_extra_losses_only():
 @pytest.mark.parametrize("depths, weight", [(0, 0.3), (1, 0.0)])
 def test_no_depth_and_no_weight_are_refused(depths, weight):
     with pytest.raises(ValueError, match="must be positive"):
-        MultiTokenPrediction(depths, DIM, Block, lambda: nn.RMSNorm(DIM), weight)
+        MultiTokenPrediction([Block() for _ in range(depths)], DIM, SPEC, lambda: nn.RMSNorm(DIM), weight)
 
 
 # ---- two ranks ----------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from pretrain.config.model_schema import Attention, Experts, Mlp, Model, Rope
-from pretrain.models.families import families, family_of
+from pretrain.models.families import complete, families, family_of
 from pretrain.models.families.other_readers import llama_cpp_problem, reader_notes
-from pretrain.models.shape import complete, flat, with_values
+from pretrain.models.shape import flat, with_values
 
 SIZES = {"dim": 64, "layers": 4, "heads": 4, "ffn_dim": 256, "vocab_size": 61}
 SPARSE = Experts(count=4, active=2)

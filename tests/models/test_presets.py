@@ -12,8 +12,7 @@ from presets import COUNTS, PRESETS, counted
 from pretrain.config.load import load_config
 from pretrain.config.show import to_yaml
 from pretrain.models import show
-from pretrain.models.families import family_of
-from pretrain.models.shape import complete
+from pretrain.models.families import complete, family_of
 from pretrain.train.plan import complete_config
 
 ROOT = Path(__file__).resolve().parents[2]

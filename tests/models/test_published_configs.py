@@ -14,9 +14,9 @@ from presets import PUBLISHED, preset
 
 from pretrain.config.model_schema import Attention, Model
 from pretrain.errors import ConfigError
-from pretrain.models.families import families, family_of, family_of_hf
+from pretrain.models.families import complete, families, family_of, family_of_hf
 from pretrain.models.families.family import REQUIRED
-from pretrain.models.shape import complete, with_values
+from pretrain.models.shape import with_values
 
 every_file = pytest.mark.parametrize("name", PUBLISHED)
 

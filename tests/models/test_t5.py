@@ -18,15 +18,15 @@ from pretrain.checkpoint.open_model import read_checkpoint
 from pretrain.config.model_schema import Attention, Mlp, Model, Norm, Relative, Rope
 from pretrain.data.targets import IGNORED
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.models import build_network
 from pretrain.models.encoder_decoder import DecodingCache
-from pretrain.models.families import family_of, family_of_hf
+from pretrain.models.families import complete, family_of, family_of_hf
 from pretrain.models.families.weights import resolve
-from pretrain.models.network import build_network
 from pretrain.models.relative import buckets_of
-from pretrain.models.shape import complete, flat, with_values
+from pretrain.models.shape import flat, with_values
 from pretrain.models.translate import Search
 from pretrain.models.translate import translate as decode
-from pretrain.observe.flops import flops_per_target_token
+from pretrain.observe.flops import flops_per_token
 
 SMALL = Model(family="t5", dim=32, layers=2, heads=4, vocab_size=61)
 V11 = {"tie_embeddings": False, "mlp": Mlp(activation="gelu_tanh", gated=True)}
@@ -167,7 +167,7 @@ def test_flops_are_those_that_torch_counts(name):
         source, target = torch.zeros(3, 24, dtype=torch.long), torch.zeros(3, 32, dtype=torch.long)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             network(target, source).float().sum().backward()
-    assert flops_per_target_token(model, 24, 32) * 3 * 32 == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert flops_per_token(model, 24, 32) * 3 * 32 == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["version 1.0", "version 1.1", "few buckets"])

@@ -8,10 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.schema import Model
+from pretrain.models import build_network
 from pretrain.models.decoder import Decoder
-from pretrain.models.network import build_network
-from pretrain.models.shape import complete
-from pretrain.observe.flops import flops_per_target_token, flops_per_token, matmul_parameters, peak_flops
+from pretrain.models.families import complete
+from pretrain.observe.flops import flops_per_token, matmul_parameters, peak_flops
 
 
 @pytest.mark.parametrize("length", [16, 128])
@@ -109,4 +109,4 @@ def test_flops_of_an_encoder_decoder_are_those_that_torch_counts(tied):
         inputs |= {name: torch.zeros(3, target, dtype=torch.long) for name in ("tokens_BT", "targets_BT")}
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             network(**inputs).sum().backward()
-    assert flops_per_target_token(model, source, target) * 3 * target == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert flops_per_token(model, source, target) * 3 * target == pytest.approx(counter.get_total_flops(), rel=0.01)

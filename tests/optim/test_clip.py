@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.optim.clip import clip_gradients
+from pretrain.optim.optimizer import clip_gradients
 
 
 def parameters(seed: int, scale: float = 1.0) -> list[torch.nn.Parameter]:

@@ -8,8 +8,9 @@ from torch import nn
 
 from pretrain.config.schema import Model, Optim
 from pretrain.models.decoder import Decoder
-from pretrain.models.shape import complete
-from pretrain.optim.optimizer import build_optimizer, decayed
+from pretrain.models.families import complete
+from pretrain.optim import optimizer as optimizer_file
+from pretrain.optim.optimizer import OptimizerSet, Rule, decayed
 from pretrain.parallel.initialise import initialise
 
 
@@ -37,23 +38,22 @@ def test_a_bias_is_not_decayed():
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_in_one_group(tied):
     model = decoder(tied)
-    optimizer = build_optimizer(model, Optim(weight_decay=0.3))
-    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    optimizer = OptimizerSet([model], Optim(weight_decay=0.3))
+    groups = [group for each in optimizer.optimizers for group in each.param_groups]
+    grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
-    assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0.0, 0.3]
+    assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.3]
 
 
 def test_steps_are_those_of_the_published_algorithm():
     config = Optim(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
     model = decoder()
-    optimizer = build_optimizer(model, config)
+    optimizer = OptimizerSet([model], config)
     decays = decayed(model)
     reference = {name: [p.detach().double().clone(), 0.0, 0.0] for name, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 11):
-        lr = config.lr / step  # as a schedule sets it
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        lr = config.lr / step  # as a schedule says
         for name, parameter in model.named_parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
             weight, first, second = reference[name]
@@ -63,7 +63,7 @@ def test_steps_are_those_of_the_published_algorithm():
             weight = weight * (1 - lr * (0.2 if decays[name] else 0.0))
             weight = weight - lr * (first / (1 - 0.8**step)) / ((second / (1 - 0.9**step)).sqrt() + 1e-6)
             reference[name] = [weight, first, second]
-        optimizer.step()
+        optimizer.step(lr)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach().double(), reference[name][0], rtol=1e-5, atol=1e-6)
 
@@ -71,7 +71,7 @@ def test_steps_are_those_of_the_published_algorithm():
 def test_steps_are_those_of_torchs_adamw_without_fusion():
     config = Optim(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     one, other = decoder(), decoder()
-    optimizer = build_optimizer(one, config)
+    optimizer = OptimizerSet([one], config)
     decays = decayed(other)
     groups = [
         {"params": [p for n, p in other.named_parameters() if decays[n] == decay], "weight_decay": 0.1 * decay}
@@ -83,7 +83,7 @@ def test_steps_are_those_of_torchs_adamw_without_fusion():
         for p, q in zip(one.parameters(), other.parameters()):
             p.grad = torch.randn(p.shape, generator=generator)
             q.grad = p.grad.clone()
-        optimizer.step()
+        optimizer.step(1e-2)
         reference.step()
     for p, q in zip(one.parameters(), other.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
@@ -92,10 +92,50 @@ def test_steps_are_those_of_torchs_adamw_without_fusion():
 def test_weight_decay_shrinks_by_the_learning_rate_times_the_decay():
     model = decoder()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = build_optimizer(model, Optim(lr=0.1, weight_decay=0.5))
+    optimizer = OptimizerSet([model], Optim(lr=0.1, weight_decay=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    optimizer.step(0.1)
     for name, parameter in model.named_parameters():
         factor = 0.95 if decayed(model)[name] else 1.0
         torch.testing.assert_close(parameter.detach(), before[name] * factor, rtol=1e-6, atol=0)
+
+
+def test_state_is_laid_out_as_before_the_first_step_and_changes_no_weight():
+    model = decoder()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = OptimizerSet([model], Optim(lr=0.1, weight_decay=0.5))
+    assert not optimizer.has_state
+    tensors = optimizer.tensors()
+    assert optimizer.has_state and set(tensors) == {
+        f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "step") for name in before
+    }
+    assert not any(tensor.any() for tensor in tensors.values())
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+
+
+def test_a_set_of_two_optimizers_has_one_set_of_verbs_and_a_rate_for_each_rule(monkeypatch):
+    """An optimizer whose state has no `step`, as Muon's, and a rule with half the rate: what a rule says is what is done."""
+    monkeypatch.setitem(optimizer_file._OPTIMIZERS, "sgd", lambda groups, config: torch.optim.SGD(groups, lr=1.0, momentum=0.5))
+    adamw = optimizer_file.rules
+
+    def rules(model, config):
+        found = adamw(model, config)
+        return found | {name: Rule("sgd", 0.5, 0.0) for name in found if name.endswith("up.weight")}
+
+    monkeypatch.setattr(optimizer_file, "rules", rules)
+    model = decoder()
+    optimizer = OptimizerSet([model], Optim(lr=1.0))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step(0.1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("up.weight"):
+            torch.testing.assert_close(parameter.detach(), before[name] - 0.05)
+    states = optimizer.tensors()
+    assert {name for name in states if name.endswith("up.weight")} == {
+        f"momentum_buffer.layers.{i}.mlp.up.weight" for i in range(2)
+    }
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())

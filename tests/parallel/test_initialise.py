@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pretrain.config.schema import Model
 from pretrain.models.decoder import Decoder
-from pretrain.models.shape import complete
+from pretrain.models.families import complete
 from pretrain.parallel import initialise as module
 from pretrain.parallel.initialise import draw_rows, initialise
 

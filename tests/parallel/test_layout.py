@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pretrain.config.load import load_config
 from pretrain.config.schema import Batch, Config, Parallel
+from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
 from pretrain.parallel import ddp
@@ -174,7 +175,7 @@ def test_options_of_ddp_reach_torch(monkeypatch):
     for options, expected in (("{}", (25.0, True)), ("{bucket_mb: 0.5, gradient_as_bucket_view: false}", (0.5, False))):
         chosen = config("batch={sequences: 48, micro_sequences: 2}", f"parallel={{strategy: ddp, ddp: {options}}}")
         ranks = Ranks(0, 0, 2, torch.device("cpu"))
-        ddp.DataParallel(chosen, plan_layout(chosen, 2, 10, None), ranks).place(torch.nn.Linear(2, 2), lambda model: None)
+        ddp.DataParallel(chosen, Mesh({"replicate": 2}, ranks)).place(torch.nn.Linear(2, 2), lambda model: None)
         assert (taken["bucket_cap_mb"], taken["gradient_as_bucket_view"]) == expected
 
 

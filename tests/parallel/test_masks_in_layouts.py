@@ -37,11 +37,11 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
 
     from pretrain.config.load import load_config
     from pretrain.distributed import ranks as distributed
+    from pretrain.distributed.mesh import Mesh
     from pretrain.models import attend, decoder
     from pretrain.models.decoder import Decoder
-    from pretrain.parallel.initialise import initialise
     from pretrain.parallel.layout import plan_layout
-    from pretrain.parallel.strategy import build_strategy, prepare_blocks
+    from pretrain.parallel.strategy import Strategy
     from pretrain.train.plan import complete_config, model_size
 
     torch._dynamo.reset()
@@ -51,19 +51,19 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
     _, _, world_size = distributed.launched_ranks()
     layout = plan_layout(config, world_size, model_size(config), None)
     ranks = distributed.start(config, alone=layout.strategy == "single")
-    strategy = build_strategy(config, layout, ranks)
+    mesh = Mesh(layout.axes, ranks)
+    strategy = Strategy(layout.strategy, config, mesh)
     with torch.device("meta"):
         model = Decoder(config.model)
-    prepare_blocks(model, config)
-    call = strategy.place(model, lambda model: initialise(model, 0))
-    share = SEQUENCES // layout.data_size
-    tokens, targets, documents = (x[strategy.data_rank * share :][:share] for x in batch())
+    strategy.place(model)
+    share = SEQUENCES // mesh.data_size
+    tokens, targets, documents = (x[mesh.data_rank * share :][:share] for x in batch())
     with (
         patch.object(decoder, "attention_backend", lambda *_, **__: backend),
         patch.object(attend, "flex_attention", dense_flex),
-        strategy.micro_step(last=True),
+        strategy.data_axes.micro_step(last=True),
     ):
-        losses = call(tokens, targets, documents) if masked else call(tokens, targets)
+        losses = strategy._call(tokens, targets, documents if masked else None)
         losses.sum().backward()
     found = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()}
     ranks.barrier("compared")

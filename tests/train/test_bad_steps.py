@@ -23,20 +23,27 @@ DDP, FSDP = (2, "parallel.strategy=ddp"), (2, "parallel.strategy=fsdp")
 
 def with_bad_steps(bad: list[int], config_file: str, *overrides: str) -> tuple[int, str]:
     """A run in which the loss and gradients of the last rank are NaN in the steps `bad`."""
+    from pretrain.parallel.strategy import Strategy
     from pretrain.train.trainer import Trainer
 
-    micro_step = Trainer._micro_step
+    computed, taken, number = Strategy.forward_backward, Trainer.step, 0
 
-    def spoiled(self, batch, index, last, target_tokens):
-        found = micro_step(self, batch, index, last, target_tokens)
-        if self.progress.step + 1 not in bad or self.ranks.rank != self.ranks.world_size - 1:
+    def step(self, batch, target_tokens):
+        nonlocal number
+        number = self.progress.step + 1
+        return taken(self, batch, target_tokens)
+
+    def spoiled(self, batch, target_tokens):
+        found = computed(self, batch, target_tokens)
+        ranks = self.mesh.ranks
+        if number not in bad or ranks.rank != ranks.world_size - 1:
             return found
-        for parameter in self.model.parameters():
+        for parameter in self.network.parameters():
             if parameter.grad is not None:
                 parameter.grad.fill_(math.nan)
-        return tuple(part * math.nan for part in found)
+        return type(found)(*(part * math.nan for part in found))
 
-    with patch.object(Trainer, "_micro_step", spoiled):
+    with patch.object(Trainer, "step", step), patch.object(Strategy, "forward_backward", spoiled):
         return run_main(config_file, *overrides)
 
 

@@ -32,16 +32,18 @@ def run_recorded(folder: str, stop_at: int, config_file: str, *overrides: str) -
     """`run_main`, while every rank writes down the micro-batches that it computes on; asked to stop in step `stop_at`."""
     from pretrain.train.trainer import Trainer
 
-    original, seen = Trainer._micro_step, []
+    original, seen = Trainer.step, []
 
-    def micro_step(self, batch, index, last, target_tokens):
-        inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
-        seen.append((self.progress.step + 1, index, inputs["tokens_BT"].tolist(), inputs["targets_BT"].tolist()))
-        if self.progress.step + 1 == stop_at and last and self.ranks.is_main:
+    def step(self, batch, target_tokens):
+        rows, number = self.config.batch.micro_sequences, self.progress.step + 1
+        for index in range(batch.micro_steps(rows)):
+            inputs = batch.micro(index, rows, self.ranks.device)
+            seen.append((number, index, inputs["tokens_BT"].tolist(), inputs["targets_BT"].tolist()))
+        if number == stop_at and self.ranks.is_main:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, batch, index, last, target_tokens)
+        return original(self, batch, target_tokens)
 
-    with patch.object(Trainer, "_micro_step", micro_step):
+    with patch.object(Trainer, "step", step):
         result = run_main(config_file, *overrides)
     path = Path(folder) / f"{os.environ.get('RANK', '0')}.jsonl"
     path.write_text("".join(json.dumps(entry) + "\n" for entry in seen))

@@ -20,7 +20,8 @@ from pretrain.data.targets import IGNORED
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
 from pretrain.models.dropout import sample_keys
-from pretrain.models.shape import has_encoder, start_token
+from pretrain.models.families import has_encoder
+from pretrain.models.shape import start_token
 
 
 @dataclass(frozen=True)

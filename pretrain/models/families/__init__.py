@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, get_args
 
-from pretrain.config.model_schema import FamilyName
+from pretrain.config.model_schema import FamilyName, Model
 from pretrain.errors import ConfigError, shown
 from pretrain.models.families.family import Family
 
@@ -18,6 +18,16 @@ def family_of(name: str) -> Family:
 def families() -> list[Family]:
     """Those that our networks compute and transformers has."""
     return [family_of(name) for name in get_args(FamilyName) if name not in ("custom", "hf", "transformer")]
+
+
+def complete(model: Model, sequence_length: int | None = None) -> Model:
+    """The section with every key that its family derives filled in. Raises ConfigError naming both keys."""
+    return family_of(model.family).complete(model, sequence_length)
+
+
+def has_encoder(model: Model) -> bool:
+    """Whether a section, complete or not, describes an encoder-decoder."""
+    return bool(model.encoder_layers) or "encoder_layers" in family_of(model.family).defaults
 
 
 def family_of_hf(config: dict[str, Any]) -> Family:

@@ -20,9 +20,11 @@ from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, clipped, shown
 from pretrain.models.families.rope import ROPE_FIELDS, name_in_hf, rope_from_hf, rope_to_hf
 from pretrain.models.families.weights import Entry, resolve
-from pretrain.models.shape import PLAIN, complete, flat, query_scalar, with_values
+from pretrain.models.shape import PLAIN, completed, flat, query_scalar, with_values
 
 REQUIRED = object()
+
+_ALWAYS_SAID = ("family", "dim", "layers", "heads", "vocab_size", "max_sequence_length")
 
 # Fields of config.json that are about files, generation or training, and change no logit.
 INERT = {
@@ -143,6 +145,27 @@ class Family:
         """What the family says of switches that the configuration leaves open."""
         return {name: _value(value, model) for name, value in {**self.defaults, **self.fixed}.items()}
 
+    def complete(self, model: Model, sequence_length: int | None = None) -> Model:
+        """The section with every derivable key filled in (`vocab_size` stays as it is). Raises ConfigError naming both keys."""
+        return completed(model, self.switches, sequence_length)
+
+    def smallest_section(self, model: Model) -> dict[str, Any]:
+        """The fewest dotted keys of which `complete` makes this complete model again, and its sizes."""
+        said = {name: value for name, value in flat(model).items() if value is not None}
+        for name in [name for name in said if name not in _ALWAYS_SAID]:
+            fewer = {other: value for other, value in said.items() if other != name}
+            try:
+                if self.complete(with_values(Model(), fewer)) == model:
+                    said = fewer
+            except ConfigError:  # it is needed
+                continue
+        return said
+
+    def usual_switches(self, given: Model, model: Model) -> dict[str, list[Any]]:
+        """Values that change nothing where they are given, by their paths. `given`: as configured; `model`: the same, complete."""
+        own = {"rope.local_theta": model.rope.theta, **self.switches(given)}
+        return {f"model.{name}": [each[name] for each in (PLAIN, own) if name in each] for name in flat(model)}
+
     def to_hf(self, model: Model) -> dict[str, Any]:
         """config.json of a complete model. Raises ConfigError naming a switch that the family cannot express.
 
@@ -247,7 +270,7 @@ class Family:
             raise ConfigError(
                 f"config.json: {clipped(unknown[0])}={shown(rest[unknown[0]])} is not known for {self.name}; it may change what is computed"
             )
-        model = complete(with_values(Model(family=self.name), {n: v for n, v in values.items() if v is not None}))
+        model = self.complete(with_values(Model(family=self.name), {n: v for n, v in values.items() if v is not None}))
         model = self._with_balance(model, config)
         self._check_expressible(model)
         return model

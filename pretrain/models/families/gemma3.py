@@ -17,14 +17,14 @@ from pretrain.models.families.common import (
 from pretrain.models.families.family import Family
 from pretrain.models.families.other_readers import WINDOWS, gemma_scores, scalings, switches
 from pretrain.models.families.windows import whole, windows
-from pretrain.models.shape import has_window
+from pretrain.models.shape import has_windows
 
 _interval = whole("sliding_window_pattern", 6)
 
 
 def _sliding_window_pattern(model: Model) -> int | None:
     """The period of layers without a window, which is all that older readers know; None where there is none."""
-    flags = [has_window(model, layer) for layer in range(model.layers)]
+    flags = has_windows(model)
     return next((n for n in (6, *range(1, model.layers + 2)) if flags == [(i + 1) % n != 0 for i in range(model.layers)]), None)
 
 

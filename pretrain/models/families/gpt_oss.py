@@ -17,13 +17,13 @@ from pretrain.models.families.family import Family, Field
 from pretrain.models.families.other_readers import WINDOWS, scalings, switches
 from pretrain.models.families.weights import INTERLEAVED, INTERLEAVED_TRANSPOSED, TRANSPOSED, entry
 from pretrain.models.families.windows import windows
-from pretrain.models.shape import has_window
+from pretrain.models.shape import has_windows
 
 EXPERTS = f"{LAYER}.mlp.experts"
 
 
 def _elsewhere(model: Model) -> list[str]:
-    flags = [has_window(model, layer) for layer in range(model.layers)]
+    flags = has_windows(model)
     if flags == [layer % 2 == 0 for layer in range(model.layers)]:
         return []
     return [

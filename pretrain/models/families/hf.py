@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from pretrain.config.model_schema import Model
+from pretrain.models import build_network
 from pretrain.models.families.family import Family
 from pretrain.models.families.weights import SAME, Entry, Shape
+from pretrain.models.hf_config import complete_hf
 
 _OTHERS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
@@ -21,15 +23,23 @@ class _Own(Family):
         return json.loads(model.hf_config)
 
     def from_hf(self, config: dict[str, Any]) -> Model:
-        from pretrain.models.shape import complete
-
         fields = {name: value for name, value in config.items() if name not in _OTHERS}
-        return complete(Model(family="hf", hf_config=json.dumps(fields, sort_keys=True)))
+        return self.complete(Model(family="hf", hf_config=json.dumps(fields, sort_keys=True)))
+
+    def complete(self, model: Model, sequence_length: int | None = None) -> Model:
+        return complete_hf(model, sequence_length)
+
+    def smallest_section(self, model: Model) -> dict[str, Any]:
+        said = {"family": "hf", "hf_config": model.hf_config}
+        if self.complete(Model(**said)) != model:
+            said["max_sequence_length"] = model.max_sequence_length
+        return said
+
+    def usual_switches(self, given: Model, model: Model) -> dict[str, list[Any]]:
+        return {}
 
     def entries(self, model: Model, parameters: Sequence[str]) -> list[Entry]:
         """Our names are theirs in memory; on disk, transformers keeps some tensors apart that it holds as one, those of experts mostly."""
-        from pretrain.models.network import build_network
-
         with torch.device("meta"):
             network = build_network(model)
         theirs, shapes = network.transformers, {name: p.shape for name, p in network.named_parameters()}
@@ -41,8 +51,6 @@ class _Own(Family):
         return lines
 
     def copies_of(self, model: Model) -> dict[str, str]:
-        from pretrain.models.network import build_network
-
         with torch.device("meta"):
             return build_network(model).tied_names()
 

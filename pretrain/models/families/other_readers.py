@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.models.families.family import NOT_EXPORTED, Family
-from pretrain.models.shape import complete, flat, with_values
+from pretrain.models.shape import flat, with_values
 
 Allowed = Callable[[Any, Model], bool]
 """Whether llama.cpp computes a value of a switch, in this model."""
@@ -80,7 +80,7 @@ def llama_cpp_problem(family: Family, model: Model) -> str | None:
     ):  # which is none at all
         values |= {"attention.window": 0, "attention.window_pattern": [True]}
     kept = {name: value for name, value in values.items() if name in _SIZES or name in family.llama_cpp}
-    usual = flat(complete(with_values(Model(family=family.name), kept)))
+    usual = flat(family.complete(with_values(Model(family=family.name), kept)))
     for name, value in values.items():
         if name in family.llama_cpp:
             if not family.llama_cpp[name](value, model):

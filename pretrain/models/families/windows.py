@@ -11,12 +11,12 @@ from typing import Any
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
 from pretrain.models.families.family import Field
-from pretrain.models.shape import has_window
+from pretrain.models.shape import has_windows
 
 
 def layer_types(model: Model) -> list[str]:
     """`layer_types` of config.json: which layers have the sliding window."""
-    return ["sliding_attention" if has_window(model, i) else "full_attention" for i in range(model.layers)]
+    return ["sliding_attention" if local else "full_attention" for local in has_windows(model)]
 
 
 def windows(
@@ -84,7 +84,7 @@ def suffix_windows(width: int) -> tuple[Field, Field]:
 
 def first_window(model: Model) -> int | None:
     """`max_window_layers`; None where the layers with a window are not the last ones."""
-    flags = [has_window(model, layer) for layer in range(model.layers)]
+    flags = has_windows(model)
     first = flags.index(True) if any(flags) else model.layers
     return first if all(flags[first:]) else None
 
@@ -94,7 +94,7 @@ SUFFIX_WINDOWS = {"use_sliding_window": lambda model: model.attention.window > 0
 
 def mixed_windows(model: Model) -> list[str]:
     """What vLLM makes of Qwen's windows in some layers (`Family.elsewhere`)."""
-    if len({has_window(model, layer) for layer in range(model.layers)}) == 1:
+    if len(set(has_windows(model))) == 1:
         return []
     return [
         "vLLM 0.33 refuses a sliding window in some layers only, or gives it to all: set model.attention.window_pattern to [true]"

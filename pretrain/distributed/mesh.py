@@ -1,0 +1,82 @@
+"""The grid of a run's ranks, with one axis for each kind of parallelism.
+
+    pipeline     stages: other layers, the same samples
+    replicate    copies of the weights, other samples
+    shard        parts of the weights, other samples
+    context      other positions of the same samples
+    tensor       other columns of the same matrices, the same samples
+
+Ranks are numbered with `tensor` running fastest, so that the ranks that talk most are neighbours. This is the only place where a device
+mesh is made, and where "how many ranks" is asked: nobody else divides by the world size.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pretrain.distributed.ranks import Ranks
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+
+
+class Mesh:
+    """This rank's place in the grid, and the sums over parts of it. `sizes` by axis; an axis that is not named has size 1."""
+
+    def __init__(self, sizes: dict[str, int], ranks: Ranks) -> None:
+        if unknown := set(sizes) - set(AXES):
+            raise ValueError(f"a mesh has the axes {', '.join(AXES)}, and not {', '.join(sorted(unknown))}")
+        self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
+        if math.prod(self.sizes.values()) != ranks.world_size:
+            raise ValueError(f"a mesh of {self.sizes} has another number of ranks than the {ranks.world_size} of the run")
+        self.ranks, self.device = ranks, ranks.device
+        self.coordinates: dict[str, int] = {}
+        place = ranks.rank
+        for axis in reversed(AXES):
+            place, self.coordinates[axis] = divmod(place, self.sizes[axis])
+
+    @property
+    def data_size(self) -> int:
+        """Groups of ranks that see different samples."""
+        return self.sizes["replicate"] * self.sizes["shard"]
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's group among these."""
+        return self.coordinates["replicate"] * self.sizes["shard"] + self.coordinates["shard"]
+
+    def is_source(self, *axes: str) -> bool:
+        """Whether this rank is the first one on each of these axes."""
+        return all(self.coordinates[axis] == 0 for axis in axes)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank stands for its samples: just one of the ranks that see the same ones does."""
+        return self.is_source("pipeline", "context", "tensor")
+
+    @property
+    def counts_losses(self) -> bool:
+        """Whether this rank stands for its target tokens: just one of the ranks that compute the loss of the same ones does."""
+        return self.coordinates["pipeline"] == self.sizes["pipeline"] - 1 and self.is_source("tensor")
+
+    def sum_over_data(self, name: str, values: Tensor) -> Tensor:
+        """The sum over ranks with different samples, on the CPU, equal on every rank. `name` says what the ranks are doing."""
+        return self.ranks.sum(name, values if self.counts_samples else values.new_zeros(values.shape))
+
+    def sum_over_loss(self, name: str, values: Tensor) -> Tensor:
+        """The sum over ranks with different target tokens, on the CPU, equal on every rank."""
+        return self.ranks.sum(name, values if self.counts_losses else values.new_zeros(values.shape))
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """torch's mesh of this rank's groups along these axes. All ranks call it together the first time."""
+        return self._device_mesh if axes == self._device_mesh.mesh_dim_names else self._device_mesh[axes]
+
+    @functools.cached_property
+    def _device_mesh(self) -> DeviceMesh:
+        # Groups along an axis of size 1 would be one per rank, each made by all of them. FSDP2 shards along one even so.
+        axes = [axis for axis in AXES if self.sizes[axis] > 1 or axis == "shard"]
+        shape = tuple(self.sizes[axis] for axis in axes)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=tuple(axes))

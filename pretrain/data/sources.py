@@ -17,7 +17,7 @@ from pretrain.data.packing import open_index
 from pretrain.data.remote.cache import ShardCache, default_directory
 from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Packed, Samples, Windows
-from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.reader import Holding, PreparedData
 from pretrain.data.stream import Shuffle, Stream
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
@@ -62,6 +62,11 @@ def open_each(key: str, sources: Sequence[Any], open_one: Callable[[Any], Opened
         except (ConfigError, DataError) as error:
             raise type(error)(f"{key}.{number}: {error}") from error
     return opened
+
+
+def validation_holdings(validation: Sequence[Any]) -> list[tuple[str, Holding]]:
+    """The directories of validation sources, each with its key in the configuration."""
+    return [(f"data.validation.{number}", held) for number, source in enumerate(validation) for held in source.holdings]
 
 
 def check_weights_are_used(data: Data) -> None:

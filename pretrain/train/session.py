@@ -77,7 +77,7 @@ def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:
 
 
 def _check_export(plan: Plan) -> None:
-    export = start_export_check(plan.config, plan.data.tokenizer_path, plan.added_tokens, print)
+    export = start_export_check(plan.config, plan.data.tokenizer_path, plan.data.added_tokens, print)
     if export is not None:
         with export:
             if problem := export.finish():
@@ -154,7 +154,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
             export = None
             if ranks.is_main and trainer.progress.step == 0:
                 export = start_export_check(
-                    plan.config, plan.data.tokenizer_path, plan.added_tokens, log.info, ranks.world_size
+                    plan.config, plan.data.tokenizer_path, plan.data.added_tokens, log.info, ranks.world_size
                 )
                 stack.callback(lambda: export and export.close())
             outcome = trainer.fit(stop, export, evaluated)
@@ -204,7 +204,7 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Tr
 
 def _verify_data(plan: Plan, ranks: Ranks) -> None:
     started = time.monotonic()
-    hashed = verify_everywhere(plan.data, plan.validation, plan.config.data.verify == "full", ranks)
+    hashed = verify_everywhere(plan.data.holdings, plan.config.data.verify == "full", ranks)
     if ranks.is_main and hashed:
         log.info("data: every shard matches its sha256 (%s)", duration(time.monotonic() - started))
 
@@ -232,8 +232,7 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
         f"vocabulary {model.vocab_size}; {plan.flops_per_token:.3g} FLOPs per token",
         *_describe_network(model),
-        *plan.data.describe(plan.schedule.after(origin.samples, config.run.steps - origin.step)),
-        *plan.objective.describe(),
+        *plan.data.describe(plan.data.samples_after(origin.samples, config.run.steps - origin.step)),
         *_describe_validation(plan),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
@@ -244,7 +243,7 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
 
 def _describe_validation(plan: Plan) -> list[str]:
     most = plan.config.validation.sequences
-    counts = [(source.name, len(source), min(most, len(source)) if most else len(source)) for source in plan.validation]
+    counts = [(source.name, len(source), min(most, len(source)) if most else len(source)) for source in plan.data.validation]
     return [f"validate {name}: {used:,} of {available:,} samples" for name, available, used in counts]
 
 

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.export_check import ExportCheck
-from pretrain.data.loader import StepBatch
 from pretrain.data.stream import DIGEST_MODULUS
-from pretrain.data.training_data import build_loader
+from pretrain.data.training_data import Batch
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
 from pretrain.models.network import build_network
@@ -64,9 +63,8 @@ class Trainer:
         self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer, data_rank)
         self.progress = self.continuation.restore()
         self.expert_loads.restore(self.progress.loads)
-        pin, cursor = ranks.device.type == "cuda", self.progress.cursor
-        self.loader = build_loader(plan.config, plan.data, plan.objective, plan.schedule, data_rank, data_size, cursor, pin=pin)
-        self.evaluation = Evaluation(plan.config, plan.validation, self.call, self.strategy, self.loader, ranks)
+        self.loader = plan.data.loader(data_rank, data_size, self.progress.cursor, pin=ranks.device.type == "cuda")
+        self.evaluation = Evaluation(plan.config, plan.data, self.call, self.strategy, self.loader, ranks)
         self.skipped_in_a_row = 0
 
     def _build(self) -> None:
@@ -88,7 +86,7 @@ class Trainer:
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: StepBatch, target_tokens: int) -> dict[str, Any]:
+    def step(self, batch: Batch, target_tokens: int) -> dict[str, Any]:
         """One optimizer step on this rank's share of the global batch; the numbers to report, equal on all ranks."""
         config, number = self.config, self.progress.step + 1
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
@@ -124,7 +122,7 @@ class Trainer:
             numbers["skipped"] = self.progress.skipped
         return numbers | {"grad_norm": grad_norm, "lr": rate, **routers}
 
-    def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _micro_step(self, batch: Batch, index: int, last: bool, target_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What is minimised, and the cross-entropy alone; both for each sequence, [B]."""
         inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
         with self.strategy.micro_step(last=last):
@@ -132,7 +130,7 @@ class Trainer:
             (losses.objective_B.sum() / target_tokens).backward()
         return losses.objective_B.detach(), losses.cross_entropy_B
 
-    def _skip_step(self, number: int, batch: StepBatch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
+    def _skip_step(self, number: int, batch: Batch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
         """Leave weights, moments and balancing as they are. Raises TrainingError where no more steps may be skipped."""
         bad = batch.positions[~torch.isfinite(losses).cpu().numpy()].tolist()
         everywhere = self.ranks.gather("samples of a refused step", bad)
@@ -186,7 +184,7 @@ class Trainer:
             self.ranks.agree("end of the export check", found, CheckpointError)
         return "finished" if evaluated else "preempted"
 
-    def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
+    def _next(self, batches: Iterator[Batch], export: ExportCheck | None) -> tuple[Batch | None, UserError | None]:
         """The next batch, or why this rank has none: raised by all ranks together, for the others wait for this one."""
         try:
             with self.ranks.part(f"step {self.progress.step + 1}: next batch"):
@@ -201,7 +199,7 @@ class Trainer:
         found = export.problem() if export else None
         return batch, CheckpointError(found) if found else None
 
-    def _agree(self, batch: StepBatch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
+    def _agree(self, batch: Batch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
         tokens, digest = (batch.target_tokens, batch.digest) if batch else (0, 0)
         said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, self.continuation.is_due()])

@@ -17,9 +17,7 @@ from pretrain.data.sources import (
     batch_schedule,
     cache_folder,
     check_length,
-    check_names,
     check_tokenizers,
-    check_weights_are_used,
     open_each,
     open_samples,
     open_sources,
@@ -48,10 +46,7 @@ class PreparedTraining:
     def open(cls, config: Config, start_id: int | None) -> PreparedTraining:
         """Open the sources and check what goes with them. Raises ConfigError or DataError."""
         data = config.data
-        _check_objective(config)
-        check_weights_are_used(data)
         validation = open_each("data.validation", data.validation, lambda source: open_samples(source, data))
-        check_names("data.validation", validation)
         schedule = batch_schedule(config)
         if data.text != Text():
             _check_text(config)
@@ -60,7 +55,7 @@ class PreparedTraining:
         else:
             sources = open_sources(config)
             check_tokenizers(sources + validation)
-            stream = open_stream(config, sources, schedule)
+            stream = open_stream(config, sources)
         return cls(config, stream, schedule, _objective(config, stream, start_id), stream.eod_id, validation)
 
     @property
@@ -135,16 +130,6 @@ def _objective(config: Config, stream: Stream | TextTraining, start_id: int | No
         return NextToken(eod_id if config.data.document_mask else None)
     first = sentinel_ids(config.data, stream.vocab_size)[-1]
     return SpanCorruption(spans, first, eod_id, eod_id if start_id is None else start_id, config.data.seed, config.run.seed)
-
-
-def _check_objective(config: Config) -> None:
-    data = config.data
-    if data.objective == "next_token":
-        return
-    for name, only in (("packing", "concatenate"), ("document_mask", False), ("boundary_loss", True), ("text", Text())):
-        if (value := getattr(data, name)) != only:
-            shown = "prepare the data" if name == "text" else f"{name}={value} is not built for it, remove it"
-            raise ConfigError(f"data.objective=span_corruption takes samples as they are cut: data.{shown}")
 
 
 def _check_text(config: Config) -> None:

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.config.data_schema import Text
 from pretrain.config.schema import Config
 from pretrain.data.pairs.training import PairTraining
 from pretrain.data.prepared_training import PreparedTraining
 from pretrain.data.shards.reader import Holding
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
-from pretrain.errors import ConfigError, DataError, UserError
+from pretrain.errors import DataError, UserError
 
 
 class ValidationData(Protocol):
@@ -119,14 +118,8 @@ def open_data(config: Config, start_id: int | None = None) -> TrainingData:
 
     `start_id`: the token that a decoder with an encoder starts from; by default the end-of-document token.
     """
-    data = config.data
-    if data.pairs is not None:
-        if data.sources or data.text != Text():
-            raise ConfigError("data.pairs and another key of data (sources or text) both say what is trained on; keep one")
-        return PairTraining.open(config, start_id)
-    if data.text != Text() and data.sources:
-        raise ConfigError("data.sources and data.text both say what is trained on; keep one")
-    return PreparedTraining.open(config, start_id)
+    kind = PreparedTraining if config.data.pairs is None else PairTraining
+    return kind.open(config, start_id)
 
 
 def data_identity(config: Config, data: TrainingData, until: int) -> dict[str, Any]:

@@ -10,27 +10,27 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.export_check import check_map, has_export
-from pretrain.config.data_schema import Text
 from pretrain.config.keys import check_effects, leaves
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
-from pretrain.data.span_corruption import Spans
 from pretrain.data.training_data import TrainingData, data_identity, open_data
 from pretrain.errors import ConfigError
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.network import build_network
-from pretrain.models.router import check_router
-from pretrain.models.shape import check_encoder, complete, resolved_switches, usual_switches
+from pretrain.models.shape import check_encoder, resolved_switches
 from pretrain.observe.flops import flops_per_target_token, flops_per_token
 from pretrain.observe.translation import require_sacrebleu
-from pretrain.optim.schedule import fit
 from pretrain.parallel.layout import Layout, plan_layout
-from pretrain.train.identity import check_accepted
+from pretrain.train.resolve import needs_masks, resolve, usual_values
 
 NO_IDENTITY = {leaf.path for leaf in leaves(Model, None, resume="never") if leaf.resume != "never"}
 """Keys of the model that change no tensor of a run under way (see `model_identity`)."""
+
+
+STAND_IN_VOCABULARY = 1 << 15
+"""The vocabulary with which a network is checked while its data is absent. Nothing that is printed depends on it."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Plan:
 
     config: Config
     layout: Layout
-    data: TrainingData
     parameters: int
     notes: list[str]
     """What the configuration says and this run does otherwise."""
+    data: TrainingData
 
     @property
     def flops_per_token(self) -> int:
@@ -75,25 +75,39 @@ class Plan:
         return identity | {f"data.{name}": value for name, value in flatten(decided).items()}
 
 
-def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
-    """Open the data and derive what the configuration leaves open. Raises ConfigError, DataError or LaunchError."""
-    check_accepted(config.run.accept_changes)
-    check_effects(
-        config, usual=usual_values(config)
-    )  # before data is opened; what depends on derived values is checked by complete_config
-    given = config
-    config = complete_config(config)
+def make_plan(given: Config, world_size: int, device: torch.device) -> Plan:
+    """Resolve the configuration, open the data, plan the layout. Raises ConfigError, DataError or LaunchError."""
+    config = resolve(given)
     data = open_data(config, config.model.start_id)
     config = with_vocabularies(config, data)
+    return Plan(config, *_lay_out(given, config, world_size, device), data)
+
+
+def check_without_data(given: Config, world_size: int, device: torch.device) -> None:
+    """Make every check of a plan that needs no data. Raises ConfigError or LaunchError."""
+    config = resolve(given)
+    model = config.model
+    sizes = {key: getattr(model, key) or STAND_IN_VOCABULARY for key in ("vocab_size", "source_vocab_size")}
+    model = dataclasses.replace(
+        model, **{key: size for key, size in sizes.items() if key == "vocab_size" or model.encoder_layers}
+    )
+    _lay_out(given, dataclasses.replace(config, model=model), world_size, device)
+
+
+def _lay_out(given: Config, config: Config, world_size: int, device: torch.device) -> tuple[Layout, int, list[str]]:
+    """Layout, number of parameters and notes. `config`: complete. What could not be exported in the end is refused now."""
     if has_export(config.model):
-        family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
+        family_of(config.model.family).to_hf(config.model)
         if config.checkpoint.export_check:
             check_map(config.model)
-    _check_backend(config, device)
+    if config.data.pairs is not None and config.validation.translation.every_steps:
+        require_sacrebleu()
+    if needs_masks(config):
+        attention_backend(config.model, device, training=True)
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
-    return Plan(config, layout, data, parameters, _notes(given, config, layout))
+    return layout, parameters, _notes(given, config, layout)
 
 
 def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
@@ -105,36 +119,6 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
             shortened += f" and {config.schedule.decay_steps} of decay"
         notes.append(f"schedule.warmup_steps={given.schedule.warmup_steps} is above run.steps={given.run.steps}: {shortened}")
     return notes
-
-
-def _check_backend(config: Config, device: torch.device) -> None:
-    model = config.model
-    if model.family == "hf":
-        if config.data.document_mask:
-            raise ConfigError("data.document_mask=true: models of model.family=hf take no masks of documents; set it to false")
-        return
-    switches = model.attention
-    if config.data.document_mask or switches.window or switches.soft_cap or switches.sinks:
-        attention_backend(model, device, training=True)
-    elif model.attention_backend != "auto":
-        raise ConfigError(
-            f"model.attention_backend={model.attention_backend} is about masks of documents and windows, and this run has neither; "
-            "remove it"
-        )
-
-
-def complete_config(config: Config) -> Config:
-    """The configuration with its derived values, but for the sizes of vocabularies, which the data has. Nothing is opened."""
-    spans = Spans.of_data(config.data)
-    longest = max(spans.source_length, spans.target_length) if spans else config.data.sequence_length
-    model = complete(config.model, longest)
-    _check_encoder(config, model)
-    check_effects(config, resolved_switches(model), usual_values(config, model))
-    if model.family != "hf":
-        check_router(model)
-    seed = config.run.seed if config.data.seed is None else config.data.seed
-    data, schedule = dataclasses.replace(config.data, seed=seed), fit(config.schedule, config.run.steps)
-    return dataclasses.replace(config, model=model, data=data, schedule=schedule)
 
 
 def with_vocabularies(config: Config, data: TrainingData) -> Config:
@@ -162,43 +146,10 @@ def with_vocabularies(config: Config, data: TrainingData) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def usual_values(given: Config, model: Model | None = None) -> dict[str, list[Any]]:
-    """Values that say nothing, for `check_effects`: a resolved configuration, which may be read again, names them all.
-
-    `model`: the model's section, complete.
-    """
-    return {"data.seed": [given.run.seed]} | (usual_switches(given.model, model) if model else {})
-
-
 def model_size(config: Config) -> int:
     """Parameters of the model, counted on the meta device."""
     with torch.device("meta"):
         return count_parameters(build_network(config.model))
-
-
-def _check_encoder(config: Config, model: Model) -> None:
-    """Raise ConfigError unless the task fits the network: an encoder is trained on pairs or on spans, and they need one."""
-    data, family = config.data, model.family
-    has_data = data.pairs is None and (data.sources or data.text != Text())
-    if model.encoder_layers and has_data and data.objective != "span_corruption":
-        raise ConfigError(
-            f"model.encoder_layers={model.encoder_layers} is trained on sentence pairs or on spans; set data.pairs, or "
-            "data.objective=span_corruption"
-        )
-    if not model.encoder_layers and data.pairs is not None:
-        raise ConfigError(
-            f"data.pairs needs an encoder-decoder, but model.family={family} is decoder-only; set model.family to transformer or t5"
-        )
-    if not model.encoder_layers and data.objective == "span_corruption":
-        raise ConfigError(
-            f"data.objective=span_corruption needs an encoder-decoder, but model.family={family} is decoder-only; set model.family to t5"
-        )
-    if data.objective == "span_corruption" and not model.tie_source:
-        raise ConfigError(
-            "data.objective=span_corruption has one vocabulary for sources and targets; set model.tie_source=true"
-        )
-    if data.pairs is not None and config.validation.translation.every_steps:
-        require_sacrebleu()
 
 
 def model_identity(model: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pretrain.data.pairs.batch import PairBatch, pair_digest, pair_inputs, to_te
 from pretrain.data.pairs.order import PairOrder, shares
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.shards.reader import Holding
-from pretrain.data.sources import check_names, open_each, validation_holdings
+from pretrain.data.sources import open_each, validation_holdings
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
 from pretrain.errors import ConfigError, DataError
 
@@ -39,10 +39,6 @@ class PairTraining:
     @classmethod
     def open(cls, config: Config, start_id: int | None) -> PairTraining:
         """Open the pairs and check what goes with them. Raises ConfigError or DataError."""
-        if config.batch.tokens is None:
-            raise ConfigError(
-                "batch.tokens is missing: tokens of source and target in a step on data.pairs, padding included, e.g. 4096"
-            )
         pairs = PreparedPairs.open(config.data.pairs)
         micro = config.batch.micro_tokens
         if micro is not None and sum(pairs.longest) > micro:
@@ -51,7 +47,6 @@ class PairTraining:
                 f"{pairs.longest[0]} + {pairs.longest[1]}; raise it"
             )
         validation = open_each("data.validation", config.data.validation, lambda source: _open_validation(source, pairs))
-        check_names("data.validation", validation)
         # The target's end token is also what decoding starts from, as in fairseq, unless the model says otherwise.
         start = pairs.target.eod_id if start_id is None else start_id
         return cls(config, pairs, PairOrder(pairs, config.batch.tokens, config.data.seed), start, validation)

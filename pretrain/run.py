@@ -57,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     config, origins = load_config(arguments.config, arguments.overrides)
     try:
         if arguments.print_config:
-            from pretrain.train.plan import complete_config
+            from pretrain.train.resolve import resolve
 
-            print(to_yaml(complete_config(config), origins if arguments.origins else None), end="")
+            print(to_yaml(resolve(config), origins if arguments.origins else None), end="")
             return 0
         from pretrain.train.session import check, train
 

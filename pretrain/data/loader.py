@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.conventions import IGNORED
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.objective import NextToken, Objective
 from pretrain.data.samples import Samples
 from pretrain.data.stream import Stream, digest, rank_positions
-from pretrain.data.targets import IGNORED
 
 PREFETCH_STEPS = 32
 """How far ahead remote shards are fetched, beyond the batches that are being read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,15 @@ class Objective(Protocol):
     def for_validation(self) -> Objective:
         """The same where nothing is to depend on the run: positions are then those in the validation source."""
 
+    def lengths(self, sequence_length: int) -> tuple[float, ...]:
+        """Tokens that the network sees of a sample: of it, or of its source and of its target."""
+
+    def added_tokens(self, vocab_size: int) -> list[str]:
+        """Tokens beyond the `vocab_size` of the tokenizer, as transformers calls them, in the order of their ids."""
+
+    def identity(self) -> dict[str, Any]:
+        """JSON values that change when what is made of a sample does."""
+
     def describe(self) -> list[str]:
         """Lines for the log."""
 
@@ -41,6 +50,15 @@ class NextToken:
 
     def for_validation(self) -> NextToken:
         return self
+
+    def lengths(self, sequence_length: int) -> tuple[float, ...]:
+        return (sequence_length,)
+
+    def added_tokens(self, vocab_size: int) -> list[str]:
+        return []
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": "next_token"}
 
     def describe(self) -> list[str]:
         return []

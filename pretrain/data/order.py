@@ -18,6 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
+from pretrain.conventions import scramble
+
 ROUNDS = 6  # part of the definition of the order
 _MIN_HALF_BITS = 3
 
@@ -77,13 +79,6 @@ def _feistel_back(x: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray
 
 def _mix(z: np.ndarray, half_bits: int) -> np.ndarray:
     return scramble(z) >> np.uint64(64 - half_bits)
-
-
-def scramble(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: a bijection of uint64 in which every bit of the result depends on every bit of `z`."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 class Order(Protocol):

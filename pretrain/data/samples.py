@@ -18,9 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
+from pretrain.conventions import IGNORED
 from pretrain.data.packing import PackIndex
 from pretrain.data.shards.reader import Holding, PreparedData
-from pretrain.data.targets import IGNORED
 from pretrain.errors import DataError
 
 

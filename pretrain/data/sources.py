@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pretrain.config.data_schema import Data, MixtureStage, Source, ValidationSource
+from pretrain.config.data_schema import Data, MixtureStage, Source, Text, ValidationSource
 from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.mixture import Mixture, Stage
@@ -17,7 +17,8 @@ from pretrain.data.packing import open_index
 from pretrain.data.remote.cache import ShardCache, default_directory
 from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Packed, Samples, Windows
-from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.reader import Holding, PreparedData
+from pretrain.data.span_corruption import sentinel_ids
 from pretrain.data.stream import Shuffle, Stream
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
@@ -37,7 +38,6 @@ def open_sources(config: Config) -> list[Samples]:
         raise ConfigError("data.sources is empty; name a directory of tools/prepare_data.py: data.sources=[{path: DIR}]")
     sources = open_each("data.sources", data.sources, lambda source: open_samples(source, data))
     check_tokenizers(sources)
-    check_names("data.sources", sources)
     fingerprints = [source.data.fingerprint for source in sources]
     for i, fingerprint in enumerate(fingerprints):
         if fingerprint in fingerprints[:i]:
@@ -64,8 +64,43 @@ def open_each(key: str, sources: Sequence[Any], open_one: Callable[[Any], Opened
     return opened
 
 
-def check_weights_are_used(data: Data) -> None:
-    """Raise ConfigError for a weight of a source that no stage takes; before anything is opened."""
+def validation_holdings(validation: Sequence[Any]) -> list[tuple[str, Holding]]:
+    """The directories of validation sources, each with its key in the configuration."""
+    return [(f"data.validation.{number}", held) for number, source in enumerate(validation) for held in source.holdings]
+
+
+def check_data(config: Config) -> None:
+    """Raise ConfigError where the keys of `data` contradict each other or those of `batch`. Nothing is opened."""
+    data = config.data
+    given = {"data.sources": bool(data.sources), "data.text": data.text != Text(), "data.pairs": data.pairs is not None}
+    named = [key for key, is_given in given.items() if is_given]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} both say what is trained on; keep one")
+    for key, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
+        _check_names(key, [source_name(source) for source in sources])
+    if data.pairs is not None:
+        if config.batch.tokens is None:
+            raise ConfigError(
+                "batch.tokens is missing: tokens of source and target in a step on data.pairs, padding included, e.g. 4096"
+            )
+        return
+    _check_objective(data)
+    sentinel_ids(data, 0)
+    batch_schedule(config)
+    _check_weights_are_used(data)
+    if data.sources:
+        _mixture(data, [1] * len(data.sources), [None] * len(data.sources))  # without limits, so sizes do not matter
+
+
+def _check_objective(data: Data) -> None:
+    for name, only in (("packing", "concatenate"), ("document_mask", False), ("boundary_loss", True), ("text", Text())):
+        if data.objective == "span_corruption" and (value := getattr(data, name)) != only:
+            shown = "prepare the data" if name == "text" else f"{name}={value} is not built for it, remove it"
+            raise ConfigError(f"data.objective=span_corruption takes samples as they are cut: data.{shown}")
+
+
+def _check_weights_are_used(data: Data) -> None:
+    """Raise ConfigError for a weight of a source that no stage takes."""
     named = {source_name(source) for source in data.sources}
     if data.stages and all(stage.weights and named.issuperset(stage.weights) for stage in data.stages):
         for number, source in enumerate(data.sources):
@@ -127,29 +162,33 @@ def batch_schedule(config: Config) -> BatchSchedule:
     return BatchSchedule(config.batch.sequences, tuple(ramp))
 
 
-def open_stream(config: Config, sources: list[Samples], schedule: BatchSchedule) -> Stream:
-    """The stream of a run. Raises ConfigError where its mixture contradicts itself or ends before the run does."""
+def open_stream(config: Config, sources: list[Samples]) -> Stream:
+    """The stream of a run. Raises ConfigError where its mixture contradicts itself."""
     data = config.data
+    window = data.shuffle_shards if data.shuffle == "shards" else None
+    mixture = _mixture(data, [len(source) for source in sources], [source.max_epochs for source in data.sources])
+    return Stream(sources, mixture, Shuffle(data.seed, window))
+
+
+def _mixture(data: Data, sizes: list[int], max_epochs: list[int | None]) -> Mixture:
+    """The mixture of sources with so many samples. Raises ConfigError where weights, budgets and stages contradict each other."""
     weights = _own_weights(data)
-    stages = [_stage(data, i, stage, sources, weights) for i, stage in enumerate(data.stages)] or [Stage(None, tuple(weights))]
+    stages = [_stage(data, i, stage, weights) for i, stage in enumerate(data.stages)] or [Stage(None, tuple(weights))]
     for i, (before, stage) in enumerate(zip(stages, stages[1:]), start=1):
         if before.until is None or (stage.until is not None and stage.until <= before.until):
             raise ConfigError(
                 f"data.stages.{i}.until_tokens={_shown(data.stages[i].until_tokens)} is not beyond the stage before it, "
                 f"{_shown(data.stages[i - 1].until_tokens)}; stages follow each other, and only the last may have no end"
             )
-    mixture = Mixture(stages, [len(source) for source in sources], [source.max_epochs for source in data.sources], data.seed)
-    window = data.shuffle_shards if data.shuffle == "shards" else None
-    return Stream(sources, mixture, Shuffle(data.seed, window))
+    return Mixture(stages, sizes, max_epochs, data.seed)
 
 
 def _shown(tokens: int | None) -> str:
     return "null" if tokens is None else str(tokens)
 
 
-def check_names(key: str, sources: list[Samples]) -> None:
+def _check_names(key: str, names: list[str]) -> None:
     """Raise ConfigError for two sources of one name: logs and stages could not tell them apart."""
-    names = [source.name for source in sources]
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
         raise ConfigError(
@@ -181,8 +220,8 @@ def _own_weights(data: Data) -> list[float]:
     return [float(source.tokens) for source in data.sources]
 
 
-def _stage(data: Data, number: int, stage: MixtureStage, sources: list[Samples], weights: list[float]) -> Stage:
-    names = [source.name for source in sources]
+def _stage(data: Data, number: int, stage: MixtureStage, weights: list[float]) -> Stage:
+    names = [source_name(source) for source in data.sources]
     for name in stage.weights:
         if name not in names:
             raise ConfigError(f"data.stages.{number}.weights: no source is called {name!r}; they are called {', '.join(names)}")

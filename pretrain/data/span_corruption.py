@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pretrain.config.data_schema import Data
-from pretrain.data.order import scramble
+from pretrain.conventions import sample_keys, scramble
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,6 +92,21 @@ class Spans:
         return np.repeat(np.tile([False, True], lengths.size // 2), lengths.ravel()).reshape(-1, self.length)
 
 
+def sentinel_ids(data: Data, vocab_size: int) -> range:
+    """The ids that stand for spans, rising, where the tokenizer has `vocab_size` tokens; empty where there are no spans."""
+    options = data.span_corruption
+    if data.objective != "span_corruption":
+        return range(0)
+    if options.first_sentinel is None:
+        return range(vocab_size, vocab_size + options.sentinels)
+    if options.first_sentinel < options.sentinels:
+        raise ConfigError(
+            f"data.span_corruption.first_sentinel={options.first_sentinel}: {options.sentinels} sentinels that count down from there reach "
+            "below 0; it is the id of the first span's, lower sentinels, or remove it"
+        )
+    return range(options.first_sentinel - options.sentinels + 1, options.first_sentinel + 1)
+
+
 def compositions(total: int, parts: int, keys_B: np.ndarray) -> np.ndarray:
     """`total` as a sum of `parts` whole numbers of at least 1, per key one of all such sums, [B, parts]."""
     # The parts end at the places with the smallest of random numbers.
@@ -121,8 +136,6 @@ class SpanCorruption:
 
     def inputs(self, tokens_BT: Tensor, targets_BT: Tensor, positions_B: np.ndarray) -> dict[str, Tensor]:
         import torch
-
-        from pretrain.models.dropout import sample_keys
 
         source_BS, targets_BT = self.corrupt(tokens_BT.numpy(), positions_B)
         tokens_BT = np.roll(targets_BT, 1, axis=1)
@@ -162,6 +175,15 @@ class SpanCorruption:
 
     def for_validation(self) -> SpanCorruption:
         return replace(self, seed=None, dropout_seed=None)
+
+    def lengths(self, sequence_length: int) -> tuple[float, ...]:
+        return self.spans.source_length, self.spans.target_length
+
+    def added_tokens(self, vocab_size: int) -> list[str]:
+        return added_tokens(self.first_sentinel, vocab_size)
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": "span_corruption", "first_sentinel": self.first_sentinel, **asdict(self.spans)}
 
     def describe(self) -> list[str]:
         spans = self.spans

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.conventions import scramble
 from pretrain.data.mixture import UNIT, Mixture
-from pretrain.data.order import ChunkedOrder, FullOrder, Order, scramble
+from pretrain.data.order import ChunkedOrder, FullOrder, Order
 from pretrain.data.samples import Samples
 from pretrain.data.shards.reader import Holding
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
@@ -54,10 +55,6 @@ class Stream:
         self._order = functools.lru_cache(_ORDERS)(lambda source, epoch: shuffle.order(sources[source], epoch))
 
     @property
-    def attachments(self) -> dict[str, Path]:
-        return {"tokenizer": self.tokenizer_path}
-
-    @property
     def tokenizer_path(self) -> Path:
         return self.sources[0].data.tokenizer_path
 
@@ -72,6 +69,11 @@ class Stream:
     @property
     def vocab_size(self) -> int:
         return self.sources[0].data.vocab_size
+
+    @property
+    def eod_id(self) -> int:
+        """The token that closes a document."""
+        return self.sources[0].data.eod_id
 
     @property
     def holdings(self) -> list[tuple[str, Holding]]:

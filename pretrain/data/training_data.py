@@ -1,71 +1,55 @@
-"""What a trainer knows of its data: prepared (`stream.Stream`), text that is tokenized on the way (`text.training.TextTraining`), or
-sentence pairs (`pairs.training.PairTraining`).
-"""
+"""What a run asks of its data, whatever kind of data it is, and how it is opened and verified."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from pretrain.config.data_schema import Text
 from pretrain.config.schema import Config
-from pretrain.data.batch_schedule import BatchSchedule
-from pretrain.data.loader import Loader, StepBatch
-from pretrain.data.objective import NextToken, Objective
-from pretrain.data.pairs.order import PairOrder
-from pretrain.data.pairs.prepared import PreparedPairs
-from pretrain.data.pairs.training import PairLoader, PairTraining, open_validation
-from pretrain.data.samples import Samples
+from pretrain.data.pairs.training import PairTraining
+from pretrain.data.prepared_training import PreparedTraining
 from pretrain.data.shards.reader import Holding
-from pretrain.data.sources import (
-    cache_folder,
-    check_names,
-    check_tokenizers,
-    check_weights_are_used,
-    open_each,
-    open_samples,
-    open_sources,
-)
-from pretrain.data.span_corruption import SpanCorruption, Spans
-from pretrain.data.text.training import TextLoader, TextTraining
-from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
-from pretrain.errors import ConfigError, DataError, UserError
-from pretrain.models.families import has_encoder
-from pretrain.models.shape import start_token
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
+from pretrain.errors import DataError, UserError
 
 
-class TrainingData(Protocol):
-    """The samples of a run."""
+class ValidationData(Protocol):
+    """Samples, or pairs, that a run is evaluated on: the first ones of a source, in order."""
 
-    kind: str
-    """`prepared`, `text` or `pairs`."""
-    attachments: dict[str, Path]
-    """Directories that checkpoints keep a copy of, by name."""
-    tokenizer_path: Path
-    """A directory with the files of the tokenizer, which checkpoints keep a copy of."""
-    tokenizer: TokenizerIdentity
-    vocab_size: int
-    fingerprints: list[str]
-    """What the content of each source is, in order; empty for text."""
+    name: str
 
-    def identity(self, until: int) -> dict[str, Any]:
-        """Everything that decided the samples before position `until`, for a checkpoint to be compared with."""
-
-    def shares(self, until: int) -> dict[str, float]:
-        """Share of each source in the samples before position `until`; empty where there is one source."""
+    def __len__(self) -> int: ...
 
     @property
-    def holdings(self) -> list[tuple[str, Holding]]:
-        """The directories that are read, each with its key in the configuration; empty for text."""
+    def holdings(self) -> list[Holding]:
+        """The directories that are read."""
 
-    def describe(self, until: int) -> list[str]:
-        """Lines that say what the samples before position `until` are."""
+
+class Batch(Protocol):
+    """What one rank computes in one optimizer step, on the host.
+
+    `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
+    `target_tokens`: targets that carry a loss.
+    """
+
+    positions: np.ndarray
+    sequences: int
+    digest: int
+    target_tokens: int
+    cursor: list[int] | None
+
+    def micro_steps(self, sequences: int) -> int:
+        """How many micro-steps of `sequences` samples the batch is; equal on all ranks."""
+
+    def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
+        """The network's inputs of a micro-step, by name, on the device."""
 
 
 class BatchLoader(Protocol):
@@ -74,35 +58,81 @@ class BatchLoader(Protocol):
     data_rank: int
     data_size: int
 
-    def validation_inputs(self, source: Samples | PreparedPairs, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
+    def validation_inputs(self, source: ValidationData, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
         """The network's inputs on these samples of a validation source, perhaps none; samples of one length are filled up to `rows` with
         some that carry no loss.
         """
 
-    def batches(self, consumed: int) -> Iterator[StepBatch]:
+    def batches(self, consumed: int) -> Iterator[Batch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
 
 
-def open_data(config: Config) -> tuple[list[Samples] | TextTraining | PairTraining, list[Samples] | list[PreparedPairs]]:
-    """What is trained on, opened, and the validation sources. Raises ConfigError or DataError."""
-    data = config.data
-    text = data.text
-    if text != Text() and data.sources:
-        raise ConfigError("data.sources and data.text both say what is trained on; keep one")
-    if data.pairs is not None:
-        return _open_pairs(config)
-    _check_objective(config)
-    check_weights_are_used(data)
-    validation = open_each("data.validation", data.validation, lambda source: open_samples(source, data))
-    check_names("data.validation", validation)
-    if text != Text():
-        _check_text(config)
-        opened = TextTraining.open(text, data.sequence_length, cache_folder(data))
-        check_tokenizers(validation, opened.tokenizer, f"data.text.tokenizer={text.tokenizer}")
-        return opened, validation
-    sources = open_sources(config)
-    check_tokenizers(sources + validation)
-    return sources, validation
+class TrainingData(Protocol):
+    """The samples of a run. What a sample is (a window of a text, a pair of sentences), only its implementations know."""
+
+    kind: str
+    """A name for identity records."""
+    attachments: dict[str, Path]
+    """Directories that checkpoints keep a copy of, by name."""
+    tokenizer_path: Path
+    """A directory with the files of the tokenizer."""
+    tokenizer: TokenizerIdentity
+    vocabularies: dict[str, Vocabulary]
+    """By key of the section `model`, `vocab_size` and perhaps `source_vocab_size`."""
+    added_tokens: list[str]
+    """Tokens of training that the tokenizer lacks, which an export adds to it."""
+    lengths: tuple[float, ...]
+    """Tokens that a network sees of a sample; for an encoder-decoder, of a source and of a target, on average."""
+    fingerprints: list[str]
+    """What the content of each source is, in order."""
+    validation: Sequence[ValidationData]
+
+    @property
+    def holdings(self) -> list[tuple[str, Holding]]:
+        """The directories that a run reads, those of its validation included, each with its key in the configuration."""
+
+    def identity(self, until: int) -> dict[str, Any]:
+        """Everything that decided the samples before position `until`, for a checkpoint to be compared with."""
+
+    def samples_after(self, consumed: int, steps: int) -> int:
+        """Samples consumed `steps` steps after `consumed`; an estimate where steps have a number of tokens."""
+
+    def check_suffices(self, step: int, samples: int) -> None:
+        """Raise ConfigError where a run that goes on after `step` steps, which took `samples`, would outlast its data."""
+
+    def shares(self, until: int) -> dict[str, float]:
+        """Share of each source in the samples before position `until`; empty where there is one source."""
+
+    def describe(self, until: int) -> list[str]:
+        """Lines that say what the samples before position `until` are."""
+
+    def loader(self, data_rank: int, data_size: int, cursor: list[int] | None = None, pin: bool = False) -> BatchLoader:
+        """The batches of one data-parallel rank. `cursor`: where the text of this rank goes on; `pin`: in page-locked memory."""
+
+    def validation_rows(self, source: ValidationData) -> int:
+        """Samples of a validation source in one forward pass of a rank."""
+
+
+def open_data(config: Config, start_id: int | None = None) -> TrainingData:
+    """What a run reads, of a configuration whose derived values are filled in. Raises ConfigError or DataError.
+
+    `start_id`: the token that a decoder with an encoder starts from; by default the end-of-document token.
+    """
+    kind = PreparedTraining if config.data.pairs is None else PairTraining
+    return kind.open(config, start_id)
+
+
+def data_identity(config: Config, data: TrainingData, until: int) -> dict[str, Any]:
+    """What the samples before position `until` were, and how they were cut; nested JSON values by key of the section `data`."""
+    cut = {name: getattr(config.data, name) for name in ("packing", "document_mask", "boundary_loss")}
+    tokenizer = data.tokenizer
+    return cut | {
+        "tokenizer": tokenizer.sha256,
+        "tokenizer.eod_id": tokenizer.eod_id,
+        "tokenizer.vocab_size": tokenizer.vocab_size,
+        "kind": data.kind,
+        **data.identity(until),
+    }
 
 
 class RanksOfRun(Protocol):
@@ -115,17 +145,12 @@ class RanksOfRun(Protocol):
     def attempt(self, name: str, action: Callable[[], Any], kind: type[UserError]) -> Any: ...
 
 
-def verify_everywhere(
-    data: TrainingData, validation: list[Samples] | list[PreparedPairs], full: bool, ranks: RanksOfRun
-) -> bool:
+def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksOfRun) -> bool:
     """Whether files were hashed. Raises DataError, on every rank alike, unless all ranks read the same data, as it was written.
 
-    With `full` every file is hashed. Ranks that see the same files, on shared storage or on one host, share the work; a copy on a
+    `held`: what the run reads (`TrainingData.holdings`). With `full` every file is hashed. Ranks that see the same files, on shared storage or on one host, share the work; a copy on a
     node's own disk is hashed by the ranks of that node, and so is the node's packing index.
     """
-    held = data.holdings + [
-        (f"data.validation.{number}", holding) for number, source in enumerate(validation) for holding in source.holdings
-    ]
     host = socket.gethostname()
     places = ranks.attempt(
         "places of the data", lambda: [_place(holding.manifest_file, host) for _, holding in held], DataError
@@ -166,88 +191,3 @@ def _refuse_differences(keys: list[str], everywhere: list[tuple[str, list[tuple[
                     f"{key}: {own_path} of rank {rank} on {host} has other content than {path} of rank 0 on {first_host}; copy the data "
                     "anew to the node that is wrong, and remove its packing index where one is named"
                 )
-
-
-def _open_pairs(config: Config) -> tuple[PairTraining, list[PreparedPairs]]:
-    data = config.data
-    if data.sources or data.text != Text():
-        raise ConfigError("data.pairs and another key of data (sources or text) both say what is trained on; keep one")
-    training = PairTraining.open(config)
-    validation = open_each("data.validation", data.validation, lambda source: open_validation(source, training))
-    check_names("data.validation", validation)
-    return training, validation
-
-
-def _check_text(config: Config) -> None:
-    data = config.data
-    if data.exact_resume:
-        raise ConfigError(
-            "data.text cannot resume exactly on another number of ranks (no document is lost, some are repeated) and has no shuffle; "
-            "accept it with data.exact_resume=false, or prepare the data with tools/prepare_data.py"
-        )
-    if config.batch.ramp:
-        raise ConfigError("batch.ramp is not built for data.text; prepare the data, or remove it")
-
-
-def build_loader(
-    config: Config,
-    data: TrainingData,
-    objective: Objective,
-    schedule: BatchSchedule | PairOrder,
-    data_rank: int,
-    data_size: int,
-    cursor: list[int] | None,
-    pin: bool,
-) -> BatchLoader:
-    """The batches of one data-parallel rank. `cursor`: where the text of this rank goes on; `pin`: in page-locked memory."""
-    workers = config.data.workers
-    if isinstance(data, PairTraining):
-        return PairLoader(data, data_rank, data_size, workers, config.batch.micro_tokens or 0, pin)
-    if isinstance(data, TextTraining):
-        return TextLoader(data.stream, schedule, data_rank, data_size, workers, cursor, objective, pin)
-    return Loader(data, schedule, data_rank, data_size, workers, objective, pin)
-
-
-def open_objective(config: Config, data: TrainingData) -> Objective:
-    """What becomes of a sample, of a configuration whose model is complete. Raises ConfigError where it cannot be done."""
-    spans, eod_id = Spans.of_data(config.data), eod_of(data)
-    if spans is None:
-        return NextToken(eod_id if config.data.document_mask else None)
-    first = sentinel_ids(config, data.vocab_size)[-1]
-    return SpanCorruption(spans, first, eod_id, start_token(config.model, eod_id), config.data.seed, config.run.seed)
-
-
-def sentinel_ids(config: Config, vocab_size: int) -> range:
-    """The ids that stand for spans, rising, where the tokenizer has `vocab_size` tokens; empty where there are no spans."""
-    options = config.data.span_corruption
-    if config.data.objective != "span_corruption":
-        return range(0)
-    if options.first_sentinel is None:
-        return range(vocab_size, vocab_size + options.sentinels)
-    if options.first_sentinel < options.sentinels:
-        raise ConfigError(
-            f"data.span_corruption.first_sentinel={options.first_sentinel}: {options.sentinels} sentinels that count down from there reach "
-            "below 0; it is the id of the first span's, lower sentinels, or remove it"
-        )
-    return range(options.first_sentinel - options.sentinels + 1, options.first_sentinel + 1)
-
-
-def eod_of(data: TrainingData) -> int:
-    """The token that closes a document."""
-    if isinstance(data, PairTraining):
-        return data.pairs.target.eod_id
-    return data.stream.tokenizer.eod_id if isinstance(data, TextTraining) else data.sources[0].data.eod_id
-
-
-def _check_objective(config: Config) -> None:
-    data = config.data
-    if data.objective == "next_token":
-        return
-    if not has_encoder(config.model):
-        raise ConfigError(
-            f"data.objective=span_corruption is for an encoder-decoder, and model.family={config.model.family} is none; use t5"
-        )
-    for name, only in (("packing", "concatenate"), ("document_mask", False), ("boundary_loss", True), ("text", Text())):
-        if (value := getattr(data, name)) != only:
-            shown = "prepare the data" if name == "text" else f"{name}={value} is not built for it, remove it"
-            raise ConfigError(f"data.objective=span_corruption takes samples as they are cut: data.{shown}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.models.block import Block
 from pretrain.models.cache import Cache
 from pretrain.models.experts import MixtureOfExperts

@@ -24,7 +24,7 @@ _LEVELS = 1 << 16
 
 
 class Dropout:
-    """Dropout of one forward pass. `keys_B`: an int64 per sample, see `sample_keys`; `rate`: share of zeroed elements, rounded to a
+    """Dropout of one forward pass. `keys_B`: an int64 per sample, see `conventions.sample_keys`; `rate`: share of zeroed elements, rounded to a
     multiple of 2^-16; the others are scaled up by what is right for the rounded rate.
     """
 
@@ -57,14 +57,6 @@ class Dropout:
 def make_dropout(rate: float, keys_B: Tensor | None) -> Dropout | None:
     """None where nothing is dropped: at rate 0, and without keys, which is how a network is evaluated."""
     return Dropout(rate, keys_B) if rate and keys_B is not None else None
-
-
-def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
-    """The key of each sample, int64, from its position in the stream, so that a sample has another mask in every epoch."""
-    from pretrain.data.order import scramble
-
-    start = int.from_bytes(hashlib.blake2b(f"dropout/{seed}".encode(), digest_size=8).digest(), "little")
-    return scramble(positions.astype(np.uint64) + np.uint64(start)).view(np.int64)
 
 
 def _finalise(z: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pretrain.config.schema import Loss
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 
 CPU_CHUNK_BYTES, CHUNK_BYTES = 256 << 20, 1 << 30
 """Memory that the logits of a chunk may take, on CPU and elsewhere: enough tokens for matrix products at full speed."""

@@ -13,32 +13,24 @@ from pretrain.checkpoint.export_check import check_map, has_export
 from pretrain.config.keys import check_effects, leaves
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
-from pretrain.data.batch_schedule import BatchSchedule
-from pretrain.data.objective import Objective
-from pretrain.data.pairs.order import PairOrder
-from pretrain.data.pairs.prepared import PreparedPairs
-from pretrain.data.pairs.training import PairTraining
-from pretrain.data.samples import Samples
-from pretrain.data.sources import batch_schedule, check_length, open_stream
-from pretrain.data.span_corruption import SpanCorruption, Spans, added_tokens
-from pretrain.data.stream import Stream
-from pretrain.data.text.training import TextTraining
-from pretrain.data.training_data import TrainingData, open_data, open_objective, sentinel_ids
+from pretrain.data.training_data import TrainingData, data_identity, open_data
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.decoder import count_parameters
-from pretrain.models.families import complete, family_of
+from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
-from pretrain.models.router import check_router
 from pretrain.models.shape import check_encoder, resolved_switches
 from pretrain.observe.flops import flops_per_token
 from pretrain.observe.translation import require_sacrebleu
-from pretrain.optim.schedule import fit
 from pretrain.parallel.layout import Layout, plan_layout
-from pretrain.train.identity import check_accepted
+from pretrain.train.resolve import needs_masks, resolve, usual_values
 
 NO_IDENTITY = {leaf.path for leaf in leaves(Model, None, resume="never") if leaf.resume != "never"}
 """Keys of the model that change no tensor of a run under way (see `model_identity`)."""
+
+
+STAND_IN_VOCABULARY = 1 << 15
+"""The vocabulary with which a network is checked while its data is absent. Nothing that is printed depends on it."""
 
 
 @dataclass(frozen=True)
@@ -47,44 +39,27 @@ class Plan:
 
     config: Config
     layout: Layout
-    data: TrainingData
-    objective: Objective
-    schedule: BatchSchedule | PairOrder
-    validation: list[Samples] | list[PreparedPairs]
     parameters: int
     notes: list[str]
     """What the configuration says and this run does otherwise."""
+    data: TrainingData
 
     @property
     def flops_per_token(self) -> int:
-        """Of forward and backward; of an encoder-decoder per target token, of which `tokens_per_second` counts."""
-        if isinstance(self.data, PairTraining):
-            return flops_per_token(self.config.model, *self.data.mean_lengths)
-        if isinstance(self.objective, SpanCorruption):
-            spans = self.objective.spans
-            return flops_per_token(self.config.model, spans.source_length, spans.target_length)
-        return flops_per_token(self.config.model, self.config.data.sequence_length)
-
-    @property
-    def added_tokens(self) -> list[str]:
-        """What an export adds to the data's tokenizer."""
-        if not isinstance(self.objective, SpanCorruption):
-            return []
-        return added_tokens(self.objective.first_sentinel, self.data.vocab_size)
+        """FLOPs of one forward and backward pass per token. For encoder-decoders: per target token, the unit of `tokens_per_second`."""
+        return flops_per_token(self.config.model, *self.data.lengths)
 
     def facts(self) -> dict[str, Any]:
         """What came of the configuration on this host, which every rank must have in common with it: JSON values by name."""
-        data, held = self.data, list(self.data.holdings)
-        held += [(f"data.validation.{i}", holding) for i, source in enumerate(self.validation) for holding in source.holdings]
         contents: dict[str, str] = {}
-        for key, holding in held:  # of some several: tokens and a packing index, or sources and targets
+        for key, holding in self.data.holdings:  # of some several: tokens and a packing index, or sources and targets
             name = f"the content of {key}"
             contents[f"{name} ({holding.path})" if name in contents else name] = holding.content
-        decides = data.identity(self.schedule.consumed(self.config.run.steps))
+        decides = self.data.identity(self.data.samples_after(0, self.config.run.steps))
         return {
             "the layout": dataclasses.asdict(self.layout),
             **contents,
-            "the data's tokenizer": data.tokenizer._asdict(),
+            "the data's tokenizer": self.data.tokenizer._asdict(),
             "the data": {name: value for name, value in decides.items() if not name.endswith(".path")},
         }
 
@@ -93,45 +68,45 @@ class Plan:
 
         Flat, JSON values. Of the data, only what has decided these samples.
         """
-        data = self.config.data
         identity = model_identity(dataclasses.asdict(self.config.model))
         identity["optim.name"] = self.config.optim.name
-        cut = {name: getattr(data, name) for name in ("packing", "document_mask", "boundary_loss")}
-        tokenizer = self.data.tokenizer
-        cut |= {
-            "tokenizer": tokenizer.sha256,
-            "tokenizer.eod_id": tokenizer.eod_id,
-            "tokenizer.vocab_size": tokenizer.vocab_size,
-        }
-        cut["kind"] = self.data.kind
-        cut["objective"] = {"name": data.objective}
-        if isinstance(self.objective, SpanCorruption):
-            cut["objective"] |= {"first_sentinel": self.objective.first_sentinel} | dataclasses.asdict(self.objective.spans)
-        return identity | {f"data.{k}": v for k, v in flatten(cut | self.data.identity(samples)).items()}
+        decided = data_identity(self.config, self.data, samples)
+        return identity | {f"data.{name}": value for name, value in flatten(decided).items()}
 
 
-def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
-    """Open the data and derive what the configuration leaves open. Raises ConfigError, DataError or LaunchError."""
-    check_accepted(config.run.accept_changes)
-    check_effects(
-        config, usual=usual_values(config)
-    )  # before data is opened; what depends on derived values is checked by complete_config
-    given = config
-    opened, validation = open_data(config)
-    config = complete_config(config, *_vocabularies(config, opened))
-    _check_encoder(config, opened)
+def make_plan(given: Config, world_size: int, device: torch.device) -> Plan:
+    """Resolve the configuration, open the data, plan the layout. Raises ConfigError, DataError or LaunchError."""
+    config = resolve(given)
+    data = open_data(config, config.model.start_id)
+    config = with_vocabularies(config, data)
+    return Plan(config, *_lay_out(given, config, world_size, device), data)
+
+
+def check_without_data(given: Config, world_size: int, device: torch.device) -> None:
+    """Make every check of a plan that needs no data. Raises ConfigError or LaunchError."""
+    config = resolve(given)
+    model = config.model
+    sizes = {key: getattr(model, key) or STAND_IN_VOCABULARY for key in ("vocab_size", "source_vocab_size")}
+    model = dataclasses.replace(
+        model, **{key: size for key, size in sizes.items() if key == "vocab_size" or model.encoder_layers}
+    )
+    _lay_out(given, dataclasses.replace(config, model=model), world_size, device)
+
+
+def _lay_out(given: Config, config: Config, world_size: int, device: torch.device) -> tuple[Layout, int, list[str]]:
+    """Layout, number of parameters and notes. `config`: complete. What could not be exported in the end is refused now."""
     if has_export(config.model):
-        family_of(config.model.family).to_hf(config.model)  # what could not be exported in the end is refused now
+        family_of(config.model.family).to_hf(config.model)
         if config.checkpoint.export_check:
             check_map(config.model)
-    _check_backend(config, device)
+    if config.data.pairs is not None and config.validation.translation.every_steps:
+        require_sacrebleu()
+    if needs_masks(config):
+        attention_backend(config.model, device, training=True)
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
-    notes = _notes(given, config, layout)
-    schedule = opened.order if isinstance(opened, PairTraining) else batch_schedule(config)
-    data = open_stream(config, opened, schedule) if isinstance(opened, list) else opened
-    return Plan(config, layout, data, open_objective(config, data), schedule, validation, parameters, notes)
+    return layout, parameters, _notes(given, config, layout)
 
 
 def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
@@ -145,105 +120,35 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
     return notes
 
 
-def _check_backend(config: Config, device: torch.device) -> None:
-    model = config.model
-    if model.family == "hf":
-        if config.data.document_mask:
-            raise ConfigError("data.document_mask=true: models of model.family=hf take no masks of documents; set it to false")
-        return
-    switches = model.attention
-    if config.data.document_mask or switches.window or switches.soft_cap or switches.sinks:
-        attention_backend(model, device, training=True)
-    elif model.attention_backend != "auto":
+def with_vocabularies(config: Config, data: TrainingData) -> Config:
+    """The configuration with the vocabularies of its data. Raises ConfigError for a network whose vocabulary is too small."""
+    model, vocabularies = config.model, data.vocabularies
+    for key, vocabulary in vocabularies.items():
+        size = getattr(model, key)
+        if size is not None and size < vocabulary.size:
+            raise ConfigError(
+                f"model.{key}={size} is below the {vocabulary.size} tokens of the tokenizer of {vocabulary.place}; remove the key to "
+                "take the data's, or raise it"
+            )
+    source, target = vocabularies.get("source_vocab_size"), vocabularies["vocab_size"]
+    if model.tie_source and source is not None and source.tokenizer != target.tokenizer:
         raise ConfigError(
-            f"model.attention_backend={model.attention_backend} is about masks of documents and windows, and this run has neither; "
-            "remove it"
+            f"model.tie_source=true, but {source.place} and {target.place} were prepared with different tokenizers; prepare the pairs with "
+            "one, or set it to false"
         )
-
-
-def check_data_suffices(plan: Plan, step: int = 0, samples: int = 0) -> None:
-    """Raise ConfigError when the run, going on after `step` steps that took `samples`, would outlast its data."""
-    if isinstance(plan.data, Stream):
-        check_length(plan.config, plan.data.mixture, plan.schedule, step, samples)
-
-
-def complete_config(config: Config, vocab_size: int | None = None, source_vocab_size: int | None = None) -> Config:
-    """The configuration with its derived values; the vocabularies only where they are given."""
-    spans = Spans.of_data(config.data)
-    longest = max(spans.source_length, spans.target_length) if spans else config.data.sequence_length
-    model = complete(config.model, longest)
-    check_effects(config, resolved_switches(model), usual_values(config, model))
-    if model.family != "hf":
-        check_router(model)
     if model.vocab_size is None:
-        model = dataclasses.replace(model, vocab_size=vocab_size)
-    if model.encoder_layers and model.source_vocab_size is None and not model.tie_source:
-        model = dataclasses.replace(model, source_vocab_size=source_vocab_size)
+        model = dataclasses.replace(model, vocab_size=target.size)
+    if model.encoder_layers and model.source_vocab_size is None and not model.tie_source and source is not None:
+        model = dataclasses.replace(model, source_vocab_size=source.size)
     if model.encoder_layers:
         check_encoder(model)  # what depends on the vocabulary
-    seed = config.run.seed if config.data.seed is None else config.data.seed
-    data, schedule = dataclasses.replace(config.data, seed=seed), fit(config.schedule, config.run.steps)
-    return dataclasses.replace(config, model=model, data=data, schedule=schedule)
-
-
-def usual_values(given: Config, model: Model | None = None) -> dict[str, list[Any]]:
-    """Values that say nothing, for `check_effects`: a resolved configuration, which may be read again, names them all.
-
-    `model`: the model's section, complete.
-    """
-    return {"data.seed": [given.run.seed]} | (family_of(given.model.family).usual_switches(given.model, model) if model else {})
+    return dataclasses.replace(config, model=model)
 
 
 def model_size(config: Config) -> int:
     """Parameters of the model, counted on the meta device."""
     with torch.device("meta"):
         return count_parameters(build_network(config.model))
-
-
-def _vocabularies(config: Config, opened: list[Samples] | TextTraining | PairTraining) -> tuple[int, int | None]:
-    """Token ids of the data's tokenizer; of pairs those of the targets' and of the sources'."""
-    if isinstance(opened, PairTraining):
-        where, sources = opened.pairs.target.path, opened.pairs.source.path
-        return (
-            _at_least("model.vocab_size", config.model.vocab_size, opened.vocab_size, where),
-            _at_least("model.source_vocab_size", config.model.source_vocab_size, opened.source_vocab_size, sources),
-        )
-    if not isinstance(opened, list):
-        return _at_least("model.vocab_size", config.model.vocab_size, opened.vocab_size, config.data.text.tokenizer), None
-    own = opened[0].data.vocab_size
-    needed = max(own, sentinel_ids(config, own).stop)
-    return _at_least("model.vocab_size", config.model.vocab_size, needed, opened[0].data.path), None
-
-
-def _at_least(key: str, size: int | None, needed: int, where: object) -> int:
-    if size is not None and size < needed:
-        raise ConfigError(
-            f"{key}={size} is below the {needed} tokens of the tokenizer of {where}; remove the key to take the data's, or raise it"
-        )
-    return needed
-
-
-def _check_encoder(config: Config, opened: list[Samples] | TextTraining | PairTraining) -> None:
-    """An encoder needs pairs or spans, one table for both languages one tokenizer, and what is about pairs only has no effect elsewhere."""
-    pairs = opened.pairs if isinstance(opened, PairTraining) else None
-    translation = config.validation.translation
-    if pairs is None:
-        if config.model.encoder_layers and config.data.objective != "span_corruption":
-            raise ConfigError(
-                f"model.encoder_layers={config.model.encoder_layers} is trained on sentence pairs or on spans; set data.pairs, or "
-                "data.objective=span_corruption"
-            )
-        if config.model.encoder_layers and not config.model.tie_source:
-            raise ConfigError(
-                "data.objective=span_corruption has one vocabulary for sources and targets; set model.tie_source=true"
-            )
-        return
-    if config.model.tie_source and pairs.source.tokenizer.sha256 != pairs.target.tokenizer.sha256:
-        raise ConfigError(
-            f"model.tie_source=true, but {pairs.path} has a tokenizer for each side; prepare the pairs with one, or set it to false"
-        )
-    if translation.every_steps:
-        require_sacrebleu()
 
 
 def model_identity(model: dict[str, Any]) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from pretrain.distributed.agreement import machine_name, run_facts
 from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, LostRankError
+from pretrain.errors import CheckpointError, LostRankError, UserError, print_error
 from pretrain.models.router import router_caution
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
-from pretrain.train.plan import Plan, make_plan
+from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
 from pretrain.train.run_lock import SIGHT_SECONDS
 from pretrain.train.starting_point import StartingPoint, find_starting_point
@@ -37,20 +37,37 @@ log = logging.getLogger(__name__)
 
 
 def check(config: Config) -> int:
-    """Everything that can be known to go wrong before a run: for the processes that a launcher started, or without one for
-    those that the configuration asks for.
+    """Run every check that needs no training. Without a launcher, assume as many processes as the configuration asks for.
+
+    Where the data cannot be opened, everything else is checked nevertheless, and all that was found is said.
     """
     check_launcher(config)
     rank, local_rank, world_size = distributed.launched_ranks()
     if world_size == 1:
         world_size = expected_world_size(config) or 1
-    plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
+    device = distributed.choose_device(config, local_rank)
+    try:
+        plan = make_plan(config, world_size, device)
+    except UserError as problem:
+        _check_the_rest(config, world_size, device, problem, is_first=rank == 0)
+        raise
     if rank == 0:
         origin = _check_directory(plan)
         print("\n".join([*describe(plan, world_size, origin), *_intentions(plan, origin)]))
         _check_export(plan)
         print("the configuration is valid")
     return 0
+
+
+def _check_the_rest(config: Config, world_size: int, device: torch.device, problem: UserError, is_first: bool) -> None:
+    """Make the checks that need no data. Where they find something else than `problem`, that is printed, and what they found is raised."""
+    try:
+        check_without_data(config, world_size, device)
+        RunDirectory(directory_of(config.run), config.run.lock).check()
+    except UserError as found:
+        if is_first and str(found) != str(problem):
+            print_error(problem)
+        raise
 
 
 def _check_directory(plan: Plan) -> StartingPoint:
@@ -77,7 +94,7 @@ def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:
 
 
 def _check_export(plan: Plan) -> None:
-    export = start_export_check(plan.config, plan.data.tokenizer_path, plan.added_tokens, print)
+    export = start_export_check(plan.config, plan.data.tokenizer_path, plan.data.added_tokens, print)
     if export is not None:
         with export:
             if problem := export.finish():
@@ -154,7 +171,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
             export = None
             if ranks.is_main and trainer.progress.step == 0:
                 export = start_export_check(
-                    plan.config, plan.data.tokenizer_path, plan.added_tokens, log.info, ranks.world_size
+                    plan.config, plan.data.tokenizer_path, plan.data.added_tokens, log.info, ranks.world_size
                 )
                 stack.callback(lambda: export and export.close())
             outcome = trainer.fit(stop, export, evaluated)
@@ -204,7 +221,7 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Tr
 
 def _verify_data(plan: Plan, ranks: Ranks) -> None:
     started = time.monotonic()
-    hashed = verify_everywhere(plan.data, plan.validation, plan.config.data.verify == "full", ranks)
+    hashed = verify_everywhere(plan.data.holdings, plan.config.data.verify == "full", ranks)
     if ranks.is_main and hashed:
         log.info("data: every shard matches its sha256 (%s)", duration(time.monotonic() - started))
 
@@ -232,8 +249,7 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
         f"vocabulary {model.vocab_size}; {plan.flops_per_token:.3g} FLOPs per token",
         *_describe_network(model),
-        *plan.data.describe(plan.schedule.after(origin.samples, config.run.steps - origin.step)),
-        *plan.objective.describe(),
+        *plan.data.describe(plan.data.samples_after(origin.samples, config.run.steps - origin.step)),
         *_describe_validation(plan),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
@@ -244,7 +260,7 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
 
 def _describe_validation(plan: Plan) -> list[str]:
     most = plan.config.validation.sequences
-    counts = [(source.name, len(source), min(most, len(source)) if most else len(source)) for source in plan.validation]
+    counts = [(source.name, len(source), min(most, len(source)) if most else len(source)) for source in plan.data.validation]
     return [f"validate {name}: {used:,} of {available:,} samples" for name, available, used in counts]
 
 

@@ -18,7 +18,7 @@ from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.train.identity import check_changes, check_model, differences, identity_changes, setting_changes
-from pretrain.train.plan import Plan, check_data_suffices, model_identity
+from pretrain.train.plan import Plan, model_identity
 from pretrain.train.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, conte
     lines = ranks.on_main("comparison with a checkpoint", judge, CheckpointError)
     own = resumed is not None and resumed.path.parent == directory.checkpoints
     origin = StartingPoint(resumed, weights, own, tuple(lines))
-    check_data_suffices(plan, origin.step, origin.samples)
+    plan.data.check_suffices(origin.step, origin.samples)
     return origin
 
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from pretrain.config.schema import Config
+from pretrain.conventions import IGNORED
 from pretrain.data.pairs.prepared import PreparedPairs
-from pretrain.data.samples import Samples
-from pretrain.data.targets import IGNORED
-from pretrain.data.training_data import BatchLoader
+from pretrain.data.training_data import BatchLoader, TrainingData, ValidationData
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
 from pretrain.parallel.strategy import Strategy
@@ -30,19 +29,19 @@ class Evaluation:
     def __init__(
         self,
         config: Config,
-        sources: list[Samples] | list[PreparedPairs],
+        data: TrainingData,
         strategy: Strategy,
         loader: BatchLoader,
         ranks: Ranks,
     ) -> None:
-        self.config, self.sources, self.loader, self.ranks = config, sources, loader, ranks
+        self.config, self.data, self.loader, self.ranks = config, data, loader, ranks
         self.strategy = strategy
 
     def due(self, step: int) -> list[str]:
         """What is to be evaluated after a step: `validation`, `translation`, both or nothing."""
         validation, last = self.config.validation, step == self.config.run.steps
         found = []
-        if self.sources and (last or (validation.every_steps and step % validation.every_steps == 0)):
+        if self.data.validation and (last or (validation.every_steps and step % validation.every_steps == 0)):
             found.append("validation")
         if validation.translation.every_steps and (last or step % validation.translation.every_steps == 0):
             found.append("translation")
@@ -55,15 +54,13 @@ class Evaluation:
             found: dict[str, Any] = {}
             for name in names:
                 with self.ranks.part(name, device=True):
-                    found[name] = {source.name: actions[name](source, poll) for source in self.sources}
+                    found[name] = {source.name: actions[name](source, poll) for source in self.data.validation}
             return found
         finally:
             self.strategy.release()
 
-    def _validate(self, source: Samples | PreparedPairs, poll: StopPoll) -> float:
-        batch, rows = self.config.batch, self.config.batch.micro_sequences
-        if isinstance(source, PreparedPairs):
-            rows = max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
+    def _validate(self, source: ValidationData, poll: StopPoll) -> float:
+        rows = self.data.validation_rows(source)
         return validate(self.strategy.evaluate, source, self.config.validation.sequences, rows, self.loader, self.ranks, poll)
 
     def _translate(self, source: PreparedPairs, poll: StopPoll) -> dict[str, float] | None:
@@ -73,7 +70,7 @@ class Evaluation:
 @torch.no_grad()
 def validate(
     call: Callable[..., Tensor],
-    source: Samples | PreparedPairs,
+    source: ValidationData,
     sequences: int,
     rows: int,
     loader: BatchLoader,

@@ -13,7 +13,7 @@ from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.config.show import to_markdown, to_yaml
 from pretrain.parallel.layout import check_options
-from pretrain.train.plan import complete_config
+from pretrain.train.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 # Those of configs/models/ are no runs by themselves: tests/models/test_presets.py loads them.
@@ -54,7 +54,7 @@ def test_there_are_shipped_configurations():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_every_shipped_configuration_loads_and_loads_back(path, tmp_path):
-    config = complete_config(load_config(path)[0])
+    config = resolve(load_config(path)[0])
     check_options(config)
     (tmp_path / "printed.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert load_config(tmp_path / "printed.yaml")[0] == config

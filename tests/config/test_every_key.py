@@ -17,7 +17,6 @@ from running import write_config
 from pretrain.config.keys import Leaf, leaves
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
-from pretrain.data.training_data import build_loader
 from pretrain.errors import ConfigError, UserError
 from pretrain.models import build_network
 from pretrain.optim.optimizer import OptimizerSet
@@ -161,7 +160,7 @@ def signature(config_file: Path, *overrides: str) -> dict[str, Any]:
     torch.manual_seed(0)
     plan = make_plan(config, 4, torch.device("cpu"))
     own, taken, batches = plan.config, 0, []
-    loader = build_loader(own, plan.data, plan.objective, plan.schedule, 0, plan.layout.data_size, None, pin=False)
+    loader = plan.data.loader(0, plan.layout.data_size)
     for batch in itertools.islice(loader.batches(0), 3):
         inputs = batch.micro(0, own.batch.micro_sequences, torch.device("cpu"))
         batches.append((batch.digest, batch.sequences, {name: value.tolist() for name, value in inputs.items()}))
@@ -174,7 +173,7 @@ def signature(config_file: Path, *overrides: str) -> dict[str, Any]:
         "identity": plan.identity(taken),
         "export": own.model.family,
         "longest": own.model.max_sequence_length,
-        "validation": [(source.name, len(source)) for source in plan.validation],
+        "validation": [(source.name, len(source)) for source in plan.data.validation],
         "rates": [learning_rate(own.schedule, own.optim.lr, own.run.steps, step) for step in range(1, own.run.steps + 1)],
         "network": network_signature(own, inputs),
     }

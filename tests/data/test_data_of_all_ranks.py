@@ -52,7 +52,7 @@ def on_ranks(streams: list[Stream], full: bool = True) -> list[str | bool]:
     def run(rank: int) -> None:
         ranks = Thread(rank, rank, len(streams), torch.device("cpu"), said=said, barrier_of_threads=barrier)
         try:
-            outcomes[rank] = verify_everywhere(streams[rank], [], full, ranks)
+            outcomes[rank] = verify_everywhere(streams[rank].holdings, full, ranks)
         except DataError as error:
             outcomes[rank] = str(error)
 

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pretrain.data.packing as packing
+from pretrain.conventions import IGNORED
 from pretrain.data.packing import open_index, pack
 from pretrain.data.samples import Packed, Windows
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.stream import documents_of
-from pretrain.data.targets import IGNORED
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
 

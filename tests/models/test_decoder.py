@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from pretrain.config.model_schema import Model
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from pretrain.config.schema import Model
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models import attend
 from pretrain.models import decoder as decoder_module

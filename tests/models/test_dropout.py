@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.models.dropout import Dropout, make_dropout, sample_keys
+from pretrain.conventions import sample_keys
+from pretrain.models.dropout import Dropout, make_dropout
 
 SAMPLES, LENGTH, DIM = 400, 24, 64
 

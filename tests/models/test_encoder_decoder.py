@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from pretrain.config.model_schema import Model, Norm
 from pretrain.config.schema import Loss
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.encoder_decoder import DecodingCache, EncoderDecoder, sinusoids

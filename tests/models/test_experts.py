@@ -16,7 +16,7 @@ from pretrain.config.model_schema import Experts as ExpertsConfig
 from pretrain.config.model_schema import Mlp as MlpConfig
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Optim
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.distributed.mesh import Mesh
 from pretrain.errors import ConfigError
 from pretrain.models import build_network

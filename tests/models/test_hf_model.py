@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.model_schema import Model, Norm
 from pretrain.config.schema import Optim
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.families import complete, family_of

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.models.head import OutputHead
 from pretrain.models.loss import CROSS_ENTROPY, LossOptions, finish_logits, fused_losses, sequence_losses
 

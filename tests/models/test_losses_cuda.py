@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.models.loss import LossOptions, finish_logits, fused_losses, sequence_losses
 
 pytestmark = [

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.models.loss import LossOptions, fused_losses, sequence_losses
 
 MEGABYTE = 1 << 20

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.models.head import OutputHead
 from pretrain.models.loss import LossOptions
 from pretrain.models.multi_token import MultiTokenPrediction, targets_ahead

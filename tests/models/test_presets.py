@@ -13,7 +13,7 @@ from pretrain.config.load import load_config
 from pretrain.config.show import to_yaml
 from pretrain.models import show
 from pretrain.models.families import complete, family_of
-from pretrain.train.plan import complete_config
+from pretrain.train.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 every_preset = pytest.mark.parametrize("name", PRESETS)
@@ -55,7 +55,7 @@ def test_a_preset_is_a_model_and_the_source_of_its_numbers(name):
 
 @pytest.mark.parametrize("name", by_family.values())
 def test_a_preset_loads_and_what_is_printed_loads_back(name, tmp_path):
-    config = complete_config(load_config(PRESETS[name])[0])
+    config = resolve(load_config(PRESETS[name])[0])
     (tmp_path / "printed.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert load_config(tmp_path / "printed.yaml")[0] == config
 
@@ -76,7 +76,7 @@ def test_a_preset_can_be_the_configuration_itself_with_everything_else_as_overri
         PRESETS["gemma3-1b"], ["data.sources=[{path: prepared}]", "data.sequence_length=2048", "run.steps=10"]
     )[0]
     assert config.data.sources[0].path == "prepared"
-    model = complete_config(config).model
+    model = resolve(config).model
     assert (model.attention.window, model.rope.local_theta, model.norm.qk) == (512, 1e4, "head")
 
 

@@ -16,7 +16,7 @@ from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.hf_import import import_model
 from pretrain.checkpoint.open_model import read_checkpoint
 from pretrain.config.model_schema import Attention, Mlp, Model, Norm, Relative, Rope
-from pretrain.data.targets import IGNORED
+from pretrain.conventions import IGNORED
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.models import build_network
 from pretrain.models.encoder_decoder import DecodingCache

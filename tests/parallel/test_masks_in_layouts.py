@@ -42,11 +42,12 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
     from pretrain.models.decoder import Decoder
     from pretrain.parallel.layout import plan_layout
     from pretrain.parallel.strategy import Strategy
-    from pretrain.train.plan import complete_config, model_size
+    from pretrain.train.plan import model_size
+    from pretrain.train.resolve import resolve
 
     torch._dynamo.reset()
-    config = complete_config(
-        load_config(config_file, ["run.device=cpu", "batch.sequences=4", "batch.micro_sequences=2", *overrides])[0], 61
+    config = resolve(
+        load_config(config_file, ["run.device=cpu", "batch.sequences=4", "batch.micro_sequences=2", "model.vocab_size=61", *overrides])[0]
     )
     _, _, world_size = distributed.launched_ranks()
     layout = plan_layout(config, world_size, model_size(config), None)

@@ -30,6 +30,46 @@ def test_missing_data_is_named(pool, config_file):
     assert code == 2 and "data.sources is empty" in line
 
 
+ABSENT = "data.sources=[{path: /nowhere}]"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.text.input=[x.txt]", "data.sources and data.text both say what is trained on"),
+        (
+            "data.stages=[{until_tokens: 500}, {until_tokens: 400}]",
+            "data.stages.1.until_tokens=400 is not beyond the stage before",
+        ),
+        ("data.stages=[{weights: {other: 1}}]", "no source is called 'other'; they are called"),
+        (
+            "batch.ramp=[{until_tokens: 9, sequences: 4}, {until_tokens: 9, sequences: 8}]",
+            "batch.ramp.1.until_tokens=9 is not beyond",
+        ),
+        ("schedule={name: wsd, decay_steps: 99}", "do not fit in run.steps"),
+        ("run.accept_changes=[model.dim]", "run.accept_changes=model.dim: a change of it cannot be accepted"),
+        ("model.attention_backend=flex", "model.attention_backend=flex has no effect"),
+        ("data.objective=span_corruption", "data.objective=span_corruption needs an encoder-decoder"),
+        ("model.family=hf", "model.hf_config"),
+    ],
+)
+def test_the_configuration_alone_is_refused_by_print_config_and_by_check_without_data(config_file, override, message):
+    """House.md 4.1: `--print-config` printed what `--check` refused, and `--check` of absent data checked nothing else."""
+    printing = run_main(str(config_file), "--print-config", ABSENT, override)
+    assert printing[0] == 2 and message in printing[1] and printing[1].count("\n") == 1
+    assert run_main(str(config_file), "--check", ABSENT, override) == printing
+
+
+def test_a_check_of_absent_data_says_what_else_is_wrong(pool, config_file):
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", ABSENT)
+    assert code == 1 and printed.count("error: ") == 1 and "/nowhere" in printed
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", ABSENT, "batch.micro_sequences=3")
+    first, second = printed.splitlines()
+    assert code == 2 and "/nowhere" in first and second.startswith("error: batch.sequences=16 is not divisible by")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "data.sources=[]", "batch.micro_sequences=3")
+    assert code == 2 and "data.sources is empty" in printed and "batch.sequences=16 is not divisible by" in printed
+
+
 def test_an_empty_source_is_named(pool, config_file, tmp_path, byte_tokenizer):
     tiny = write_prepared(tmp_path / "tiny", byte_tokenizer, seed=1, documents=1)
     code, line = refused(pool, config_file, f"data.sources=[{{path: {tiny}}}]", "data.sequence_length=200")

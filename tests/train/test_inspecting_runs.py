@@ -16,12 +16,12 @@ import yaml
 from running import run_main, tool, write_prepared
 
 from pretrain.config.load import load_config
+from pretrain.conventions import IGNORED
 from pretrain.data.inspection.batch import InspectedStep, check_digest, inspect_step
 from pretrain.data.inspection.coverage import measure_coverage
 from pretrain.data.inspection.history import History
 from pretrain.data.inspection.sightings import find_document
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.targets import IGNORED
 from pretrain.errors import DataError
 
 RAMP = "batch.ramp=[{until_tokens: 500, sequences: 4}, {until_tokens: 1200, sequences: 8}]"

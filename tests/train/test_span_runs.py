@@ -111,7 +111,7 @@ def test_another_objective_makes_another_run(pool, span_config, overrides, messa
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (["model.family=llama", "model.dropout=0"], "data.objective=span_corruption is for an encoder-decoder, and model.family=llama is none"),
+    (["model.family=llama", "model.dropout=0"], "data.objective=span_corruption needs an encoder-decoder, but model.family=llama is decoder-only"),
     (["model.family=transformer", "model.head_dim=null", "model.tie_source=false"], "set model.tie_source=true"),
     (["data.packing=best_fit"], "data.packing=best_fit is not built for it"),
     (["data.document_mask=true"], "data.document_mask=True is not built for it"),
@@ -226,7 +226,6 @@ def test_the_loss_of_a_run_is_that_of_transformers_on_the_same_spans(pool, span_
     from transformers import AutoModelForSeq2SeqLM
 
     from pretrain.config.load import load_config
-    from pretrain.data.training_data import build_loader
     from pretrain.train.plan import make_plan
 
     tool("convert_checkpoint").main(["from-hf", "--model", str(hub), "--output", str(tmp_path / "start")])
@@ -237,7 +236,7 @@ def test_the_loss_of_a_run_is_that_of_transformers_on_the_same_spans(pool, span_
     )  # fmt: skip
     run = train(pool, 1, span_config, *options)
     plan = make_plan(load_config(span_config, list(options))[0], 1, torch.device("cpu"))
-    batch = build_loader(plan.config, plan.data, plan.objective, plan.schedule, 0, 1, None, pin=False).read(0)
+    batch = plan.data.loader(0, 1).read(0)
     theirs = AutoModelForSeq2SeqLM.from_pretrained(hub).eval()
     with torch.no_grad():
         # transformers shifts the labels itself.
@@ -247,7 +246,6 @@ def test_the_loss_of_a_run_is_that_of_transformers_on_the_same_spans(pool, span_
 
 def test_inspection_shows_what_a_run_takes_out(pool, span_config, capsys):
     from pretrain.config.load import load_config
-    from pretrain.data.training_data import build_loader
     from pretrain.train.plan import make_plan
 
     run = train(pool, 2, span_config, DDP)
@@ -256,7 +254,7 @@ def test_inspection_shows_what_a_run_takes_out(pool, span_config, capsys):
     step = json.loads(capsys.readouterr().out)
     assert step["digest_matches"] and step["objective"] == "span_corruption" and step["target_tokens"] == 16 * 6
     plan = make_plan(load_config(span_config)[0], 1, torch.device("cpu"))
-    batch = build_loader(plan.config, plan.data, plan.objective, plan.schedule, 0, 1, None, pin=False).read(32)
+    batch = plan.data.loader(0, 1).read(32)
     for sample, target in zip(step["shown"], batch.inputs["targets_BT"].tolist(), strict=True):
         assert [token for token in sample["targets"] if token is not None] == [token for token in target[:-1] if token < 257]
     assert inspect(["--run", str(run), "--step", "3"]) == 0
@@ -290,7 +288,6 @@ def test_a_small_model_learns_to_fill_in_what_the_rest_determines(pool, tmp_path
     """Letters that rise by one, from any letter on: what was taken out follows from its neighbours."""
     from pretrain.checkpoint.open_model import open_translator
     from pretrain.config.load import load_config
-    from pretrain.data.training_data import build_loader
     from pretrain.models.translate import Search, translate
     from pretrain.train.plan import make_plan
 
@@ -310,7 +307,7 @@ def test_a_small_model_learns_to_fill_in_what_the_rest_determines(pool, tmp_path
     run = train(pool, 1, config)
     assert losses(run)[0] > 4 and losses(run)[-1] < 0.1
     plan = make_plan(load_config(config)[0], 1, torch.device("cpu"))
-    later = build_loader(plan.config, plan.data, plan.objective, plan.schedule, 0, 1, None, pin=False).read(10**6)
+    later = plan.data.loader(0, 1).read(10**6)
     network, tokenizer, _ = open_translator(run)
     sources, targets = later.inputs["source_BS"], later.inputs["targets_BT"].tolist()
     end = tokenizer.eod_id

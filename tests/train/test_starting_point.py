@@ -18,7 +18,7 @@ from pretrain.config.read import read_file
 from pretrain.config.schema import Config
 from pretrain.optim.schedule import learning_rate
 from pretrain.train.identity import differences, setting_changes
-from pretrain.train.plan import complete_config
+from pretrain.train.resolve import resolve
 
 COSINE = ("run.steps=4", "schedule={name: cosine, warmup_steps: 1}", "optim.lr=3e-3")
 
@@ -94,7 +94,7 @@ def test_what_changes_the_numbers_needs_consent_by_name(config_file, run):
     saved = read_file(run / "checkpoints" / "step-00000004" / "config.yaml").values
     for key, override in NEEDS_CONSENT.items():
         changed, _ = load_config(config_file, [*COSINE, override])
-        assert {change.consent for change in setting_changes(saved, complete_config(changed, 257), 4)} == {key}
+        assert {change.consent for change in setting_changes(saved, resolve(changed), 4)} == {key}
     before = content(run)
     for key in ("optim.lr", "run.steps", "batch.ramp"):
         code, line = check(config_file, NEEDS_CONSENT[key])

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.conventions import IGNORED
 from pretrain.data.inspection.history import History, Stretch
 from pretrain.data.samples import Samples
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.span_corruption import Spans
 from pretrain.data.stream import DIGEST_MODULUS, Stream, digest
-from pretrain.data.targets import IGNORED
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import DataError
 

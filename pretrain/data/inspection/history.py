@@ -25,7 +25,7 @@ from pretrain.config.schema import Config
 from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Samples
-from pretrain.data.sources import batch_schedule, open_sources, open_stream, source_name
+from pretrain.data.sources import batch_schedule, check_data, open_sources, open_stream, source_name
 from pretrain.data.stream import Stream
 from pretrain.errors import ConfigError, DataError
 from pretrain.observe.metrics import METRICS_FILE
@@ -85,7 +85,7 @@ class Stretch:
                     f"{source.data.path}: is not what steps {self.first} to {self.last} were read from; it was prepared again since: "
                     "restore it to see them"
                 )
-        return open_stream(self.config, self._opened[key], self.schedule)
+        return open_stream(self.config, self._opened[key])
 
     def consumed(self, step: int) -> int:
         """Samples before the end of a step of this stretch, `first` - 1 included."""
@@ -132,6 +132,7 @@ class History:
         data = config.data
         seed = config.run.seed if data.seed is None else data.seed
         config = dataclasses.replace(config, data=dataclasses.replace(data, seed=seed))
+        check_data(config)
         name = f"{Path(config.run.dir) / str(config.run.name)} (planned)"
         return cls(name, [Stretch(Start(0, 0, ranks, config), config.run.steps, {})], 0)
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.conventions import IGNORED
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.stream import digest
-from pretrain.data.targets import IGNORED
 
 
 @dataclass(frozen=True)

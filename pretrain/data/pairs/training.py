@@ -10,35 +10,35 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from pretrain.config.data_schema import ValidationSource
 from pretrain.config.schema import Config
+from pretrain.conventions import IGNORED, sample_keys
 from pretrain.data.loader import read_ahead
+from pretrain.data.objective import NextToken
 from pretrain.data.pairs.batch import PairBatch, pair_digest, pair_inputs, to_tensors
 from pretrain.data.pairs.order import PairOrder, shares
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.shards.reader import Holding
-from pretrain.data.targets import IGNORED
-from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
+from pretrain.data.sources import open_each, validation_holdings
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
 from pretrain.errors import ConfigError, DataError
-from pretrain.models.dropout import sample_keys
-from pretrain.models.families import has_encoder
-from pretrain.models.shape import start_token
 
 
 @dataclass(frozen=True)
 class PairTraining:
-    """A run's data. `seed`: of the run, for dropout; `start_id`: what decoding starts from."""
+    """A run's data. `start_id`: the token that decoding starts from."""
 
+    config: Config
     pairs: PreparedPairs
     order: PairOrder
-    seed: int
     start_id: int
+    validation: list[PreparedPairs]
 
     kind = "pairs"
 
     @classmethod
-    def open(cls, config: Config) -> PairTraining:
+    def open(cls, config: Config, start_id: int | None) -> PairTraining:
         """Open the pairs and check what goes with them. Raises ConfigError or DataError."""
-        _check(config)
         pairs = PreparedPairs.open(config.data.pairs)
         micro = config.batch.micro_tokens
         if micro is not None and sum(pairs.longest) > micro:
@@ -46,10 +46,10 @@ class PairTraining:
                 f"batch.micro_tokens={micro} is less than the longest source and the longest target of {pairs.path} together, "
                 f"{pairs.longest[0]} + {pairs.longest[1]}; raise it"
             )
-        seed = config.run.seed if config.data.seed is None else config.data.seed
+        validation = open_each("data.validation", config.data.validation, lambda source: _open_validation(source, pairs))
         # The target's end token is also what decoding starts from, as in fairseq, unless the model says otherwise.
-        start = start_token(config.model, pairs.target.eod_id)
-        return cls(pairs, PairOrder(pairs, config.batch.tokens, seed), config.run.seed, start)
+        start = pairs.target.eod_id if start_id is None else start_id
+        return cls(config, pairs, PairOrder(pairs, config.batch.tokens, config.data.seed), start, validation)
 
     @property
     def attachments(self) -> dict[str, Path]:
@@ -68,34 +68,41 @@ class PairTraining:
         return [self.pairs.fingerprint]
 
     @property
-    def vocab_size(self) -> int:
-        return self.pairs.target.vocab_size
+    def vocabularies(self) -> dict[str, Vocabulary]:
+        sides = {"vocab_size": self.pairs.target, "source_vocab_size": self.pairs.source}
+        return {key: Vocabulary(side.vocab_size, side.tokenizer.sha256, side.path) for key, side in sides.items()}
 
     @property
-    def source_vocab_size(self) -> int:
-        return self.pairs.source.vocab_size
-
-    @property
-    def mean_lengths(self) -> tuple[float, float]:
-        """Tokens of a source and of a target on average, end tokens included."""
+    def lengths(self) -> tuple[float, float]:
+        """End tokens included."""
         return self.pairs.source.tokens / len(self.pairs), self.pairs.target.tokens / len(self.pairs)
 
+    @property
+    def added_tokens(self) -> list[str]:
+        return []
+
     def identity(self, until: int) -> dict[str, Any]:
-        values = {"source_tokenizer": self.pairs.source.tokenizer.sha256}
+        values = {"objective": NextToken().identity(), "source_tokenizer": self.pairs.source.tokenizer.sha256}
         if until:
             values |= {"seed": self.order.seed, "batch_tokens": self.order.tokens} | self.pairs.identity(0)
         return values
+
+    def samples_after(self, consumed: int, steps: int) -> int:
+        return self.order.after(consumed, steps)
+
+    def check_suffices(self, step: int, samples: int) -> None:
+        """Pairs are repeated for as long as a run lasts."""
 
     def shares(self, until: int) -> dict[str, float]:
         return {}
 
     @property
     def holdings(self) -> list[tuple[str, Holding]]:
-        return [("data.pairs", held) for held in self.pairs.holdings]
+        return [("data.pairs", held) for held in self.pairs.holdings] + validation_holdings(self.validation)
 
     def describe(self, until: int) -> list[str]:
         pairs, count = self.pairs, len(self.pairs)
-        tokens = "{:.1f} and {:.1f} tokens".format(*self.mean_lengths)
+        tokens = "{:.1f} and {:.1f} tokens".format(*self.lengths)
         vocabulary = f"{pairs.source.vocab_size} and {pairs.target.vocab_size} tokens"
         if pairs.source.tokenizer.sha256 == pairs.target.tokenizer.sha256:
             vocabulary = f"{pairs.target.vocab_size} tokens, shared"
@@ -105,28 +112,24 @@ class PairTraining:
             f"{self.order.consumed(1000) / 1000:.0f} pairs on average; about {until / count:.1f} epochs",
         ]
 
+    def loader(self, data_rank: int, data_size: int, cursor: list[int] | None = None, pin: bool = False) -> PairLoader:
+        return PairLoader(self, data_rank, data_size, self.config.data.workers, self.config.batch.micro_tokens or 0, pin)
+
+    def validation_rows(self, source: PreparedPairs) -> int:
+        batch = self.config.batch
+        return max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
+
 
 def pair_attachments(pairs: PreparedPairs) -> dict[str, Path]:
     """What a checkpoint keeps a copy of: `tokenizer` is that of the targets."""
     return {"tokenizer": pairs.target.tokenizer_path, "source_tokenizer": pairs.source.tokenizer_path}
 
 
-def _check(config: Config) -> None:
-    if config.batch.tokens is None:
-        raise ConfigError(
-            "batch.tokens is missing: tokens of source and target in a step on data.pairs, padding included, e.g. 4096"
-        )
-    if not has_encoder(config.model):
-        raise ConfigError(
-            f"data.pairs is for an encoder-decoder, and model.family={config.model.family} is none; use transformer or t5"
-        )
-
-
-def open_validation(source: Any, training: PairTraining) -> PreparedPairs:
+def _open_validation(source: ValidationSource, trained_on: PreparedPairs) -> PreparedPairs:
     """Pairs to validate on. Raises DataError unless they were prepared with the tokenizers of those that are trained on."""
     pairs = PreparedPairs.open(source.path, source.name)
     for side in ("source", "target"):
-        own, other = getattr(pairs, side), getattr(training.pairs, side)
+        own, other = getattr(pairs, side), getattr(trained_on, side)
         if difference := own.tokenizer.difference(other.tokenizer):
             raise DataError(f"{own.path} and {other.path} were prepared with {difference}; prepare both with the same one")
     return pairs
@@ -153,7 +156,7 @@ class PairLoader:
         for part in mine:
             inputs = pair_inputs(pairs, numbers[part], self.data.start_id)
             places = consumed + part if len(part) else np.array([-1])
-            inputs["keys_B"] = sample_keys(self.data.seed, places)
+            inputs["keys_B"] = sample_keys(self.data.config.run.seed, places)
             micro_inputs.append(to_tensors(inputs, self.pin_memory))
             positions.append(places)
         own = np.concatenate(mine)

@@ -60,10 +60,6 @@ class TextTraining:
         return cls(TextStream(corpus, tokenizer, sequence_length), copy)
 
     @property
-    def attachments(self) -> dict[str, Path]:
-        return {"tokenizer": self.tokenizer_path}
-
-    @property
     def tokenizer(self) -> TokenizerIdentity:
         return identity_of(self.stream.tokenizer)
 
@@ -74,6 +70,10 @@ class TextTraining:
     @property
     def vocab_size(self) -> int:
         return self.stream.tokenizer.vocab_size
+
+    @property
+    def eod_id(self) -> int:
+        return self.stream.tokenizer.eod_id
 
     def identity(self, until: int) -> dict[str, Any]:
         return {"text": self.stream.identity()} if until else {}

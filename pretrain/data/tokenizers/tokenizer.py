@@ -58,6 +58,14 @@ class Tokenizer(Protocol):
         """Copy the tokenizer's own files into `directory`, which `load_tokenizer` then reads by itself."""
 
 
+class Vocabulary(NamedTuple):
+    """Token ids that a network needs. `tokenizer`: its sha256; `place`: where it lies, for messages."""
+
+    size: int
+    tokenizer: str
+    place: object
+
+
 class TokenizerIdentity(NamedTuple):
     """What must be equal where token ids are to mean the same.
 

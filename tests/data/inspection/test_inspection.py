@@ -21,6 +21,7 @@ from running import tool, write_prepared
 
 from pretrain.config.load import load_config
 from pretrain.config.recorded import from_recorded
+from pretrain.conventions import IGNORED
 from pretrain.data.inspection.batch import InspectedSample, InspectedStep, Piece, inspect_step
 from pretrain.data.inspection.coverage import measure_coverage
 from pretrain.data.inspection.history import History
@@ -29,7 +30,6 @@ from pretrain.data.inspection.sightings import find_document
 from pretrain.data.inspection.terminal import columns, coverage_lines, escaped, sightings_lines, step_lines
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
-from pretrain.data.targets import IGNORED
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from pretrain.config.data_schema import Data
 from pretrain.config.schema import Batch, Config
+from pretrain.conventions import IGNORED
 from pretrain.data.pairs.batch import pair_inputs
 from pretrain.data.pairs.order import PairOrder, cut, shares
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.pairs.training import PairLoader, PairTraining
 from pretrain.data.stream import DIGEST_MODULUS
-from pretrain.data.targets import IGNORED
 from pretrain.errors import ConfigError
 
 TOKENS = 300
@@ -115,9 +115,10 @@ def test_inputs_are_shifted_targets_and_padding_carries_no_loss(pairs):
 
 
 def loader(prepared_pairs, rank: int, ranks: int, micro: int | None, workers: int = 0) -> PairLoader:
-    config = Config(data=Data(pairs=str(prepared_pairs)), batch=Batch(tokens=TOKENS, micro_tokens=micro))
+    config = Config(data=Data(pairs=str(prepared_pairs), seed=0), batch=Batch(tokens=TOKENS, micro_tokens=micro))
     config.model.family = "transformer"
-    return PairLoader(PairTraining.open(config), rank, ranks, workers, micro or 0)
+    config.data.workers = workers
+    return PairTraining.open(config, None).loader(rank, ranks)
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 60), (2, None), (3, 100), (4, 50)])

@@ -1,3 +1,0 @@
-"""How a target says that it carries no loss. By itself, so that looking at data needs no torch."""
-
-IGNORED = -100

@@ -1,0 +1,93 @@
+"""From a configuration as it was written to a complete one whose values go together. Nothing is opened or allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pretrain.config.data_schema import Text
+from pretrain.config.keys import check_effects
+from pretrain.config.model_schema import Model
+from pretrain.config.schema import Config
+from pretrain.data.sources import check_data
+from pretrain.data.span_corruption import Spans
+from pretrain.errors import ConfigError
+from pretrain.models.families import complete, family_of
+from pretrain.models.router import check_router
+from pretrain.models.shape import resolved_switches
+from pretrain.optim.schedule import fit
+from pretrain.parallel.layout import check_options
+from pretrain.train.identity import check_accepted
+
+
+def resolve(config: Config) -> Config:
+    """The configuration with its derived values, but for the sizes of vocabularies, which the data has.
+
+    Raises ConfigError for values that cannot go together. `--print-config`, `--check` and every run begin here.
+    """
+    check_accepted(config.run.accept_changes)
+    check_effects(config, usual=usual_values(config))
+    spans = Spans.of_data(config.data)
+    longest = max(spans.source_length, spans.target_length) if spans else config.data.sequence_length
+    model = complete(config.model, longest)
+    _check_task(config, model)
+    check_effects(config, resolved_switches(model), usual_values(config, model))
+    if model.family != "hf":
+        check_router(model)
+    seed = config.run.seed if config.data.seed is None else config.data.seed
+    data, schedule = dataclasses.replace(config.data, seed=seed), fit(config.schedule, config.run.steps)
+    config = dataclasses.replace(config, model=model, data=data, schedule=schedule)
+    check_data(config)
+    _check_masks(config)
+    check_options(config)
+    return config
+
+
+def usual_values(given: Config, model: Model | None = None) -> dict[str, list[Any]]:
+    """Values that say nothing, for `check_effects`: a resolved configuration, which may be read again, names them all.
+
+    `model`: the model's section, complete.
+    """
+    return {"data.seed": [given.run.seed]} | (family_of(given.model.family).usual_switches(given.model, model) if model else {})
+
+
+def needs_masks(config: Config) -> bool:
+    """Whether attention is more than causal: it ends with documents, looks back through a window, has sinks or a soft-cap."""
+    switches = config.model.attention
+    return config.model.family != "hf" and bool(
+        config.data.document_mask or switches.window or switches.soft_cap or switches.sinks
+    )
+
+
+def _check_masks(config: Config) -> None:
+    model = config.model
+    if model.family == "hf":
+        if config.data.document_mask:
+            raise ConfigError("data.document_mask=true: models of model.family=hf take no masks of documents; set it to false")
+    elif model.attention_backend != "auto" and not needs_masks(config):
+        raise ConfigError(
+            f"model.attention_backend={model.attention_backend} has no effect without data.document_mask or a sliding window; remove it"
+        )
+
+
+def _check_task(config: Config, model: Model) -> None:
+    """Raise ConfigError unless the task fits the network: an encoder is trained on pairs or on spans, and they need one."""
+    data, family = config.data, model.family
+    has_data = data.pairs is None and (data.sources or data.text != Text())
+    if model.encoder_layers and has_data and data.objective != "span_corruption":
+        raise ConfigError(
+            f"model.encoder_layers={model.encoder_layers} is trained on sentence pairs or on spans; set data.pairs, or "
+            "data.objective=span_corruption"
+        )
+    if not model.encoder_layers and data.pairs is not None:
+        raise ConfigError(
+            f"data.pairs needs an encoder-decoder, but model.family={family} is decoder-only; set model.family to transformer or t5"
+        )
+    if not model.encoder_layers and data.objective == "span_corruption":
+        raise ConfigError(
+            f"data.objective=span_corruption needs an encoder-decoder, but model.family={family} is decoder-only; set model.family to t5"
+        )
+    if data.objective == "span_corruption" and not model.tie_source:
+        raise ConfigError(
+            "data.objective=span_corruption has one vocabulary for sources and targets; set model.tie_source=true"
+        )

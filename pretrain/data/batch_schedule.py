@@ -1,9 +1,12 @@
-"""How many samples each optimizer step takes: constant, or growing by a ramp. A pure function of the samples consumed."""
+"""How many samples each optimizer step takes: constant, or growing by a ramp; and how ranks share them in micro-steps. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from pretrain.config.schema import Config
+from pretrain.errors import ConfigError, nearest_multiples
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,27 @@ class BatchSchedule:
     def _stages(self) -> Iterator[tuple[int | None, int]]:
         yield from self.ramp
         yield None, self.sequences
+
+
+def check_micro_steps(config: Config, data_size: int) -> int:
+    """Micro-steps of a step of `batch.sequences`. Raises ConfigError for a size, there or in the ramp, that so many ranks cannot share."""
+    if config.data.pairs is not None:
+        return 0
+    micro_steps = _micro_steps(config, "batch.sequences", config.batch.sequences, data_size)
+    for i, stage in enumerate(config.batch.ramp):
+        _micro_steps(config, f"batch.ramp.{i}.sequences", stage.sequences, data_size)
+    return micro_steps
+
+
+def _micro_steps(config: Config, key: str, sequences: int, data_size: int) -> int:
+    micro = config.batch.micro_sequences
+    unit = data_size * micro
+    if sequences % unit == 0:
+        return sequences // unit
+    micros = [n for n in range(1, sequences // data_size + 1) if sequences % (n * data_size) == 0]
+    remedy = f"nearest legal {key}: {nearest_multiples(sequences, unit)}"
+    if micros:
+        remedy += f"; nearest legal batch.micro_sequences: {min(micros, key=lambda n: (abs(n - micro), n))}"
+    raise ConfigError(
+        f"{key}={sequences} is not divisible by batch.micro_sequences={micro} times {data_size} data-parallel ranks; {remedy}"
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pretrain.config.schema import Config
+from pretrain.data.batch_schedule import check_micro_steps
 from pretrain.distributed.launcher import command_for
 from pretrain.errors import ConfigError, LaunchError, nearest_multiples
 
@@ -121,30 +122,6 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
             "(on a host without GPU, accelerate launch needs --multi_gpu to start several), or say that one is meant: "
             f"parallel.strategy=single, or parallel.{'replicate' if strategy == 'ddp' else 'shard'}=1"
         )
-
-
-def check_micro_steps(config: Config, data_size: int) -> int:
-    """Micro-steps of a step of `batch.sequences`. Raises ConfigError for a size, there or in the ramp, that so many ranks cannot share."""
-    if config.data.pairs is not None:
-        return 0
-    micro_steps = _micro_steps(config, "batch.sequences", config.batch.sequences, data_size)
-    for i, stage in enumerate(config.batch.ramp):
-        _micro_steps(config, f"batch.ramp.{i}.sequences", stage.sequences, data_size)
-    return micro_steps
-
-
-def _micro_steps(config: Config, key: str, sequences: int, data_size: int) -> int:
-    micro = config.batch.micro_sequences
-    unit = data_size * micro
-    if sequences % unit == 0:
-        return sequences // unit
-    micros = [n for n in range(1, sequences // data_size + 1) if sequences % (n * data_size) == 0]
-    remedy = f"nearest legal {key}: {nearest_multiples(sequences, unit)}"
-    if micros:
-        remedy += f"; nearest legal batch.micro_sequences: {min(micros, key=lambda n: (abs(n - micro), n))}"
-    raise ConfigError(
-        f"{key}={sequences} is not divisible by batch.micro_sequences={micro} times {data_size} data-parallel ranks; {remedy}"
-    )
 
 
 def _chosen(config: Config, strategy: str) -> str:

@@ -36,11 +36,6 @@ _LEFT_OUT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GR
 _REMEDY = "checkpoint.export_check=false trains without that"
 
 
-def has_export(model: Model) -> bool:
-    """Whether transformers has a name for the family."""
-    return model.family == "hf" or bool(family_of(model.family).architecture)
-
-
 def check_map(model: Model) -> None:
     """The part that needs nothing but our own code. Raises CheckpointError or ConfigError."""
     check_round_trip(plan_weights(model).family, family_of(model.family).to_hf(model))
@@ -139,7 +134,7 @@ def start_export_check(
     """
     if not config.checkpoint.export_check:
         say("export check: switched off by checkpoint.export_check=false")
-    elif not has_export(config.model):
+    elif not family_of(config.model.family).has_export:
         say(f"export check: model.family={config.model.family} has no export to transformers")
     elif importlib.util.find_spec("transformers") is None:
         say("export check: transformers is not installed, so names and shapes were not held against its own")

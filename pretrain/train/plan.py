@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.export_check import check_map, has_export
+from pretrain.checkpoint.export_check import check_map
 from pretrain.config.keys import check_effects, leaves
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
@@ -95,7 +95,7 @@ def check_without_data(given: Config, world_size: int, device: torch.device) -> 
 
 def _lay_out(given: Config, config: Config, world_size: int, device: torch.device) -> tuple[Layout, int, list[str]]:
     """Layout, number of parameters and notes. `config`: complete. What could not be exported in the end is refused now."""
-    if has_export(config.model):
+    if family_of(config.model.family).has_export:
         family_of(config.model.family).to_hf(config.model)
         if config.checkpoint.export_check:
             check_map(config.model)
@@ -153,8 +153,8 @@ def model_size(config: Config) -> int:
 
 def model_identity(model: dict[str, Any]) -> dict[str, Any]:
     """What of a model section makes its tensors these tensors, flat. The longest sequence does where each position has a vector."""
-    if model["family"] == "hf":
-        return {"model.family": "hf", **{f"model.hf_config.{k}": v for k, v in flatten(json.loads(model["hf_config"])).items()}}
+    if model["hf_config"] is not None:  # it says all the rest
+        return {"model.family": model["family"], **{f"model.hf_config.{k}": v for k, v in flatten(json.loads(model["hf_config"])).items()}}
     free = NO_IDENTITY - {"max_sequence_length"} if model["positions"] == "learned" else NO_IDENTITY
     return {f"model.{name}": value for name, value in flatten(model).items() if name not in free}
 

@@ -13,7 +13,6 @@ from pretrain.data.sources import check_data
 from pretrain.data.span_corruption import Spans
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
-from pretrain.models.router import check_router
 from pretrain.models.shape import resolved_switches
 from pretrain.optim.schedule import fit
 from pretrain.parallel.layout import check_options
@@ -32,8 +31,7 @@ def resolve(config: Config) -> Config:
     model = complete(config.model, longest)
     _check_task(config, model)
     check_effects(config, resolved_switches(model), usual_values(config, model))
-    if model.family != "hf":
-        check_router(model)
+    family_of(model.family).check_training(model)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     data, schedule = dataclasses.replace(config.data, seed=seed), fit(config.schedule, config.run.steps)
     config = dataclasses.replace(config, model=model, data=data, schedule=schedule)
@@ -54,16 +52,18 @@ def usual_values(given: Config, model: Model | None = None) -> dict[str, list[An
 def needs_masks(config: Config) -> bool:
     """Whether attention is more than causal: it ends with documents, looks back through a window, has sinks or a soft-cap."""
     switches = config.model.attention
-    return config.model.family != "hf" and bool(
+    return family_of(config.model.family).masks and bool(
         config.data.document_mask or switches.window or switches.soft_cap or switches.sinks
     )
 
 
 def _check_masks(config: Config) -> None:
     model = config.model
-    if model.family == "hf":
+    if not family_of(model.family).masks:
         if config.data.document_mask:
-            raise ConfigError("data.document_mask=true: models of model.family=hf take no masks of documents; set it to false")
+            raise ConfigError(
+                f"data.document_mask=true: models of model.family={model.family} take no masks of documents; set it to false"
+            )
     elif model.attention_backend != "auto" and not needs_masks(config):
         raise ConfigError(
             f"model.attention_backend={model.attention_backend} has no effect without data.document_mask or a sliding window; remove it"

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 import torch
 
 from pretrain.checkpoint.export_check import start_export_check
-from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.show import to_yaml
 from pretrain.data.training_data import verify_everywhere
@@ -22,7 +21,7 @@ from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, LostRankError, UserError, print_error
-from pretrain.models.router import router_caution
+from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import expected_world_size
@@ -135,8 +134,8 @@ def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDir
         for line in differences:
             logging.getLogger(TRACEBACKS).error("%s", line)
 
-    packages = ["transformers"] if plan.config.model.family == "hf" else []
-    facts = run_facts(dataclasses.asdict(plan.config), device.type, plan.facts(), packages)
+    packages = family_of(plan.config.model.family).packages
+    facts = run_facts(dataclasses.asdict(plan.config), device.type, plan.facts(), list(packages))
     for note in meeting.join(facts, machine_name(device.type), keep):
         log.warning(note)
 
@@ -248,7 +247,7 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         f"run      {directory_of(config.run)}: {config.run.steps} steps of {tokens} tokens",
         f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
         f"vocabulary {model.vocab_size}; {plan.flops_per_token:.3g} FLOPs per token",
-        *_describe_network(model),
+        *family_of(model.family).describe(model),
         *plan.data.describe(plan.data.samples_after(origin.samples, config.run.steps - origin.step)),
         *_describe_validation(plan),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
@@ -262,12 +261,3 @@ def _describe_validation(plan: Plan) -> list[str]:
     most = plan.config.validation.sequences
     counts = [(source.name, len(source), min(most, len(source)) if most else len(source)) for source in plan.data.validation]
     return [f"validate {name}: {used:,} of {available:,} samples" for name, available, used in counts]
-
-
-def _describe_network(model: Model) -> list[str]:
-    if model.family == "hf":
-        from pretrain.models.hf_model import describe_hf
-
-        return describe_hf(model)
-    caution = router_caution(model)
-    return [f"caution  {caution}"] if caution else []

@@ -20,6 +20,7 @@ from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, clipped, shown
 from pretrain.models.families.rope import ROPE_FIELDS, name_in_hf, rope_from_hf, rope_to_hf
 from pretrain.models.families.weights import Entry, resolve
+from pretrain.models.router import check_router, router_caution
 from pretrain.models.shape import PLAIN, completed, flat, query_scalar, with_values
 
 REQUIRED = object()
@@ -100,6 +101,8 @@ class Family:
     prefix       what older files leave out before every name
     llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
     elsewhere    what other programs make of a model (families/other_readers.py has both)
+    masks        attention takes masks: of documents, windows, sinks
+    packages     packages beside torch that compute it, which ranks must have in one version
     """
 
     name: str
@@ -126,6 +129,8 @@ class Family:
     elsewhere: Callable[[Model], Sequence[str]] | None = None
     aliases: tuple[str, ...] = ()
     balance: float | None = None
+    masks: bool = True
+    packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError where fields that are read twice do not say what each key gets: an error of the family's file."""
@@ -165,6 +170,20 @@ class Family:
         """Values that change nothing where they are given, by their paths. `given`: as configured; `model`: the same, complete."""
         own = {"rope.local_theta": model.rope.theta, **self.switches(given)}
         return {f"model.{name}": [each[name] for each in (PLAIN, own) if name in each] for name in flat(model)}
+
+    @property
+    def has_export(self) -> bool:
+        """Whether transformers has a class for the family."""
+        return bool(self.architecture)
+
+    def check_training(self, model: Model) -> None:
+        """Raise ConfigError for a complete model that training could not reach."""
+        check_router(model)
+
+    def describe(self, model: Model) -> list[str]:
+        """Lines that a start prints about a complete model."""
+        caution = router_caution(model)
+        return [f"caution  {caution}"] if caution else []
 
     def to_hf(self, model: Model) -> dict[str, Any]:
         """config.json of a complete model. Raises ConfigError naming a switch that the family cannot express.

@@ -35,6 +35,18 @@ class _Own(Family):
             said["max_sequence_length"] = model.max_sequence_length
         return said
 
+    @property
+    def has_export(self) -> bool:
+        return True
+
+    def check_training(self, model: Model) -> None:
+        """Routers are the affair of transformers' model."""
+
+    def describe(self, model: Model) -> list[str]:
+        from pretrain.models.hf_model import describe_hf
+
+        return describe_hf(model)
+
     def usual_switches(self, given: Model, model: Model) -> dict[str, list[Any]]:
         return {}
 
@@ -83,4 +95,6 @@ class _OnDisk:
         return [whole]
 
 
-HF = _Own(name="hf", model_type="", architecture="", fields=(), weights=(), rope=None)
+HF = _Own(
+    name="hf", model_type="", architecture="", fields=(), weights=(), rope=None, masks=False, packages=("transformers",)
+)

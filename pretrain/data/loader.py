@@ -29,7 +29,7 @@ class StepBatch:
     """What one rank computes in one optimizer step, on the host. `inputs`: the network's by name, each with a row per sample.
 
     `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
-    `target_tokens`: targets that carry a loss; `cursor`: where the rank's text goes on after this batch, of data that is not prepared.
+    `target_tokens`: targets that carry a loss.
     """
 
     positions: np.ndarray
@@ -37,7 +37,6 @@ class StepBatch:
     digest: int
     target_tokens: int
     inputs: dict[str, Tensor]
-    cursor: list[int] | None = None
 
     def micro_steps(self, sequences: int) -> int:
         """How many micro-steps of `sequences` samples the batch is; equal on all ranks."""

@@ -47,8 +47,6 @@ class Shuffle:
 class Stream:
     """Training samples in their global order."""
 
-    kind = "prepared"
-
     def __init__(self, sources: list[Samples], mixture: Mixture, shuffle: Shuffle) -> None:
         self.sources, self.mixture, self.shuffle = sources, mixture, shuffle
         self.sequence_length = sources[0].sequence_length

@@ -43,7 +43,6 @@ class Batch(Protocol):
     sequences: int
     digest: int
     target_tokens: int
-    cursor: list[int] | None
 
     def micro_steps(self, sequences: int) -> int:
         """How many micro-steps of `sequences` samples the batch is; equal on all ranks."""
@@ -106,8 +105,8 @@ class TrainingData(Protocol):
     def describe(self, until: int) -> list[str]:
         """Lines that say what the samples before position `until` are."""
 
-    def loader(self, data_rank: int, data_size: int, cursor: list[int] | None = None, pin: bool = False) -> BatchLoader:
-        """The batches of one data-parallel rank. `cursor`: where the text of this rank goes on; `pin`: in page-locked memory."""
+    def loader(self, data_rank: int, data_size: int, pin: bool = False) -> BatchLoader:
+        """The batches of one data-parallel rank. `pin`: in page-locked memory."""
 
     def validation_rows(self, source: ValidationData) -> int:
         """Samples of a validation source in one forward pass of a rank."""

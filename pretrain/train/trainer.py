@@ -60,10 +60,10 @@ class Trainer:
         self.config = plan.config
         self._build()
         data_rank, data_size = self.strategy.data_rank, plan.layout.data_size
-        self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer, data_rank)
+        self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer)
         self.progress = self.continuation.restore()
         self.expert_loads.restore(self.progress.loads)
-        self.loader = plan.data.loader(data_rank, data_size, self.progress.cursor, pin=ranks.device.type == "cuda")
+        self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
         self.evaluation = Evaluation(plan.config, plan.data, self.call, self.strategy, self.loader, ranks)
         self.skipped_in_a_row = 0
 
@@ -112,7 +112,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = number
         self.progress.samples += batch.sequences
-        self.progress.cursor = batch.cursor
         self.progress.tokens += target_tokens
         self.progress.loads = self.expert_loads.last
         numbers = {"step": number, "tokens": self.progress.tokens, "loss": loss}

@@ -26,7 +26,6 @@ class PairBatch:
     digest: int
     target_tokens: int
     micro_inputs: list[dict[str, Tensor]]
-    cursor: list[int] | None = None
 
     def micro_steps(self, sequences: int) -> int:
         """Equal on all ranks."""

@@ -112,7 +112,7 @@ class PairTraining:
             f"{self.order.consumed(1000) / 1000:.0f} pairs on average; about {until / count:.1f} epochs",
         ]
 
-    def loader(self, data_rank: int, data_size: int, cursor: list[int] | None = None, pin: bool = False) -> PairLoader:
+    def loader(self, data_rank: int, data_size: int, pin: bool = False) -> PairLoader:
         return PairLoader(self, data_rank, data_size, self.config.data.workers, self.config.batch.micro_tokens or 0, pin)
 
     def validation_rows(self, source: PreparedPairs) -> int:

@@ -25,8 +25,8 @@ from pretrain.checkpoint.streamed import on_meta
 from pretrain.config.model_schema import Model
 from pretrain.config.read import dump
 from pretrain.data.shards.staging import refuse_existing
+from pretrain.data.tokenizers.export import save_trimmed
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.trimming import save_trimmed
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.models.families.family import BALANCE, layers_with_experts

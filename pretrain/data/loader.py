@@ -25,7 +25,7 @@ PREFETCH_STEPS = 32
 
 
 @dataclass(frozen=True)
-class StepBatch:
+class SampleBatch:
     """What one rank computes in one optimizer step, on the host. `inputs`: the network's by name, each with a row per sample.
 
     `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
@@ -50,14 +50,14 @@ class StepBatch:
 
 def make_batch(
     positions: np.ndarray, sequences: int, tokens_BT: Tensor, targets_BT: Tensor, objective: Objective, pin: bool
-) -> StepBatch:
+) -> SampleBatch:
     """A batch from the tokens of its samples and the tokens after each. `pin`: in page-locked memory."""
     name = digest(positions, tokens_BT.numpy(), targets_BT.numpy())
     inputs = objective.inputs(tokens_BT, targets_BT, positions)
     target_tokens = int(np.count_nonzero(inputs["targets_BT"].numpy() != IGNORED))
     if pin:
         inputs = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in inputs.items()}
-    return StepBatch(positions, sequences, name, target_tokens, inputs)
+    return SampleBatch(positions, sequences, name, target_tokens, inputs)
 
 
 def validation_inputs(objective: Objective, source: Samples, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class Loader:
     objective: Objective = NextToken()
     pin_memory: bool = False
 
-    def read(self, consumed: int) -> StepBatch:
+    def read(self, consumed: int) -> SampleBatch:
         """The batch of the step that starts after `consumed` samples."""
         sequences = self.schedule.at(consumed)
         positions = rank_positions(consumed, sequences, self.data_rank, self.data_size)
@@ -100,7 +100,7 @@ class Loader:
         later = self.schedule.after(consumed, PREFETCH_STEPS)
         self.stream.prefetch(rank_positions(later, self.schedule.at(later), self.data_rank, self.data_size))
 
-    def batches(self, consumed: int) -> Iterator[StepBatch]:
+    def batches(self, consumed: int) -> Iterator[SampleBatch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
         return read_ahead(self.read, self.schedule.at, consumed, self.workers, self._prefetch)
 

@@ -32,7 +32,7 @@ class ValidationData(Protocol):
         """The directories that are read."""
 
 
-class Batch(Protocol):
+class StepBatch(Protocol):
     """What one rank computes in one optimizer step, on the host.
 
     `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
@@ -62,7 +62,7 @@ class BatchLoader(Protocol):
         some that carry no loss.
         """
 
-    def batches(self, consumed: int) -> Iterator[Batch]:
+    def batches(self, consumed: int) -> Iterator[StepBatch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
 
 

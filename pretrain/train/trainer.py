@@ -18,7 +18,7 @@ import torch
 
 from pretrain.checkpoint.export_check import ExportCheck
 from pretrain.data.stream import DIGEST_MODULUS
-from pretrain.data.training_data import Batch
+from pretrain.data.training_data import StepBatch
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
 from pretrain.models.network import build_network
@@ -86,7 +86,7 @@ class Trainer:
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, target_tokens: int) -> dict[str, Any]:
+    def step(self, batch: StepBatch, target_tokens: int) -> dict[str, Any]:
         """One optimizer step on this rank's share of the global batch; the numbers to report, equal on all ranks."""
         config, number = self.config, self.progress.step + 1
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
@@ -121,7 +121,7 @@ class Trainer:
             numbers["skipped"] = self.progress.skipped
         return numbers | {"grad_norm": grad_norm, "lr": rate, **routers}
 
-    def _micro_step(self, batch: Batch, index: int, last: bool, target_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What is minimised, and the cross-entropy alone; both for each sequence, [B]."""
         inputs = batch.micro(index, self.config.batch.micro_sequences, self.ranks.device)
         with self.strategy.micro_step(last=last):
@@ -129,7 +129,7 @@ class Trainer:
             (losses.objective_B.sum() / target_tokens).backward()
         return losses.objective_B.detach(), losses.cross_entropy_B
 
-    def _skip_step(self, number: int, batch: Batch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
+    def _skip_step(self, number: int, batch: StepBatch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
         """Leave weights, moments and balancing as they are. Raises TrainingError where no more steps may be skipped."""
         bad = batch.positions[~torch.isfinite(losses).cpu().numpy()].tolist()
         everywhere = self.ranks.gather("samples of a refused step", bad)
@@ -183,7 +183,7 @@ class Trainer:
             self.ranks.agree("end of the export check", found, CheckpointError)
         return "finished" if evaluated else "preempted"
 
-    def _next(self, batches: Iterator[Batch], export: ExportCheck | None) -> tuple[Batch | None, UserError | None]:
+    def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
         """The next batch, or why this rank has none: raised by all ranks together, for the others wait for this one."""
         try:
             with self.ranks.part(f"step {self.progress.step + 1}: next batch"):
@@ -198,7 +198,7 @@ class Trainer:
         found = export.problem() if export else None
         return batch, CheckpointError(found) if found else None
 
-    def _agree(self, batch: Batch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
+    def _agree(self, batch: StepBatch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
         tokens, digest = (batch.target_tokens, batch.digest) if batch else (0, 0)
         said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, self.continuation.is_due()])

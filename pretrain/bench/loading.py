@@ -18,14 +18,13 @@ import numpy as np
 import pretrain
 from pretrain.bench.generate import byte_tokenizer, link_shards, write_tokens
 from pretrain.bench.measure import MILLION, Options, Row, environment, in_turns, rate_row, require, resident_bytes
-from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader, SampleBatch
 from pretrain.data.mixture import Mixture, Stage
-from pretrain.data.objective import NextToken
 from pretrain.data.packing import open_index
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.stream import Shuffle, Stream
+from pretrain.data.stream import BatchSchedule, Shuffle, Stream
+from pretrain.data.tasks import NextToken
 
 BATCH_TOKENS = 1 << 19
 SHARD_COUNTS = (16, 1_000, 10_000)

@@ -31,7 +31,7 @@ from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.models.families.family import BALANCE, layers_with_experts
 from pretrain.models.shape import smallest_section
-from pretrain.observe.byte_progress import ByteProgress
+from pretrain.progress import ByteProgress
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 MODEL_FILE = "model.yaml"

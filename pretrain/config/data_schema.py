@@ -95,7 +95,7 @@ class Text:
 
 
 @dataclass
-class Cache:
+class CacheOptions:
     """Local copies of what lies on remote storage, prepared text and packing indices."""
 
     dir: str | None = key(
@@ -110,7 +110,7 @@ class Cache:
 
 
 @dataclass
-class SpanCorruption:
+class SpanOptions:
     """The objective of T5 (arXiv 1910.10683, section 3.1.4): spans are taken out of a sample, the encoder reads the rest, the decoder writes
     the spans. The number of tokens that are lost, and of spans, is the same in every sample.
     """
@@ -161,7 +161,7 @@ class Data:
         "What is learnt from a sample: each token from those before it, or, by an encoder-decoder, spans that were taken out.",
         when={"data.pairs": UNSET},
     )
-    span_corruption: SpanCorruption = section(SpanCorruption, when={"data.objective": ("span_corruption",)})
+    span_corruption: SpanOptions = section(SpanOptions, when={"data.objective": ("span_corruption",)})
     packing: Literal["concatenate", "best_fit", "padded"] = key(
         "concatenate",
         "How documents become samples: end to end and cut into windows; as many whole documents as fit (arXiv 2404.10830); or one "
@@ -214,4 +214,4 @@ class Data:
         "Instead of `sources`: sentence pairs for an encoder-decoder, a directory written by tools/prepare_pairs.py. A step then takes "
         "`batch.tokens`, and `validation` names such directories too.",
     )
-    cache: Cache = section(Cache, resume="free")
+    cache: CacheOptions = section(CacheOptions, resume="free")

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from pretrain.conventions import IGNORED
-from pretrain.data.batch_schedule import BatchSchedule
-from pretrain.data.objective import NextToken, Objective
 from pretrain.data.samples import Samples
-from pretrain.data.stream import Stream, digest, rank_positions
+from pretrain.data.stream import BatchSchedule, Stream, digest, rank_positions
+from pretrain.data.tasks import NextToken, Objective
 
 PREFETCH_STEPS = 32
 """How far ahead remote shards are fetched, beyond the batches that are being read."""

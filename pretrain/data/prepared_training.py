@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.schema import Config
-from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader
-from pretrain.data.objective import NextToken, Objective
 from pretrain.data.samples import Samples
 from pretrain.data.shards.reader import Holding
 from pretrain.data.sources import (
     batch_schedule,
     check_length,
     check_tokenizers,
+    cut_identity,
     open_each,
     open_samples,
     open_sources,
@@ -23,8 +22,8 @@ from pretrain.data.sources import (
     validation_holdings,
     with_prepared_text,
 )
-from pretrain.data.span_corruption import SpanCorruption, Spans, sentinel_ids
-from pretrain.data.stream import Stream
+from pretrain.data.stream import BatchSchedule, Stream
+from pretrain.data.tasks import NextToken, Objective, SpanCorruption, Spans, sentinel_ids
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
 
 
@@ -87,7 +86,7 @@ class PreparedTraining:
         return self.stream.holdings + validation_holdings(self.validation)
 
     def identity(self, until: int) -> dict[str, Any]:
-        return {"objective": self.objective.identity()} | self.stream.identity(until)
+        return cut_identity(self.config.data, self.kind, self.tokenizer, self.objective) | self.stream.identity(until)
 
     def samples_after(self, consumed: int, steps: int) -> int:
         return self.schedule.after(consumed, steps)

@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 
 from pretrain.config.data_schema import Data, MixtureStage, Source, Text, ValidationSource
 from pretrain.config.schema import Config
-from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
-from pretrain.data.remote.cache import ShardCache, default_directory
+from pretrain.data.remote.shard_cache import ShardCache, default_directory
 from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.reader import Holding, PreparedData
-from pretrain.data.span_corruption import sentinel_ids
-from pretrain.data.stream import Shuffle, Stream
+from pretrain.data.stream import BatchSchedule, Shuffle, Stream
+from pretrain.data.tasks import Objective, sentinel_ids
+from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def _prepared_text(text: Text, cache: Path) -> Path:
     """The prepared directory of a text, named after all that decides its content. Processes that come together make it once."""
     from pretrain.data.preparation.hub import dataset_files
     from pretrain.data.preparation.inputs import find_inputs
-    from pretrain.data.preparation.plan import Plan, Settings
+    from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
     from pretrain.data.preparation.prepare import prepare
     from pretrain.data.tokenizers.tokenizer import identity_of, load_tokenizer
 
@@ -63,7 +63,7 @@ def _prepared_text(text: Text, cache: Path) -> Path:
     else:
         inputs = dataset_files(text.dataset, text.dataset_config, text.split, text.revision)
     settings = Settings(text_field=text.text_field, text_mode=text.documents)
-    plan = Plan.make(settings, identity_of(load_tokenizer(text.tokenizer)), inputs)
+    plan = PreparationPlan.make(settings, identity_of(load_tokenizer(text.tokenizer)), inputs)
     path = cache / "text" / plan.sha256[:24]
     if not path.is_dir():  # complete once it is there: it is renamed into place
         with _alone_on_host(path):
@@ -125,6 +125,20 @@ def open_each(key: str, sources: Sequence[Any], open_one: Callable[[Any], Opened
         except (ConfigError, DataError) as error:
             raise type(error)(f"{key}.{number}: {error}") from error
     return opened
+
+
+def cut_identity(data: Data, kind: str, tokenizer: TokenizerIdentity, objective: Objective) -> dict[str, Any]:
+    """What every identity record has, whatever kind of data a run reads: how documents become samples, and of which tokens."""
+    return {
+        "packing": data.packing,
+        "document_mask": data.document_mask,
+        "boundary_loss": data.boundary_loss,
+        "tokenizer": tokenizer.sha256,
+        "tokenizer.eod_id": tokenizer.eod_id,
+        "tokenizer.vocab_size": tokenizer.vocab_size,
+        "kind": kind,
+        "objective": objective.identity(),
+    }
 
 
 def validation_holdings(validation: Sequence[Any]) -> list[tuple[str, Holding]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,51 @@ from pretrain.errors import DataError
 DIGEST_MODULUS = 1 << 52  # so that the sum over 2,000 ranks fits in an int64
 _DIGEST_KEY = np.uint64(0x9E3779B97F4A7C15)
 _ORDERS = 256
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """How many samples each optimizer step takes: constant, or growing by a ramp. A pure function of the samples consumed.
+
+    `ramp`: (until, sequences) in rising order: steps that begin before `until` consumed samples take so many. `sequences`
+    is the size after the last of them.
+    """
+
+    sequences: int
+    ramp: tuple[tuple[int, int], ...] = ()
+
+    def at(self, consumed: int) -> int:
+        """Samples of the step that begins after `consumed` samples."""
+        return next((sequences for until, sequences in self.ramp if consumed < until), self.sequences)
+
+    def consumed(self, steps: int) -> int:
+        """Samples in the first `steps` steps of a run."""
+        return self.after(0, steps)
+
+    def after(self, consumed: int, steps: int) -> int:
+        """Samples consumed `steps` steps after `consumed`."""
+        for until, sequences in self._stages():
+            here = steps if until is None else min(steps, max(0, -(-(until - consumed) // sequences)))
+            consumed, steps = consumed + here * sequences, steps - here
+        return consumed
+
+    def step_of(self, position: int, consumed: int = 0, step: int = 0) -> int:
+        """The step, counted from 1, that takes the sample at a stream position, after `step` steps that took `consumed`."""
+        for until, sequences in self._stages():
+            here = None if until is None else max(0, -(-(until - consumed) // sequences))
+            if here is None or position < consumed + here * sequences:
+                return step + (position - consumed) // sequences + 1
+            consumed, step = consumed + here * sequences, step + here
+        raise AssertionError("the last stage has no end")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Every size that occurs."""
+        return [sequences for _, sequences in self._stages()]
+
+    def _stages(self) -> Iterator[tuple[int | None, int]]:
+        yield from self.ramp
+        yield None, self.sequences
 
 
 @dataclass(frozen=True)
@@ -152,22 +198,6 @@ def rank_positions(consumed: int, sequences: int, data_rank: int, data_size: int
     """Stream positions of this rank's share of the global batch that starts after `consumed` samples, in order."""
     share = sequences // data_size
     return np.arange(share, dtype=np.int64) + consumed + data_rank * share
-
-
-def documents_of(tokens_BT: np.ndarray, eod_id: int) -> np.ndarray:
-    """Which document each input belongs to, [B, T], counted from 0 in each row: one more after every end-of-document token.
-
-    A token of padding, which is an end-of-document token, is thereby a document of its own.
-    """
-    rows, length = tokens_BT.shape
-    is_first = np.empty(tokens_BT.shape, dtype=bool)
-    is_first[:, 0] = True
-    np.equal(tokens_BT[:, :-1], eod_id, out=is_first[:, 1:])
-    firsts = np.flatnonzero(is_first)  # of documents, in all rows
-    row_starts = np.searchsorted(firsts, np.arange(0, rows * length, length))
-    numbers = np.arange(len(firsts)) - row_starts[firsts // length]
-    # Repeating is several times faster than a running sum over all tokens.
-    return np.repeat(numbers, np.diff(firsts, append=rows * length)).reshape(rows, length)
 
 
 @functools.lru_cache(8)

@@ -10,7 +10,7 @@ from pretrain.config.keys import check_effects
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.data.sources import check_data
-from pretrain.data.span_corruption import Spans
+from pretrain.data.tasks import Spans
 from pretrain.errors import ConfigError
 from pretrain.models.router import check_router
 from pretrain.models.shape import complete, resolved_switches, usual_switches

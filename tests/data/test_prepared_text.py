@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from pretrain.config.data_schema import Cache, Data, Text
+from pretrain.config.data_schema import CacheOptions, Data, Text
 from pretrain.config.schema import Config
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.sources import with_prepared_text
@@ -17,7 +17,7 @@ from pretrain.errors import DataError
 
 
 def config(tmp_path, **text) -> Config:
-    return Config(data=Data(text=Text(**text), cache=Cache(dir=str(tmp_path / "cache"))))
+    return Config(data=Data(text=Text(**text), cache=CacheOptions(dir=str(tmp_path / "cache"))))
 
 
 def documents(prepared: Config) -> list[str]:

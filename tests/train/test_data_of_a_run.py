@@ -25,7 +25,7 @@ from pretrain.data.prepared_training import PreparedTraining
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import TrainingError
 from pretrain.observe.metrics import read_metrics
 from pretrain.train.trainer import Trainer

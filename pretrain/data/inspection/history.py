@@ -21,11 +21,10 @@ from typing import Any
 
 from pretrain.config.recorded import from_recorded
 from pretrain.config.schema import Config
-from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, check_data, open_sources, open_stream, source_name, with_prepared_text
-from pretrain.data.stream import Stream
+from pretrain.data.stream import BatchSchedule, Stream
 from pretrain.errors import ConfigError, DataError
 from pretrain.observe.metrics import METRICS_FILE
 from pretrain.parallel.layout import check_micro_steps

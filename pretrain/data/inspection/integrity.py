@@ -20,7 +20,7 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.sources import cache_folder, open_prepared, with_prepared_text
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, copy_difference
 from pretrain.errors import DataError
-from pretrain.observe.byte_progress import ByteProgress
+from pretrain.progress import ByteProgress
 from pretrain.storage import sha256_of, unsealed
 
 _THREADS = min(4, os.cpu_count() or 1)  # hashing releases the interpreter's lock

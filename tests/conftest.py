@@ -84,7 +84,7 @@ def multi30k() -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory) -> Path:
     """The byte-level tokenizer: 256 bytes and the end of document."""
-    from pretrain.data.tokenizers.training import train_tokenizer
+    from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 
     folder = tmp_path_factory.mktemp("byte")
     (folder / "text.txt").write_text("bytes need no corpus")

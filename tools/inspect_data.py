@@ -110,7 +110,7 @@ def open_history(arguments: argparse.Namespace) -> Any:
 
 def show_step(arguments: argparse.Namespace, history: Any) -> None:
     from pretrain.data.inspection import terminal
-    from pretrain.data.inspection.batch import check_digest, inspect_step
+    from pretrain.data.inspection.inspected_step import check_digest, inspect_step
 
     default = None if arguments.json else SHOWN_IN_HTML if arguments.html else SHOWN
     most = default if arguments.samples is None else arguments.samples or None

@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
 from pretrain.command_line import run_tool  # noqa: E402
-from pretrain.data.pairs.preparation import Options, Split, prepare_pairs  # noqa: E402
+from pretrain.data.pairs.pair_preparation import PairOptions, Split, prepare_pairs  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     if (arguments.validation_source is None) != (arguments.validation_target is None):
         parser.error("--validation-source and --validation-target go together")
     validation = arguments.validation_source and Split(arguments.validation_source, arguments.validation_target)
-    options = Options(arguments.lowercase, arguments.max_source_length, arguments.max_target_length)
+    options = PairOptions(arguments.lowercase, arguments.max_source_length, arguments.max_target_length)
 
     def run() -> None:
         train = Split(arguments.source, arguments.target)

@@ -12,7 +12,7 @@ import numpy as np
 
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.storage import sealed_json, unsealed
 
 _MEAN_LOG, _DEVIATION = 6.2, 1.2  # of document lengths: a median of 490 tokens and a mean of 1,010, as of text on the web

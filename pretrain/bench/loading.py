@@ -18,14 +18,13 @@ import numpy as np
 import pretrain
 from pretrain.bench.generate import byte_tokenizer, link_shards, write_tokens
 from pretrain.bench.measure import MILLION, Options, Row, environment, in_turns, rate_row, require, resident_bytes
-from pretrain.data.batch_schedule import BatchSchedule
-from pretrain.data.loader import Loader, StepBatch
+from pretrain.data.loader import Loader, SampleBatch
 from pretrain.data.mixture import Mixture, Stage
-from pretrain.data.objective import NextToken
 from pretrain.data.packing import open_index
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.stream import Shuffle, Stream
+from pretrain.data.stream import BatchSchedule, Shuffle, Stream
+from pretrain.data.tasks import NextToken
 
 BATCH_TOKENS = 1 << 19
 SHARD_COUNTS = (16, 1_000, 10_000)
@@ -130,7 +129,7 @@ def _check_batches(loaders: dict[str, Loader]) -> None:
         require(_is_as_stored(plain, loaders[_kind(packing, False)].stream), f"{packing}: other tokens than in the files")
 
 
-def _is_as_stored(batch: StepBatch, stream: Stream) -> bool:
+def _is_as_stored(batch: SampleBatch, stream: Stream) -> bool:
     samples, data = stream.locate(batch.positions[:4])[1], stream.sources[0].data
     for row, sample in enumerate(samples.tolist()):
         stored = np.concatenate([data.read(start, size) for start, size in stream.sources[0].pieces(sample)])

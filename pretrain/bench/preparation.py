@@ -28,7 +28,7 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.engine import choose_engine
 from pretrain.data.tokenizers.tiktoken_engine import ranks_of, split_pattern
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 
 _BYTES = 40 * 10**6
 _PART = 5  # slow programs get every so manieth document

@@ -21,12 +21,12 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.hf_directory import read_config
 from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
-from pretrain.data.tokenizers.training import SPLIT_PATTERN
+from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN
 from pretrain.errors import CheckpointError, ConfigError, DataError
 from pretrain.models.families import family_of_hf
 from pretrain.models.families.other_readers import WINDOWS, llama_cpp_problem
 from pretrain.models.shape import cycled, has_windows
-from pretrain.observe.byte_progress import ByteProgress
+from pretrain.progress import ByteProgress
 from pretrain.storage import flush
 
 GGUF_DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "q8_0": "q8_0"}

@@ -29,14 +29,14 @@ from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_w
 from pretrain.config.model_schema import Model
 from pretrain.config.recorded import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
-from pretrain.data.span_corruption import added_tokens
+from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError
 from pretrain.models.families import family_of
 from pretrain.models.families.other_readers import reader_notes
 from pretrain.models.families.weights import TRAINING_ONLY, Entry
-from pretrain.observe.byte_progress import ByteProgress
+from pretrain.progress import ByteProgress
 from pretrain.storage import sha256_of
 
 SHARD_BYTES = 5 * 10**9

@@ -25,13 +25,13 @@ from pretrain.checkpoint.streamed import on_meta
 from pretrain.config.model_schema import Model
 from pretrain.config.read import dump
 from pretrain.data.shards.staging import refuse_existing
+from pretrain.data.tokenizers.export import save_trimmed
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.trimming import save_trimmed
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.models.families import family_of
 from pretrain.models.families.family import BALANCE, layers_with_experts
-from pretrain.observe.byte_progress import ByteProgress
+from pretrain.progress import ByteProgress
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 MODEL_FILE = "model.yaml"

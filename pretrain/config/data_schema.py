@@ -66,10 +66,10 @@ class MixtureStage:
 
 @dataclass
 class Text:
-    """Text that is tokenized while training, instead of prepared `sources`: no preparation, but no shuffle and no elastic resume."""
+    """Instead of prepared `sources`, text, which the first start prepares in `data.cache.dir`; later starts find it there."""
 
-    input: list[str] = key([], "Files and globs of text, JSON lines or Parquet.")
-    dataset: str | None = key(None, "Instead of files, a Hugging Face dataset, streamed.")
+    input: list[str] = key([], "Files, folders, globs and URLs of text, as of tools/prepare_data.py --input.")
+    dataset: str | None = key(None, "Instead of files, a Hugging Face dataset, by name (it is downloaded) or a directory.")
     dataset_config: str | None = key(
         None,
         "Configuration of the dataset.",
@@ -95,8 +95,8 @@ class Text:
 
 
 @dataclass
-class Cache:
-    """Local copies of what lies on remote storage, and packing indices."""
+class CacheOptions:
+    """Local copies of what lies on remote storage, prepared text and packing indices."""
 
     dir: str | None = key(
         None, "Folder on a local disk; `pretrain` in the user's cache folder ($XDG_CACHE_HOME, ~/.cache) by default."
@@ -110,7 +110,7 @@ class Cache:
 
 
 @dataclass
-class SpanCorruption:
+class SpanOptions:
     """The objective of T5 (arXiv 1910.10683, section 3.1.4): spans are taken out of a sample, the encoder reads the rest, the decoder writes
     the spans. The number of tokens that are lost, and of spans, is the same in every sample.
     """
@@ -153,7 +153,7 @@ class Data:
     stages: list[MixtureStage] = key(
         [],
         "Weights that change during the run, stage after stage. Stages, and sources, may be added to a run under way.",
-        when={"data.pairs": UNSET, "data.text": UNSET},
+        when={"data.pairs": UNSET},
     )
     validation: list[ValidationSource] = key([], "Validation data; each source gets a loss of its own.", resume="free")
     objective: Literal["next_token", "span_corruption"] = key(
@@ -161,12 +161,12 @@ class Data:
         "What is learnt from a sample: each token from those before it, or, by an encoder-decoder, spans that were taken out.",
         when={"data.pairs": UNSET},
     )
-    span_corruption: SpanCorruption = section(SpanCorruption, when={"data.objective": ("span_corruption",)})
+    span_corruption: SpanOptions = section(SpanOptions, when={"data.objective": ("span_corruption",)})
     packing: Literal["concatenate", "best_fit", "padded"] = key(
         "concatenate",
         "How documents become samples: end to end and cut into windows; as many whole documents as fit (arXiv 2404.10830); or one "
         "document per sample. The latter two cut only documents longer than a sample, and pad.",
-        when={"data.pairs": UNSET, "data.text": UNSET},
+        when={"data.pairs": UNSET},
     )
     document_mask: bool = key(
         False,
@@ -176,12 +176,12 @@ class Data:
     boundary_loss: bool = key(
         True,
         "Whether the first token of a document is a target where another document stands before it.",
-        when={"data.pairs": UNSET, "data.text": UNSET, "data.packing": ("concatenate", "best_fit")},
+        when={"data.pairs": UNSET, "data.packing": ("concatenate", "best_fit")},
     )
     shuffle: Literal["full", "shards"] = key(
         "full",
         "Order of an epoch: any sample anywhere, or a few shards at a time, mixed among themselves, for remote storage.",
-        when={"data.pairs": UNSET, "data.text": UNSET},
+        when={"data.pairs": UNSET},
     )
     shuffle_shards: int = key(
         8,
@@ -195,7 +195,6 @@ class Data:
         "Seed of the data order; `run.seed` by default.",
         ge=0,
         le=2**63 - 1,
-        when={"data.text": UNSET},
     )
     workers: int = key(
         1,
@@ -208,7 +207,6 @@ class Data:
         "full",
         "Check of the shards at start: sha256 of every file (shared among the ranks), or sizes only.",
         resume="free",
-        when={"data.text": UNSET},
     )
     text: Text = section(Text)
     pairs: str | None = key(
@@ -216,10 +214,4 @@ class Data:
         "Instead of `sources`: sentence pairs for an encoder-decoder, a directory written by tools/prepare_pairs.py. A step then takes "
         "`batch.tokens`, and `validation` names such directories too.",
     )
-    exact_resume: bool = key(
-        True,
-        "Demand that resuming gives the same samples on any number of ranks; `text` cannot, and needs this to be false.",
-        resume="free",
-        when={"data.text": SET},
-    )
-    cache: Cache = section(Cache, resume="free")
+    cache: CacheOptions = section(CacheOptions, resume="free")

@@ -33,6 +33,9 @@ AtResume = Literal["free", "accept", "schedule", "content", "never"]
 
 SET, UNSET = "set", "unset"
 
+REMOVED = {"data.exact_resume": "every run resumes exactly now, on text as well; remove the key"}
+"""Keys of earlier versions, with what to do about each. Records of runs may have them; configurations may not."""
+
 
 @dataclass(frozen=True)
 class Except:

@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pretrain.config.keys import REMOVED
 from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
@@ -191,6 +192,8 @@ def check_range(limits: Any, value: Any, where: str) -> None:
 
 
 def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -> str:
+    if full in REMOVED:
+        return f"{origin_of(full, origins)}: {full} is no key any more: {REMOVED[full]}"
     near = difflib.get_close_matches(name, names_of(kind), n=1, cutoff=0.5)
     section = full.rpartition(".")[0]
     elsewhere = [p for p in _all_paths(Config) if p.rpartition(".")[2] == name]

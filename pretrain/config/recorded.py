@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from typing import Any
 
+from pretrain.config.keys import REMOVED
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 
@@ -16,9 +17,16 @@ def from_recorded(values: Any, place: str) -> Config:
     Raises ConfigError for values of which this program's `Config` does not consist.
     """
     try:
-        return build_section(Config, values)
+        return build_section(Config, _without_removed(values))
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{place}: not a configuration of this version of the program ({error})") from error
+
+
+def _without_removed(values: dict[str, Any], path: str = "") -> dict[str, Any]:
+    nested = {
+        name: _without_removed(value, f"{path}{name}.") if isinstance(value, dict) else value for name, value in values.items()
+    }
+    return {name: value for name, value in nested.items() if f"{path}{name}" not in REMOVED}
 
 
 def build_section(kind: Any, values: Any) -> Any:

@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from pretrain.conventions import IGNORED
-from pretrain.data.batch_schedule import BatchSchedule
-from pretrain.data.objective import NextToken, Objective
 from pretrain.data.samples import Samples
-from pretrain.data.stream import Stream, digest, rank_positions
+from pretrain.data.stream import BatchSchedule, Stream, digest, rank_positions
+from pretrain.data.tasks import NextToken, Objective
 
 PREFETCH_STEPS = 32
 """How far ahead remote shards are fetched, beyond the batches that are being read."""
 
 
 @dataclass(frozen=True)
-class StepBatch:
+class SampleBatch:
     """What one rank computes in one optimizer step, on the host. `inputs`: the network's by name, each with a row per sample.
 
     `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
-    `target_tokens`: targets that carry a loss; `cursor`: where the rank's text goes on after this batch, of data that is not prepared.
+    `target_tokens`: targets that carry a loss.
     """
 
     positions: np.ndarray
@@ -37,7 +36,6 @@ class StepBatch:
     digest: int
     target_tokens: int
     inputs: dict[str, Tensor]
-    cursor: list[int] | None = None
 
     def micro_steps(self, sequences: int) -> int:
         """How many micro-steps of `sequences` samples the batch is; equal on all ranks."""
@@ -51,14 +49,14 @@ class StepBatch:
 
 def make_batch(
     positions: np.ndarray, sequences: int, tokens_BT: Tensor, targets_BT: Tensor, objective: Objective, pin: bool
-) -> StepBatch:
+) -> SampleBatch:
     """A batch from the tokens of its samples and the tokens after each. `pin`: in page-locked memory."""
     name = digest(positions, tokens_BT.numpy(), targets_BT.numpy())
     inputs = objective.inputs(tokens_BT, targets_BT, positions)
     target_tokens = int(np.count_nonzero(inputs["targets_BT"].numpy() != IGNORED))
     if pin:
         inputs = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in inputs.items()}
-    return StepBatch(positions, sequences, name, target_tokens, inputs)
+    return SampleBatch(positions, sequences, name, target_tokens, inputs)
 
 
 def validation_inputs(objective: Objective, source: Samples, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
@@ -84,7 +82,7 @@ class Loader:
     objective: Objective = NextToken()
     pin_memory: bool = False
 
-    def read(self, consumed: int) -> StepBatch:
+    def read(self, consumed: int) -> SampleBatch:
         """The batch of the step that starts after `consumed` samples."""
         sequences = self.schedule.at(consumed)
         positions = rank_positions(consumed, sequences, self.data_rank, self.data_size)
@@ -101,7 +99,7 @@ class Loader:
         later = self.schedule.after(consumed, PREFETCH_STEPS)
         self.stream.prefetch(rank_positions(later, self.schedule.at(later), self.data_rank, self.data_size))
 
-    def batches(self, consumed: int) -> Iterator[StepBatch]:
+    def batches(self, consumed: int) -> Iterator[SampleBatch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
         return read_ahead(self.read, self.schedule.at, consumed, self.workers, self._prefetch)
 

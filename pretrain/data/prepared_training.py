@@ -6,61 +6,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.data_schema import Text
 from pretrain.config.schema import Config
-from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.loader import Loader
-from pretrain.data.objective import NextToken, Objective
 from pretrain.data.samples import Samples
 from pretrain.data.shards.reader import Holding
 from pretrain.data.sources import (
     batch_schedule,
-    cache_folder,
     check_length,
     check_tokenizers,
+    cut_identity,
     open_each,
     open_samples,
     open_sources,
     open_stream,
     validation_holdings,
+    with_prepared_text,
 )
-from pretrain.data.span_corruption import SpanCorruption, Spans, sentinel_ids
-from pretrain.data.stream import Stream
-from pretrain.data.text.training import TextLoader, TextTraining
+from pretrain.data.stream import BatchSchedule, Stream
+from pretrain.data.tasks import NextToken, Objective, SpanCorruption, Spans, sentinel_ids
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
-from pretrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """A run's data. `eod_id`: the token that closes a document; `objective`: what becomes of a sample."""
+    """A run's data. `config`: with text as a source; `eod_id`: the token that closes a document; `objective`: what becomes of a sample."""
 
     config: Config
-    stream: Stream | TextTraining
+    stream: Stream
     schedule: BatchSchedule
     objective: Objective
     eod_id: int
     validation: list[Samples]
+
+    kind = "prepared"
 
     @classmethod
     def open(cls, config: Config, start_id: int | None) -> PreparedTraining:
         """Open the sources and check what goes with them. Raises ConfigError or DataError."""
         data = config.data
         validation = open_each("data.validation", data.validation, lambda source: open_samples(source, data))
-        schedule = batch_schedule(config)
-        if data.text != Text():
-            _check_text(config)
-            stream = TextTraining.open(data.text, data.sequence_length, cache_folder(data))
-            check_tokenizers(validation, stream.tokenizer, f"data.text.tokenizer={data.text.tokenizer}")
-        else:
-            sources = open_sources(config)
-            check_tokenizers(sources + validation)
-            stream = open_stream(config, sources)
-        return cls(config, stream, schedule, _objective(config, stream, start_id), stream.eod_id, validation)
-
-    @property
-    def kind(self) -> str:
-        return self.stream.kind
+        config = with_prepared_text(config)
+        sources = open_sources(config)
+        check_tokenizers(sources + validation)
+        stream = open_stream(config, sources)
+        return cls(config, stream, batch_schedule(config), _objective(config, stream, start_id), stream.eod_id, validation)
 
     @property
     def attachments(self) -> dict[str, Path]:
@@ -82,9 +71,7 @@ class PreparedTraining:
     def vocabularies(self) -> dict[str, Vocabulary]:
         own = self.stream.vocab_size
         needed = max(own, sentinel_ids(self.config.data, own).stop)
-        text = self.config.data.text
-        place = text.tokenizer if text != Text() else self.stream.sources[0].data.path
-        return {"vocab_size": Vocabulary(needed, self.tokenizer.sha256, place)}
+        return {"vocab_size": Vocabulary(needed, self.tokenizer.sha256, self.stream.sources[0].data.path)}
 
     @property
     def added_tokens(self) -> list[str]:
@@ -99,14 +86,13 @@ class PreparedTraining:
         return self.stream.holdings + validation_holdings(self.validation)
 
     def identity(self, until: int) -> dict[str, Any]:
-        return {"objective": self.objective.identity()} | self.stream.identity(until)
+        return cut_identity(self.config.data, self.kind, self.tokenizer, self.objective) | self.stream.identity(until)
 
     def samples_after(self, consumed: int, steps: int) -> int:
         return self.schedule.after(consumed, steps)
 
     def check_suffices(self, step: int, samples: int) -> None:
-        if isinstance(self.stream, Stream):
-            check_length(self.config, self.stream.mixture, self.schedule, step, samples)
+        check_length(self.config, self.stream.mixture, self.schedule, step, samples)
 
     def shares(self, until: int) -> dict[str, float]:
         return self.stream.shares(until)
@@ -114,30 +100,17 @@ class PreparedTraining:
     def describe(self, until: int) -> list[str]:
         return [*self.stream.describe(until), *self.objective.describe()]
 
-    def loader(self, data_rank: int, data_size: int, cursor: list[int] | None = None, pin: bool = False) -> Loader | TextLoader:
-        workers, objective = self.config.data.workers, self.objective
-        if isinstance(self.stream, TextTraining):
-            return TextLoader(self.stream.stream, self.schedule, data_rank, data_size, workers, cursor, objective, pin)
-        return Loader(self.stream, self.schedule, data_rank, data_size, workers, objective, pin)
+    def loader(self, data_rank: int, data_size: int, pin: bool = False) -> Loader:
+        workers = self.config.data.workers
+        return Loader(self.stream, self.schedule, data_rank, data_size, workers, self.objective, pin)
 
     def validation_rows(self, source: Samples) -> int:
         return self.config.batch.micro_sequences
 
 
-def _objective(config: Config, stream: Stream | TextTraining, start_id: int | None) -> Objective:
+def _objective(config: Config, stream: Stream, start_id: int | None) -> Objective:
     spans, eod_id = Spans.of_data(config.data), stream.eod_id
     if spans is None:
         return NextToken(eod_id if config.data.document_mask else None)
     first = sentinel_ids(config.data, stream.vocab_size)[-1]
     return SpanCorruption(spans, first, eod_id, eod_id if start_id is None else start_id, config.data.seed, config.run.seed)
-
-
-def _check_text(config: Config) -> None:
-    data = config.data
-    if data.exact_resume:
-        raise ConfigError(
-            "data.text cannot resume exactly on another number of ranks (no document is lost, some are repeated) and has no shuffle; "
-            "accept it with data.exact_resume=false, or prepare the data with tools/prepare_data.py"
-        )
-    if config.batch.ramp:
-        raise ConfigError("batch.ramp is not built for data.text; prepare the data, or remove it")

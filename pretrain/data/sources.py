@@ -1,27 +1,33 @@
-"""From the configuration to the stream of samples: sources opened, mixture and stages checked, the batch schedule.
+"""From the configuration to the stream of samples: text prepared, sources opened, mixture and stages checked, the batch schedule.
 
 Without torch, so that tools which look at data answer at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.config.data_schema import Data, MixtureStage, Source, Text, ValidationSource
 from pretrain.config.schema import Config
-from pretrain.data.batch_schedule import BatchSchedule
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
-from pretrain.data.remote.cache import ShardCache, default_directory
+from pretrain.data.remote.shard_cache import ShardCache, default_directory
 from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.reader import Holding, PreparedData
-from pretrain.data.span_corruption import sentinel_ids
-from pretrain.data.stream import Shuffle, Stream
+from pretrain.data.stream import BatchSchedule, Shuffle, Stream
+from pretrain.data.tasks import Objective, sentinel_ids
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
 
 Opened = TypeVar("Opened")
 
@@ -31,11 +37,68 @@ def cache_folder(data: Data) -> Path:
     return default_directory() if data.cache.dir is None else Path(data.cache.dir)
 
 
+def with_prepared_text(config: Config) -> Config:
+    """The configuration with `data.text` as a source: prepared in the cache, unless it is there. Raises ConfigError or DataError."""
+    data = config.data
+    if data.text == Text():
+        return config
+    try:
+        prepared = _prepared_text(data.text, cache_folder(data))
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"data.text: {error}") from error
+    sources = [Source(str(prepared), name="text")]
+    return dataclasses.replace(config, data=dataclasses.replace(data, text=Text(), sources=sources))
+
+
+def _prepared_text(text: Text, cache: Path) -> Path:
+    """The prepared directory of a text, named after all that decides its content. Processes that come together make it once."""
+    from pretrain.data.preparation.hub import dataset_files
+    from pretrain.data.preparation.inputs import find_inputs
+    from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
+    from pretrain.data.preparation.prepare import prepare
+    from pretrain.data.tokenizers.tokenizer import identity_of, load_tokenizer
+
+    if text.dataset is None:
+        inputs = find_inputs(text.input)
+    else:
+        inputs = dataset_files(text.dataset, text.dataset_config, text.split, text.revision)
+    settings = Settings(text_field=text.text_field, text_mode=text.documents)
+    plan = PreparationPlan.make(settings, identity_of(load_tokenizer(text.tokenizer)), inputs)
+    path = cache / "text" / plan.sha256[:24]
+    if not path.is_dir():  # complete once it is there: it is renamed into place
+        with _alone_on_host(path):
+            if not path.is_dir():
+                log.info("data: preparing the text of data.text into %s; later starts find it there", path)
+                workers = os.cpu_count() or 1
+                done = prepare(inputs, text.tokenizer, path, workers=workers, **dataclasses.asdict(settings))
+                log.info("data: %s", done)
+    return path
+
+
+@contextlib.contextmanager
+def _alone_on_host(path: Path) -> Iterator[None]:
+    """Hold the lock beside `path`. A process that has to wait for it says so."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = (path.parent / f".{path.name}.lock").open("w")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be created: {error.strerror}; set data.cache.dir") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("data: waiting for another process of this host, which prepares the text of data.text into %s", path)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def open_sources(config: Config) -> list[Samples]:
     """The sources of prepared data, opened. Raises ConfigError or DataError."""
     data = config.data
     if not data.sources:
-        raise ConfigError("data.sources is empty; name a directory of tools/prepare_data.py: data.sources=[{path: DIR}]")
+        raise ConfigError(
+            "data.sources is empty; name a directory of tools/prepare_data.py (data.sources=[{path: DIR}]), or text (data.text)"
+        )
     sources = open_each("data.sources", data.sources, lambda source: open_samples(source, data))
     check_tokenizers(sources)
     fingerprints = [source.data.fingerprint for source in sources]
@@ -64,6 +127,20 @@ def open_each(key: str, sources: Sequence[Any], open_one: Callable[[Any], Opened
     return opened
 
 
+def cut_identity(data: Data, kind: str, tokenizer: TokenizerIdentity, objective: Objective) -> dict[str, Any]:
+    """What every identity record has, whatever kind of data a run reads: how documents become samples, and of which tokens."""
+    return {
+        "packing": data.packing,
+        "document_mask": data.document_mask,
+        "boundary_loss": data.boundary_loss,
+        "tokenizer": tokenizer.sha256,
+        "tokenizer.eod_id": tokenizer.eod_id,
+        "tokenizer.vocab_size": tokenizer.vocab_size,
+        "kind": kind,
+        "objective": objective.identity(),
+    }
+
+
 def validation_holdings(validation: Sequence[Any]) -> list[tuple[str, Holding]]:
     """The directories of validation sources, each with its key in the configuration."""
     return [(f"data.validation.{number}", held) for number, source in enumerate(validation) for held in source.holdings]
@@ -84,6 +161,8 @@ def check_data(config: Config) -> None:
                 "batch.tokens is missing: tokens of source and target in a step on data.pairs, padding included, e.g. 4096"
             )
         return
+    if data.text != Text():
+        _check_text(data.text)
     _check_objective(data)
     sentinel_ids(data, 0)
     batch_schedule(config)
@@ -93,10 +172,20 @@ def check_data(config: Config) -> None:
 
 
 def _check_objective(data: Data) -> None:
-    for name, only in (("packing", "concatenate"), ("document_mask", False), ("boundary_loss", True), ("text", Text())):
+    for name, only in (("packing", "concatenate"), ("document_mask", False), ("boundary_loss", True)):
         if data.objective == "span_corruption" and (value := getattr(data, name)) != only:
-            shown = "prepare the data" if name == "text" else f"{name}={value} is not built for it, remove it"
-            raise ConfigError(f"data.objective=span_corruption takes samples as they are cut: data.{shown}")
+            raise ConfigError(
+                f"data.objective=span_corruption takes samples as they are cut: data.{name}={value} is not built for it, remove it"
+            )
+
+
+def _check_text(text: Text) -> None:
+    if bool(text.input) == bool(text.dataset):
+        raise ConfigError("data.text: give one of input (files and globs) and dataset (a Hugging Face dataset)")
+    if text.tokenizer is None:
+        raise ConfigError(
+            "data.text.tokenizer is missing: a directory or file of tools/train_tokenizer.py, or a tokenizer.json"
+        )
 
 
 def _check_weights_are_used(data: Data) -> None:
@@ -135,17 +224,14 @@ def source_name(source: Source | ValidationSource) -> str:
     return path.parent.name if path.name in ("train", "validation") and path.parent.name else path.name
 
 
-def check_tokenizers(sources: Sequence[Samples], tokenizer: TokenizerIdentity | None = None, where: object = None) -> None:
-    """Raise DataError unless all were prepared with one tokenizer and one end-of-document token, and the copies that lie there are it.
-
-    `tokenizer`: the one, which lies at `where`; that of the first source by default.
-    """
-    data = [source.data for source in sources]
-    if tokenizer is None:
-        tokenizer, where = data[0].tokenizer, data[0].path
-    for other in data:
-        if difference := tokenizer.difference(other.tokenizer):
-            raise DataError(f"{where} and {other.path} were prepared with {difference}; prepare both with the same tokenizer")
+def check_tokenizers(sources: Sequence[Samples]) -> None:
+    """Raise DataError unless all were prepared with one tokenizer and one end-of-document token, and the copies that lie there are it."""
+    first = sources[0].data
+    for other in (source.data for source in sources):
+        if difference := first.tokenizer.difference(other.tokenizer):
+            raise DataError(
+                f"{first.path} and {other.path} were prepared with {difference}; prepare both with the same tokenizer"
+            )
         other.check_tokenizer()
 
 

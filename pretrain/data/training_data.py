@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config.schema import Config
-from pretrain.data.pairs.training import PairTraining
+from pretrain.data.pairs.pair_training import PairTraining
 from pretrain.data.prepared_training import PreparedTraining
 from pretrain.data.shards.reader import Holding
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
@@ -32,7 +32,7 @@ class ValidationData(Protocol):
         """The directories that are read."""
 
 
-class Batch(Protocol):
+class StepBatch(Protocol):
     """What one rank computes in one optimizer step, on the host.
 
     `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
@@ -43,7 +43,6 @@ class Batch(Protocol):
     sequences: int
     digest: int
     target_tokens: int
-    cursor: list[int] | None
 
     def micro_steps(self, sequences: int) -> int:
         """How many micro-steps of `sequences` samples the batch is; equal on all ranks."""
@@ -63,15 +62,13 @@ class BatchLoader(Protocol):
         some that carry no loss.
         """
 
-    def batches(self, consumed: int) -> Iterator[Batch]:
+    def batches(self, consumed: int) -> Iterator[StepBatch]:
         """Batches from `consumed` samples on, without end. Close the iterator to stop its threads."""
 
 
 class TrainingData(Protocol):
     """The samples of a run. What a sample is (a window of a text, a pair of sentences), only its implementations know."""
 
-    kind: str
-    """A name for identity records."""
     attachments: dict[str, Path]
     """Directories that checkpoints keep a copy of, by name."""
     tokenizer_path: Path
@@ -92,7 +89,10 @@ class TrainingData(Protocol):
         """The directories that a run reads, those of its validation included, each with its key in the configuration."""
 
     def identity(self, until: int) -> dict[str, Any]:
-        """Everything that decided the samples before position `until`, for a checkpoint to be compared with."""
+        """Everything that decided the samples before position `until`, for a checkpoint to be compared with.
+
+        JSON values by key of an identity record, without its prefix `data.`; mappings and lists may be nested.
+        """
 
     def samples_after(self, consumed: int, steps: int) -> int:
         """Samples consumed `steps` steps after `consumed`; an estimate where steps have a number of tokens."""
@@ -106,8 +106,8 @@ class TrainingData(Protocol):
     def describe(self, until: int) -> list[str]:
         """Lines that say what the samples before position `until` are."""
 
-    def loader(self, data_rank: int, data_size: int, cursor: list[int] | None = None, pin: bool = False) -> BatchLoader:
-        """The batches of one data-parallel rank. `cursor`: where the text of this rank goes on; `pin`: in page-locked memory."""
+    def loader(self, data_rank: int, data_size: int, pin: bool = False) -> BatchLoader:
+        """The batches of one data-parallel rank. `pin`: in page-locked memory."""
 
     def validation_rows(self, source: ValidationData) -> int:
         """Samples of a validation source in one forward pass of a rank."""
@@ -120,19 +120,6 @@ def open_data(config: Config, start_id: int | None = None) -> TrainingData:
     """
     kind = PreparedTraining if config.data.pairs is None else PairTraining
     return kind.open(config, start_id)
-
-
-def data_identity(config: Config, data: TrainingData, until: int) -> dict[str, Any]:
-    """What the samples before position `until` were, and how they were cut; nested JSON values by key of the section `data`."""
-    cut = {name: getattr(config.data, name) for name in ("packing", "document_mask", "boundary_loss")}
-    tokenizer = data.tokenizer
-    return cut | {
-        "tokenizer": tokenizer.sha256,
-        "tokenizer.eod_id": tokenizer.eod_id,
-        "tokenizer.vocab_size": tokenizer.vocab_size,
-        "kind": data.kind,
-        **data.identity(until),
-    }
 
 
 class RanksOfRun(Protocol):

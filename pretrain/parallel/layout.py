@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pretrain.config.schema import Config
-from pretrain.data.batch_schedule import check_micro_steps
+from pretrain.data.stream import check_micro_steps
 from pretrain.distributed.launcher import command_for
 from pretrain.errors import ConfigError, LaunchError, nearest_multiples
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config.schema import Config
-from pretrain.data.training_data import Batch
+from pretrain.data.training_data import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.loss import Losses
 from pretrain.parallel.blocks import prepare_blocks
@@ -63,7 +63,7 @@ class Strategy:
         """The modules on this rank whose parameters are trained and saved, by the names of the whole network."""
         return [self.network]
 
-    def forward_backward(self, batch: Batch, target_tokens: int) -> Losses:
+    def forward_backward(self, batch: StepBatch, target_tokens: int) -> Losses:
         """Gradients of this rank's share of a step; the losses of its sequences, [B] each, not yet divided.
 
         `target_tokens`: of the whole step, over all ranks.
@@ -72,7 +72,7 @@ class Strategy:
         losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
         return Losses(*(torch.cat(part) for part in zip(*losses)))
 
-    def _micro_step(self, batch: Batch, index: int, last: bool, target_tokens: int) -> Losses:
+    def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> Losses:
         inputs = batch.micro(index, self.config.batch.micro_sequences, self.mesh.device)
         with self.data_axes.micro_step(last=last):
             losses = self._call(**inputs, with_cross_entropy=True)

@@ -17,7 +17,6 @@ from pretrain.checkpoint.load import load_tensors, saved_names
 from pretrain.checkpoint.payload import first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
 from pretrain.config.show import to_yaml
-from pretrain.data.text.stream import Cursor, continue_cursors
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError
 from pretrain.observe.metrics import duration
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 class Progress:
     """How far a run is: optimizer steps, training samples and target tokens so far, and how many of the steps were skipped.
 
-    `cursor`: where this rank's text goes on, of data that is not prepared. `loads`: positions that each expert of each layer got in the
+    `loads`: positions that each expert of each layer got in the
     last step, where a balancing loss needs them. `record`: the numbers of the last step, for a log of metrics that lacks them.
     """
 
@@ -41,7 +40,6 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
-    cursor: list[int] | None = None
     loads: list[list[int]] | None = None
     record: dict[str, Any] | None = None
 
@@ -60,10 +58,9 @@ class Continuation:
         origin: StartingPoint,
         model: nn.Module,
         optimizer: OptimizerSet,
-        data_rank: int,
     ) -> None:
         self.plan, self.ranks, self.directory, self.origin = plan, ranks, directory, origin
-        self.model, self.optimizer, self.data_rank = model, optimizer, data_rank
+        self.model, self.optimizer = model, optimizer
         self.last = origin.resumed and origin.resumed.path
         self.saved_at = time.monotonic()
         source = origin.resumed or origin.weights
@@ -107,7 +104,6 @@ class Continuation:
     def _state(self, progress: Progress) -> dict[str, Any]:
         return {
             **dataclasses.asdict(progress),
-            "cursor": self._cursors(progress),
             "world_size": self.ranks.world_size,
             "layout": self.plan.layout.name,
             "model": dataclasses.asdict(self.plan.config.model),
@@ -116,11 +112,6 @@ class Continuation:
             "timeline": self._timeline,
             "torch": torch.__version__,
         }
-
-    def _cursors(self, progress: Progress) -> list[list[int] | None]:
-        """Where the text of every data rank goes on; ranks that share their data say the same."""
-        cursors = dict(self.ranks.gather("cursors of text", (self.data_rank, progress.cursor)))
-        return [cursors[data_rank] for data_rank in sorted(cursors)]
 
     def _check_finite(self, step: int, tensors: dict[str, Tensor]) -> None:
         """A checkpoint that holds NaN would be continued from, and would retire the good ones before it."""
@@ -167,17 +158,7 @@ class Continuation:
             log.info("resumed from %s: step %d, %d samples, saved as %s", checkpoint, step, samples, layout)
         # Steps were not skipped, nor counted, by earlier versions of this program.
         skipped = state.get("skipped", 0)
-        cursor, loads = self._cursor(state["cursor"]), state.get("loads")
-        return Progress(state["step"], state["samples"], state["tokens"], skipped, cursor, loads, state.get("record"))
-
-    def _cursor(self, saved: list[list[int] | None]) -> list[int] | None:
-        """Where this data rank's text goes on."""
-        if saved[0] is None:
-            return None
-        continued = continue_cursors([Cursor.from_list(values) for values in saved], self.plan.layout.data_size)
-        if self.ranks.is_main:
-            log.info("data: %s", continued.description)
-        return continued.cursors[self.data_rank].to_list()
+        return Progress(state["step"], state["samples"], state["tokens"], skipped, state.get("loads"), state.get("record"))
 
     def _generators(self, checkpoint: Path, world_size: int) -> dict[str, Tensor]:
         # Generators belong to ranks: on another number of them this rank keeps the one it was seeded with. Nothing in training

@@ -34,7 +34,6 @@ _CONSEQUENCES = {
     "data.tokenizer": "the token ids would stand for other text than in the steps before",
     "data.sources": "another text would be read under the order of the old one, partly again and partly not at all",
     "data.mixture": "the sources would be read from other places, partly again and partly not at all",
-    "data.text": "the text would go on at the same file and row of another list of files",
 }
 _ABOUT_RESUMING = ("run.resume", "run.accept_changes")  # they say how to go on, and nothing of the run
 _SHOWN = 4  # values of one kind that a message lists

@@ -13,7 +13,7 @@ from pretrain.checkpoint.export_check import check_map
 from pretrain.config.keys import check_effects, leaves
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
-from pretrain.data.training_data import TrainingData, data_identity, open_data
+from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.decoder import count_parameters
@@ -70,8 +70,7 @@ class Plan:
         """
         identity = model_identity(dataclasses.asdict(self.config.model))
         identity["optim.name"] = self.config.optim.name
-        decided = data_identity(self.config, self.data, samples)
-        return identity | {f"data.{name}": value for name, value in flatten(decided).items()}
+        return identity | {f"data.{name}": value for name, value in flatten(self.data.identity(samples)).items()}
 
 
 def make_plan(given: Config, world_size: int, device: torch.device) -> Plan:

@@ -10,7 +10,7 @@ from pretrain.config.keys import check_effects
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.data.sources import check_data
-from pretrain.data.span_corruption import Spans
+from pretrain.data.tasks import Spans
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.shape import resolved_switches

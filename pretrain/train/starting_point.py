@@ -82,6 +82,7 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
         raise ConfigError(
             f"run.steps={config.run.steps} is below the step {state['step']} of {path}; raise it, or choose another run.name"
         )
+    _refuse_streamed_text(path, state["identity"], f"run.init_from={path} starts a new run with its weights")
     saved = _config_of(path / "config.yaml")
     settings = setting_changes(saved, config, state["step"]) if saved else []
     identity = identity_changes(state["identity"], plan.identity(state["samples"]))
@@ -97,9 +98,18 @@ def _judge_directory(plan: Plan, directory: RunDirectory) -> list[str]:
     """A run without a checkpoint: perhaps it started before, and ended before it saved one."""
     held, config = directory.identity(), directory.config()
     if held is not None:
+        _refuse_streamed_text(directory.path, held, "choose another run.name")
         # Whatever else was changed, no step of it is left.
         check_changes(directory.path, identity_changes(held, plan.identity(0)), [], plan.config.run.accept_changes)
     return _difference(_config_of(config), plan, directory.path) if config is not None else []
+
+
+def _refuse_streamed_text(holder: Path, identity: dict[str, Any], remedy: str) -> None:
+    if identity.get("data.kind") == "text":
+        raise CheckpointError(
+            f"{holder} is of a run that tokenized data.text while it trained, with a place in the text for each rank. Text is prepared now, "
+            f"and such a run cannot be continued: {remedy}"
+        )
 
 
 def _judge_weights(plan: Plan, source: Choice) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from pretrain.checkpoint.export_check import ExportCheck
 from pretrain.data.stream import DIGEST_MODULUS
-from pretrain.data.training_data import Batch
+from pretrain.data.training_data import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
@@ -60,10 +60,10 @@ class Trainer:
         self.config = plan.config
         self._build()
         data_rank, data_size = self.mesh.data_rank, self.mesh.data_size
-        self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer, data_rank)
+        self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer)
         self.progress = self.continuation.restore()
         self.expert_loads.restore(self.progress.loads)
-        self.loader = plan.data.loader(data_rank, data_size, self.progress.cursor, pin=ranks.device.type == "cuda")
+        self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
         self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks)
         self.skipped_in_a_row = 0
 
@@ -86,7 +86,7 @@ class Trainer:
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch, target_tokens: int) -> dict[str, Any]:
+    def step(self, batch: StepBatch, target_tokens: int) -> dict[str, Any]:
         """One optimizer step on this rank's share of the global batch; the numbers to report, equal on all ranks."""
         config, number = self.config, self.progress.step + 1
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
@@ -109,7 +109,6 @@ class Trainer:
         self.optimizer.zero_grad()
         self.progress.step = number
         self.progress.samples += batch.sequences
-        self.progress.cursor = batch.cursor
         self.progress.tokens += target_tokens
         self.progress.loads = self.expert_loads.last
         numbers = {"step": number, "tokens": self.progress.tokens, "loss": loss}
@@ -119,7 +118,7 @@ class Trainer:
             numbers["skipped"] = self.progress.skipped
         return numbers | {"grad_norm": grad_norm, "lr": rate, **routers}
 
-    def _skip_step(self, number: int, batch: Batch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
+    def _skip_step(self, number: int, batch: StepBatch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
         """Leave weights, moments and balancing as they are. Raises TrainingError where no more steps may be skipped."""
         bad = batch.positions[~torch.isfinite(losses).cpu().numpy()].tolist()
         everywhere = self.ranks.gather("samples of a refused step", bad)
@@ -173,7 +172,7 @@ class Trainer:
             self.ranks.agree("end of the export check", found, CheckpointError)
         return "finished" if evaluated else "preempted"
 
-    def _next(self, batches: Iterator[Batch], export: ExportCheck | None) -> tuple[Batch | None, UserError | None]:
+    def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
         """The next batch, or why this rank has none: raised by all ranks together, for the others wait for this one."""
         try:
             with self.ranks.part(f"step {self.progress.step + 1}: next batch"):
@@ -188,7 +187,7 @@ class Trainer:
         found = export.problem() if export else None
         return batch, CheckpointError(found) if found else None
 
-    def _agree(self, batch: Batch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
+    def _agree(self, batch: StepBatch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
         tokens, digest = (batch.target_tokens, batch.digest) if batch and self.mesh.counts_samples else (0, 0)
         said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, self.continuation.is_due()])

@@ -19,7 +19,7 @@ def pool() -> LaunchPool:
 
 @functools.cache
 def byte_tokenizer() -> Path:
-    from pretrain.data.tokenizers.training import train_tokenizer
+    from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 
     folder = Path(_folder.name) / "byte"
     folder.mkdir()

@@ -10,7 +10,7 @@ import pytest
 from converting import SMALL, write
 
 from pretrain.checkpoint.hf_export import export
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 
 
 @pytest.fixture(scope="session")

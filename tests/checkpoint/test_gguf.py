@@ -14,7 +14,7 @@ from pretrain.checkpoint.gguf import CONVERTER, plan_gguf, to_gguf
 from pretrain.checkpoint.hf_export import export
 from pretrain.config.model_schema import Attention, Mlp, Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError
 from pretrain.models.families import complete, family_of
 

@@ -17,7 +17,7 @@ sys.path += [
 
 from other_programs import CACHE, LLAMA_CPP_PYTHON, TOKENIZERS, LlamaCpp, build_llama_cpp, environment, made_once, run_or_skip  # noqa: E402
 
-from pretrain.data.tokenizers.training import train_tokenizer  # noqa: E402
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer  # noqa: E402
 
 
 @pytest.fixture(scope="session")

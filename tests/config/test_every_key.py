@@ -67,7 +67,7 @@ VALUES: dict[str, list[Any]] = {
 A_RUN, CUDA = "train/test_data_of_a_run.py", "test_cuda.py::test_a_gpu_resumes_what_the_cpu_saved"
 PAIRS, CONTINUED, BAD = "train/test_pair_runs.py", "train/test_continuation.py", "train/test_bad_steps.py"
 REVERSED = f"{PAIRS}::test_a_small_model_learns_to_reverse_digits_exactly_and_the_tools_agree"
-TEXT, CACHE = "data/text/test_streaming.py", "data/remote/test_shard_cache.py"
+TEXT, CACHE = "data/test_prepared_text.py", "data/remote/test_shard_cache.py"
 LATER = "config/test_load.py::test_an_axis_that_is_not_built_yet_has_one_legal_value"
 OPTIONS = "parallel/test_layout.py::test_options_of_ddp_reach_torch"
 SEEN = {
@@ -96,17 +96,16 @@ SEEN = {
     "data.span_corruption.first_sentinel": "train/test_span_runs.py::test_a_t5_of_the_hub_goes_on_with_its_own_tokenizer_and_sentinels",
     "data.workers": f"{A_RUN}::test_resumed_on_other_numbers_of_ranks_a_run_sees_the_samples_of_a_straight_one",
     "data.verify": "train/test_bad_input.py::test_sizes_alone_are_checked_on_request",
-    "data.text.input": f"{A_RUN}::test_text_resumes_exactly_on_as_many_ranks",
+    "data.text.input": f"{A_RUN}::test_text_is_prepared_once_and_read_like_any_prepared_data",
     "data.text.dataset": f"{TEXT}::test_what_is_said_of_a_dataset_reaches_its_library",
     "data.text.dataset_config": f"{TEXT}::test_what_is_said_of_a_dataset_reaches_its_library",
     "data.text.revision": f"{TEXT}::test_what_is_said_of_a_dataset_reaches_its_library",
     "data.text.split": f"{TEXT}::test_what_is_said_of_a_dataset_reaches_its_library",
     "data.text.tokenizer": f"{A_RUN}::test_text_that_changed_is_refused_at_the_resume",
-    "data.text.text_field": f"{TEXT}::test_a_row_of_a_dataset_without_text_is_named",
-    "data.text.documents": f"{A_RUN}::test_text_resumes_exactly_on_as_many_ranks",
+    "data.text.text_field": f"{TEXT}::test_what_is_said_of_a_dataset_reaches_its_library",
+    "data.text.documents": f"{A_RUN}::test_text_is_prepared_once_and_read_like_any_prepared_data",
     "data.pairs": REVERSED,
     "data.objective": "train/test_span_runs.py::test_another_objective_makes_another_run",
-    "data.exact_resume": f"{A_RUN}::test_text_needs_the_consent_that_it_does_not_resume_exactly",
     "data.cache.dir": f"{CACHE}::test_a_folder_that_cannot_be_made_is_an_error_that_names_the_key",
     "data.cache.limit_gb": f"{CACHE}::test_a_file_larger_than_the_limit_names_both_sizes_and_the_key",
     "batch.ramp.0.until_tokens": f"{A_RUN}::test_a_ramp_keeps_the_order_of_the_samples_and_takes_its_sizes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.batch_schedule import BatchSchedule
+from pretrain.data.stream import BatchSchedule
 
 
 @st.composite

@@ -21,7 +21,7 @@ from pretrain.data.packing import open_index, pack
 from pretrain.data.samples import Packed, Windows
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
-from pretrain.data.stream import documents_of
+from pretrain.data.tasks import documents_of
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
 

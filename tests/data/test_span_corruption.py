@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.span_corruption import SpanCorruption, Spans, compositions
+from pretrain.data.tasks import SpanCorruption, Spans, compositions
 from pretrain.errors import ConfigError
 
 END, START, FIRST = 1, 0, 9_999

@@ -20,10 +20,12 @@ from running import (
     write_prepared,
 )
 
+from pretrain.data.preparation.prepare import prepare
+from pretrain.data.prepared_training import PreparedTraining
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import TrainingError
 from pretrain.observe.metrics import read_metrics
 from pretrain.train.trainer import Trainer
@@ -294,35 +296,54 @@ def text_config(config_file, tmp_path, byte_tokenizer) -> Path:
         lines = [f"line {n} of file {i}: " + "abcdefgh"[n % 8] * (n % 50) for n in range(120)]
         (texts / f"{i}.txt").write_text("\n".join(lines))
     text = {"input": [str(texts / "*.txt")], "documents": "line", "tokenizer": str(byte_tokenizer)}
-    set_data(config_file, sources=[], text=text, exact_resume=False)
+    set_data(config_file, sources=[], text=text, cache={"dir": str(tmp_path / "cache")})
     return config_file
 
 
-def test_text_resumes_exactly_on_as_many_ranks(pool, text_config):
-    straight = train(pool, 2, text_config, "run.name=straight", "parallel.strategy=ddp", "run.deterministic=true")
-    train(pool, 2, text_config, "run.name=cut", "parallel.strategy=ddp", "run.steps=7", "run.deterministic=true")
-    cut = train(pool, 2, text_config, "run.name=cut", "parallel.strategy=ddp", "run.deterministic=true")
-    assert digests(cut) == digests(straight)
-    assert losses(cut) == losses(straight)
-    assert len(set(digests(straight))) == 20
+def test_text_is_prepared_once_and_read_like_any_prepared_data(pool, text_config, byte_tokenizer):
+    ramp = "batch.ramp=[{until_tokens: 2000, sequences: 8}]"
+    two = train(pool, 2, text_config, "parallel.strategy=ddp", ramp, "data.packing=best_fit", "run.steps=8")
+    [kept] = (text_config.parent / "cache" / "text").glob("[!.]*")
+    prepare([str(text_config.parent / "texts" / "*.txt")], byte_tokenizer, text_config.parent / "by-hand", text_mode="line")
+    assert PreparedData.open(kept).fingerprint == PreparedData.open(text_config.parent / "by-hand").fingerprint
+    by_hand = [f"data.sources=[{{path: {text_config.parent / 'by-hand'}}}]", "data.text.input=[]", "data.text.tokenizer=null"]
+    one = train(
+        pool,
+        1,
+        text_config,
+        *by_hand,
+        "data.text.documents=file",
+        "run.name=by-hand",
+        ramp,
+        "data.packing=best_fit",
+        "run.steps=8",
+    )
+    assert digests(one) == digests(two)
+    made = kept.stat().st_mtime_ns
+    code, printed = run_main(str(text_config), "--check", "data.packing=padded", "run.name=other")
+    assert code == 0 and "data     text: " in printed
+    assert [*kept.parent.glob("[!.]*")] == [kept] and kept.stat().st_mtime_ns == made
 
 
-def test_text_goes_on_with_another_number_of_ranks_and_says_what_is_repeated(pool, text_config):
-    train(pool, 2, text_config, "parallel.strategy=ddp", "run.steps=5")
-    accepted = "run.accept_changes=[batch.sequences, run.steps]"
-    results = pool.launch(3, run_main, str(text_config), "parallel.strategy=ddp", "run.steps=8", "batch.sequences=12", accepted)
-    assert [code for code, _ in results] == [0, 0, 0]
-    assert "2 data ranks became 3, all continue at document" in results[0][1]
-    assert "no document is lost" in results[0][1]
+def test_text_is_read_exactly_after_a_resume_on_another_number_of_ranks(pool, text_config):
+    straight = train(pool, 1, text_config, "run.name=straight")
+    train(pool, 2, text_config, "run.name=cut", "parallel.strategy=ddp", "run.steps=7")
+    cut = train(pool, 1, text_config, "run.name=cut")
+    assert digests(cut) == digests(straight) and len(set(digests(straight))) == 20
 
 
-def test_text_needs_the_consent_that_it_does_not_resume_exactly(text_config):
-    code, printed = run_main(str(text_config), "data.exact_resume=true")
-    assert code == 2 and "accept it with data.exact_resume=false" in printed
-    code, printed = run_main(str(text_config), "data.packing=padded")
-    assert code == 2 and "data.packing=padded has no effect with data.text" in printed
-    code, printed = run_main(str(text_config), "--check")
-    assert code == 0 and "no document is lost and some are repeated" in printed
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.text.input=[]", "give one of input (files and globs) and dataset"),
+        ("data.text.tokenizer=null", "data.text.tokenizer is missing"),
+        ("data.exact_resume=true", "data.exact_resume is no key any more: every run resumes exactly now"),
+        ("data.text.input=[absent.txt]", "data.text: absent.txt"),
+    ],
+)
+def test_text_that_cannot_be_prepared_is_refused_in_one_line(text_config, override, message):
+    code, printed = run_main(str(text_config), "--check", override)
+    assert code in (1, 2) and message in printed and printed.count("\n") == 1
 
 
 def test_text_that_changed_is_refused_at_the_resume(pool, text_config):
@@ -330,7 +351,14 @@ def test_text_that_changed_is_refused_at_the_resume(pool, text_config):
     file = sorted(text_config.parent.glob("texts/*.txt"))[0]
     file.write_text(file.read_text() + "\nmore")
     code, printed = run_main(str(text_config), "run.steps=5")
-    assert code == 1 and "data.text.corpus" in printed
+    assert code == 1 and "data.sources.0 was" in printed
+
+
+def test_a_run_that_tokenized_text_while_it_trained_cannot_be_continued(text_config):
+    assert run_main_with(PreparedTraining, "kind", "text", str(text_config), "run.steps=3")[0] == 0
+    code, printed = run_main(str(text_config), "run.steps=5")
+    [line] = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert code == 1 and "tokenized data.text while it trained" in line and "run.init_from=" in line
 
 
 def test_a_step_without_any_target_is_refused(pool, config_file, prepared):

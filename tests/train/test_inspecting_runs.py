@@ -17,9 +17,9 @@ from running import run_main, tool, write_prepared
 
 from pretrain.config.load import load_config
 from pretrain.conventions import IGNORED
-from pretrain.data.inspection.batch import InspectedStep, check_digest, inspect_step
 from pretrain.data.inspection.coverage import measure_coverage
 from pretrain.data.inspection.history import History
+from pretrain.data.inspection.inspected_step import InspectedStep, check_digest, inspect_step
 from pretrain.data.inspection.sightings import find_document
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
@@ -241,15 +241,20 @@ def test_steps_that_were_not_logged_are_said_not_to_be(record, mixed, capsys):
     assert not step.made and step.logged_digest is None
 
 
-def test_a_run_on_text_is_refused_in_a_line(config_file, tmp_path, byte_tokenizer, capsys):
+def test_a_run_on_text_is_shown_like_any_other(config_file, tmp_path, byte_tokenizer, capsys):
     (tmp_path / "text.txt").write_text("line\n" * 5000)
     config = yaml.safe_load(config_file.read_text())
     text = {"input": [str(tmp_path / "text.txt")], "documents": "line", "tokenizer": str(byte_tokenizer)}
-    config["data"] |= {"sources": [], "text": text, "exact_resume": False, "cache": {"dir": str(tmp_path / "cache")}}
+    config["data"] |= {"sources": [], "text": text, "cache": {"dir": str(tmp_path / "cache")}}
     config_file.write_text(yaml.safe_dump(config))
     assert run_main(str(config_file), "run.steps=1", "schedule.warmup_steps=0")[0] == 0
     for what in (["--step", "1"], ["--document", "0"], ["--coverage"]):
-        assert tool("inspect_data").main(["--run", str(runs(config_file)), *what]) == 2
-        assert capsys.readouterr().err.startswith("error: the run reads text that is not prepared (data.text)")
-    assert tool("inspect_data").main(["--corrupt-check", str(runs(config_file))]) == 1
-    assert "of which there are no hashes" in capsys.readouterr().err
+        assert tool("inspect_data").main(["--run", str(runs(config_file)), *what]) == 0
+    assert "digest" in capsys.readouterr().out
+    assert tool("inspect_data").main(["--corrupt-check", str(runs(config_file))]) == 0
+    # Runs of before have a key in their records that is none any more.
+    starts = runs(config_file) / "starts.jsonl"
+    record = json.loads(starts.read_text())
+    record["config"]["data"]["exact_resume"] = False
+    starts.write_text(json.dumps(record) + "\n")
+    assert tool("inspect_data").main(["--run", str(runs(config_file)), "--step", "1"]) == 0

@@ -9,7 +9,7 @@ import yaml
 from running import train
 
 from pretrain.data.preparation.prepare import prepare
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.observe.metrics import read_metrics
 
 

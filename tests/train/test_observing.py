@@ -297,18 +297,3 @@ def failing_export(config_file: str, *overrides: str) -> str:
 def test_a_problem_of_the_export_is_none_of_the_data(pool, config_file):
     """T-D14: it was labelled DataError."""
     assert pool.launch(1, failing_export, str(config_file)) == ["CheckpointError: export check: no"]
-
-
-def test_text_goes_on_by_the_rank_of_the_data_not_of_the_process():
-    """T-D14: cursors were looked up by `ranks.rank`, which is another number as soon as ranks share their data."""
-    from pretrain.train.continuation import Continuation, Progress
-
-    saved = [[0, 0, row, row, 0] for row in (3, 8)]
-    # Ranks 2 and 3 of four are data rank 1 of two.
-    continuation = Continuation.__new__(Continuation)
-    continuation.data_rank, continuation.ranks = 1, SimpleNamespace(rank=3, is_main=False)
-    continuation.plan = SimpleNamespace(layout=SimpleNamespace(data_size=2))
-    assert continuation._cursor(saved) == saved[1]
-    together = [(rank // 2, saved[rank // 2]) for rank in range(4)]
-    continuation.ranks = SimpleNamespace(gather=lambda name, value: together)
-    assert continuation._cursors(Progress(cursor=saved[1])) == saved

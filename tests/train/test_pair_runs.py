@@ -21,8 +21,8 @@ from running import (
     train,
 )
 
-from pretrain.data.pairs.preparation import prepare_pairs
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.pairs.pair_preparation import prepare_pairs
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.observe.metrics import read_metrics
 
 GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6

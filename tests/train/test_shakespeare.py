@@ -4,7 +4,7 @@ import pytest
 from running import run_main
 
 from pretrain.data.preparation.prepare import prepare
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.observe.metrics import read_metrics
 
 PUBLISHED = 1.88

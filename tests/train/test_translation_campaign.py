@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from running import run_main
 
-from pretrain.data.pairs.preparation import Options, Split, prepare_pairs
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.pairs.pair_preparation import PairOptions, Split, prepare_pairs
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.observe.metrics import read_metrics
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -33,7 +33,7 @@ def prepared_captions(tmp_path_factory):
     corpus = [str(files["train.de"]), str(files["train.en"])]
     train_tokenizer(corpus, folder / "tokenizer", "bpe", 6000, text_mode="line", lowercase=True)
     train, validation = (Split([files[f"{part}.de"]], [files[f"{part}.en"]]) for part in ("train", "val"))
-    prepare_pairs(folder / "pairs", train, validation, folder / "tokenizer", options=Options(lowercase=True))
+    prepare_pairs(folder / "pairs", train, validation, folder / "tokenizer", options=PairOptions(lowercase=True))
     assert (train.counts.pairs, validation.counts.pairs) == (29_000, 1_014)
     assert train.counts.altered == validation.counts.altered == 0
     return folder / "pairs"

@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.data_schema import Text
 from pretrain.config.recorded import from_recorded
 from pretrain.config.schema import Config
-from pretrain.data.batch_schedule import BatchSchedule, check_micro_steps
 from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Samples
-from pretrain.data.sources import batch_schedule, check_data, open_sources, open_stream, source_name
-from pretrain.data.stream import Stream
+from pretrain.data.sources import batch_schedule, check_data, open_sources, open_stream, source_name, with_prepared_text
+from pretrain.data.stream import BatchSchedule, Stream, check_micro_steps
 from pretrain.errors import ConfigError, DataError
 from pretrain.observe.metrics import METRICS_FILE
 
@@ -64,27 +62,23 @@ class Stretch:
 
     @functools.cached_property
     def stream(self) -> Stream:
-        """Opened when first needed. Raises ConfigError for a run on text or on pairs, and DataError for data that is not there."""
+        """Opened when first needed. Raises ConfigError for a run on pairs, and DataError for data that is not there."""
         data = self.config.data
         if data.pairs is not None:
             raise ConfigError(
                 "the run reads sentence pairs (data.pairs), which inspection does not show; batches are in metrics.jsonl"
             )
-        if data.text != Text():
-            raise ConfigError(
-                "the run reads text that is not prepared (data.text), of which no order is known beforehand; "
-                "prepare it with tools/prepare_data.py to see what a step reads"
-            )
+        config = with_prepared_text(self.config)
         key = repr(dataclasses.replace(data, stages=[], seed=None, validation=[]))
         if key not in self._opened:
-            self._opened[key] = open_sources(self.config)
+            self._opened[key] = open_sources(config)
         for source, fingerprint in zip(self._opened[key], self.start.fingerprints):
             if source.data.fingerprint != fingerprint:
                 raise DataError(
                     f"{source.data.path}: is not what steps {self.first} to {self.last} were read from; it was prepared again since: "
                     "restore it to see them"
                 )
-        return open_stream(self.config, self._opened[key])
+        return open_stream(config, self._opened[key])
 
     def consumed(self, step: int) -> int:
         """Samples before the end of a step of this stretch, `first` - 1 included."""
@@ -213,7 +207,12 @@ def _absolute(config: Config, folder: Path) -> Config:
         name: [dataclasses.replace(s, name=source_name(s), path=_placed(s.path, folder)) for s in getattr(data, name)]
         for name in ("sources", "validation")
     }
-    return dataclasses.replace(config, data=dataclasses.replace(data, cache=cache, **moved))
+    text = data.text
+    if text.tokenizer is not None:
+        own = dataset if (dataset := text.dataset) is None or not (folder / dataset).is_dir() else str(folder / dataset)
+        inputs = [_placed(pattern, folder) for pattern in text.input]
+        text = dataclasses.replace(text, input=inputs, dataset=own, tokenizer=str(folder / text.tokenizer))
+    return dataclasses.replace(config, data=dataclasses.replace(data, cache=cache, text=text, **moved))
 
 
 def _found(starts: list[Start]) -> list[Start]:

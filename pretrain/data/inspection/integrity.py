@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.data_schema import Data, Text
+from pretrain.config.data_schema import Data
 from pretrain.config.schema import Config
 from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.packing import index_path
 from pretrain.data.remote.transfer import is_url
 from pretrain.data.shards.manifest import INDEX_DTYPE, INPUTS_NAME, INVALID_NAME, read_manifest
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.sources import cache_folder, open_prepared
+from pretrain.data.sources import cache_folder, open_prepared, with_prepared_text
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, copy_difference
 from pretrain.errors import DataError
-from pretrain.observe.byte_progress import ByteProgress
+from pretrain.progress import ByteProgress
 from pretrain.storage import sha256_of, unsealed
 
 _THREADS = min(4, os.cpu_count() or 1)  # hashing releases the interpreter's lock
@@ -151,9 +151,8 @@ def _of_prepared(path: str, data: Data) -> _Found:
 
 
 def _of_run(folder: Path) -> Iterator[_Found]:
-    for data in {repr(s.config.data): s.config.data for s in History.read(folder).stretches}.values():
-        if data.text != Text():
-            raise DataError(f"{folder}: the run reads text that is not prepared (data.text), of which there are no hashes")
+    configs = {repr(stretch.config.data): stretch.config for stretch in History.read(folder).stretches}
+    for data in (with_prepared_text(config).data for config in configs.values()):
         for source in [*data.sources, *data.validation]:
             yield _of_prepared(source.path, data)
             yield _of_index(source.path, data)

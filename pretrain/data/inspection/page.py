@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from pretrain.data.inspection.batch import InspectedSample, InspectedStep, Piece
+from pretrain.data.inspection.inspected_step import DocumentPiece, InspectedSample, InspectedStep
 from pretrain.data.inspection.terminal import escaped, heading_of, label_of, notes_of, summary_of, unshown_of
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
@@ -103,7 +103,7 @@ def _sample(sample: InspectedSample, objective: str, decode: Decode) -> Iterator
     yield "</details>\n"
 
 
-def _piece(sample: InspectedSample, piece: Piece, decode: Decode) -> Iterator[str]:
+def _piece(sample: InspectedSample, piece: DocumentPiece, decode: Decode) -> Iterator[str]:
     ids = sample.tokens[piece.place : piece.place + piece.length]
     body = ids[:-1] if piece.ends else ids
     place = piece.place

@@ -6,8 +6,8 @@ import itertools
 import unicodedata
 from collections.abc import Iterable, Iterator
 
-from pretrain.data.inspection.batch import InspectedSample, InspectedStep, Piece
 from pretrain.data.inspection.coverage import Coverage, SourceCoverage
+from pretrain.data.inspection.inspected_step import DocumentPiece, InspectedSample, InspectedStep
 from pretrain.data.inspection.integrity import Integrity
 from pretrain.data.inspection.sightings import Sighting, Sightings
 
@@ -57,7 +57,7 @@ def heading_of(sample: InspectedSample) -> str:
     )
 
 
-def label_of(piece: Piece) -> str:
+def label_of(piece: DocumentPiece) -> str:
     """Which part of which document a piece is."""
     where = f" from {escaped(piece.input)} row {piece.row:,}"
     last = piece.offset + piece.length

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.data.preparation.deduplicate import blocks
-from pretrain.data.preparation.parts import Parts, PartSummary, writing
+from pretrain.data.preparation.parts import PartSummary, UnitParts, writing
 from pretrain.data.preparation.process_pool import ProcessPool
 from pretrain.data.shards.manifest import (
     ORIGIN_DTYPE,
@@ -42,7 +42,7 @@ SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
-class Segment:
+class PartSegment:
     """Documents [first, last) of a unit, as far as they belong to the split at hand.
 
     `token` is where `first` begins in the unit's tokens, `document` the number of `first` in the corpus, `row` what to add to
@@ -61,7 +61,7 @@ class Segment:
 class Selection:
     """The documents of one split: those with this `validation` flag (None: all) that `duplicates` does not mark."""
 
-    parts: Parts
+    parts: UnitParts
     validation: bool | None
     duplicates: Path | None
 
@@ -80,14 +80,14 @@ class ShardJob:
     directory: Path
     number: int
     selection: Selection
-    segments: tuple[Segment, ...]
+    segments: tuple[PartSegment, ...]
 
 
 def plan_shards(
     selection: Selection, units: Sequence[PartSummary], rows: Sequence[int], shard_tokens: int
-) -> Iterator[tuple[Segment, ...]]:
+) -> Iterator[tuple[PartSegment, ...]]:
     """The segments of each shard, in order; `rows` are those ahead of each unit in its file. Memory is a block of records."""
-    segments: list[Segment] = []
+    segments: list[PartSegment] = []
     filled = base = 0
     for number, unit in enumerate(units):
         token = 0
@@ -101,7 +101,7 @@ def plan_shards(
                     segments, filled = [], 0
                 one, other = int(kept[first]), int(kept[last - 1]) + 1
                 place = (token + int(starts[one]), base + begin + one, rows[number])
-                segments.append(Segment(number, begin + one, begin + other, *place))
+                segments.append(PartSegment(number, begin + one, begin + other, *place))
                 filled += int(lengths[first:last].sum())
             token += int(starts[-1])
         base += unit.documents
@@ -123,7 +123,7 @@ def write_shard(job: ShardJob, report: Callable[[int], None]) -> Shard:
             files.close()
 
 
-def _content(selection: Selection, segment: Segment) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+def _content(selection: Selection, segment: PartSegment) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """(tokens, records, row) of the selected documents of a segment, a bounded number at a time."""
     token = segment.token
     with selection.parts.open(segment.unit) as part:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.preparation.parts import Parts, PartSummary, writing
+from pretrain.data.preparation.parts import PartSummary, UnitParts, writing
 
 _BLOCK = 1 << 16  # documents read at a time
 _BUCKET = 1 << 18  # documents in a bucket, on average
@@ -24,7 +24,7 @@ _ENTRY = np.dtype([("hash", "<u8", (2,)), ("number", "<u8")])
 
 
 def find_duplicates(
-    parts: Parts, units: Sequence[PartSummary], directory: Path, *, bucket_documents: int = _BUCKET
+    parts: UnitParts, units: Sequence[PartSummary], directory: Path, *, bucket_documents: int = _BUCKET
 ) -> tuple[Path, int]:
     """(file, count): one byte per document, in document order, 1 for a repetition of an earlier one; and how many there are.
 
@@ -50,14 +50,14 @@ def find_duplicates(
     return marks, count
 
 
-def blocks(parts: Parts, number: int, unit: PartSummary, size: int = _BLOCK) -> Iterator[tuple[int, np.ndarray]]:
+def blocks(parts: UnitParts, number: int, unit: PartSummary, size: int = _BLOCK) -> Iterator[tuple[int, np.ndarray]]:
     """(first, records) of the documents of a unit, a bounded number at a time."""
     with parts.open(number) as part:
         for first in range(0, unit.documents, size):
             yield first, part.records(first, min(size, unit.documents - first))
 
 
-def _distribute(parts: Parts, units: Sequence[PartSummary], directory: Path, buckets: int) -> None:
+def _distribute(parts: UnitParts, units: Sequence[PartSummary], directory: Path, buckets: int) -> None:
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(_bucket(directory, number), "wb")) for number in range(buckets)]
         base = 0

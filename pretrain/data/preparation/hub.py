@@ -15,24 +15,32 @@ from pretrain.data.preparation.inputs import InputFile
 from pretrain.errors import DataError
 
 
-def dataset_files(dataset: str, config: str | None = None, split: str = "train") -> list[InputFile]:
+def dataset_files(
+    dataset: str, config: str | None = None, split: str = "train", revision: str | None = None
+) -> list[InputFile]:
     """The files of one split, in the order of its rows; named `dataset` and then their place in it.
+
+    `revision`: a branch, tag or commit of a dataset on the Hub.
 
     Raises DataError when there is no such dataset, configuration or split, or when the rows are not files as they are.
     """
     import datasets
 
+    if int(datasets.__version__.split(".")[0]) < 4 or dataset == "pandas":
+        raise DataError(f"{dataset}: may execute code that comes with the data; use datasets >= 4, and not its pandas reader")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are ours to report, in one line
     if os.path.isdir(dataset):
+        if revision is not None:
+            raise DataError(f"{dataset}: is a directory and has no revision {revision}; leave the revision out")
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise even local files call a server
         saved = any(Path(dataset, name).is_file() for name in ("state.json", "dataset_dict.json"))
         paths = _saved(dataset, config, split) if saved else _resolved(dataset, config, split)
         return [InputFile.found_at(path, os.path.join(dataset, os.path.relpath(path, dataset))) for path in paths]
     try:
-        loaded = datasets.load_dataset(dataset, config, split=split)
+        loaded = datasets.load_dataset(dataset, config, split=split, revision=revision)
     except Exception as error:  # the library raises a great many kinds
-        raise DataError(f"--dataset {dataset}: cannot be loaded ({_line(error)})") from error
+        raise DataError(f"{dataset}: cannot be loaded ({_line(error)}); check the name and the network") from error
     paths = _files_of(loaded, dataset)
     label = "/".join(filter(None, (dataset, config, split)))
     # The cache is addressed by content; the time at which a machine downloaded it means nothing to the others.

@@ -47,7 +47,7 @@ _LETTERS = "A-Za-z"
 _SIGNS = f"{_LETTERS}0-9\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3"
 
 
-class Place(NamedTuple):
+class CutPlace(NamedTuple):
     """A kind of place: a match is what is left out between two stretches, a space that the tokenizer puts before every text, or nothing."""
 
     name: str
@@ -55,11 +55,11 @@ class Place(NamedTuple):
 
 
 PLACES = (
-    Place("before a space", re.compile(r"(?<=\S)(?= \S)")),
-    Place("at a space", re.compile(r"(?<=\S) (?=\S)")),
-    Place("before the end of a line", re.compile(f"(?<=[{_SIGNS}])(?=\n)")),
-    Place("before punctuation", re.compile(f"(?<=[{_SIGNS}])(?=[,.;:!?)\\]}}>，。、；：！？）】」』])")),
-    Place("between a letter and a digit", re.compile(f"(?<=[{_LETTERS}])(?=[0-9])|(?<=[0-9])(?=[{_LETTERS}])")),
+    CutPlace("before a space", re.compile(r"(?<=\S)(?= \S)")),
+    CutPlace("at a space", re.compile(r"(?<=\S) (?=\S)")),
+    CutPlace("before the end of a line", re.compile(f"(?<=[{_SIGNS}])(?=\n)")),
+    CutPlace("before punctuation", re.compile(f"(?<=[{_SIGNS}])(?=[,.;:!?)\\]}}>，。、；：！？）】」』])")),
+    CutPlace("between a letter and a digit", re.compile(f"(?<=[{_LETTERS}])(?=[0-9])|(?<=[0-9])(?=[{_LETTERS}])")),
 )
 
 
@@ -149,7 +149,7 @@ class LongTexts:
     # What is exact, tried once.
 
     @functools.cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[CutPlace, ...]:
         """The kinds of places at which cutting changes no id."""
         return tuple(place for place in PLACES if self._is_exact(place))
 
@@ -171,7 +171,7 @@ class LongTexts:
         contents = sorted(item["content"] for item in added if not item["special"] and item["content"])
         return re.compile("|".join(map(re.escape, contents))) if contents else None
 
-    def _is_exact(self, place: Place) -> bool:
+    def _is_exact(self, place: CutPlace) -> bool:
         random = Random(0)
         tried = 0
         for batch in _batches(text for text in self._trial_texts() if place.pattern.search(text)):

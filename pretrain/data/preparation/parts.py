@@ -5,7 +5,7 @@
                             counts, and the sha256 of every MiB so far, as JSON
                             the sha256 of that JSON, and how long it is
 
-One file, because flushing each of several to the disk would take a fifth of the time. Parts may lie for days on shared storage before
+One file, because flushing each of several to the disk would take a fifth of the time. UnitParts may lie for days on shared storage before
 they are merged: whoever reads a stretch of one hashes the blocks that it lies in.
 """
 
@@ -146,7 +146,7 @@ class PartWriter:
 
 
 class Part:
-    """A finished part, read a stretch at a time. `Parts.open` makes one; use it in a `with` block."""
+    """A finished part, read a stretch at a time. `UnitParts.open` makes one; use it in a `with` block."""
 
     def __init__(self, file: Path, token_dtype: np.dtype, records_dtype: np.dtype) -> None:
         self._file, self._token_dtype, self._records_dtype = file, token_dtype, records_dtype
@@ -223,7 +223,7 @@ def _footer(stream: BinaryIO) -> tuple[PartSummary, list[str]] | None:
     return PartSummary(**content["summary"]), content["blocks"]
 
 
-class Parts:
+class UnitParts:
     """The finished parts in a directory."""
 
     def __init__(self, directory: Path, token_dtype: np.dtype, deduplicate: bool) -> None:

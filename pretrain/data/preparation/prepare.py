@@ -32,10 +32,9 @@ from pretrain.data.preparation.deduplicate import find_duplicates
 from pretrain.data.preparation.documents import Piece
 from pretrain.data.preparation.encode import Encoder, copy_tokenizer
 from pretrain.data.preparation.inputs import InputFile, find_inputs
-from pretrain.data.preparation.parts import Parts, PartSummary
-from pretrain.data.preparation.plan import Plan, Settings
+from pretrain.data.preparation.parts import PartSummary, UnitParts
+from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
 from pretrain.data.preparation.process_pool import ProcessPool
-from pretrain.data.preparation.progress import MEGABYTE, CorpusProgress
 from pretrain.data.preparation.unit_work import UnitJob, Work, do_unit, sample_texts
 from pretrain.data.preparation.work_directory import WorkDirectory
 from pretrain.data.shards.manifest import DTYPES, INVALID_NAME, Manifest, dtype_for, read_manifest
@@ -43,6 +42,7 @@ from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.engine import choose_engine
 from pretrain.data.tokenizers.tokenizer import Tokenizer, identity_of, load_tokenizer
 from pretrain.errors import ConfigError, DataError
+from pretrain.progress import MEGABYTE, CorpusProgress
 
 _COUNTS = ("empty_documents", "duplicate_documents", "invalid_documents", "byte_order_marks")
 
@@ -150,10 +150,10 @@ def prepare(
     _check_division(workers, task, tasks, restart)
     begin = time.monotonic()
 
-    def planned() -> tuple[Plan, Tokenizer]:
+    def planned() -> tuple[PreparationPlan, Tokenizer]:
         loaded = load_tokenizer(tokenizer)
         Encoder(loaded, settings.fim_rate, settings.fim_spm_rate)  # refuses a tokenizer without what fill-in-the-middle needs
-        return Plan.make(settings, identity_of(loaded), _found(inputs), unit_bytes), loaded
+        return PreparationPlan.make(settings, identity_of(loaded), _found(inputs), unit_bytes), loaded
 
     if _is_there(output):
         return _repeated(output, work, planned()[0], tidy=task is None)
@@ -234,7 +234,7 @@ def _is_there(output: str | Path) -> bool:
     return any((Path(output) / name / "manifest.json").is_file() for name in (".", SPLITS[0]))
 
 
-def _repeated(output: str | Path, work: str | Path | None, plan: Plan | None, tidy: bool) -> Preparation:
+def _repeated(output: str | Path, work: str | Path | None, plan: PreparationPlan | None, tidy: bool) -> Preparation:
     """The outcome that is there, of the same `plan` (None: of that of the work that is left, if any); `tidy`: remove the work.
 
     Raises DataError for an output of another plan.
@@ -257,7 +257,7 @@ def _repeated(output: str | Path, work: str | Path | None, plan: Plan | None, ti
     return dataclasses.replace(_outcome(manifests), repeated=True)
 
 
-def _why_not_repeated(plan: Plan, before: Manifest) -> str:
+def _why_not_repeated(plan: PreparationPlan, before: Manifest) -> str:
     """What `plan` has that the one of an output does not, as far as its manifest tells."""
     if before.plan_sha256 and (changed := plan.settings.difference(before.preparation)):
         return f", prepared with {changed},"
@@ -275,7 +275,9 @@ def _outcome(manifests: dict[Path, Manifest]) -> Preparation:
     return Preparation(tuple(splits), **{name: int(counts[name] or 0) for name in _COUNTS}, seconds=0.0)
 
 
-def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: ProcessPool, max_invalid: int) -> Preparation:
+def _assembled(
+    directory: WorkDirectory, plan: PreparationPlan, parts: UnitParts, pool: ProcessPool, max_invalid: int
+) -> Preparation:
     """Put the output together from the finished parts, and publish it."""
     settings = plan.settings
     found = parts.finished()
@@ -314,7 +316,7 @@ def _assembled(directory: WorkDirectory, plan: Plan, parts: Parts, pool: Process
     return _outcome(manifests)
 
 
-def _empty_split(name: str, documents: int, plan: Plan) -> str:
+def _empty_split(name: str, documents: int, plan: PreparationPlan) -> str:
     if plan.cuts_tail:
         part = "end" if name == SPLITS[1] else "beginning"
         return f"the {name} split is empty: the {part} of {plan.inputs[0].name} was left out, as a duplicate or because it is invalid"
@@ -336,7 +338,7 @@ def refuse_invalid(summaries: Sequence[PartSummary], most: int) -> None:
         )
 
 
-def _rows_before(plan: Plan, summaries: Sequence[PartSummary]) -> list[int]:
+def _rows_before(plan: PreparationPlan, summaries: Sequence[PartSummary]) -> list[int]:
     """Of each unit the rows that its file has ahead of it: a unit that goes on in a file counts its rows from there."""
     rows, before, last_input = [], 0, -1
     for spans, summary in zip(plan.units, summaries):
@@ -349,7 +351,7 @@ def _rows_before(plan: Plan, summaries: Sequence[PartSummary]) -> list[int]:
 class _Units:
     """Doing the units that are left, and what that took."""
 
-    def __init__(self, plan: Plan, parts: Parts, tokenizer_path: str, engine: str) -> None:
+    def __init__(self, plan: PreparationPlan, parts: UnitParts, tokenizer_path: str, engine: str) -> None:
         self.mine: Sequence[int] = ()
         self._plan, self._parts, self._tokenizer_path = plan, parts, tokenizer_path
         self._engine = engine

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.preparation.progress import MEGABYTE
 from pretrain.errors import ConfigError, DataError
+from pretrain.progress import MEGABYTE
 
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 

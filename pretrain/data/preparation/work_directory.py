@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.preparation.parts import Parts, writing
-from pretrain.data.preparation.plan import Plan
+from pretrain.data.preparation.parts import UnitParts, writing
+from pretrain.data.preparation.preparation_plan import PreparationPlan
 from pretrain.data.shards.staging import flush_tree, refuse_existing, refuse_url, rename_into_place
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import flush, sha256_of
@@ -111,7 +111,7 @@ class WorkDirectory:
         # On NFS a file that a process still has open stays, under another name, until that process ends.
         shutil.rmtree(aside, ignore_errors=True)
 
-    def agree(self, plan: Plan, save_tokenizer: Callable[[Path], None]) -> None:
+    def agree(self, plan: PreparationPlan, save_tokenizer: Callable[[Path], None]) -> None:
         """Write the plan, or find it written. Raises DataError naming a difference when the work was begun with another one."""
         with writing(self.path):
             if not self.begun:
@@ -125,7 +125,7 @@ class WorkDirectory:
                 " go back to those, or throw the work away with --restart"
             )
 
-    def _write_once(self, plan: Plan, save_tokenizer: Callable[[Path], None]) -> None:
+    def _write_once(self, plan: PreparationPlan, save_tokenizer: Callable[[Path], None]) -> None:
         # Several tasks may come here at once. Whatever each writes is the same, or `agree` tells.
         aside = Path(tempfile.mkdtemp(prefix=_BEGIN, dir=self.path))
         try:
@@ -141,18 +141,18 @@ class WorkDirectory:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def read_plan(self) -> Plan:
+    def read_plan(self) -> PreparationPlan:
         """The plan of the work. Raises DataError when there is none."""
         if not self.begun:
             raise DataError(f"{self.path}: no preparation was begun there; run the tasks first, or name theirs with --work")
-        return Plan.from_json(self._plan.read_bytes(), str(self._plan))
+        return PreparationPlan.from_json(self._plan.read_bytes(), str(self._plan))
 
     @property
     def parts_directory(self) -> Path:
         return self.path / f"{_PARTS}{sha256_of(self._plan)[:16]}"
 
-    def parts(self, plan: Plan, token_dtype: Any) -> Parts:
-        return Parts(self.parts_directory, token_dtype, plan.settings.deduplicate)
+    def parts(self, plan: PreparationPlan, token_dtype: Any) -> UnitParts:
+        return UnitParts(self.parts_directory, token_dtype, plan.settings.deduplicate)
 
     def tasks(self) -> int | None:
         """How many tasks the work was divided into, if it was, and always in the same way."""

@@ -42,8 +42,8 @@ from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import DataError
 
 if TYPE_CHECKING:
-    from pretrain.data.remote.cache import ShardCache
-    from pretrain.data.remote.files import RemoteFiles
+    from pretrain.data.remote.remote_files import RemoteFiles
+    from pretrain.data.remote.shard_cache import ShardCache
 
 _DENSE = 512  # bytes of a document index that are cheaper to read through than to skip with one more call
 
@@ -97,7 +97,7 @@ class PreparedData:
         are not hashed here: that is `verify`, and `verify_documents`.
         """
         if is_url(path):
-            from pretrain.data.remote.files import open_remote
+            from pretrain.data.remote.remote_files import open_remote
 
             remote, manifest = open_remote(str(path), cache)
             return cls(shown(str(path)), manifest, remote)

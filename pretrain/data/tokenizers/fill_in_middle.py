@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pretrain.data.tokenizers.tokenizer import Tokenizer, refuse_surrogates
+from pretrain.data.tokenizers.library_tokenizers import refuse_surrogates
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, DataError
 
 SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.data.tokenizers.tokenizer import Engine, HuggingFaceTokenizer, byte_characters
+from pretrain.data.tokenizers.library_tokenizers import Engine, HuggingFaceTokenizer, byte_characters
 from pretrain.errors import DataError
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -22,9 +22,9 @@ from running import tool, write_prepared
 from pretrain.config.load import load_config
 from pretrain.config.recorded import from_recorded
 from pretrain.conventions import IGNORED
-from pretrain.data.inspection.batch import InspectedSample, InspectedStep, Piece, inspect_step
 from pretrain.data.inspection.coverage import measure_coverage
 from pretrain.data.inspection.history import History
+from pretrain.data.inspection.inspected_step import DocumentPiece, InspectedSample, InspectedStep, inspect_step
 from pretrain.data.inspection.page import page, token_texts
 from pretrain.data.inspection.sightings import find_document
 from pretrain.data.inspection.terminal import columns, coverage_lines, escaped, sightings_lines, step_lines
@@ -278,7 +278,7 @@ def test_the_json_of_a_step_has_a_fixed_form(planned, capsys):
     assert (sample["position"], sample["rank"], sample["micro_step"]) == (7, 1, 0)
     assert len(sample["tokens"]) == len(sample["targets"]) == 48
     piece = sample["pieces"][0]
-    assert set(piece) == {field.name for field in dataclasses.fields(Piece)}
+    assert set(piece) == {field.name for field in dataclasses.fields(DocumentPiece)}
     assert sum(piece["length"] for piece in sample["pieces"]) + sample["padding"] == 48
 
     for what in (["--coverage", "--step", "9"], ["--document", "5", "--source", "a"]):

@@ -7,7 +7,7 @@ import pytest
 from pair_files import prepare, sentences, split_of, write_lines
 from running import tool
 
-from pretrain.data.pairs.preparation import Options, Split, prepare_pairs
+from pretrain.data.pairs.pair_preparation import PairOptions, Split, prepare_pairs
 from pretrain.data.pairs.prepared import PreparedPairs
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
@@ -53,7 +53,7 @@ def test_windows_line_ends_and_spaces_around_are_no_part_of_a_sentence(tmp_path,
 
 def test_lower_case_and_left_out_pairs_are_written_down(tmp_path, byte_tokenizer):
     sources, targets = ["Über", "", "b", "c" * 9, "d"], ["OVER", "x", "  ", "y", "z" * 9]
-    options = Options(lowercase=True, max_source_length=8, max_target_length=9)
+    options = PairOptions(lowercase=True, max_source_length=8, max_target_length=9)
     [line] = prepare_pairs(tmp_path / "out", split_of(tmp_path, "x", sources, targets), None, byte_tokenizer, options=options)
     assert texts(tmp_path / "out", byte_tokenizer) == [("über", "over")]
     assert "1 pairs of 5 lines" in line and "left out: 2 with an empty side, 2 too long" in line
@@ -62,7 +62,7 @@ def test_lower_case_and_left_out_pairs_are_written_down(tmp_path, byte_tokenizer
 
 
 def test_each_language_can_have_its_own_tokenizer(tmp_path, byte_tokenizer):
-    from pretrain.data.tokenizers.training import train_tokenizer
+    from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 
     sources, targets = sentences(50, 1), sentences(50, 2)
     split = split_of(tmp_path, "x", sources, targets)
@@ -101,7 +101,7 @@ def test_bad_bytes_are_named_with_file_and_line(tmp_path, byte_tokenizer):
 
 
 def test_a_character_the_tokenizer_lacks_is_named_with_its_line(tmp_path, byte_tokenizer):
-    from pretrain.data.tokenizers.training import train_tokenizer
+    from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 
     train_tokenizer([str(write_lines(tmp_path / "corpus", ["abc"]))], tmp_path / "chars", "char")
     split = split_of(tmp_path, "x", ["abc", "abc"], ["abc", "abß"])

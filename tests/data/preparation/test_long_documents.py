@@ -16,7 +16,7 @@ from pretrain.data.preparation.long_documents import PLACES, LongTexts
 from pretrain.data.tokenizers.engine import TORTURE_TEXTS
 from pretrain.data.tokenizers.fill_in_middle import FillInMiddle
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.training import SPLIT_PATTERN, train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN, train_tokenizer
 from pretrain.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[3]

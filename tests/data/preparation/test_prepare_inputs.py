@@ -24,12 +24,12 @@ from running import tool
 from pretrain.data.preparation.documents import DocumentOptions, Piece, PieceReader, read_documents
 from pretrain.data.preparation.inputs import InputFile, find_inputs
 from pretrain.data.preparation.lines import Tally
+from pretrain.data.preparation.preparation_plan import plan_units, unit_size
 from pretrain.data.preparation.prepare import merge, prepare
 from pretrain.data.preparation.token_files import cut_at
-from pretrain.data.preparation.units import plan_units, unit_size
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import HuggingFaceTokenizer
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import ConfigError, DataError
 
 END = 256  # of the byte tokenizer
@@ -656,7 +656,7 @@ def test_a_dataset_by_name_is_read_from_the_cache_of_datasets(tmp_path, byte_tok
     table.save_to_disk(tmp_path / "cache")
     asked = []
 
-    def load_dataset(name, config, split):
+    def load_dataset(name, config, split, revision):
         asked.append((name, config, split))
         return datasets.load_from_disk(tmp_path / "cache")
 
@@ -674,7 +674,7 @@ def test_a_dataset_that_cannot_be_had_is_one_line(tmp_path, byte_tokenizer, caps
     command = ["--dataset", "owner/none", "--tokenizer", str(byte_tokenizer), "--output", str(tmp_path / "out")]
     assert tool("prepare_data").main(command) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: --dataset owner/none: cannot be loaded (") and error.count("\n") == 1
+    assert error.startswith("error: owner/none: cannot be loaded (") and error.count("\n") == 1
 
 
 # Documents of any size.

@@ -18,9 +18,9 @@ from faulty_server import FaultyServer, faulty_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.remote import cached_files
-from pretrain.data.remote.cache import ShardCache
-from pretrain.data.remote.files import open_remote
+from pretrain.data.remote import shard_cache
+from pretrain.data.remote.remote_files import open_remote
+from pretrain.data.remote.shard_cache import ShardCache
 from pretrain.data.remote.transfer import Patience, Remote, is_url, join, shown
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
@@ -72,7 +72,7 @@ def test_any_backend_reads_what_lies_in_the_folder(folder, cache):
 def test_reading_a_local_folder_imports_no_fsspec(folder):
     program = (
         "import sys; from pretrain.data.shards.reader import PreparedData; PreparedData.open(sys.argv[1]).read(0, 10); "
-        "assert not {'fsspec', 'aiohttp', 's3fs', 'pretrain.data.remote.files'} & set(sys.modules)"
+        "assert not {'fsspec', 'aiohttp', 's3fs', 'pretrain.data.remote.remote_files'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
 
@@ -262,7 +262,7 @@ def test_a_missing_backend_is_one_line_with_the_package(cache, monkeypatch, prot
 
 def test_offline_mode_of_the_hub_is_an_error_at_once(cache):
     program = (
-        "import sys, time; from pretrain.data.shards.reader import PreparedData; from pretrain.data.remote.cache import ShardCache\n"
+        "import sys, time; from pretrain.data.shards.reader import PreparedData; from pretrain.data.remote.shard_cache import ShardCache\n"
         "PreparedData.open('hf://datasets/somebody/corpus/train', ShardCache(sys.argv[1]))"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -357,7 +357,7 @@ def test_open_files_that_were_dropped_are_let_go_and_used_ones_are_touched(prepa
         paths = {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
         return {path for path in paths if str(cache.directory) in path}
 
-    monkeypatch.setattr(cached_files, "_SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(shard_cache, "_SWEEP_SECONDS", 0.0)
     data._files._next_sweep = 0.0
     data.read(0, 10)
     assert first.stat().st_mtime > 0 and str(first) in held()
@@ -371,7 +371,7 @@ def test_open_files_that_were_dropped_are_let_go_and_used_ones_are_touched(prepa
 _READER = """
 import sys, time
 import numpy as np
-from pretrain.data.remote.cache import ShardCache
+from pretrain.data.remote.shard_cache import ShardCache
 from pretrain.data.shards.reader import PreparedData
 url, local, folder, limit, seed, rounds = sys.argv[1:]
 local = PreparedData.open(local)

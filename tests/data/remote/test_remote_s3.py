@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from running import run_main
 
 from pretrain.data.preparation.prepare import prepare
-from pretrain.data.remote.cache import ShardCache
-from pretrain.data.remote.files import open_remote
+from pretrain.data.remote.remote_files import open_remote
+from pretrain.data.remote.shard_cache import ShardCache
 from pretrain.data.remote.transfer import Patience, Remote
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError

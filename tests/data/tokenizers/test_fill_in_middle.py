@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pretrain.data.tokenizers.fill_in_middle import MINIMUM_CHARACTERS, SENTINELS, FillInMiddle
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import ConfigError, DataError
 
 TYPES = ("bpe", "unigram", "byte_bpe", "byte")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.training import pieces, sample_of, train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import pieces, sample_of, train_tokenizer
 from pretrain.errors import ConfigError, DataError
 from tools import train_tokenizer as train_tool
 
@@ -257,7 +257,7 @@ def test_pieces_lose_nothing_and_keep_to_the_limit():
 
 
 def test_training_on_a_sample_gives_the_same_file_in_every_process(corpus, tmp_path):
-    program = "import sys; from pretrain.data.tokenizers.training import train_tokenizer as t;"
+    program = "import sys; from pretrain.data.tokenizers.tokenizer_training import train_tokenizer as t;"
     program += "[t([sys.argv[1]], f'{sys.argv[2]}/{m}', m, 400, sample_pieces=120) for m in ('bpe', 'unigram', 'byte_bpe')]"
     subprocess.run([sys.executable, "-c", program, corpus, tmp_path / "other"], check=True)
     files = {"bpe": "tokenizer.model", "unigram": "tokenizer.model", "byte_bpe": "tokenizer.json"}

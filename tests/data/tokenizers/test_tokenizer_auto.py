@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.data.tokenizers.training import train_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import DataError
 
 

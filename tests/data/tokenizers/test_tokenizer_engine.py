@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pretrain.data.tokenizers import engine as tokenizer_engine
 from pretrain.data.tokenizers import tiktoken_engine as tokenizer_tiktoken
 from pretrain.data.tokenizers.engine import TORTURE_TEXTS, choose_engine, prove
+from pretrain.data.tokenizers.library_tokenizers import byte_characters
 from pretrain.data.tokenizers.tiktoken_engine import GPT2_PATTERN, TiktokenTokenizer, ranks_of, split_pattern
-from pretrain.data.tokenizers.tokenizer import byte_characters, load_tokenizer
-from pretrain.data.tokenizers.training import SPLIT_PATTERN
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN
 from pretrain.errors import ConfigError, DataError
 
 O200K_PATTERN = "|".join(  # GPT-4o's, from openai_public.py of tiktoken

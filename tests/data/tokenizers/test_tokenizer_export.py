@@ -7,10 +7,9 @@ import os
 import pytest
 from hard_texts import HARD, SPECIAL
 
-from pretrain.data.tokenizers.export import export_tokenizer
+from pretrain.data.tokenizers.export import export_tokenizer, save_trimmed
 from pretrain.data.tokenizers.tokenizer import SentencePieceTokenizer, load_tokenizer
-from pretrain.data.tokenizers.training import train_tokenizer
-from pretrain.data.tokenizers.trimming import save_trimmed
+from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import DataError
 from pretrain.models.families import families
 

@@ -25,7 +25,7 @@ WINDOW = 1 << 16  # pairs; part of the definition of the order
 
 
 @dataclass(frozen=True)
-class Window:
+class PairWindow:
     """Pairs in the order in which they come, batch after batch: batch i is `pairs[ends[i - 1] : ends[i]]`."""
 
     pairs: np.ndarray
@@ -75,7 +75,7 @@ class PairOrder:
     def _window_at(self, place: int) -> int:
         return bisect.bisect_right(range(self.windows + 1), place, key=self._start) - 1
 
-    def _window(self, epoch: int, number: int) -> Window:
+    def _window(self, epoch: int, number: int) -> PairWindow:
         identity = ("pairs", self.seed, epoch, self.pairs.fingerprint)
         places = np.arange(self._start(number), self._start(number + 1))
         pairs = permute(places, len(self.pairs), round_keys(*identity))
@@ -86,7 +86,7 @@ class PairOrder:
         starts = np.concatenate(([0], ends[:-1]))
         batches = permute(np.arange(len(ends)), len(ends), round_keys("batches", number, self.tokens, *identity))
         parts = [pairs[starts[i] : ends[i]] for i in batches]
-        return Window(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
+        return PairWindow(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
 
 
 def cut(sources: np.ndarray, targets: np.ndarray, tokens: int) -> np.ndarray:

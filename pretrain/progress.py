@@ -1,9 +1,13 @@
-"""Progress of long work over a corpus: a bar on a terminal, plain lines anywhere else."""
+"""Progress of long work over a corpus or over files, on standard error: a bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
 
 import sys
 import time
 
 MEGABYTE = 1_000_000
+EVERY_SECONDS = 10.0
+"""The least time between two plain lines."""
 
 
 class CorpusProgress:
@@ -13,7 +17,7 @@ class CorpusProgress:
     the least time between two plain lines; a bar follows tqdm's own pace.
     """
 
-    def __init__(self, label: str, every_seconds: float = 10.0, total: int = 0) -> None:
+    def __init__(self, label: str, every_seconds: float = EVERY_SECONDS, total: int = 0) -> None:
         self.documents = 0
         self.tokens = 0
         self.bytes = 0
@@ -28,7 +32,7 @@ class CorpusProgress:
 
             self._bar = tqdm(desc=label, unit="B", unit_scale=True, leave=False, total=total or None)
 
-    def __enter__(self) -> "CorpusProgress":
+    def __enter__(self) -> CorpusProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,6 +74,34 @@ class CorpusProgress:
             return []
         left = self.seconds * (self._total - self.done) / self.done if self.done else 0.0
         return [f"{self.done / self._total:.0%}, {_duration(left)} left"]
+
+
+class ByteProgress:
+    """How many of `total` bytes are done; `label` says with what."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.total, self.done, self._bar = label, total, 0, None
+        self._shown = time.monotonic()
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False)
+
+    def __enter__(self) -> ByteProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, size: int) -> None:
+        """Count `size` more bytes as done."""
+        self.done += size
+        if self._bar is not None:
+            self._bar.update(size)
+        elif time.monotonic() - self._shown >= EVERY_SECONDS:
+            self._shown = time.monotonic()
+            print(f"{self.label}: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB", file=sys.stderr, flush=True)
 
 
 def _duration(seconds: float) -> str:

@@ -16,8 +16,8 @@ from pretrain.conventions import IGNORED
 from pretrain.data.inspection.history import History, Stretch
 from pretrain.data.samples import Samples
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.span_corruption import Spans
 from pretrain.data.stream import DIGEST_MODULUS, Stream, digest
+from pretrain.data.tasks import Spans
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import DataError
 
@@ -25,7 +25,7 @@ _ROWS = 64  # samples in memory at a time: batches may be of 10^7 tokens
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPiece:
     """A stretch of one document in a sample.
 
     `input`, `row`: the file that the document came from, and its line or row there, from 0; `offset`: of the first token in the
@@ -59,7 +59,7 @@ class InspectedSample:
     tokens: list[int]
     targets: list[int | None]
     padding: int
-    pieces: list[Piece]
+    pieces: list[DocumentPiece]
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class _Reader:
                 pieces=pieces,
             )
 
-    def _pieces(self, source: Samples, sample: int, tokens_T: np.ndarray) -> Iterator[Piece]:
+    def _pieces(self, source: Samples, sample: int, tokens_T: np.ndarray) -> Iterator[DocumentPiece]:
         data, place = source.data, 0
         for start, length in source.pieces(sample):
             for document, begin, end in documents_between(data, start, start + length):
@@ -205,7 +205,7 @@ class _Reader:
                 ends = upto == end
                 name, row = data.origin(document)
                 text = self.tokenizer.decode(ids[:-1] if ends else ids)
-                yield Piece(document, name, row, first - begin, upto - first, end - begin, place, ends, text)
+                yield DocumentPiece(document, name, row, first - begin, upto - first, end - begin, place, ends, text)
                 place += upto - first
 
 

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pretrain.data.remote.cache import ShardCache
-from pretrain.data.remote.cached_files import CachedFiles
 from pretrain.data.remote.prefetch import Prefetcher
+from pretrain.data.remote.shard_cache import CachedFiles, ShardCache
 from pretrain.data.remote.transfer import Remote, join, shown
 from pretrain.data.shards.manifest import Manifest, StoredFile, read_manifest
 from pretrain.data.shards.open_files import OpenFile

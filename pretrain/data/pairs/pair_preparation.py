@@ -25,7 +25,7 @@ _BATCH = 4096  # pairs that are encoded at a time
 
 
 @dataclass
-class Options:
+class PairOptions:
     """How text becomes tokens. Limits count tokens with the end token; 0: none."""
 
     lowercase: bool = False
@@ -69,7 +69,7 @@ def prepare_pairs(
     validation: Split | None,
     source_tokenizer: str | Path,
     target_tokenizer: str | Path | None = None,
-    options: Options | None = None,
+    options: PairOptions | None = None,
 ) -> list[str]:
     """Write the new directory `output`, or with `validation` its two parts `train` and `validation`; a line about each.
 
@@ -79,7 +79,7 @@ def prepare_pairs(
     refuse_url("--output", output)
     source = load_tokenizer(source_tokenizer)
     target = load_tokenizer(target_tokenizer) if target_tokenizer else source
-    options = options or Options()
+    options = options or PairOptions()
     if min(options.max_source_length, options.max_target_length) < 0:
         raise ConfigError("--max-source-length and --max-target-length: expected at least 1, or 0 for no limit")
     output = Path(output)
@@ -90,7 +90,7 @@ def prepare_pairs(
     return [split.counts.describe(output / name) for name, split in splits.items()]
 
 
-def _prepare_split(directory: Path, split: Split, source: Tokenizer, target: Tokenizer, options: Options) -> None:
+def _prepare_split(directory: Path, split: Split, source: Tokenizer, target: Tokenizer, options: PairOptions) -> None:
     counts = split.counts
     with (
         ShardWriter.create(directory / "source", source) as sources,
@@ -142,7 +142,7 @@ def _encode(tokenizer: Tokenizer, lines: list[Line]) -> list[np.ndarray]:
         raise
 
 
-def _pairs(split: Split, options: Options) -> Iterator[tuple[Line, Line]]:
+def _pairs(split: Split, options: PairOptions) -> Iterator[tuple[Line, Line]]:
     """Pairs of which no side is empty. The last lines of both sides must meet."""
     counts = split.counts
     sides = [read_lines(files, options.lowercase) for files in (split.source, split.target)]

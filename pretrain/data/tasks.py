@@ -1,4 +1,7 @@
-"""Span corruption, the objective of T5 (Raffel et al., arXiv 1910.10683, sections 3.1.4 and 3.3.4), for an encoder-decoder.
+"""What a network is asked of a sample: the tasks that turn a sample's tokens into the network's inputs.
+
+Next token: every token is predicted from those before it. Span corruption is the objective of T5 (Raffel et al., arXiv 1910.10683,
+sections 3.1.4 and 3.3.4), for an encoder-decoder:
 
     sample   Thank you for inviting me to your party last week <eod>
     source   Thank you <s0> me to your party <s1> week <eod>            the encoder reads it
@@ -17,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -29,6 +32,76 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+
+
+class Objective(Protocol):
+    """Samples in, inputs of a network out, as a pure function."""
+
+    def inputs(self, tokens_BT: Tensor, targets_BT: Tensor, positions_B: np.ndarray) -> dict[str, Tensor]:
+        """The network's inputs by name, each with a row per sample, `targets_BT` among them. Given are the samples' tokens, for each the
+        one after it (or IGNORED), int64, and the samples' positions in the stream.
+        """
+
+    def for_validation(self) -> Objective:
+        """The same where nothing is to depend on the run: positions are then those in the validation source."""
+
+    def lengths(self, sequence_length: int) -> tuple[float, ...]:
+        """Tokens that the network sees of a sample: of it, or of its source and of its target."""
+
+    def added_tokens(self, vocab_size: int) -> list[str]:
+        """Tokens beyond the `vocab_size` of the tokenizer, as transformers calls them, in the order of their ids."""
+
+    def identity(self) -> dict[str, Any]:
+        """JSON values that change when what is made of a sample does."""
+
+    def describe(self) -> list[str]:
+        """Lines for the log."""
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """Every token is to be predicted from those before it. `mask_eod_id`: the token that closes a document, where attention ends with it."""
+
+    mask_eod_id: int | None = None
+
+    def inputs(self, tokens_BT: Tensor, targets_BT: Tensor, positions_B: np.ndarray) -> dict[str, Tensor]:
+        inputs = {"tokens_BT": tokens_BT, "targets_BT": targets_BT}
+        if self.mask_eod_id is not None:
+            import torch
+
+            inputs["documents_BT"] = torch.from_numpy(documents_of(tokens_BT.numpy(), self.mask_eod_id))
+        return inputs
+
+    def for_validation(self) -> NextToken:
+        return self
+
+    def lengths(self, sequence_length: int) -> tuple[float, ...]:
+        return (sequence_length,)
+
+    def added_tokens(self, vocab_size: int) -> list[str]:
+        return []
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": "next_token"}
+
+    def describe(self) -> list[str]:
+        return []
+
+
+def documents_of(tokens_BT: np.ndarray, eod_id: int) -> np.ndarray:
+    """Which document each input belongs to, [B, T], counted from 0 in each row: one more after every end-of-document token.
+
+    A token of padding, which is an end-of-document token, is thereby a document of its own.
+    """
+    rows, length = tokens_BT.shape
+    is_first = np.empty(tokens_BT.shape, dtype=bool)
+    is_first[:, 0] = True
+    np.equal(tokens_BT[:, :-1], eod_id, out=is_first[:, 1:])
+    firsts = np.flatnonzero(is_first)  # of documents, in all rows
+    row_starts = np.searchsorted(firsts, np.arange(0, rows * length, length))
+    numbers = np.arange(len(firsts)) - row_starts[firsts // length]
+    # Repeating is several times faster than a running sum over all tokens.
+    return np.repeat(numbers, np.diff(firsts, append=rows * length)).reshape(rows, length)
 
 
 @dataclass(frozen=True)
@@ -122,7 +195,7 @@ def added_tokens(first_sentinel: int, vocab_size: int) -> list[str]:
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """The objective (`data/objective.py`). `first_sentinel`: id of the sentinel of the first span, those of the others count down;
+    """The objective of T5. `first_sentinel`: id of the sentinel of the first span, those of the others count down;
     `end_id`: what ends sources and targets; `start_id`: what decoding starts from; `seed`: of the data's order, None for validation;
     `dropout_seed`: of the masks of dropout, None for none.
     """

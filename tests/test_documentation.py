@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -14,9 +16,11 @@ import yaml
 from pretrain.config.load import load_config
 from pretrain.config.read import Tree, apply_override
 from pretrain.config.schema import Config
+from pretrain.run import main
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOR_DEVELOPERS = [ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [ROOT / "README.md", *FOR_DEVELOPERS, *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -90,6 +94,52 @@ def test_links_between_pages_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def developer_commands() -> list[list[str]]:
+    lines = [line for page in FOR_DEVELOPERS for block in blocks(page, "bash") for line in block.splitlines()]
+    return [list(words) for words in dict.fromkeys(tuple(shlex.split(line, comments=True)) for line in lines) if words]
+
+
+@pytest.mark.parametrize("words", developer_commands(), ids=" ".join)
+def test_every_command_for_developers_can_be_given(words):
+    program, *arguments = words[: words.index(">")] if ">" in words else words
+    if program == "bash":
+        script, *options = arguments
+        text = (ROOT / script).read_text(encoding="utf-8")
+        assert all(re.search(rf"{re.escape(option)}\b", text) for option in options)
+    elif program.endswith("/ruff"):
+        assert subprocess.run([sys.executable, "-m", "ruff", *arguments], cwd=ROOT, capture_output=True).returncode == 0
+    elif arguments[0] == "-m" and arguments[1] == "pytest":
+        assert all((ROOT / target).exists() for target in arguments[2:] if not target.startswith("-"))
+    elif arguments[0] == "-m":
+        assert importlib.util.find_spec(arguments[1]) and all((ROOT / path).exists() for path in arguments[2:])
+    else:
+        assert arguments[0] == "pretrain/run.py"
+        assert main(arguments[1:]) == 0
+    if ">" in words:
+        assert (ROOT / words[-1]).is_file()
+
+
+@pytest.mark.parametrize("page", FOR_DEVELOPERS, ids=lambda page: page.name)
+def test_every_path_for_developers_exists(page):
+    named = re.findall(r"`((?:pretrain|tests|configs|docs|tools|launch)/[\w./-]*)`", page.read_text(encoding="utf-8"))
+    assert named
+    for path in named:
+        assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_the_license_is_the_whole_official_text():
+    # Of the text that apache.org publishes as LICENSE-2.0.txt.
+    official = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == official
+
+
+def test_the_citation_names_the_package_as_it_is():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert citation.keys() >= {"cff-version", "message", "title", "authors"}  # what the format 1.2.0 requires
+    assert f'version = "{citation["version"]}"' in project and f'license = "{citation["license"]}"' in project
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pretrain.config.foreign import answer_to
 from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
@@ -191,6 +192,10 @@ def check_range(limits: Any, value: Any, where: str) -> None:
 
 
 def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -> str:
+    # A section that other tools have, such as `train`, is answered by what is in it.
+    for path in [full, *(path for path in origins if path.startswith(f"{full}."))]:
+        if answer := answer_to(path.rpartition(".")[2]):
+            return f"{origin_of(path, origins)}: unknown key {path}; {answer}"
     near = difflib.get_close_matches(name, names_of(kind), n=1, cutoff=0.5)
     section = full.rpartition(".")[0]
     elsewhere = [p for p in _all_paths(Config) if p.rpartition(".")[2] == name]

@@ -21,11 +21,11 @@ from pretrain.distributed.agreement import machine_name, run_facts
 from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, LostRankError
+from pretrain.errors import CheckpointError, LaunchError, LostRankError
 from pretrain.models.router import router_caution
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
-from pretrain.parallel.layout import expected_world_size
+from pretrain.parallel.layout import STATE_BYTES_PER_PARAMETER, Layout, expected_world_size
 from pretrain.train.plan import Plan, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
 from pretrain.train.run_lock import SIGHT_SECONDS
@@ -35,15 +35,20 @@ from pretrain.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 
-def check(config: Config) -> int:
-    """Everything that can be known to go wrong before a run: for the processes that a launcher started, or without one for
-    those that the configuration asks for.
-    """
+
+def check(config: Config, processes: int | None = None) -> int:
+    """Run every check that needs no training. Without a launcher, assume `processes`, or as many as the configuration asks for."""
     check_launcher(config)
     rank, local_rank, world_size = distributed.launched_ranks()
+    if processes is not None and world_size > 1:
+        raise LaunchError(
+            f"--ranks={processes} is for a check without a launcher, which started {world_size} processes; remove it"
+        )
     if world_size == 1:
-        world_size = expected_world_size(config) or 1
+        world_size = processes or expected_world_size(config) or 1
     plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
     if rank == 0:
         origin = _check_directory(plan)
@@ -238,8 +243,39 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
+        *_describe_memory(plan),
         *(f"note     {note}" for note in plan.notes),
     ]
+
+
+def state_bytes(config: Config, layout: Layout, parameters: int) -> int:
+    """Bytes of weights, gradients and moments per rank, in fp32; on FSDP2 without resharding also of the weights that stay gathered."""
+    sharded = layout.strategy == "fsdp" and layout.shard > 1
+    held = -(-parameters * STATE_BYTES_PER_PARAMETER // layout.shard)
+    gathered = sharded and not config.parallel.reshard_after_forward
+    return held + (parameters * COMPUTE_BYTES[config.precision.compute] if gathered else 0)
+
+
+def _describe_memory(plan: Plan) -> list[str]:
+    """What the state takes, computed and not measured. Activations depend on the micro-batch and are not in it."""
+    config, layout, parameters = plan.config, plan.layout, plan.parameters
+    spread = f", over {layout.shard} ranks" if layout.shard > 1 else ""
+    if layout.shard > 1 and not config.parallel.reshard_after_forward:
+        spread += f", and gathered weights in {config.precision.compute}"
+    place = "host memory" if config.parallel.offload and layout.strategy == "fsdp" else "device memory"
+    return [
+        f"memory   {bytes_of(state_bytes(config, layout, parameters))} of {place} per rank ({STATE_BYTES_PER_PARAMETER} bytes per parameter: "
+        f"weights, gradients, moments{spread}), computed; activations come on top",
+        f"saves    {bytes_of(CHECKPOINT_BYTES_PER_PARAMETER * parameters)} each ({CHECKPOINT_BYTES_PER_PARAMETER} bytes per parameter)",
+    ]
+
+
+def bytes_of(number: int) -> str:
+    """A number of bytes as a person says it, in powers of 1,000."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e3:.3g} kB"
 
 
 def _describe_validation(plan: Plan) -> list[str]:

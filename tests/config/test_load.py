@@ -65,7 +65,7 @@ def test_an_unknown_key_in_a_list_item_is_named_with_its_index(write):
         ("sequence_length=1", "sequence_length", "the nearest valid name is data.sequence_length"),
         ("model.sequence_length=1", "model.sequence_length", "the nearest valid name is data.sequence_length"),
         ("parallel.bucket_mb=1", "parallel.bucket_mb", "the nearest valid name is parallel.ddp.bucket_mb"),
-        ("batch.accumulation=4", "batch.accumulation", "valid names here: sequences, micro_sequences"),
+        ("batch.foo=4", "batch.foo", "valid names here: sequences, micro_sequences"),
         ("include=other.yaml", "include", "valid names here: run, model"),
     ],
 )

@@ -24,6 +24,10 @@ PAGES = [ROOT / "README.md", *FOR_DEVELOPERS, *sorted((ROOT / "docs").glob("*.md
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+WRITTEN_BY_A_PAGE = ("runs/launching/tiny.yaml", "runs/continued/run.yaml")
+"""Configurations that a block of the same page writes."""
+
+
 def blocks(page: Path, *languages: str) -> list[str]:
     return [text for language, text in FENCE.findall(page.read_text(encoding="utf-8")) if language in languages]
 
@@ -64,12 +68,12 @@ def test_every_command_names_files_and_options_that_exist(page, words):
 
 def check_run_arguments(arguments: list[str]) -> None:
     config = arguments[arguments.index("--config") + 1]
-    assert config in ("configs/X.yaml", "X", "runs/launching/tiny.yaml") or (ROOT / config).is_file()
+    assert config in WRITTEN_BY_A_PAGE or (ROOT / config).is_file()
     tree = Tree()
     for word in arguments:
         if "=" in word and not word.startswith("-"):
             apply_override(tree, word)
-        assert not word.startswith("--") or word in ("--config", "--check", "--print-config", "--origins")
+        assert not word.startswith("--") or word in ("--config", "--check", "--ranks", "--print-config", "--origins")
     unknown = set(tree.values) - set(Config.__dataclass_fields__)
     assert not unknown
 
@@ -87,6 +91,15 @@ def test_every_yaml_snippet_is_a_valid_configuration(tmp_path):
                 load_config(tmp_path / "snippet.yaml")
                 count += 1
     assert count >= 4
+
+
+def test_no_name_stands_for_another_one():
+    """`configs/X.yaml` cannot be typed: what people are told to run has a real name."""
+    files = [*PAGES, ROOT / "pretrain" / "run.py"]
+    for folder, pattern in (("launch", "*"), ("tools", "*.py"), ("pretrain", "*.py"), ("configs", "*.yaml")):
+        files += [path for path in (ROOT / folder).rglob(pattern) if path.is_file() and path.suffix != ".pyc"]
+    for path in files:
+        assert not re.search(r"(configs|runs)/X\b|--config X\b", path.read_text(encoding="utf-8")), path
 
 
 def test_links_between_pages_lead_somewhere():

@@ -259,13 +259,15 @@ def state_bytes(config: Config, layout: Layout, parameters: int) -> int:
 def _describe_memory(plan: Plan) -> list[str]:
     """What the state takes, computed and not measured. Activations depend on the micro-batch and are not in it."""
     config, layout, parameters = plan.config, plan.layout, plan.parameters
-    spread = f", over {layout.shard} ranks" if layout.shard > 1 else ""
-    if layout.shard > 1 and not config.parallel.reshard_after_forward:
-        spread += f", and gathered weights in {config.precision.compute}"
-    place = "host memory" if config.parallel.offload and layout.strategy == "fsdp" else "device memory"
+    held = f"{STATE_BYTES_PER_PARAMETER} bytes per parameter"
+    if layout.shard > 1:
+        held += f" over {layout.shard} ranks"
+        if not config.parallel.reshard_after_forward:
+            held += f", and gathered weights in {config.precision.compute}"
+    place = " of host memory" if config.parallel.offload and layout.strategy == "fsdp" else ""
     return [
-        f"memory   {bytes_of(state_bytes(config, layout, parameters))} of {place} per rank ({STATE_BYTES_PER_PARAMETER} bytes per parameter: "
-        f"weights, gradients, moments{spread}), computed; activations come on top",
+        f"memory   {bytes_of(state_bytes(config, layout, parameters))}{place} per rank for weights, gradients and moments ({held}), computed; "
+        "activations come on top",
         f"saves    {bytes_of(CHECKPOINT_BYTES_PER_PARAMETER * parameters)} each ({CHECKPOINT_BYTES_PER_PARAMETER} bytes per parameter)",
     ]
 

@@ -245,10 +245,10 @@ def test_check_says_what_the_state_and_a_checkpoint_take(config_file, capsys):
     assert main(arguments) == 0
     whole = capsys.readouterr().out
     parameters = int(re.search(r"([\d,]+) parameters", whole)[1].replace(",", ""))
-    assert f"memory   {16 * parameters / 1e6:.3g} MB of device memory per rank (16 bytes per parameter" in whole
+    assert f"memory   {16 * parameters / 1e6:.3g} MB per rank for weights, gradients and moments (16 bytes per parameter)" in whole
     assert f"saves    {12 * parameters / 1e6:.3g} MB each" in whole
     assert main([*arguments, "--ranks", "4", "parallel.strategy=fsdp"]) == 0
-    assert f"memory   {16 * parameters / 4e6:.3g} MB of device memory per rank" in capsys.readouterr().out
+    assert f"memory   {16 * parameters / 4e6:.3g} MB per rank for" in capsys.readouterr().out
     assert main([*arguments, "--ranks", "4", "parallel={strategy: fsdp, reshard_after_forward: false}", "precision.compute=bf16"]) == 0
     assert f"memory   {(16 / 4 + 2) * parameters / 1e6:.3g} MB" in capsys.readouterr().out
 

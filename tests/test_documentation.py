@@ -142,6 +142,15 @@ def test_every_path_for_developers_exists(page):
         assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
+def test_what_messages_advise_to_install_exists():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for path in [*PAGES, *(ROOT / "pretrain").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert "pretrain[" not in text, f"{path}: the package is on no index"
+        for extra in re.findall(r"""pip install[^\n"]*"\.\[([^\]{]+)\]|install_command\(['"](\w+)""", text):
+            assert all(f"\n{name} = [" in project for name in "".join(extra).split(",")), (path, extra)
+
+
 def test_the_license_is_the_whole_official_text():
     # Of the text that apache.org publishes as LICENSE-2.0.txt.
     official = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"

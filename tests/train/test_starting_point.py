@@ -234,7 +234,9 @@ def test_check_assumes_as_many_processes_as_it_is_told(config_file, capsys):
     assert main([*arguments, "8", "parallel.strategy=fsdp"]) == 0
     assert "layout   fsdp 8 on 8 processes: 16 sequences = 8 ranks x 1 micro-steps x 2" in capsys.readouterr().out
     assert main([*arguments, "6", "parallel.strategy=ddp"]) == 2
-    assert "batch.sequences=16 is not divisible by batch.micro_sequences=2 times 6 data-parallel ranks" in capsys.readouterr().err
+    assert (
+        "batch.sequences=16 is not divisible by batch.micro_sequences=2 times 6 data-parallel ranks" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main(["--config", str(config_file), "--ranks", "8"])
     assert "--ranks goes with --check" in capsys.readouterr().err
@@ -245,11 +247,16 @@ def test_check_says_what_the_state_and_a_checkpoint_take(config_file, capsys):
     assert main(arguments) == 0
     whole = capsys.readouterr().out
     parameters = int(re.search(r"([\d,]+) parameters", whole)[1].replace(",", ""))
-    assert f"memory   {16 * parameters / 1e6:.3g} MB per rank for weights, gradients and moments (16 bytes per parameter)" in whole
+    assert (
+        f"memory   {16 * parameters / 1e6:.3g} MB per rank for weights, gradients and moments (16 bytes per parameter)" in whole
+    )
     assert f"saves    {12 * parameters / 1e6:.3g} MB each" in whole
     assert main([*arguments, "--ranks", "4", "parallel.strategy=fsdp"]) == 0
     assert f"memory   {16 * parameters / 4e6:.3g} MB per rank for" in capsys.readouterr().out
-    assert main([*arguments, "--ranks", "4", "parallel={strategy: fsdp, reshard_after_forward: false}", "precision.compute=bf16"]) == 0
+    assert (
+        main([*arguments, "--ranks", "4", "parallel={strategy: fsdp, reshard_after_forward: false}", "precision.compute=bf16"])
+        == 0
+    )
     assert f"memory   {(16 / 4 + 2) * parameters / 1e6:.3g} MB" in capsys.readouterr().out
 
 

@@ -85,3 +85,29 @@ ANSWERS = {name: answer for answer, names in _ANSWERS.items() for name in names}
 def answer_to(name: str) -> str | None:
     """What a name of another tool means here; None for a name that none of them has."""
     return ANSWERS.get(name.lower().replace("-", "_"))
+
+
+_VALUES = {
+    "precision.compute": {
+        **dict.fromkeys(("fp16", "float16", "half"), _FP16),
+        **dict.fromkeys(("bfloat16", "bf16-mixed"), "bfloat16 is written bf16"),
+        **dict.fromkeys(("float32", "32"), "float32 is written fp32"),
+        "fp8": "fp8 is not built yet",
+    },
+    "parallel.strategy": {
+        **dict.fromkeys(("fsdp2", "zero3", "zero", "deepspeed", "fully_shard"), _SHARDED),
+        "hsdp": "HSDP is strategy fsdp with parallel.replicate and parallel.shard above 1",
+    },
+    "optim.name": dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "AdamW"), "AdamW is written adamw"),
+    "schedule.name": {
+        **dict.fromkeys(("cosine_with_warmup", "cosine_with_min_lr"), "write cosine, and schedule.warmup_steps"),
+        **dict.fromkeys(("constant_with_warmup",), "write constant, and schedule.warmup_steps"),
+        "warmup_stable_decay": "it is written wsd",
+    },
+}
+
+
+def value_advice(key: str, value: object) -> str:
+    """What a value that other tools take means for a key here, to be added to a message; empty for others."""
+    advice = _VALUES.get(key, {}).get(str(value))
+    return f"; {advice}" if advice else ""

@@ -72,3 +72,16 @@ def test_an_option_of_another_tool_is_answered_on_the_command_line(capsys):
 
 def test_names_of_our_own_keep_their_nearest_name():
     assert refused("optim.lrr=1") == "command line: unknown key optim.lrr; the nearest valid name is optim.lr"
+
+
+@pytest.mark.parametrize(
+    ("written", "advice"),
+    [
+        ("precision.compute=fp16", "expected one of fp32, bf16; fp16 is not supported, because it needs loss scaling"),
+        ("precision.compute=bfloat16", "bfloat16 is written bf16"),
+        ("parallel.strategy=hsdp", "HSDP is strategy fsdp with parallel.replicate and parallel.shard above 1"),
+        ("optim.name=adamw_torch", "AdamW is written adamw"),
+    ],
+)
+def test_a_value_of_another_tool_is_answered(written, advice):
+    assert advice in refused(written)

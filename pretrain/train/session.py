@@ -25,7 +25,7 @@ from pretrain.errors import CheckpointError, LaunchError, LostRankError
 from pretrain.models.router import router_caution
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
-from pretrain.parallel.layout import STATE_BYTES_PER_PARAMETER, Layout, expected_world_size
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout, expected_world_size
 from pretrain.train.plan import Plan, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
 from pretrain.train.run_lock import SIGHT_SECONDS
@@ -49,10 +49,11 @@ def check(config: Config, processes: int | None = None) -> int:
         )
     if world_size == 1:
         world_size = processes or expected_world_size(config) or 1
-    plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
+    device = distributed.choose_device(config, local_rank)
+    plan = make_plan(config, world_size, device)
     if rank == 0:
         origin = _check_directory(plan)
-        print("\n".join([*describe(plan, world_size, origin), *_intentions(plan, origin)]))
+        print("\n".join([*describe(plan, world_size, origin), *_other_devices(plan, device), *_intentions(plan, origin)]))
         _check_export(plan)
         print("the configuration is valid")
     return 0
@@ -64,6 +65,14 @@ def _check_directory(plan: Plan) -> StartingPoint:
     directory.check()
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     return find_starting_point(plan, directory, alone, content=False)
+
+
+def _other_devices(plan: Plan, device: torch.device) -> list[str]:
+    """What `auto` would do on GPUs, for a check on a machine without one."""
+    if plan.config.parallel.strategy != "auto" or device.type != "cpu" or plan.layout.strategy != "ddp":
+        return []
+    fitting = plan.parameters * STATE_BYTES_PER_PARAMETER / DDP_MEMORY_SHARE
+    return [f"note     on CPU parallel.strategy=auto takes ddp; on GPUs of less than {bytes_of(round(fitting))} it takes fsdp"]
 
 
 def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:

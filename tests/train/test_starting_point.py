@@ -11,6 +11,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 from running import run_main
 
 from pretrain.checkpoint.load import saved_tensors
@@ -258,6 +259,23 @@ def test_check_says_what_the_state_and_a_checkpoint_take(config_file, capsys):
         == 0
     )
     assert f"memory   {(16 / 4 + 2) * parameters / 1e6:.3g} MB" in capsys.readouterr().out
+
+
+def test_a_check_of_auto_without_gpus_says_what_gpus_would_change(config_file, capsys):
+    arguments = ["--config", str(config_file), "model.dim=256", "model.heads=4", "--check", "--ranks"]
+    assert main([*arguments, "2"]) == 0
+    said = capsys.readouterr().out
+    parameters = int(re.search(r"([\d,]+) parameters", said)[1].replace(",", ""))
+    assert f"on GPUs of less than {16 * parameters / 0.4 / 1e6:.3g} MB it takes fsdp" in said
+    assert main([*arguments, "1"]) == 0 and main([*arguments, "2", "parallel.strategy=ddp"]) == 0
+    assert "on GPUs" not in capsys.readouterr().out
+
+
+def test_a_run_on_gpus_that_are_not_there_is_told_what_to_set(config_file, capsys, monkeypatch):
+    """Newcomer: "this host shows 0 GPUs; start at most 0 processes here"."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--config", str(config_file), "run.device=cuda", "--check"]) == 2
+    assert "run.device=cuda, but torch sees no GPU on this host; set run.device=auto" in capsys.readouterr().err
 
 
 def test_a_checkpoint_takes_twelve_bytes_per_parameter(trained_run, config_file):

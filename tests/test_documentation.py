@@ -164,6 +164,25 @@ def test_the_citation_names_the_package_as_it_is():
     assert f'version = "{citation["version"]}"' in project and f'license = "{citation["license"]}"' in project
 
 
+def table_after(page: Path, start: str) -> list[list[str]]:
+    """The cells of a page's first table after a text, without its head."""
+    text = page.read_text(encoding="utf-8").split(start)[1]
+    lines = text[text.index("|") :].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[2:] if line.startswith("|")]
+
+
+def test_every_row_of_the_comparison_has_its_sources():
+    rows = table_after(ROOT / "README.md", "<!-- comparison -->")
+    sources = table_after(ROOT / "docs" / "comparison.md", "A dash means")
+    assert len(rows) == 13 == len(sources)
+    for (row, *cells), (named, text) in zip(rows, sources):
+        assert set(cells) <= {"✓", "~", "–"} and len(cells) == 7 and len(text) > 30
+        assert set(named.split()) & set(row.split()) - {"the", "of", "a", "and"}, (row, named)
+    # Honest in both directions: what is not built here is a dash, and what is a tick can be found.
+    ours = {row: cells[0] for row, *cells in rows}
+    assert ours["has trained models on GPUs"] == ours["tensor, context, pipeline, expert parallelism"] == "–"
+
+
 def test_the_python_of_the_readme_runs(trained_run, config_file, capsys):
     [code] = blocks(ROOT / "README.md", "python")
     run = trained_run(1, config_file, "run.steps=2", "schedule.warmup_steps=1")

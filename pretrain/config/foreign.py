@@ -82,6 +82,22 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
 ANSWERS = {name: answer for answer, names in _ANSWERS.items() for name in names}
 
 
+def to_markdown() -> str:
+    """The section of docs/configuration.md on names of other tools."""
+    rows = [f"| {', '.join(names)} | {answer} |" for answer, names in _ANSWERS.items()]
+    return "\n".join(
+        [
+            "## Names of other tools",
+            "",
+            "A key of another tool is an error that says this:",
+            "",
+            "| there | here |",
+            "|---|---|",
+            *rows,
+        ]
+    )
+
+
 def answer_to(name: str) -> str | None:
     """What a name of another tool means here; None for a name that none of them has."""
     return ANSWERS.get(name.lower().replace("-", "_"))

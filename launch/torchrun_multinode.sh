@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Start this node's share of a run over several nodes. The same command on every node:
 #
-#   NODES=2 GPUS=8 HEAD=host[:port] bash launch/torchrun_multinode.sh --config configs/X.yaml key=value ...
+#   NODES=2 GPUS=8 HEAD=host[:port] bash launch/torchrun_multinode.sh --config configs/pretrain/olmo2-1b.yaml key=value ...
 #
 #   NODES         how many nodes, or FEWEST:MOST for a run that goes on with the nodes that are there (required)
 #   HEAD          host[:port] of the node that holds the rendezvous, port 29500 by default (required)
@@ -26,9 +26,9 @@ positive() { # NAME VALUE
   [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "$1=$2 is not a positive number"
 }
 
-[[ -n "${NODES:-}" ]] || fail "NODES is not set: NODES=2 GPUS=8 HEAD=host[:port] bash launch/torchrun_multinode.sh --config X"
+[[ -n "${NODES:-}" ]] || fail "NODES is not set: NODES=2 GPUS=8 HEAD=host[:port] bash launch/torchrun_multinode.sh --config configs/pretrain/olmo2-1b.yaml"
 [[ -n "${HEAD:-}" ]] || fail "HEAD is not set: name the node that holds the rendezvous, the same on all nodes: HEAD=host[:port]"
-(($# > 0)) || fail "no arguments for pretrain/run.py: give at least --config configs/X.yaml"
+(($# > 0)) || fail "no arguments for pretrain/run.py: give at least --config configs/pretrain/olmo2-1b.yaml"
 if [[ -z "${GPUS:-}" ]]; then
   GPUS=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || GPUS=0
   ((GPUS > 0)) || fail "GPUS is not set and nvidia-smi lists none: set GPUS to the number of processes per node"

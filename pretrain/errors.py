@@ -14,6 +14,11 @@ from collections.abc import Callable
 OTHERS_WAIT_SECONDS = 3.0
 
 
+def install_command(extra: str) -> str:
+    """What to type, in the repository, for the packages of one of pyproject.toml's extras."""
+    return f'pip install -c constraints.txt -e ".[{extra}]"'
+
+
 class UserError(Exception):
     """Something the user can correct. `exit_code` is what the process returns.
 

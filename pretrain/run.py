@@ -1,6 +1,6 @@
 """The entry of a training run: the same command under python, torchrun and accelerate launch.
 
-python pretrain/run.py --config configs/X.yaml key=value ...
+python pretrain/run.py --config configs/pretrain/llama-125m.yaml key=value ...
 """
 
 from __future__ import annotations
@@ -23,13 +23,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("--origins", action="store_true", help="with --print-config: where every value was written")
     parser.add_argument("--check", action="store_true", help="check configuration, data and layout, and stop")
+    parser.add_argument("--ranks", type=int, metavar="N", help="with --check: for how many processes (no launcher needed)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a configuration value")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        parser.error(_unrecognized(unknown))
+    if arguments.ranks is not None and not arguments.check:
+        parser.error("--ranks goes with --check; a launcher decides how many processes train, e.g. torchrun --nproc-per-node 8")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        parser.error(f"--ranks={arguments.ranks} must be at least 1")
     if arguments.origins and not arguments.print_config:
         parser.error("--origins goes with --print-config")
     if arguments.check and arguments.print_config:
         parser.error("--check and --print-config both stop before training; give one")
     return arguments
+
+
+def _unrecognized(unknown: list[str]) -> str:
+    from pretrain.config.foreign import answer_to
+
+    answers = [(word, answer_to(word.partition("=")[0].lstrip("-"))) for word in unknown if word.startswith("--")]
+    known = [f"{word.partition('=')[0]}: {answer}" for word, answer in answers if answer]
+    return "; ".join(
+        [f"unrecognized arguments: {' '.join(unknown)}; settings are given as key=value, e.g. optim.lr=1e-3", *known]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         from pretrain.train.session import check, train
 
-        return check(config) if arguments.check else train(config)
+        return check(config, arguments.ranks) if arguments.check else train(config)
     except ConfigError as error:
         if error.key is None or error.key not in origins:
             raise

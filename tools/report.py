@@ -1,4 +1,4 @@
-"""Draw the loss curve of a run, and print where it started and ended."""
+"""Draw the loss curves of runs, and print where they started and ended."""
 
 import argparse
 import sys
@@ -11,10 +11,15 @@ from pretrain.command_line import run_tool  # noqa: E402
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, metavar="RUN_DIR")
     parser.add_argument(
-        "--output", type=Path, metavar="PNG", help="picture to write (needs matplotlib: pip install pretrain[plot])"
+        "--run",
+        type=Path,
+        required=True,
+        action="append",
+        metavar="RUN_DIR",
+        help="may be given several times, to compare runs",
     )
+    parser.add_argument("--output", type=Path, metavar="PNG", help="picture to write; needs matplotlib, the extra `plot`")
     arguments = parser.parse_args(argv)
     return run_tool(lambda: report(arguments))
 
@@ -22,7 +27,10 @@ def main(argv: list[str] | None = None) -> int:
 def report(arguments: argparse.Namespace) -> None:
     from pretrain.observe.report import draw, summary
 
-    print(summary(arguments.run))
+    for run in arguments.run:
+        if len(arguments.run) > 1:
+            print(f"{run}:")
+        print(summary(run))
     if arguments.output:
         draw(arguments.run, arguments.output)
         print(arguments.output)

@@ -40,13 +40,14 @@ class Opened:
     notes: list[str] = field(default_factory=list)
 
 
-def open_model(path: Path, device: torch.device | str = "cpu", dtype: str = "fp32", family: str | None = None) -> Opened:
-    """A decoder on a device, computing in a number format of MODEL_DTYPES. Of a run: its newest checkpoint.
+def open_model(path: Path | str, device: torch.device | str = "cpu", dtype: str = "fp32", family: str | None = None) -> Opened:
+    """Open a run (its newest checkpoint), a checkpoint or a Hugging Face directory that holds a decoder.
 
-    Matrices are held in that format, which is what they are cast to where they are used; vectors and what gets no gradient stay as they are.
+    The network is on `device` and computes in `dtype`, a number format of MODEL_DTYPES. Matrices are held in that format. Vectors, and what
+    gets no gradient, stay as they are.
     `family`: as for HfDirectory; without, an architecture that no family knows is read as `hf`.
     """
-    cast = _caster(MODEL_DTYPES[dtype])
+    path, cast = Path(path), _caster(MODEL_DTYPES[dtype])
     notes: list[str] = []
     if (path / "config.json").is_file():
         source = HfDirectory(path, family or _family_for(path, notes))

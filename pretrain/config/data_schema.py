@@ -13,7 +13,8 @@ class Source:
     """One prepared directory."""
 
     path: str = key(
-        "???", "Directory written by tools/prepare_data.py; one with `train` and `validation` in it is two of them."
+        "???",
+        "Directory written by tools/prepare_data.py. Where it wrote `train` and `validation`, name one of them: data/web/train.",
     )
     name: str | None = key(
         None, "Name in logs and in `data.stages`; by default the directory's, or its parent's where that is `train`."

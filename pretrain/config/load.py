@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pretrain.config.foreign import answer_to, value_advice
 from pretrain.config.keys import REMOVED
 from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
@@ -111,19 +112,20 @@ def _is_interpolation(value: Any) -> bool:
 
 
 def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str, Origin]) -> Any:
-    """The value in the type of its key. Nothing is guessed: a word is no truth value, and a fraction no whole number."""
+    """The value in the type of its key. Nothing is guessed: `yes` is not a bool, and 1.5 is not an int."""
     where = f"{origin_of(full, origins)}: {full}={_shown(value)}"
     for item in _items(value):
         if isinstance(item, str) and (item == "???" or "${" in item):
-            raise ConfigError(f"{where}: {item!r} has a meaning of its own here and cannot be part of a text")
+            raise ConfigError(f"{where}: {item!r} has a meaning of its own here and cannot be part of a str")
         if isinstance(item, str) and ("\0" in item or any("\ud800" <= sign <= "\udfff" for sign in item)):
-            raise ConfigError(f"{full}={item!r}: has a character that no name of a file and no text may have")
+            raise ConfigError(f"{full}={item!r}: has a character that is not allowed in file names and texts")
         if describe_type(hint) != describe_type(str) and isinstance(item, str):
             _check_number_text(item, hint, where)
     try:
         value = _converted(hint, value, origins[full].text if full in origins else None)
     except ValueError:
-        raise ConfigError(f"{where}: expected {describe_type(hint)}") from None
+        meant = " (true or false)" if hint is bool else ""
+        raise ConfigError(f"{where}: expected {describe_type(hint)}{meant}{value_advice(full, value)}") from None
     for item in _items(value):
         check_range(limits, item, where)
     return value
@@ -136,7 +138,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _check_number_text(text: str, hint: Any, where: str) -> None:
-    """Say why a word that looks like a number is none."""
+    """Raise ConfigError for a word that looks like a number, saying why it is not one."""
     kinds = {hint, *typing.get_args(hint)}
     if not kinds & {int, float}:
         return
@@ -149,7 +151,7 @@ def _check_number_text(text: str, hint: Any, where: str) -> None:
 
 
 def _converted(hint: Any, value: Any, text: str | None) -> Any:
-    """`value` as a `hint`; ValueError where it is none. `text`: as it was written, which is what a text keeps of `1e-4`."""
+    """`value` as a `hint`; ValueError if it cannot be one. `text`: as it was written, which is what a `str` keeps of `1e-4`."""
     args = typing.get_args(hint)
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
@@ -194,6 +196,10 @@ def check_range(limits: Any, value: Any, where: str) -> None:
 def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -> str:
     if full in REMOVED:
         return f"{origin_of(full, origins)}: {full} is no key any more: {REMOVED[full]}"
+    # A section that other tools have, such as `train`, is answered by what is in it.
+    for path in [full, *(path for path in origins if path.startswith(f"{full}."))]:
+        if answer := answer_to(path.rpartition(".")[2]):
+            return f"{origin_of(path, origins)}: unknown key {path}; {answer}"
     near = difflib.get_close_matches(name, names_of(kind), n=1, cutoff=0.5)
     section = full.rpartition(".")[0]
     elsewhere = [p for p in _all_paths(Config) if p.rpartition(".")[2] == name]
@@ -223,16 +229,16 @@ def _shown(value: Any) -> str:
 
 
 def describe_type(hint: Any) -> str:
-    """A type in a reader's words."""
+    """A type as Python writes it, and null where it is allowed."""
     args = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(str(a) for a in args)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join("null" if a is type(None) else describe_type(a) for a in args)
     if typing.get_origin(hint) is tuple:
-        return f"a list of {len(args)} numbers"
+        return f"list[{describe_type(args[0])}] of {len(args)}"
     if typing.get_origin(hint) is dict:
-        return f"a mapping of names, each to {describe_type(args[1])}"
+        return f"dict[{', '.join(describe_type(a) for a in args)}]"
     if typing.get_origin(hint) is list:
-        return f"a list, each item {describe_type(args[0])}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(hint, str(hint))
+        return f"list[{describe_type(args[0])}]"
+    return hint.__name__

@@ -37,7 +37,7 @@ class Norm:
     )
     placement: Literal["pre", "post", "reordered", "sandwich"] | None = key(
         None,
-        "Of a sublayer f: `pre` x + f(norm(x)); `post` norm(x + f(x)) (arXiv 1706.03762); `reordered` x + norm(f(x)) (OLMo 2); "
+        "Where a sublayer f is normalised: `pre` x + f(norm(x)); `post` norm(x + f(x)) (arXiv 1706.03762); `reordered` x + norm(f(x)) (OLMo 2); "
         "`sandwich` x + norm(f(norm(x))) (Gemma 2).",
     )
     qk: Literal["none", "head", "full"] | None = key(
@@ -69,7 +69,7 @@ class Rope:
     pattern: list[bool] | None = key(None, "Which layers rotate, repeated over the layers; [true] by default.")
     scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] | None = key(
         None,
-        "Of the frequencies: `linear` position interpolation (arXiv 2306.15595), `dynamic` NTK (base grows with the length beyond "
+        "How rotary frequencies are scaled: `linear` position interpolation (arXiv 2306.15595), `dynamic` NTK (base grows with the length beyond "
         "`original_length`), `llama3` (by wavelength), `yarn` (arXiv 2309.00071).",
     )
     factor: float | None = key(
@@ -233,7 +233,7 @@ class Latent:
     )
     norm_eps: float | None = key(
         None,
-        "Of the norms of the narrow vectors; 1e-6 by default.",
+        "`norm_eps` of the narrow vectors; 1e-6 by default.",
         gt=0,
         le=1,
     )
@@ -279,7 +279,7 @@ class Experts:
         "Layers, from 0, that have an MLP of `model.ffn_dim` all the same; [] by default.",
         le=10_000,
     )
-    scoring: Literal["softmax", "sigmoid"] | None = key(None, "Of the router's logits.")
+    scoring: Literal["softmax", "sigmoid"] | None = key(None, "What turns the router's logits into scores.")
     normalise: bool | None = key(None, "Whether the weights of a token's experts are made to sum to one.")
     scale: float | None = key(
         None,
@@ -289,7 +289,7 @@ class Experts:
     )
     groups: int | None = key(
         None,
-        "Groups the experts are divided into, of which the best are chosen from; 1: no groups.",
+        "Groups of experts; a token chooses among the experts of its best groups. 1: no groups.",
         ge=1,
         le=100_000,
     )
@@ -349,8 +349,8 @@ class Model:
     )
     hf_config: str | None = key(
         None,
-        "With `family: hf`, and in place of all other keys of the model: a config.json of transformers', the directory that has one, "
-        "or its contents as JSON, which is what the resolved configuration has.",
+        "With `family: hf`, in place of all other keys of the model: a config.json of transformers, its directory, or its contents as "
+        "JSON. The resolved configuration has the contents.",
         when={"model.family": ("hf",)},
     )
     dim: int = key(384, "Width of the residual stream.", ge=1, le=WIDEST)
@@ -389,9 +389,9 @@ class Model:
     )
     positions: Literal["rope", "learned", "sinusoidal", "relative", "none"] | None = key(
         None,
-        "How positions enter: by rotation, as learned vectors for `max_sequence_length` positions (GPT-2), as sines and cosines that "
-        "are added (arXiv 1706.03762), as biases of the scores by distance (T5), or not at all. An encoder-decoder has sinusoidal or "
-        "relative ones, or none; a decoder alone any other.",
+        "How positions enter. `rope` rotates queries and keys. `learned` adds a vector for each of `max_sequence_length` positions (GPT-2), and "
+        "`sinusoidal` adds sines and cosines (arXiv 1706.03762). `relative` adds a bias by distance to the scores (T5). An encoder-decoder has "
+        "`sinusoidal`, `relative` or `none`, and a decoder `rope`, `learned` or `none`.",
     )
     parallel_residual: bool | None = key(
         None, "x + attention(norm(x)) + mlp(norm(x)) in place of one after the other (GPT-NeoX)."
@@ -472,10 +472,10 @@ class Model:
     experts: Experts = section(Experts, when={"model.experts.count": Except(0)})
     attention_backend: Literal["auto", "sdpa", "flex"] = key(
         "auto",
-        "What applies masks of documents and windows; changes speed and memory, not the result. `sdpa`: torch's "
-        "scaled_dot_product_attention with a dense mask (a byte per pair of positions); `flex`: FlexAttention, which skips what is "
-        "masked (training: CUDA only); `auto`: flex on CUDA for heads of at least 16, else sdpa. Where nothing is masked but the "
-        "future, attention is torch's causal kernel.",
+        "What applies masks of documents and windows; changes speed and memory, not the result. `sdpa` is torch's "
+        "scaled_dot_product_attention with a dense mask, a byte per pair of positions. `flex` is FlexAttention, which skips masked blocks and "
+        "trains on CUDA only. `auto` takes flex on CUDA for heads of at least 16, else sdpa. Without such masks, attention is torch's causal "
+        "kernel.",
         resume="free",
     )
     max_sequence_length: int | None = key(

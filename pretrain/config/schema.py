@@ -35,9 +35,9 @@ class Run:
     )
     resume: str = key(
         "auto",
-        "`auto` continues from the run's newest good checkpoint or starts; `required` fails when there is none; `never` "
-        "refuses a run directory that has checkpoints; a path continues from that checkpoint or run directory. The path of an older "
-        "checkpoint of the run itself goes back to it: newer ones are set aside, none is deleted.",
+        "`auto` continues from the run's newest good checkpoint or starts. `required` fails without a checkpoint, and `never` refuses a "
+        "run directory that has one. A path continues from that checkpoint or run directory. The path of an older checkpoint of the run "
+        "itself goes back to it: newer ones are set aside and not deleted.",
     )
     init_from: str | None = key(
         None,
@@ -45,8 +45,8 @@ class Run:
     )
     lock: Literal["auto", "flock", "file"] = key(
         "auto",
-        "How a run directory is kept to one trainer: `flock`, the system's own; `file`, for file systems without it, a file whose owner "
-        "gives a sign of life every 15 s; `auto`: `flock` where there is one.",
+        "How a run directory is kept to one trainer. `flock` is the system's own lock. `file` is for file systems without it: a file whose "
+        "owner gives a sign of life every 15 s. `auto` takes `flock` where it works.",
     )
     accept_changes: list[str] = key(
         [],
@@ -56,7 +56,7 @@ class Run:
     deterministic: bool = key(
         False, "Bitwise reproducible kernels and reductions: the same layout resumed gives the same bits. Slower."
     )
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device of every rank; `auto` is CUDA where there is one.")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device of every rank; `auto` is CUDA if torch sees a GPU.")
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from pretrain.config import foreign
 from pretrain.config.keys import AtResume, When, describe_when
 from pretrain.config.load import describe_type
 from pretrain.config.read import Origin, dump, origin_of
@@ -63,7 +64,7 @@ def to_markdown() -> str:
         hint = typing.get_type_hints(Config)[section.name]
         rows = _table(hint, section.name, section.metadata["resume"] or "free", section.metadata["when"])
         parts.append(f"## `{section.name}`\n\n{_text(hint.__doc__)}\n\n" + "\n".join(rows))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, foreign.to_markdown()]) + "\n"
 
 
 def _text(doc: str | None) -> str:

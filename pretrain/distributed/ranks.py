@@ -131,7 +131,14 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
-        error = LaunchError(f"run.device=cuda: this host shows {count} GPUs; start at most {count} processes here")
+        remedy = (
+            f"start at most {count} processes here"
+            if count
+            else "set run.device=auto, or install torch with CUDA and its driver"
+        )
+        error = LaunchError(
+            f"run.device=cuda, but torch sees {count or 'no'} GPU{'' if count < 2 else 's'} on this host; {remedy}"
+        )
         raise error.on_rank(int(os.environ.get("RANK", "0")))
     return torch.device("cuda", local_rank)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import DataError
+from pretrain.errors import DataError, install_command
 from pretrain.observe.metrics import METRICS_FILE, read_metrics
 
 
@@ -43,28 +44,36 @@ def _smoothed(values: list[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def draw(run: Path, output: Path) -> None:
-    """The loss curve, training and validation, over tokens, as a picture."""
+COLOURS = ("#3b6ea5", "#d1662f", "#4f8f4f", "#8a5fa8", "#a0802c", "#5b5b5b")
+
+
+def draw(runs: list[Path], output: Path) -> None:
+    """Loss curves over tokens as a picture. Of one run its single steps as well; several runs have a colour each."""
     try:
         import matplotlib
     except ImportError as error:
-        raise DataError("drawing needs matplotlib; install it with: pip install pretrain[plot]") from error
+        raise DataError(f"drawing needs matplotlib, which is not installed; run {install_command('plot')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    records = _records(run)
     figure, axes = pyplot.subplots(figsize=(7.2, 4.0), dpi=120, layout="constrained")
-    millions = [r["tokens"] / 1e6 for r in records]
-    losses = [r["loss"] for r in records]
-    axes.plot(millions, losses, color="#3b6ea5", linewidth=0.8, alpha=0.4, label="training, single steps")
-    axes.plot(millions, _smoothed(losses), color="#3b6ea5", linewidth=1.6, label="training, smoothed")
-    checked = [r for r in records if "validation" in r]
-    for name in checked[-1]["validation"] if checked else []:
-        points = [(r["tokens"] / 1e6, r["validation"][name]) for r in checked if name in r["validation"]]
-        axes.plot(*zip(*points), "o-", color="#d1662f", markersize=4, linewidth=1, label=f"validation: {name}")
+    for run, colour in zip(runs, itertools.cycle(COLOURS)):
+        records, prefix = _records(run), "" if len(runs) == 1 else f"{run.name}, "
+        millions, losses = [r["tokens"] / 1e6 for r in records], [r["loss"] for r in records]
+        if len(runs) == 1:
+            axes.plot(millions, losses, color=colour, linewidth=0.8, alpha=0.4, label="training, single steps")
+        axes.plot(millions, _smoothed(losses), color=colour, linewidth=1.6, label=f"{prefix}training, smoothed")
+        checked = [r for r in records if "validation" in r]
+        for name in checked[-1]["validation"] if checked else []:
+            points = [(r["tokens"] / 1e6, r["validation"][name]) for r in checked if name in r["validation"]]
+            of_validation = COLOURS[1] if len(runs) == 1 else colour
+            axes.plot(*zip(*points), "o-", color=of_validation, markersize=4, linewidth=1, label=f"{prefix}validation: {name}")
     axes.set_xlabel("tokens (millions)")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title(f"{run.name}: {records[-1]['loss']:.3f} after {records[-1]['step']} steps")
+    last = _records(runs[0])[-1]
+    axes.set_title(
+        f"{runs[0].name}: {last['loss']:.3f} after {last['step']} steps" if len(runs) == 1 else "loss of several runs"
+    )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

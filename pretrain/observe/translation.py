@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, install_command
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ def require_sacrebleu() -> None:
     try:
         import sacrebleu  # noqa: F401
     except ImportError as error:
-        raise ConfigError("BLEU and chrF need a package that is not installed: pip install 'pretrain[translation]'") from error
+        raise ConfigError(
+            f"BLEU and chrF need sacrebleu, which is not installed; run {install_command('translation')}"
+        ) from error
 
 
 def score(hypotheses: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Scores:

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pretrain.config.keys import leaves
@@ -155,12 +156,22 @@ def check_changes(
     raise CheckpointError(f"{holder} {what}: {_describe(refused)}; {'; '.join(remedies)}")
 
 
-def check_model(source: object, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise CheckpointError where the weights of `run.init_from` are of another model. Both are `model_identity`."""
-    if changes := identity_changes(saved, own):
-        raise CheckpointError(
-            f"run.init_from={source} holds another model: {_describe(changes)}; give the section `model` the checkpoint's values"
-        )
+def check_model(source: Path, saved: dict[str, Any], own: dict[str, Any], telling: set[str]) -> None:
+    """Raise CheckpointError where the weights of `run.init_from` are of another model. Both are `model_identity`.
+
+    `telling`: the keys from which the others of the two models are derived. Only these are named.
+    """
+    changes = identity_changes(saved, own)
+    if not changes:
+        return
+    named = [change for change in changes if change.name in telling] or changes
+    preset = source / "model.yaml"  # of an import
+    section = (
+        f"include {preset} in the configuration" if preset.is_file() else f"copy the section `model` of {source}/config.yaml"
+    )
+    raise CheckpointError(
+        f"run.init_from={source} holds another model: {_describe(named)}; {section}, in place of what it says of the model"
+    )
 
 
 def check_accepted(accepted: list[str]) -> None:

@@ -20,11 +20,11 @@ from pretrain.distributed.agreement import machine_name, run_facts
 from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, LostRankError, UserError, print_error
+from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, print_error
 from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
-from pretrain.parallel.layout import expected_world_size
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout, expected_world_size
 from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
 from pretrain.train.run_lock import SIGHT_SECONDS
@@ -34,16 +34,22 @@ from pretrain.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 
-def check(config: Config) -> int:
-    """Run every check that needs no training. Without a launcher, assume as many processes as the configuration asks for.
+def check(config: Config, processes: int | None = None) -> int:
+    """Run every check that needs no training. Without a launcher, assume `processes`, or as many as the configuration asks for.
 
     Where the data cannot be opened, everything else is checked nevertheless, and all that was found is said.
     """
     check_launcher(config)
     rank, local_rank, world_size = distributed.launched_ranks()
+    if processes is not None and world_size > 1:
+        raise LaunchError(
+            f"--ranks={processes} is for a check without a launcher, which started {world_size} processes; remove it"
+        )
     if world_size == 1:
-        world_size = expected_world_size(config) or 1
+        world_size = processes or expected_world_size(config) or 1
     device = distributed.choose_device(config, local_rank)
     try:
         plan = make_plan(config, world_size, device)
@@ -52,7 +58,7 @@ def check(config: Config) -> int:
         raise
     if rank == 0:
         origin = _check_directory(plan)
-        print("\n".join([*describe(plan, world_size, origin), *_intentions(plan, origin)]))
+        print("\n".join([*describe(plan, world_size, origin), *_other_devices(plan, device), *_intentions(plan, origin)]))
         _check_export(plan)
         print("the configuration is valid")
     return 0
@@ -75,6 +81,14 @@ def _check_directory(plan: Plan) -> StartingPoint:
     directory.check()
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     return find_starting_point(plan, directory, alone, content=False)
+
+
+def _other_devices(plan: Plan, device: torch.device) -> list[str]:
+    """What `auto` would do on GPUs, for a check on a machine without one."""
+    if plan.config.parallel.strategy != "auto" or device.type != "cpu" or plan.layout.strategy != "ddp":
+        return []
+    fitting = plan.parameters * STATE_BYTES_PER_PARAMETER / DDP_MEMORY_SHARE
+    return [f"note     on CPU parallel.strategy=auto takes ddp; on GPUs of less than {bytes_of(round(fitting))} it takes fsdp"]
 
 
 def _intentions(plan: Plan, origin: StartingPoint) -> list[str]:
@@ -253,8 +267,41 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
+        *_describe_memory(plan),
         *(f"note     {note}" for note in plan.notes),
     ]
+
+
+def state_bytes(config: Config, layout: Layout, parameters: int) -> int:
+    """Bytes of weights, gradients and moments per rank, in fp32; on FSDP2 without resharding also of the weights that stay gathered."""
+    sharded = layout.strategy == "fsdp" and layout.shard > 1
+    held = -(-parameters * STATE_BYTES_PER_PARAMETER // layout.shard)
+    gathered = sharded and not config.parallel.reshard_after_forward
+    return held + (parameters * COMPUTE_BYTES[config.precision.compute] if gathered else 0)
+
+
+def _describe_memory(plan: Plan) -> list[str]:
+    """What the state takes, computed and not measured. Activations depend on the micro-batch and are not in it."""
+    config, layout, parameters = plan.config, plan.layout, plan.parameters
+    held = f"{STATE_BYTES_PER_PARAMETER} bytes per parameter"
+    if layout.shard > 1:
+        held += f" over {layout.shard} ranks"
+        if not config.parallel.reshard_after_forward:
+            held += f", and gathered weights in {config.precision.compute}"
+    place = " of host memory" if config.parallel.offload and layout.strategy == "fsdp" else ""
+    return [
+        f"memory   {bytes_of(state_bytes(config, layout, parameters))}{place} per rank for weights, gradients and moments ({held}), computed; "
+        "activations come on top",
+        f"saves    {bytes_of(CHECKPOINT_BYTES_PER_PARAMETER * parameters)} each ({CHECKPOINT_BYTES_PER_PARAMETER} bytes per parameter)",
+    ]
+
+
+def bytes_of(number: int) -> str:
+    """A number of bytes as a person says it, in powers of 1,000."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e3:.3g} kB"
 
 
 def _describe_validation(plan: Plan) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -164,8 +165,19 @@ def test_a_summary_has_first_and_last_loss_the_last_validation_and_the_median_sp
     ]
 
 
+def test_several_runs_are_compared_in_one_picture(run, tmp_path, capsys):
+    """Newcomer: of `--run a --run b` the last one was taken without a word."""
+    other = shutil.copytree(run, tmp_path / "other")
+    assert tool("report").main(["--run", str(run), "--run", str(other), "--output", str(tmp_path / "both.png")]) == 0
+    said = capsys.readouterr().out
+    assert f"{run}:\nloss  " in said and f"{other}:\nloss  " in said
+    assert (tmp_path / "both.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    draw([run], tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes() != (tmp_path / "both.png").read_bytes()
+
+
 def test_the_loss_curve_is_drawn(run, tmp_path):
-    draw(run, tmp_path / "loss.png")
+    draw([run], tmp_path / "loss.png")
     content = (tmp_path / "loss.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")

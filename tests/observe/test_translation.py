@@ -63,5 +63,5 @@ def test_a_missing_package_is_named(monkeypatch):
     from pretrain.errors import ConfigError
 
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(ConfigError, match="pip install 'pretrain\\[translation\\]'"):
+    with pytest.raises(ConfigError, match=r'run pip install -c constraints.txt -e "\.\[translation\]"$'):
         score(HYPOTHESES, REFERENCES)

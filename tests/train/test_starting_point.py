@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import typing
 from pathlib import Path
 
 import pytest
+import torch
 from running import run_main
 
+from pretrain.checkpoint.load import saved_tensors
 from pretrain.config.keys import AtResume, leaves
 from pretrain.config.load import load_config
 from pretrain.config.read import read_file
 from pretrain.config.schema import Config
 from pretrain.optim.schedule import learning_rate
+from pretrain.run import main
 from pretrain.train.identity import differences, setting_changes
 from pretrain.train.resolve import resolve
+from pretrain.train.session import CHECKPOINT_BYTES_PER_PARAMETER
 
 COSINE = ("run.steps=4", "schedule={name: cosine, warmup_steps: 1}", "optim.lr=3e-3")
 
@@ -216,6 +221,71 @@ def test_check_says_what_the_run_would_do(config_file, run):
     assert check(config_file, "run.name=other")[1].count("would start at step 0\n") == 1
 
 
+def test_another_model_is_named_by_what_was_typed(config_file, run):
+    """Newcomer: the refusal listed query_scalar, head_dim and ffn_dim, which follow from the width, and advised another run.name."""
+    changed = ("run.name=new", f"run.init_from={run}", "model={dim: 64, layers: 3, heads: 8, kv_heads: null, ffn_dim: null}")
+    code, line = check(config_file, *changed)
+    assert code == 1 and "model.dim was 32 and is 64" in line and "model.layers was 2 and is 3" in line
+    assert not [key for key in ("query_scalar", "head_dim", "run.name") if key in line]
+    assert "copy the section `model` of" in line
+
+
+def test_check_assumes_as_many_processes_as_it_is_told(config_file, capsys):
+    arguments = ["--config", str(config_file), "batch.sequences=16", "batch.micro_sequences=2", "--check", "--ranks"]
+    assert main([*arguments, "8", "parallel.strategy=fsdp"]) == 0
+    assert "layout   fsdp 8 on 8 processes: 16 sequences = 8 ranks x 1 micro-steps x 2" in capsys.readouterr().out
+    assert main([*arguments, "6", "parallel.strategy=ddp"]) == 2
+    assert (
+        "batch.sequences=16 is not divisible by batch.micro_sequences=2 times 6 data-parallel ranks" in capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        main(["--config", str(config_file), "--ranks", "8"])
+    assert "--ranks goes with --check" in capsys.readouterr().err
+
+
+def test_check_says_what_the_state_and_a_checkpoint_take(config_file, capsys):
+    arguments = ["--config", str(config_file), "model.dim=256", "model.heads=4", "--check"]
+    assert main(arguments) == 0
+    whole = capsys.readouterr().out
+    parameters = int(re.search(r"([\d,]+) parameters", whole)[1].replace(",", ""))
+    assert (
+        f"memory   {16 * parameters / 1e6:.3g} MB per rank for weights, gradients and moments (16 bytes per parameter)" in whole
+    )
+    assert f"saves    {12 * parameters / 1e6:.3g} MB each" in whole
+    assert main([*arguments, "--ranks", "4", "parallel.strategy=fsdp"]) == 0
+    assert f"memory   {16 * parameters / 4e6:.3g} MB per rank for" in capsys.readouterr().out
+    assert (
+        main([*arguments, "--ranks", "4", "parallel={strategy: fsdp, reshard_after_forward: false}", "precision.compute=bf16"])
+        == 0
+    )
+    assert f"memory   {(16 / 4 + 2) * parameters / 1e6:.3g} MB" in capsys.readouterr().out
+
+
+def test_a_check_of_auto_without_gpus_says_what_gpus_would_change(config_file, capsys):
+    arguments = ["--config", str(config_file), "model.dim=256", "model.heads=4", "--check", "--ranks"]
+    assert main([*arguments, "2"]) == 0
+    said = capsys.readouterr().out
+    parameters = int(re.search(r"([\d,]+) parameters", said)[1].replace(",", ""))
+    assert f"on GPUs of less than {16 * parameters / 0.4 / 1e6:.3g} MB it takes fsdp" in said
+    assert main([*arguments, "1"]) == 0 and main([*arguments, "2", "parallel.strategy=ddp"]) == 0
+    assert "on GPUs" not in capsys.readouterr().out
+
+
+def test_a_run_on_gpus_that_are_not_there_is_told_what_to_set(config_file, capsys, monkeypatch):
+    """Newcomer: "this host shows 0 GPUs; start at most 0 processes here"."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--config", str(config_file), "run.device=cuda", "--check"]) == 2
+    assert "run.device=cuda, but torch sees no GPU on this host; set run.device=auto" in capsys.readouterr().err
+
+
+def test_a_checkpoint_takes_twelve_bytes_per_parameter(trained_run, config_file):
+    run = trained_run(1, config_file, "model.dim=256", "model.heads=4", "run.steps=1", "schedule.warmup_steps=0")
+    [checkpoint] = (run / "checkpoints").iterdir()
+    parameters = sum(tensor.numel() for tensor in saved_tensors(checkpoint, "model.").values())
+    payload = sum(path.stat().st_size for path in checkpoint.glob("*.distcp"))
+    assert 1.0 <= payload / (CHECKPOINT_BYTES_PER_PARAMETER * parameters) < 1.02
+
+
 @pytest.mark.parametrize(("overrides", "message"), [
     (("run.name=new", "run.resume=nowhere"), "nowhere: does not exist"),
     (("run.name=new", "run.init_from=nowhere"), "nowhere: does not exist"),
@@ -225,7 +295,7 @@ def test_check_says_what_the_run_would_do(config_file, run):
     (("data.seed=3",), "data.seed was 7 and is 3"),
     (("model.dim=64",), "model.dim was 32 and is 64"),
     (("run.name=new", "run.init_from=RUN", "model.rope.theta=77"), "run.init_from=RUN/checkpoints/step-00000004 holds another model: "
-     "model.rope."),
+     "model.rope.theta was 10000.0 and is 77.0; copy the section `model` of RUN/checkpoints/step-00000004/config.yaml"),
     (("run.dir=CONFIG",), "run.dir=CONFIG: CONFIG is a file, and a folder is needed there"),
     (("run.dir=CONFIG/below",), "run.dir=CONFIG/below: CONFIG is a file, and a folder is needed there"),
     (("run.name=../elsewhere",), "run.name=../elsewhere"),

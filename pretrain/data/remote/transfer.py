@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pretrain.errors import DataError
+from pretrain.errors import DataError, install_command
 
 log = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ def judged(url: str, error: BaseException) -> BaseException:
             return DataError(f"{shown(url)}: reading {_protocol(url)}:// needs a package that is not installed: {error}")
         return DataError(
             f"{shown(url)}: reading {_protocol(url)}:// needs the package {package}, which is not installed; "
-            'pip install "pretrain[remote]"'
+            f"run {install_command('remote')}"
         )
     if isinstance(error, (FileNotFoundError, NotADirectoryError)) or status in (404, 410):
         return FileNotFoundError(f"{shown(url)}: not found there; check the URL, and that the upload was complete")

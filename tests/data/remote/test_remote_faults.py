@@ -253,7 +253,8 @@ def test_a_missing_backend_is_one_line_with_the_package(cache, monkeypatch, prot
         if name in _registry:
             monkeypatch.delitem(_registry, name)
     with pytest.raises(
-        DataError, match=rf'needs the package {package}, which is not installed; pip install "pretrain\[remote\]"$'
+        DataError,
+        match=rf'needs the package {package}, which is not installed; run pip install -c constraints.txt -e "\.\[remote\]"$',
     ):
         PreparedData.open(f"{protocol}://bucket/train", cache)
     with pytest.raises(DataError, match="Protocol not known: nonsense"):

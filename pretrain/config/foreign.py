@@ -1,0 +1,129 @@
+"""Names of settings that people bring from other tools, and what the same thing is called here.
+
+Sources: TrainingArguments of transformers, nanoGPT's train.py, Megatron-LM's arguments.py, Lightning's Trainer, litgpt's and torchtitan's
+configurations, config.json of models.
+"""
+
+from __future__ import annotations
+
+_ACCUMULATION = (
+    "accumulation is derived: micro-steps = batch.sequences / (batch.micro_sequences x data-parallel ranks); set batch.sequences to the "
+    "samples of a whole optimizer step over all ranks, and --check prints the micro-steps"
+)
+_MICRO = "it is batch.micro_sequences here: samples per rank in one forward and backward (batch.sequences: those of a whole optimizer step)"
+_GLOBAL = "it is batch.sequences here: samples per optimizer step over all ranks (batch.micro_sequences: per rank in one forward and backward)"
+_FORMAT = "it is precision.compute here: fp32 or bf16"
+_FP16 = "fp16 is not supported, because it needs loss scaling; set precision.compute=bf16"
+_EPOCHS = "runs are counted in optimizer steps: set run.steps; --check prints how many epochs of the data they are"
+_RATIO = "warmup is counted in steps: set schedule.warmup_steps to the ratio x run.steps"
+_MIN_LR = "it is schedule.min_ratio here: the last learning rate as a share of optim.lr"
+_SHARDED = "sharding is parallel.strategy=fsdp here (FSDP2); parallel.reshard_after_forward=false is ZeRO-2"
+_BETAS = "it is a part of optim.betas here: a list of two numbers"
+_RUN_DIR = "a run is kept in run.dir/run.name"
+_NOT_BUILT = "is not built yet; parallel.strategy=fsdp shards weights, gradients and optimizer state"
+
+
+def _renamed(key: str) -> str:
+    return f"it is {key} here"
+
+
+_ANSWERS: dict[str, tuple[str, ...]] = {
+    _ACCUMULATION: (
+        "gradient_accumulation_steps", "gradient_accumulation", "grad_accum", "grad_accum_steps", "accumulation", "accumulation_steps",
+        "accumulate_grad_batches", "gradient_accumulation_iters", "batch_accumulation_per_replica",
+    ),
+    _MICRO: (
+        "per_device_train_batch_size", "per_device_batch_size", "micro_batch_size", "device_batch_size", "local_batch_size",
+        "train_micro_batch_size_per_gpu", "device_train_microbatch_size",
+    ),
+    _GLOBAL: ("batch_size", "global_batch_size", "train_batch_size", "total_batch_size", "global_train_batch_size"),
+    _renamed("optim.lr"): ("learning_rate", "max_lr", "peak_lr"),
+    _renamed("run.steps"): ("max_steps", "max_iters", "train_iters", "train_steps", "training_steps", "num_steps", "num_train_steps", "total_steps"),
+    _EPOCHS: ("num_train_epochs", "num_epochs", "epochs", "max_epochs"),
+    _FORMAT: ("bf16", "mixed_precision", "dtype", "torch_dtype", "amp", "autocast"),
+    _FP16: ("fp16", "half"),
+    _RATIO: ("warmup_ratio", "warmup_fraction", "warmup_share"),
+    _renamed("schedule.warmup_steps"): ("warmup_iters", "num_warmup_steps", "lr_warmup_iters", "lr_warmup_steps"),
+    _renamed("schedule.name"): ("lr_scheduler_type", "lr_scheduler", "lr_schedule", "lr_decay_style", "scheduler"),
+    _renamed("schedule.decay_steps"): ("lr_decay_steps", "lr_decay_iters", "lr_wsd_decay_iters"),
+    _MIN_LR: ("min_lr", "min_lr_ratio", "lr_min_ratio", "final_lr_frac"),
+    _renamed("optim.clip"): ("max_grad_norm", "max_norm", "grad_clip", "clip_grad", "gradient_clip_val", "grad_clip_norm"),
+    _BETAS: ("adam_beta1", "adam_beta2", "beta1", "beta2"),
+    _renamed("optim.eps"): ("adam_epsilon", "adam_eps"),
+    _renamed("optim.name"): ("optimizer", "optimizer_type", "optim_type"),
+    _renamed("parallel.activation_checkpointing"): ("gradient_checkpointing", "activation_checkpoint", "recompute", "recompute_activations"),
+    _renamed("parallel.compile"): ("torch_compile", "use_compile"),
+    _SHARDED: ("fsdp", "fsdp2", "fully_shard", "zero_stage", "zero", "deepspeed", "sharding_strategy"),
+    f"tensor parallelism (parallel.tensor) {_NOT_BUILT}": ("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
+    f"pipeline parallelism (parallel.pipeline) {_NOT_BUILT}": (
+        "pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree",
+    ),
+    f"context parallelism (parallel.context) {_NOT_BUILT}": ("cp", "cp_size", "context_parallel_size", "context_parallel_degree"),
+    _renamed("data.sequence_length"): (
+        "block_size", "seq_len", "seq_length", "max_seq_len", "max_seq_length", "context_length", "sequence_len", "n_ctx",
+    ),
+    _renamed("data.workers"): ("num_workers", "dataloader_num_workers"),
+    _renamed("model.layers"): ("n_layer", "n_layers", "num_layers", "num_hidden_layers"),
+    _renamed("model.heads"): ("n_head", "n_heads", "num_heads", "num_attention_heads"),
+    _renamed("model.kv_heads"): ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "n_query_groups", "num_query_groups"),
+    _renamed("model.dim"): ("n_embd", "hidden_size", "d_model", "embed_dim"),
+    _renamed("model.ffn_dim"): ("intermediate_size", "ffn_hidden_size", "d_ff", "mlp_hidden_size"),
+    _renamed("model.tie_embeddings"): ("tie_word_embeddings", "weight_tying", "tie_weights"),
+    _renamed("model.max_sequence_length"): ("max_position_embeddings", "max_positions"),
+    _renamed("model.rope.theta"): ("rope_theta", "rotary_base"),
+    _RUN_DIR: ("output_dir", "out_dir", "save_dir", "save_folder", "default_root_dir"),
+    _renamed("run.resume"): ("resume_from_checkpoint", "resume_from", "load_checkpoint"),
+    _renamed("checkpoint.every_steps"): ("save_steps", "save_interval", "save_every", "checkpoint_interval", "ckpt_interval"),
+    _renamed("checkpoint.keep_last"): ("save_total_limit", "keep_latest_k"),
+    _renamed("validation.every_steps"): ("eval_steps", "eval_interval", "eval_every", "val_check_interval"),
+    _renamed("log.every_steps"): ("logging_steps", "log_interval", "log_every", "log_every_n_steps"),
+}  # fmt: skip
+
+ANSWERS = {name: answer for answer, names in _ANSWERS.items() for name in names}
+
+
+def to_markdown() -> str:
+    """The section of docs/configuration.md on names of other tools."""
+    rows = [f"| {', '.join(names)} | {answer} |" for answer, names in _ANSWERS.items()]
+    return "\n".join(
+        [
+            "## Names of other tools",
+            "",
+            "A key of another tool is an error that says this:",
+            "",
+            "| there | here |",
+            "|---|---|",
+            *rows,
+        ]
+    )
+
+
+def answer_to(name: str) -> str | None:
+    """What a name of another tool means here; None for a name that none of them has."""
+    return ANSWERS.get(name.lower().replace("-", "_"))
+
+
+_VALUES = {
+    "precision.compute": {
+        **dict.fromkeys(("fp16", "float16", "half"), _FP16),
+        **dict.fromkeys(("bfloat16", "bf16-mixed"), "bfloat16 is written bf16"),
+        **dict.fromkeys(("float32", "32"), "float32 is written fp32"),
+        "fp8": "fp8 is not built yet",
+    },
+    "parallel.strategy": {
+        **dict.fromkeys(("fsdp2", "zero3", "zero", "deepspeed", "fully_shard"), _SHARDED),
+        "hsdp": "HSDP is strategy fsdp with parallel.replicate and parallel.shard above 1",
+    },
+    "optim.name": dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "AdamW"), "AdamW is written adamw"),
+    "schedule.name": {
+        **dict.fromkeys(("cosine_with_warmup", "cosine_with_min_lr"), "write cosine, and schedule.warmup_steps"),
+        **dict.fromkeys(("constant_with_warmup",), "write constant, and schedule.warmup_steps"),
+        "warmup_stable_decay": "it is written wsd",
+    },
+}
+
+
+def value_advice(key: str, value: object) -> str:
+    """What a value that other tools take means for a key here, to be added to a message; empty for others."""
+    advice = _VALUES.get(key, {}).get(str(value))
+    return f"; {advice}" if advice else ""

@@ -1,0 +1,87 @@
+"""Names of other tools are answered with ours: a key, or how the thing is derived here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pretrain.config.foreign import ANSWERS
+from pretrain.config.load import _all_paths, load_config
+from pretrain.config.schema import Config
+from pretrain.errors import ConfigError
+from pretrain.run import main
+
+KEYS = set(_all_paths(Config))
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, list(overrides))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERS))
+def test_every_answer_names_keys_that_exist_and_no_name_of_ours(name):
+    keys = re.findall(
+        r"\b(?:run|model|data|batch|optim|schedule|parallel|precision|checkpoint|validation|log)\.[a-z_.]*[a-z]", ANSWERS[name]
+    )
+    assert keys and set(keys) <= KEYS
+    assert name not in {path.rpartition(".")[2] for path in KEYS} | set(Config.__dataclass_fields__)
+
+
+def test_accumulation_is_answered_with_how_it_is_derived():
+    for written in (
+        "gradient_accumulation_steps=4",
+        "train.gradient_accumulation_steps=4",
+        "batch.accumulation=4",
+        "batch.grad_accum=4",
+    ):
+        message = refused(written)
+        assert message.startswith(f"command line: unknown key {written.partition('=')[0]}; accumulation is derived")
+        assert "batch.sequences / (batch.micro_sequences x data-parallel ranks)" in message
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("per_device_train_batch_size=8", "batch.micro_sequences"),
+        ("optim.learning_rate=1e-3", "it is optim.lr here"),
+        ("max_steps=10", "it is run.steps here"),
+        ("num_train_epochs=3", "set run.steps"),
+        ("bf16=true", "precision.compute"),
+        ("precision.fp16=true", "fp16 is not supported, because it needs loss scaling; set precision.compute=bf16"),
+        ("schedule.warmup_ratio=0.1", "set schedule.warmup_steps to the ratio x run.steps"),
+        ("optim.max_grad_norm=1.0", "it is optim.clip here"),
+        ("training.block_size=128", "it is data.sequence_length here"),
+        ("parallel.tensor_parallel_size=2", "tensor parallelism (parallel.tensor) is not built yet"),
+    ],
+)
+def test_a_name_of_another_tool_is_answered_wherever_it_is_written(written, answer):
+    assert answer in refused(written)
+
+
+def test_an_option_of_another_tool_is_answered_on_the_command_line(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--config", "configs/quickstart.yaml", "--learning_rate", "1e-3", "--gradient-accumulation-steps=4"])
+    said = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert "settings are given as key=value, e.g. optim.lr=1e-3" in said
+    assert "--learning_rate: it is optim.lr here" in said and "--gradient-accumulation-steps: accumulation is derived" in said
+
+
+def test_names_of_our_own_keep_their_nearest_name():
+    assert refused("optim.lrr=1") == "command line: unknown key optim.lrr; the nearest valid name is optim.lr"
+
+
+@pytest.mark.parametrize(
+    ("written", "advice"),
+    [
+        ("precision.compute=fp16", "expected one of fp32, bf16; fp16 is not supported, because it needs loss scaling"),
+        ("precision.compute=bfloat16", "bfloat16 is written bf16"),
+        ("parallel.strategy=hsdp", "HSDP is strategy fsdp with parallel.replicate and parallel.shard above 1"),
+        ("optim.name=adamw_torch", "AdamW is written adamw"),
+    ],
+)
+def test_a_value_of_another_tool_is_answered(written, advice):
+    assert advice in refused(written)

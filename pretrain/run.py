@@ -69,7 +69,7 @@ def tell_others(error: UserError) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from pretrain.config.load import load_config
-    from pretrain.config.show import to_yaml
+    from pretrain.config.written import to_yaml
 
     config, origins = load_config(arguments.config, arguments.overrides)
     try:

@@ -8,12 +8,12 @@ import math
 
 import numpy as np
 import pytest
+from benchmarks import loading, preparing
+from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
+from benchmarks.data import PARTS, measure
+from benchmarks.measure import ROOT, Options, Row, Turns, in_turns, table
 from running import tool
 
-from pretrain.bench import loading, preparation
-from pretrain.bench.data import PARTS, measure
-from pretrain.bench.generate import byte_tokenizer, link_shards, write_tokens
-from pretrain.bench.measure import ROOT, Options, Row, Turns, in_turns, table
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
 
@@ -65,7 +65,7 @@ def test_other_ids_than_the_librarys_are_an_error(tmp_path):
     data = PreparedData.open(prepared)
     texts = [tokenizer.decode(data.read(*span).tolist()) for span in [(0, 1)] * data.documents]
     with pytest.raises(DataError, match="document 1 has other ids"):
-        preparation._check_ids(tmp_path / "byte_tokenizer", preparation.Corpus(texts, tmp_path / "x"), prepared)
+        preparing._check_ids(tmp_path / "byte_tokenizer", preparing.Corpus(texts, tmp_path / "x"), prepared)
 
 
 def test_generated_shards_are_prepared_data(tmp_path):

@@ -5,10 +5,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
+TOOLS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TOOLS), str(TOOLS.parent)]  # a clone works without being installed
 
-from pretrain.bench.data import PARTS, measure  # noqa: E402
-from pretrain.bench.measure import Options, as_json, command, heading, machine, table  # noqa: E402
+from benchmarks.data import PARTS, measure  # noqa: E402
+from benchmarks.measure import Options, as_json, command, heading, machine, table  # noqa: E402
+
 from pretrain.command_line import run_tool  # noqa: E402
 
 

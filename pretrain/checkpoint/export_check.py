@@ -24,8 +24,8 @@ from typing import Any
 
 from pretrain.checkpoint.weight_plan import check_round_trip, plan_weights
 from pretrain.config.model_schema import Model
-from pretrain.config.recorded import build_section
 from pretrain.config.schema import Config
+from pretrain.config.written import build_section
 from pretrain.errors import UserError
 from pretrain.models.families import family_of
 

@@ -27,7 +27,7 @@ from pretrain.checkpoint.safetensors_file import ShardedWriter, Spec
 from pretrain.checkpoint.streamed import SavedTensors
 from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
 from pretrain.config.model_schema import Model
-from pretrain.config.recorded import build_section
+from pretrain.config.written import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
 from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer

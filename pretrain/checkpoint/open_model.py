@@ -15,7 +15,7 @@ from pretrain.checkpoint.hf_directory import HfDirectory, read_config
 from pretrain.checkpoint.hf_verify import build
 from pretrain.checkpoint.load import load_state, saved_tensors
 from pretrain.config.model_schema import Model
-from pretrain.config.recorded import build_section
+from pretrain.config.written import build_section
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, shown
 from pretrain.models.families import family_of_hf

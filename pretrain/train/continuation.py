@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pretrain.checkpoint.load import load_tensors, saved_names
 from pretrain.checkpoint.payload import first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
-from pretrain.config.show import to_yaml
+from pretrain.config.written import to_yaml
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError
 from pretrain.observe.metrics import duration

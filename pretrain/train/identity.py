@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.keys import leaves
-from pretrain.config.recorded import build_section
 from pretrain.config.schema import Config, Schedule
+from pretrain.config.written import build_section
 from pretrain.data.mixture import UNIT
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.optim.schedule import learning_rate

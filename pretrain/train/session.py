@@ -13,7 +13,7 @@ import torch
 
 from pretrain.checkpoint.export_check import start_export_check
 from pretrain.config.schema import Config
-from pretrain.config.show import to_yaml
+from pretrain.config.written import to_yaml
 from pretrain.data.training_data import verify_everywhere
 from pretrain.distributed import ranks as distributed
 from pretrain.distributed.agreement import machine_name, run_facts

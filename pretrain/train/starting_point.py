@@ -15,7 +15,7 @@ from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
 from pretrain.checkpoint.load import saved_names
 from pretrain.config.model_schema import Model
 from pretrain.config.read import read_file
-from pretrain.config.recorded import build_section
+from pretrain.config.written import build_section
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError

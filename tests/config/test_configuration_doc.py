@@ -7,11 +7,12 @@ import typing
 from pathlib import Path
 
 import pytest
+from documentation.configuration import configuration_page
 
 from pretrain.config.keys import AtResume
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
-from pretrain.config.show import to_markdown, to_yaml
+from pretrain.config.written import to_yaml
 from pretrain.parallel.layout import check_options
 from pretrain.train.resolve import resolve
 
@@ -33,13 +34,13 @@ def keys(kind: type, path: str) -> list[str]:
 
 
 def test_the_documentation_is_the_one_generated_from_the_schema():
-    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == to_markdown(), (
-        "run: python -m pretrain.config.show > docs/configuration.md"
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == configuration_page(), (
+        "run: python tools/make_docs.py"
     )
 
 
 def test_every_key_has_a_row_of_five_columns():
-    rows = [line for line in to_markdown().splitlines() if line.startswith("| `")]
+    rows = [line for line in configuration_page().splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == keys(Config, "")
     for row in rows:
         columns = [cell.strip() for cell in row.strip("|").split("|")]

@@ -13,7 +13,7 @@ from pretrain.config.data_schema import Data, Source
 from pretrain.config.load import load_config
 from pretrain.config.read import dump, origin_of
 from pretrain.config.schema import Config, Model, Run
-from pretrain.config.show import to_yaml
+from pretrain.config.written import to_yaml
 from pretrain.errors import ConfigError
 from pretrain.run import main
 

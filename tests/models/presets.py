@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from documentation import model_tables as show
 from family_cases import collected
 
 from pretrain.config.model_schema import Model
-from pretrain.models import show
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).resolve().parents[2] / "configs" / "models").glob("*.yaml"))}
 PUBLISHED = collected("PUBLISHED")

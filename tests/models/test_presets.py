@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from documentation import model_tables as show
 from presets import COUNTS, PRESETS, counted
 
 from pretrain.config.load import load_config
-from pretrain.config.show import to_yaml
-from pretrain.models import show
+from pretrain.config.written import to_yaml
 from pretrain.models.families import complete, family_of
 from pretrain.train.resolve import resolve
 
@@ -83,7 +83,7 @@ def test_a_preset_can_be_the_configuration_itself_with_everything_else_as_overri
 def test_the_tables_of_the_documentation_are_those_of_the_code():
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     tables = {"families": show.family_table(), "presets": show.preset_table({name: counted(name) for name in PRESETS})}
-    assert show.with_tables(page, tables) == page, "run: python -m pretrain.models.show docs/models.md configs/models"
+    assert show.with_tables(page, tables) == page, "run: python tools/make_docs.py"
 
 
 def test_a_page_without_a_place_for_a_table_is_refused():

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.recorded import from_recorded
 from pretrain.config.schema import Config
+from pretrain.config.written import from_recorded
 from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Samples
 from pretrain.data.sources import batch_schedule, check_data, open_sources, open_stream, source_name, with_prepared_text

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from running import tool, write_prepared
 
 from pretrain.config.load import load_config
-from pretrain.config.recorded import from_recorded
+from pretrain.config.written import from_recorded
 from pretrain.conventions import IGNORED
 from pretrain.data.inspection.coverage import measure_coverage
 from pretrain.data.inspection.history import History

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pretrain.bench import loading, ordering, preparation, training
-from pretrain.bench.measure import Options, Row
+from benchmarks import loading, ordering, preparing, steps
+from benchmarks.measure import Options, Row
 
 PARTS: dict[str, Callable[[Options], list[Row]]] = {
     "order": ordering.order,
@@ -13,9 +13,9 @@ PARTS: dict[str, Callable[[Options], list[Row]]] = {
     "shards": loading.shards,
     "start": loading.start,
     "packing": ordering.packing,
-    "preparation": preparation.preparation,
-    "wait": training.wait,
-    "inspect": training.inspect,
+    "preparation": preparing.preparation,
+    "wait": steps.wait,
+    "inspect": steps.inspect,
 }
 
 

@@ -1,4 +1,4 @@
-"""A configuration that a program wrote as JSON, read back. What people write is read by `load.py`, which checks far more."""
+"""A configuration as this program writes it: YAML that loads back, and JSON, which is read here. `load.py` reads what people write."""
 
 from __future__ import annotations
 
@@ -7,8 +7,36 @@ import typing
 from typing import Any
 
 from pretrain.config.keys import REMOVED
+from pretrain.config.read import Origin, dump, origin_of
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
+
+
+def to_yaml(config: Config, origins: dict[str, Origin] | None = None) -> str:
+    """The configuration as YAML that loads back; with `origins`, each value's origin as a comment."""
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(OmegaConf.structured(config))
+    if origins is None:
+        return dump(values) + "\n"
+    return "\n".join(_lines(values, "", origins, "")) + "\n"
+
+
+def _lines(values: dict[str, Any], path: str, origins: dict[str, Origin], indent: str) -> list[str]:
+    lines = []
+    for name, value in values.items():
+        full = f"{path}.{name}" if path else name
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}:", *_lines(value, full, origins, indent + "  ")]
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            lines.append(f"{indent}{name}:")
+            for i, item in enumerate(value):
+                first, *rest = _lines(item, f"{full}.{i}", origins, indent + "    ")
+                lines += [f"{indent}  - {first.lstrip()}", *rest]
+        else:
+            text = f"{indent}{name}: {dump(value, flow=True)}"
+            lines.append(f"{text:<48} # {origin_of(full, origins)}")
+    return lines
 
 
 def from_recorded(values: Any, place: str) -> Config:

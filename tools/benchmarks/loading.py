@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
+from benchmarks.measure import MILLION, TOOLS, Options, Row, environment, in_turns, rate_row, require, resident_bytes
 
 import pretrain
-from pretrain.bench.generate import byte_tokenizer, link_shards, write_tokens
-from pretrain.bench.measure import MILLION, Options, Row, environment, in_turns, rate_row, require, resident_bytes
 from pretrain.data.loader import Loader, SampleBatch
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
@@ -170,7 +170,8 @@ def start(options: Options) -> list[Row]:
     link_shards(write_tokens(options.work / "one_shard", byte_tokenizer(options.work), 1 << 20, 1 << 21), path, shards)
     begin, runs = time.monotonic(), []
     while len(runs) < options.turns or time.monotonic() - begin < options.seconds:
-        typed = [sys.executable, "-c", f"from pretrain.bench.loading import measure_start; measure_start({str(path)!r})"]
+        start = f"from benchmarks.loading import measure_start; measure_start({str(path)!r})"
+        typed = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TOOLS)!r}); {start}"]
         done = subprocess.run(typed, capture_output=True, text=True, check=True, env=environment())
         runs.append(json.loads(done.stdout))
     rows = []

@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from pretrain.bench.generate import byte_tokenizer, write_tokens
-from pretrain.bench.measure import ROOT, Options, Row, environment, require
+from benchmarks.corpora import byte_tokenizer, write_tokens
+from benchmarks.measure import ROOT, Options, Row, environment, require
+
 from pretrain.observe.metrics import read_metrics
 
 _THREADS = 2

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from benchmarks.corpora import document_lengths
+from benchmarks.measure import MILLION, Options, Row, in_turns, rate_row, require
 
-from pretrain.bench.generate import document_lengths
-from pretrain.bench.measure import MILLION, Options, Row, in_turns, rate_row, require
 from pretrain.data.order import ChunkedOrder, FullOrder, permute, round_keys, unpermute
 from pretrain.data.packing import GROUP, pack
 

@@ -1,14 +1,11 @@
 """The tables of docs/models.md, from the declarations of the families and the files of configs/models/.
 
-    python -m pretrain.models.show docs/models.md configs/models
-
 A table stands between the markers `<!-- NAME -->` and `<!-- /NAME -->`; the rest of the page is left alone.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +87,9 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and value < 1e-3 else str(value)
 
 
-def main() -> None:
-    page = Path(sys.argv[1])
-    models = {path.stem: read_preset(path) for path in Path(sys.argv[2]).glob("*.yaml")}
-    presets = {name: (model, published_parameters(model)) for name, model in models.items()}
-    tables = {"families": family_table(), "presets": preset_table(presets)}
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def model_page(page: Path, presets: Path) -> str:
+    """docs/models.md with its tables made anew; `presets`: configs/models."""
+    models = {path.stem: read_preset(path) for path in presets.glob("*.yaml")}
+    counted = {name: (model, published_parameters(model)) for name, model in models.items()}
+    tables = {"families": family_table(), "presets": preset_table(counted)}
+    return with_tables(page.read_text(encoding="utf-8"), tables)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.measure import MILLION, ROOT, Options, Row, Turns, environment, in_turns, rate_row, require
 
-from pretrain.bench.measure import MILLION, ROOT, Options, Row, Turns, environment, in_turns, rate_row, require
 from pretrain.data.preparation.prepare import prepare
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.engine import choose_engine

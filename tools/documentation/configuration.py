@@ -1,4 +1,4 @@
-"""The configuration as text: YAML that loads back, and docs/configuration.md."""
+"""docs/configuration.md, from the schema."""
 
 from __future__ import annotations
 
@@ -6,45 +6,18 @@ import dataclasses
 import typing
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from pretrain.config import foreign
 from pretrain.config.keys import AtResume, When, describe_when
 from pretrain.config.load import describe_type
-from pretrain.config.read import Origin, dump, origin_of
+from pretrain.config.read import dump
 from pretrain.config.schema import Config
 
 
-def to_yaml(config: Config, origins: dict[str, Origin] | None = None) -> str:
-    """The configuration as YAML that loads back; with `origins`, each value's origin as a comment."""
-    values = OmegaConf.to_container(OmegaConf.structured(config))
-    if origins is None:
-        return dump(values) + "\n"
-    return "\n".join(_lines(values, "", origins, "")) + "\n"
-
-
-def _lines(values: dict[str, Any], path: str, origins: dict[str, Origin], indent: str) -> list[str]:
-    lines = []
-    for name, value in values.items():
-        full = f"{path}.{name}" if path else name
-        if isinstance(value, dict):
-            lines += [f"{indent}{name}:", *_lines(value, full, origins, indent + "  ")]
-        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            lines.append(f"{indent}{name}:")
-            for i, item in enumerate(value):
-                first, *rest = _lines(item, f"{full}.{i}", origins, indent + "    ")
-                lines += [f"{indent}  - {first.lstrip()}", *rest]
-        else:
-            text = f"{indent}{name}: {dump(value, flow=True)}"
-            lines.append(f"{text:<48} # {origin_of(full, origins)}")
-    return lines
-
-
-def to_markdown() -> str:
+def configuration_page() -> str:
     """docs/configuration.md, from the schema."""
     parts = [
         "# Configuration",
-        "<!-- Generated: python -m pretrain.config.show > docs/configuration.md -->",
+        "<!-- Generated: python tools/make_docs.py -->",
         "A run is one YAML file and any number of `key=value` overrides on the command line. `include: other.yaml` (or a list) "
         "puts a file over others, relative to itself; lists are replaced, sections are merged. An unknown key, a wrong type, a "
         "value out of range or two values that cannot go together stop the run before anything is allocated, with one line "
@@ -99,7 +72,3 @@ def _range(limits: Any) -> str:
         return f", only {limits['only']} today"
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     return "".join(f", {sign} {limits[name]}" for name, sign in signs.items() if limits[name] is not None)
-
-
-if __name__ == "__main__":
-    print(to_markdown(), end="")

@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 from pretrain.errors import DataError
 
-ROOT = Path(__file__).resolve().parents[2]
+TOOLS = Path(__file__).resolve().parents[1]
+ROOT = TOOLS.parent
 MILLION = 1e6
 _VERSIONS = ("numpy", "torch", "tokenizers", "tiktoken", "sentencepiece", "datasets", "transformers")
 

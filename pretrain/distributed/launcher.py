@@ -97,8 +97,9 @@ def _check_started(config: Config, environ: MutableMapping[str, str]) -> None:
 
 
 def command_for(processes: int) -> str:
-    """The command that starts this run with so many processes on one host."""
-    arguments = " ".join(shlex.quote(a) for a in sys.argv[1:])
+    """The command that starts this run with so many processes on one host. What `--check --ranks N` was asked is no part of it."""
+    asked = " ".join(shlex.quote(a) for a in sys.argv[1:])
+    arguments = re.sub(r"(^| )--(check|ranks[ =]\d+)(?= |$)", "", asked).strip()
     return f"torchrun --nproc-per-node {processes} {sys.argv[0]} {arguments}".rstrip()
 
 

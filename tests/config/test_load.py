@@ -154,7 +154,7 @@ def test_a_character_that_no_text_may_have_is_refused(text):
     "override, legal",
     [
         ("parallel.strategy=both", "one of auto, single, ddp, fsdp"),
-        ("schedule.name=Cosine", "one of cosine, linear, constant, wsd, inverse_sqrt"),
+        ("data.packing=Padded", "one of concatenate, best_fit, padded"),
         ("precision.compute=16", "one of fp32, bf16"),
         ("precision.compute=null", "one of fp32, bf16"),
         ("optim.name=[adamw]", "one of adamw"),

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import typing
 from pathlib import Path
 
@@ -230,13 +231,21 @@ def test_another_model_is_named_by_what_was_typed(config_file, run):
     assert "copy the section `model` of" in line
 
 
-def test_check_assumes_as_many_processes_as_it_is_told(config_file, capsys):
+def test_check_assumes_as_many_processes_as_it_is_told(config_file, capsys, monkeypatch):
     arguments = ["--config", str(config_file), "batch.sequences=16", "batch.micro_sequences=2", "--check", "--ranks"]
     assert main([*arguments, "8", "parallel.strategy=fsdp"]) == 0
     assert "layout   fsdp 8 on 8 processes: 16 sequences = 8 ranks x 1 micro-steps x 2" in capsys.readouterr().out
     assert main([*arguments, "6", "parallel.strategy=ddp"]) == 2
     assert (
         "batch.sequences=16 is not divisible by batch.micro_sequences=2 times 6 data-parallel ranks" in capsys.readouterr().err
+    )
+    monkeypatch.setattr(sys, "argv", ["pretrain/run.py", *arguments, "8", "parallel={strategy: fsdp, shard: 4}"])
+    assert main([*arguments, "8", "parallel={strategy: fsdp, shard: 4, replicate: 1}"]) == 2
+    command = capsys.readouterr().err.partition("start them with: ")[2]
+    assert (
+        command.startswith("torchrun --nproc-per-node 4 pretrain/run.py --config ")
+        and "--ranks" not in command
+        and "--check" not in command
     )
     with pytest.raises(SystemExit):
         main(["--config", str(config_file), "--ranks", "8"])

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         files = inputs
         if dataset:
-            from pretrain.data.preparation.hub import dataset_files
+            from pretrain.data.preparation.inputs import dataset_files
 
             files = dataset_files(dataset, config, split)
         print(prepare(files, **arguments))

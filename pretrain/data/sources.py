@@ -52,8 +52,7 @@ def with_prepared_text(config: Config) -> Config:
 
 def _prepared_text(text: Text, cache: Path) -> Path:
     """The prepared directory of a text, named after all that decides its content. Processes that come together make it once."""
-    from pretrain.data.preparation.hub import dataset_files
-    from pretrain.data.preparation.inputs import find_inputs
+    from pretrain.data.preparation.inputs import dataset_files, find_inputs
     from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
     from pretrain.data.preparation.prepare import prepare
     from pretrain.data.tokenizers.tokenizer import identity_of, load_tokenizer

@@ -52,8 +52,7 @@ def with_prepared_text(config: Config) -> Config:
 
 def _prepared_text(text: Text, cache: Path) -> Path:
     """The prepared directory of a text, named after all that decides its content. Processes that come together make it once."""
-    from pretrain.data.preparation.hub import dataset_files
-    from pretrain.data.preparation.inputs import find_inputs
+    from pretrain.data.preparation.inputs import dataset_files, find_inputs
     from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
     from pretrain.data.preparation.prepare import prepare
     from pretrain.data.tokenizers.tokenizer import identity_of, load_tokenizer
@@ -66,7 +65,7 @@ def _prepared_text(text: Text, cache: Path) -> Path:
     plan = PreparationPlan.make(settings, identity_of(load_tokenizer(text.tokenizer)), inputs)
     path = cache / "text" / plan.sha256[:24]
     if not path.is_dir():  # complete once it is there: it is renamed into place
-        with _alone_on_host(path):
+        with _alone(path):
             if not path.is_dir():
                 log.info("data: preparing the text of data.text into %s; later starts find it there", path)
                 workers = os.cpu_count() or 1
@@ -76,7 +75,7 @@ def _prepared_text(text: Text, cache: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _alone_on_host(path: Path) -> Iterator[None]:
+def _alone(path: Path) -> Iterator[None]:
     """Hold the lock beside `path`. A process that has to wait for it says so."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +86,7 @@ def _alone_on_host(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("data: waiting for another process of this host, which prepares the text of data.text into %s", path)
+            log.info("data: waiting for another process, which prepares the text of data.text into %s", path)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -7,10 +7,9 @@ sections 3.1.4 and 3.3.4), for an encoder-decoder:
     source   Thank you <s0> me to your party <s1> week <eod>            the encoder reads it
     target   <s0> for inviting <s1> last <eod>                          the decoder is to write it
 
-A sample of L tokens always loses round(L x density) tokens in the same number of spans, so that all sources have one length and all
-targets another, and nothing is padded. It begins with a stretch that is kept and ends with one that is not. Which tokens those are is a
-pure function of the seed and the sample's position in the stream: of nothing that a layout or a restart could change, and other ones in
-every epoch.
+A sample of L tokens always loses round(L x density) tokens in the same number of spans. So all sources have one length, all targets
+another, and nothing is padded. A sample begins with a stretch that is kept and ends with one that is lost. Which tokens are lost is a
+pure function of the seed and the sample's position in the stream. No layout or restart changes it, and every epoch loses others.
 
 Without torch but for the tensors at the end, so that tools which look at data answer at once.
 """
@@ -38,8 +37,9 @@ class Objective(Protocol):
     """Samples in, inputs of a network out, as a pure function."""
 
     def inputs(self, tokens_BT: Tensor, targets_BT: Tensor, positions_B: np.ndarray) -> dict[str, Tensor]:
-        """The network's inputs by name, each with a row per sample, `targets_BT` among them. Given are the samples' tokens, for each the
-        one after it (or IGNORED), int64, and the samples' positions in the stream.
+        """The network's inputs by name, each with a row per sample, `targets_BT` among them.
+
+        `tokens_BT`: the samples' tokens, int64; `targets_BT`: the token after each, or IGNORED; `positions_B`: places in the stream.
         """
 
     def for_validation(self) -> Objective:
@@ -195,9 +195,11 @@ def added_tokens(first_sentinel: int, vocab_size: int) -> list[str]:
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """The objective of T5. `first_sentinel`: id of the sentinel of the first span, those of the others count down;
-    `end_id`: what ends sources and targets; `start_id`: what decoding starts from; `seed`: of the data's order, None for validation;
-    `dropout_seed`: of the masks of dropout, None for none.
+    """The objective of T5.
+
+    `first_sentinel`: id of the sentinel of the first span; those of the others count down. `end_id`: the token that ends sources and
+    targets. `start_id`: the token that decoding starts from. `seed`: that of the data's order; None in validation. `dropout_seed`: that of
+    the masks of dropout; None without dropout.
     """
 
     spans: Spans

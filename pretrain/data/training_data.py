@@ -135,8 +135,8 @@ class RanksOfRun(Protocol):
 def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksOfRun) -> bool:
     """Whether files were hashed. Raises DataError, on every rank alike, unless all ranks read the same data, as it was written.
 
-    `held`: what the run reads (`TrainingData.holdings`). With `full` every file is hashed. Ranks that see the same files, on shared storage or on one host, share the work; a copy on a
-    node's own disk is hashed by the ranks of that node, and so is the node's packing index.
+    `held`: what the run reads (`TrainingData.holdings`). With `full` every file is hashed. Ranks that see the same files, on shared
+    storage or on one host, share the work. A copy on a node's own disk, or its packing index, is hashed by the ranks of that node.
     """
     host = socket.gethostname()
     places = ranks.attempt(

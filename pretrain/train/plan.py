@@ -66,7 +66,7 @@ class Plan:
     def identity(self, samples: int) -> dict[str, Any]:
         """What makes a run this run after so many samples: a checkpoint that differs in any of these is another's.
 
-        Flat, JSON values. Of the data, only what has decided these samples.
+        Flat, JSON values. The data's part says only what has decided these samples.
         """
         identity = model_identity(dataclasses.asdict(self.config.model))
         identity["optim.name"] = self.config.optim.name
@@ -85,10 +85,8 @@ def check_without_data(given: Config, world_size: int, device: torch.device) -> 
     """Make every check of a plan that needs no data. Raises ConfigError or LaunchError."""
     config = resolve(given)
     model = config.model
-    sizes = {key: getattr(model, key) or STAND_IN_VOCABULARY for key in ("vocab_size", "source_vocab_size")}
-    model = dataclasses.replace(
-        model, **{key: size for key, size in sizes.items() if key == "vocab_size" or model.encoder_layers}
-    )
+    keys = ["vocab_size", "source_vocab_size"] if model.encoder_layers and not model.tie_source else ["vocab_size"]
+    model = dataclasses.replace(model, **{key: getattr(model, key) or STAND_IN_VOCABULARY for key in keys})
     _lay_out(given, dataclasses.replace(config, model=model), world_size, device)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pretrain.config.schema import Config
 from pretrain.conventions import IGNORED
-from pretrain.data.pairs.prepared import PreparedPairs
+from pretrain.data.pairs.prepared_pairs import PreparedPairs
 from pretrain.data.training_data import BatchLoader, TrainingData, ValidationData
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError

@@ -13,7 +13,7 @@ import torch
 
 from pretrain.data.mixture import Mixture, Stage
 from pretrain.data.packing import open_index
-from pretrain.data.pairs.prepared import PreparedPairs
+from pretrain.data.pairs.prepared_pairs import PreparedPairs
 from pretrain.data.samples import Packed, Windows
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter

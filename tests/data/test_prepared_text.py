@@ -81,7 +81,7 @@ def test_a_process_waits_for_the_one_that_prepares_and_says_so(tmp_path, byte_to
         found = []
         waiting = threading.Thread(target=lambda: found.append(with_prepared_text(own)))
         waiting.start()
-        while "waiting for another process of this host, which prepares the text" not in caplog.text:
+        while "waiting for another process, which prepares the text" not in caplog.text:
             time.sleep(0.01)
         (tmp_path / "finished").rename(path)
     waiting.join(30)

@@ -51,6 +51,7 @@ ABSENT = "data.sources=[{path: /nowhere}]"
         ("model.attention_backend=flex", "model.attention_backend=flex has no effect"),
         ("data.objective=span_corruption", "data.objective=span_corruption needs an encoder-decoder"),
         ("model.family=hf", "model.hf_config"),
+        ("batch.micro_sequences=3", "batch.sequences=16 is not divisible by batch.micro_sequences=3"),
     ],
 )
 def test_the_configuration_alone_is_refused_by_print_config_and_by_check_without_data(config_file, override, message):
@@ -63,11 +64,12 @@ def test_the_configuration_alone_is_refused_by_print_config_and_by_check_without
 def test_a_check_of_absent_data_says_what_else_is_wrong(pool, config_file):
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", ABSENT)
     assert code == 1 and printed.count("error: ") == 1 and "/nowhere" in printed
-    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", ABSENT, "batch.micro_sequences=3")
+    sharded = "parallel.strategy=single", "parallel.shard=2"
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", ABSENT, *sharded)
     first, second = printed.splitlines()
-    assert code == 2 and "/nowhere" in first and second.startswith("error: batch.sequences=16 is not divisible by")
-    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "data.sources=[]", "batch.micro_sequences=3")
-    assert code == 2 and "data.sources is empty" in printed and "batch.sequences=16 is not divisible by" in printed
+    assert code == 2 and "/nowhere" in first and second.startswith("error: parallel.strategy=single cannot shard")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "data.sources=[]", *sharded)
+    assert code == 2 and "data.sources is empty" in printed and "parallel.strategy=single cannot shard" in printed
 
 
 def test_an_empty_source_is_named(pool, config_file, tmp_path, byte_tokenizer):

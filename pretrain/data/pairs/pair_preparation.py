@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.pairs.prepared import write_pairs
+from pretrain.data.pairs.prepared_pairs import write_pairs
 from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.lines import Tally, lines_of
 from pretrain.data.shards.staging import refuse_url, staged_directory

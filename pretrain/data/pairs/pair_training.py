@@ -15,8 +15,7 @@ from pretrain.config.data_schema import ValidationSource
 from pretrain.config.schema import Config
 from pretrain.conventions import IGNORED, sample_keys
 from pretrain.data.loader import read_ahead
-from pretrain.data.pairs.pair_order import PairOrder, shares
-from pretrain.data.pairs.prepared import PreparedPairs
+from pretrain.data.pairs.prepared_pairs import PairOrder, PreparedPairs, shares
 from pretrain.data.shards.reader import Holding
 from pretrain.data.sources import cut_identity, open_each, validation_holdings
 from pretrain.data.stream import digest

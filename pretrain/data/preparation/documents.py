@@ -15,11 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.data.preparation.columns import WHOLE, column_batches, rows_before
+from pretrain.data.preparation.binary_inputs import (
+    WHOLE,
+    column_batches,
+    cut_at,
+    documents_before,
+    id_documents,
+    ids_of,
+    rows_before,
+)
 from pretrain.data.preparation.inputs import SIGNATURE_BYTES, InputFile, known_as
 from pretrain.data.preparation.lines import Tally, lines_before, lines_of, open_bytes, reading
 from pretrain.data.preparation.records import archive_texts, table_rows
-from pretrain.data.preparation.token_files import cut_at, documents_before, id_documents, ids_of
 from pretrain.errors import DataError
 
 TEXT_MODES = ("file", "line")

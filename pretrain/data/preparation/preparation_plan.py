@@ -19,11 +19,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pretrain.data.preparation.columns import WHOLE, column_parts
+from pretrain.data.preparation.binary_inputs import WHOLE, IdFile, check_ids_options, column_parts
 from pretrain.data.preparation.documents import TEXT_MODES, DocumentOptions
 from pretrain.data.preparation.encode import check_fim_rates
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.preparation.token_files import IdFile, check_ids_options
 from pretrain.data.remote.transfer import Remote
 from pretrain.data.shards.writer import SHARD_TOKENS
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity

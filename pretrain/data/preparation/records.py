@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from pretrain.data.preparation.columns import require_columns
+from pretrain.data.preparation.binary_inputs import require_columns
 from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.lines import Tally, open_bytes, reading
 from pretrain.errors import DataError

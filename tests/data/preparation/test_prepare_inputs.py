@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import tool
 
+from pretrain.data.preparation.binary_inputs import cut_at
 from pretrain.data.preparation.documents import DocumentOptions, Piece, PieceReader, read_documents
 from pretrain.data.preparation.inputs import InputFile, find_inputs
 from pretrain.data.preparation.lines import Tally
 from pretrain.data.preparation.preparation_plan import plan_units, unit_size
 from pretrain.data.preparation.prepare import merge, prepare
-from pretrain.data.preparation.token_files import cut_at
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer

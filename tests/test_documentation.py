@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from running import tool
 
 from pretrain.config.load import load_config
 from pretrain.config.read import Tree, apply_override
@@ -127,6 +128,10 @@ def test_every_command_for_developers_can_be_given(words):
         assert all((ROOT / target).exists() for target in arguments[2:] if not target.startswith("-"))
     elif arguments[0] == "-m":
         assert importlib.util.find_spec(arguments[1]) and all((ROOT / path).exists() for path in arguments[2:])
+    elif arguments[0].startswith("tools/"):
+        with pytest.raises(SystemExit) as ended:
+            tool(Path(arguments[0]).stem).main([*arguments[1:], "--help"])
+        assert ended.value.code == 0
     else:
         assert arguments[0] == "pretrain/run.py"
         assert main(arguments[1:]) == 0

@@ -19,7 +19,7 @@ from pretrain.config.written import build_section
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
-from pretrain.models.shape import smallest_section
+from pretrain.models.families import family_of
 from pretrain.train.identity import check_changes, check_model, differences, identity_changes, setting_changes
 from pretrain.train.plan import Plan, model_identity
 from pretrain.train.run_directory import RunDirectory
@@ -117,7 +117,7 @@ def _refuse_streamed_text(holder: Path, identity: dict[str, Any], remedy: str) -
 
 def _judge_weights(plan: Plan, source: Choice) -> None:
     own, theirs = plan.config.model, build_section(Model, source.state["model"])
-    telling = {f"model.{name}" for model in (own, theirs) for name in smallest_section(model)}
+    telling = {f"model.{name}" for model in (own, theirs) for name in family_of(model.family).smallest_section(model)}
     check_model(source.path, model_identity(source.state["model"]), model_identity(dataclasses.asdict(own)), telling)
     tokenizer = source.path / "tokenizer"
     if tokenizer.is_dir() and (difference := copy_difference(tokenizer, plan.data.tokenizer)):

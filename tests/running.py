@@ -23,7 +23,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from pretrain.checkpoint.load import saved_tensors
+from pretrain.checkpoint.restore import saved_tensors
 from pretrain.observe.metrics import read_metrics
 from pretrain.run import main
 

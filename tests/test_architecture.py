@@ -105,3 +105,16 @@ def test_no_file_imports_itself_by_way_of_others():
 )
 def test_circles_are_found(arrows, expected):
     assert circles(arrows) == expected
+
+
+def test_no_two_files_and_no_two_public_classes_have_one_name():
+    """A name that is found once is found at once."""
+    files = [path.name for path in FILES.values() if path.name != "__init__.py"]
+    classes = [
+        node.name
+        for path in FILES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert sorted({name for name in files if files.count(name) > 1}) == []
+    assert sorted({name for name in classes if classes.count(name) > 1}) == []

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.load import load_state
+from pretrain.checkpoint.restore import load_state
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.storage import exists

@@ -24,7 +24,7 @@ from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAM
 from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN
 from pretrain.errors import CheckpointError, ConfigError, DataError
 from pretrain.models.families import family_of_hf
-from pretrain.models.families.other_readers import WINDOWS, llama_cpp_problem
+from pretrain.models.families.declare.other_readers import WINDOWS, llama_cpp_problem
 from pretrain.models.shape import cycled, has_windows
 from pretrain.progress import ByteProgress
 from pretrain.storage import flush

@@ -17,7 +17,7 @@ from pretrain.checkpoint.weight_plan import least_numbers, plan_weights, refuse_
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, clipped
 from pretrain.models.families import family_of, family_of_hf
-from pretrain.models.families.weights import Entry
+from pretrain.models.families.declare.weights import Entry
 from pretrain.models.hf_config import LARGEST_CONFIG
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.hf_verify import Compared, check_expected, compare_logits, read_back
-from pretrain.checkpoint.load import load_state
+from pretrain.checkpoint.restore import load_state
 from pretrain.checkpoint.safetensors_file import ShardedWriter, Spec
 from pretrain.checkpoint.streamed import SavedTensors
 from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
@@ -34,8 +34,8 @@ from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError
 from pretrain.models.families import family_of
-from pretrain.models.families.other_readers import reader_notes
-from pretrain.models.families.weights import TRAINING_ONLY, Entry
+from pretrain.models.families.declare.other_readers import reader_notes
+from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry
 from pretrain.progress import ByteProgress
 from pretrain.storage import sha256_of
 

@@ -30,7 +30,7 @@ from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.models.families import family_of
-from pretrain.models.families.family import BALANCE, layers_with_experts
+from pretrain.models.families.declare.family import BALANCE, layers_with_experts
 from pretrain.progress import ByteProgress
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))

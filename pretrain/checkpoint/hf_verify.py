@@ -20,7 +20,7 @@ from pretrain.checkpoint.safetensors_file import Spec, raw_bytes
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, UserError
 from pretrain.models import build_network
-from pretrain.models.families.weights import TRAINING_ONLY
+from pretrain.models.families.declare.weights import TRAINING_ONLY
 from pretrain.models.hf_config import decoded, hf_window
 
 MOST_IN_FP64 = 10**9

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pretrain.checkpoint import files
 from pretrain.checkpoint.hf_directory import HfDirectory, read_config
 from pretrain.checkpoint.hf_verify import build
-from pretrain.checkpoint.load import load_state, saved_tensors
+from pretrain.checkpoint.restore import load_state, saved_tensors
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, HuggingFaceTokenizer, Tokenizer, load_tokenizer

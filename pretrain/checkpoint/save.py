@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.load import first_cause
+from pretrain.checkpoint.restore import first_cause
 from pretrain.checkpoint.safe_dcp import METADATA_FILE
 from pretrain.checkpoint.streamed import StreamingPlanner, StreamingWriter
 from pretrain.config.schema import Checkpoint

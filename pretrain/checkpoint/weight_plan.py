@@ -13,8 +13,8 @@ from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.models import build_network
 from pretrain.models.families import family_of
-from pretrain.models.families.family import INERT, Family
-from pretrain.models.families.weights import TRAINING_ONLY, Entry, Shape
+from pretrain.models.families.declare.family import INERT, Family
+from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry, Shape
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class Relative:
 
 
 @dataclass
-class Attention:
+class AttentionConfig:
     """What attention computes, apart from its sizes."""
 
     bias: list[Projection] | None = key(None, "Projections that have a bias; [] by default.")
@@ -240,7 +240,7 @@ class Latent:
 
 
 @dataclass
-class Mlp:
+class MlpConfig:
     """The feed-forward sublayer."""
 
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "silu_clamped"] | None = key(
@@ -252,7 +252,7 @@ class Mlp:
 
 
 @dataclass
-class Experts:
+class ExpertsConfig:
     """Mixture of experts in place of the MLP (arXiv 2101.03961). No expert has a capacity: no token is dropped."""
 
     count: int | None = key(None, "Routed experts of a layer; 0: none, every layer has an MLP.", ge=0, le=100_000)
@@ -466,10 +466,10 @@ class Model:
     norm: Norm = section(Norm)
     rope: Rope = section(Rope, when={"model.positions": ("rope",)})
     relative: Relative = section(Relative, when={"model.positions": ("relative",)})
-    attention: Attention = section(Attention)
+    attention: AttentionConfig = section(AttentionConfig)
     latent: Latent = section(Latent, when={"model.latent.kv_rank": Except(0)})
-    mlp: Mlp = section(Mlp)
-    experts: Experts = section(Experts, when={"model.experts.count": Except(0)})
+    mlp: MlpConfig = section(MlpConfig)
+    experts: ExpertsConfig = section(ExpertsConfig, when={"model.experts.count": Except(0)})
     attention_backend: Literal["auto", "sdpa", "flex"] = key(
         "auto",
         "What applies masks of documents and windows; changes speed and memory, not the result. `sdpa` is torch's "

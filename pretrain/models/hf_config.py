@@ -17,8 +17,8 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, clipped, shown
-from pretrain.models.families.family import INERT
-from pretrain.models.families.rope import ROPE_FIELDS
+from pretrain.models.families.declare.family import INERT
+from pretrain.models.families.declare.rope import ROPE_FIELDS
 from pretrain.models.shape import flat
 from pretrain.storage import unrepeated
 

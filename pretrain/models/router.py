@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pretrain.config.model_schema import Experts, Model
+from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.errors import ConfigError
 
 
@@ -78,7 +78,7 @@ def report(
     scores_BTE: Tensor,
     chosen_BTK: Tensor,
     counted_BT: Tensor,
-    config: Experts,
+    config: ExpertsConfig,
     shares_E: Tensor | None = None,
 ) -> RouterReport:
     """Auxiliary losses and loads, over the counted positions, n of a sequence. The losses are those of a position, times n.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pretrain.checkpoint.load import load_tensors, saved_names
 from pretrain.checkpoint.payload import first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
+from pretrain.checkpoint.restore import load_tensors, saved_names
 from pretrain.checkpoint.save import save_checkpoint
 from pretrain.config.written import to_yaml
 from pretrain.distributed.ranks import Ranks

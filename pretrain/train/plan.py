@@ -21,7 +21,7 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.shape import check_encoder, resolved_switches
 from pretrain.observe.flops import flops_per_token
-from pretrain.observe.translation import require_sacrebleu
+from pretrain.observe.translation_scores import require_sacrebleu
 from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.resolve import needs_masks, resolve, usual_values
 
@@ -150,8 +150,11 @@ def model_size(config: Config) -> int:
 
 def model_identity(model: dict[str, Any]) -> dict[str, Any]:
     """What of a model section makes its tensors these tensors, flat. The longest sequence does where each position has a vector."""
-    if model["hf_config"] is not None:  # it says all the rest
-        return {"model.family": model["family"], **{f"model.hf_config.{k}": v for k, v in flatten(json.loads(model["hf_config"])).items()}}
+    if model.get("hf_config") is not None:  # it says all the rest
+        return {
+            "model.family": model["family"],
+            **{f"model.hf_config.{k}": v for k, v in flatten(json.loads(model["hf_config"])).items()},
+        }
     free = NO_IDENTITY - {"max_sequence_length"} if model["positions"] == "learned" else NO_IDENTITY
     return {f"model.{name}": value for name, value in flatten(model).items() if name not in free}
 

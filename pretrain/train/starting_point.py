@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
-from pretrain.checkpoint.load import saved_names
+from pretrain.checkpoint.restore import saved_names
 from pretrain.config.model_schema import Model
 from pretrain.config.read import read_file
 from pretrain.config.written import build_section

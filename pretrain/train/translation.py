@@ -20,7 +20,7 @@ from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
 from pretrain.models.shape import start_token
 from pretrain.models.translate import Search, translate
-from pretrain.observe.translation import Scores, score
+from pretrain.observe.translation_scores import Scores, score
 from pretrain.train.stop import StopPoll
 
 log = logging.getLogger(__name__)

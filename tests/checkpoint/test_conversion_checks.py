@@ -15,18 +15,18 @@ from running import tool
 from pretrain.checkpoint import hf_verify
 from pretrain.checkpoint.hf_export import RECORD, export
 from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.load import load_state
 from pretrain.checkpoint.open_model import open_model, read_checkpoint
+from pretrain.checkpoint.restore import load_state
 from pretrain.config.keys import check_effects
 from pretrain.config.load import load_config
-from pretrain.config.model_schema import Attention, Experts, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Model, Rope
 from pretrain.config.schema import Config
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.models import decoder, rotary
 from pretrain.models.families import complete, families, family_of
 from pretrain.models.shape import flat, resolved_switches
 
-MOE = dataclasses.replace(SMALL, family="qwen3_moe", experts=Experts(count=4, active=2, ffn_dim=22, dense_layers=[0]))
+MOE = dataclasses.replace(SMALL, family="qwen3_moe", experts=ExpertsConfig(count=4, active=2, ffn_dim=22, dense_layers=[0]))
 
 
 def test_experts_of_any_width_are_compared(byte_tokenizer, tmp_path):
@@ -35,7 +35,7 @@ def test_experts_of_any_width_are_compared(byte_tokenizer, tmp_path):
     assert import_model(tmp_path / "out", tmp_path / "imported", verify=True).compared.difference <= 1e-5
 
 
-WINDOWED = dataclasses.replace(SMALL, family="mistral", attention=Attention(window=80), max_sequence_length=512)
+WINDOWED = dataclasses.replace(SMALL, family="mistral", attention=AttentionConfig(window=80), max_sequence_length=512)
 DYNAMIC = dataclasses.replace(SMALL, rope=Rope(scaling="dynamic", factor=4.0), max_sequence_length=70)
 
 
@@ -182,7 +182,7 @@ def test_large_logits_of_a_right_model_are_no_false_alarm(tmp_path, monkeypatch)
 # ---- models that transformers cannot run -------------------------------------------------------------------------------
 
 GEMMA3 = Model(family="gemma3", dim=32, layers=2, heads=2, ffn_dim=48, vocab_size=61, max_sequence_length=64)
-GLM = dataclasses.replace(MOE, family="glm4_moe", vocab_size=61, attention=Attention())
+GLM = dataclasses.replace(MOE, family="glm4_moe", vocab_size=61, attention=AttentionConfig())
 
 
 @pytest.mark.parametrize(

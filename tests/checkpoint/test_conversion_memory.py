@@ -18,7 +18,7 @@ from pretrain.checkpoint import streamed
 from pretrain.checkpoint.hf_directory import HfDirectory
 from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.hf_import import ALONE, import_model
-from pretrain.checkpoint.load import saved_tensors
+from pretrain.checkpoint.restore import saved_tensors
 from pretrain.checkpoint.safetensors_file import SafetensorsFile
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.checkpoint.streamed import SavedTensors, on_meta

@@ -11,7 +11,7 @@ import torch
 from running import run_main, tool, train
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.load import load_tensors, saved_tensors
+from pretrain.checkpoint.restore import load_tensors, saved_tensors
 from pretrain.checkpoint.safe_dcp import read_metadata
 from pretrain.config.schema import Checkpoint
 from pretrain.errors import CheckpointError

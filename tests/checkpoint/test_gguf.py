@@ -12,7 +12,7 @@ from running import tool
 
 from pretrain.checkpoint.gguf import CONVERTER, plan_gguf, to_gguf
 from pretrain.checkpoint.hf_export import export
-from pretrain.config.model_schema import Attention, Mlp, Model
+from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError
@@ -154,25 +154,25 @@ def test_fields_that_transformers_5_drops_reach_the_converter(tokenizers, llama_
 
 def test_which_layers_have_a_window_is_written(tokenizers, llama_cpp, tmp_path):
     model = dataclasses.replace(
-        SMALL, family="gemma2", layers=3, attention=Attention(window=8, window_pattern=[False, True, True])
+        SMALL, family="gemma2", layers=3, attention=AttentionConfig(window=8, window_pattern=[False, True, True])
     )
     exported(tmp_path, tokenizers["bpe"], model)
     assert converted(tmp_path, llama_cpp)["stand-in.attention.sliding_window_pattern"] == [False, True, True]
     [note] = plan_gguf(tmp_path / "hf", "x").notes
     assert "in a field that older llama.cpp ignores" in note
-    usual = dataclasses.replace(model, attention=Attention(window=8))
+    usual = dataclasses.replace(model, attention=AttentionConfig(window=8))
     export(write(tmp_path / "other", tokenizers["bpe"], usual), tmp_path / "usual")
     assert plan_gguf(tmp_path / "usual", "x").notes == []
 
 
 def test_a_window_as_wide_as_the_context_is_none(tokenizers, llama_cpp, tmp_path):
     """StarCoder2, whose window is wider than a small model's context, ended in a KeyError."""
-    model = dataclasses.replace(SMALL, family="starcoder2", attention=Attention(window=4096))
+    model = dataclasses.replace(SMALL, family="starcoder2", attention=AttentionConfig(window=4096))
     exported(tmp_path, tokenizers["bpe"], model)
     plan = plan_gguf(tmp_path / "hf", "x")
     assert (plan.problem, plan.notes, plan.task["windows"]) == (None, [], None)
     export(
-        write(tmp_path / "other", tokenizers["bpe"], dataclasses.replace(model, attention=Attention(window=8))),
+        write(tmp_path / "other", tokenizers["bpe"], dataclasses.replace(model, attention=AttentionConfig(window=8))),
         tmp_path / "narrow",
     )
     assert "model.attention.window=8 is not what llama.cpp computes" in plan_gguf(tmp_path / "narrow", "x").problem
@@ -180,7 +180,7 @@ def test_a_window_as_wide_as_the_context_is_none(tokenizers, llama_cpp, tmp_path
 
 def test_what_llama_cpp_computes_otherwise_is_refused_unless_that_is_meant(tokenizers, llama_cpp, tmp_path):
     """CL-1k: a sliding window of Mistral, which the converter drops without a word."""
-    exported(tmp_path, tokenizers["bpe"], dataclasses.replace(SMALL, family="mistral", attention=Attention(window=8)))
+    exported(tmp_path, tokenizers["bpe"], dataclasses.replace(SMALL, family="mistral", attention=AttentionConfig(window=8)))
     with pytest.raises(
         ConfigError, match="model.attention.window=8 is ignored by llama.cpp.*; --inexact converts it all the same"
     ):
@@ -271,7 +271,7 @@ def test_every_switch_of_a_family_that_is_named_for_llama_cpp_exists():
     from pretrain.models.families import families
     from pretrain.models.shape import flat
 
-    names = flat(complete(Model(dim=32, layers=2, heads=4, vocab_size=61, mlp=Mlp()), 64)).keys()
+    names = flat(complete(Model(dim=32, layers=2, heads=4, vocab_size=61, mlp=MlpConfig()), 64)).keys()
     for family in families():
         assert set(family.llama_cpp or ()) <= set(names), family.name
     assert family_of("llama").llama_cpp is not None

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.open_model import open_model, read_hf
-from pretrain.config.model_schema import Attention
+from pretrain.config.model_schema import AttentionConfig
 from pretrain.models.generate import generate
 
 
@@ -190,7 +190,7 @@ def test_generation_without_a_prompt_starts_where_a_document_does(run, tmp_path,
 
 def test_what_other_programs_compute_otherwise_is_said_and_recorded(byte_tokenizer, tmp_path):
     """CL-1k: llama.cpp has no sliding window for Mistral, and its converter drops it without a word; to-hf says so."""
-    model = dataclasses.replace(SMALL, family="mistral", attention=Attention(window=8))
+    model = dataclasses.replace(SMALL, family="mistral", attention=AttentionConfig(window=8))
     done = export(write(tmp_path / "checkpoint", byte_tokenizer, model), tmp_path / "out")
     assert done.notes == ["model.attention.window=8 is ignored by llama.cpp, which computes model.family=mistral with 0"]
     assert json.loads((tmp_path / "out" / "pretrain_export.json").read_text())["notes"] == done.notes

@@ -17,8 +17,8 @@ from running import run_main, run_main_with, tool, train
 from pretrain.checkpoint import streamed
 from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.load import saved_tensors
 from pretrain.checkpoint.open_model import read_hf
+from pretrain.checkpoint.restore import saved_tensors
 
 LAYOUTS = {
     "single": (1,),

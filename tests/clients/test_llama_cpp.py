@@ -18,10 +18,10 @@ from running import tool
 from pretrain.checkpoint import gguf
 from pretrain.checkpoint.gguf import plan_gguf
 from pretrain.checkpoint.open_model import open_model
-from pretrain.config.model_schema import Attention, Experts, Latent, Mlp, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Latent, MlpConfig, Model, Rope
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.models.families import complete, family_of
-from pretrain.models.families.other_readers import llama_cpp_problem
+from pretrain.models.families.declare.other_readers import llama_cpp_problem
 from pretrain.models.generate import generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -34,10 +34,10 @@ WIDE = {"dim": 128, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 64, "ffn
 YARN = {"scaling": "yarn", "factor": 8.0, "original_length": 32}
 LLAMA3 = {"scaling": "llama3", "factor": 8.0, "original_length": 32, "low_frequency": 1.0, "high_frequency": 4.0}
 LINEAR = {"scaling": "linear", "factor": 4.0}
-SPARSE = Experts(count=4, active=2)
+SPARSE = ExpertsConfig(count=4, active=2)
 MLA = {"head_dim": None, "kv_heads": None, "latent": Latent(kv_rank=12, query_rank=20, rope_dim=64, plain_dim=10, value_dim=6)}
-MLA |= {"experts": Experts(count=8, active=3, ffn_dim=20, dense_layers=[0], groups=4, active_groups=2, scale=2.5)}
-NO_WINDOW = Attention(window=0)
+MLA |= {"experts": ExpertsConfig(count=8, active=3, ffn_dim=20, dense_layers=[0], groups=4, active_groups=2, scale=2.5)}
+NO_WINDOW = AttentionConfig(window=0)
 
 
 def wide(family: str, **switches) -> Model:
@@ -55,7 +55,7 @@ SCALED = [
     *(wide(family, rope=Rope(**scaling)) for family in ("qwen2", "qwen3") for scaling in (YARN, LINEAR)),
     *(wide(family, rope=Rope(**YARN)) for family in ("smollm3", "olmo2", "olmo3", "gemma3")),
     *(wide(family, rope=Rope(**LINEAR)) for family in ("olmo2", "gemma3")),
-    wide("qwen3_moe", rope=Rope(**YARN), experts=Experts(count=4, active=2, normalise=True)),
+    wide("qwen3_moe", rope=Rope(**YARN), experts=ExpertsConfig(count=4, active=2, normalise=True)),
     *(wide("gpt_oss", rope=Rope(**YARN, truncate=flag), experts=SPARSE) for flag in (True, False)),
     wide("gpt_oss", experts=SPARSE),
     *(wide(family, rope=Rope(**scaling)) for family in ("granite", "glm4", "ernie4_5") for scaling in (YARN, LINEAR)),
@@ -63,13 +63,18 @@ SCALED = [
     *(wide("olmoe", kv_heads=2, rope=Rope(**scaling), experts=SPARSE) for scaling in (YARN, LINEAR)),
     *(wide("minimax_m2", rope=Rope(**scaling), experts=SPARSE) for scaling in (YARN, LINEAR)),
     *(wide("glm4_moe", rope=Rope(**scaling), experts=replace(SPARSE, ffn_dim=48, shared=1)) for scaling in (YARN, LINEAR)),
-    wide("granite", attention=Attention(bias=["query", "key", "value", "output"]), tie_embeddings=False),
+    wide("granite", attention=AttentionConfig(bias=["query", "key", "value", "output"]), tie_embeddings=False),
     wide("starcoder2", attention=NO_WINDOW, tie_embeddings=False),
     wide("ernie4_5", tie_embeddings=False),
     wide("phi3", rope=Rope(fraction=0.75), tie_embeddings=True),
     wide("gpt_neox", rope=Rope(fraction=0.5), kv_heads=2),
     wide("deepseek_v3", rope=Rope(**YARN, mscale=0.7, mscale_all_dim=0.7), **MLA),
-    wide("llama", mlp=Mlp(bias=True), attention=Attention(bias=["query", "key", "value", "output"]), tie_embeddings=True),
+    wide(
+        "llama",
+        mlp=MlpConfig(bias=True),
+        attention=AttentionConfig(bias=["query", "key", "value", "output"]),
+        tie_embeddings=True,
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ from parity import ALL, FAMILIES, cases
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
 from pretrain.models.families import family_of
-from pretrain.models.families.other_readers import reader_notes
+from pretrain.models.families.declare.other_readers import reader_notes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 READER = Path(__file__).with_name("read_with_transformers.py")

@@ -11,7 +11,7 @@ from family_cases import FAMILIES
 from pretrain.config.model_schema import Model
 from pretrain.models import build_network
 from pretrain.models.families import complete, family_of
-from pretrain.models.families.weights import resolve
+from pretrain.models.families.declare.weights import resolve
 from pretrain.models.shape import with_values
 
 LONGEST = 64

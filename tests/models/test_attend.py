@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.config.model_schema import Attention, Model
+from pretrain.config.model_schema import AttentionConfig, Model
 from pretrain.models.attend import attend
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
@@ -66,7 +66,7 @@ def test_attention_is_what_its_definition_says(backend, length, window, soft_cap
 @pytest.mark.parametrize("window", [3, 130])
 def test_a_token_outside_every_window_changes_no_logit(window):
     """With 2 layers the last position sees no further back than twice the window."""
-    attention = Attention(window=window)
+    attention = AttentionConfig(window=window)
     model = Decoder(complete(Model(dim=32, layers=2, heads=2, vocab_size=50, attention=attention), 300))
     torch.manual_seed(0)
     for parameter in model.parameters():

@@ -19,8 +19,8 @@ from test_t5 import config_json
 from pretrain.checkpoint.weight_plan import plan_weights
 from pretrain.errors import ConfigError, UserError
 from pretrain.models.families import families, family_of, family_of_hf
-from pretrain.models.families.common import projections
-from pretrain.models.families.family import Field
+from pretrain.models.families.declare.common import projections
+from pretrain.models.families.declare.family import Field
 from pretrain.models.shape import flat, with_values
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pretrain.checkpoint.hf_import import ALONE
-from pretrain.config.model_schema import Experts as ExpertsConfig
-from pretrain.config.model_schema import Mlp as MlpConfig
-from pretrain.config.model_schema import Model
+from pretrain.config.model_schema import ExpertsConfig, MlpConfig, Model
 from pretrain.config.schema import Optim
 from pretrain.conventions import IGNORED
 from pretrain.distributed.mesh import Mesh

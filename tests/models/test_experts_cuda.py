@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretrain.config.model_schema import Experts as ExpertsConfig
-from pretrain.config.model_schema import Latent, Model
+from pretrain.config.model_schema import ExpertsConfig, Latent, Model
 from pretrain.models import build_network
 from pretrain.models import experts as experts_module
 from pretrain.models.experts import Experts, dispatch

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint.open_model import read_hf
 from pretrain.errors import CheckpointError
 from pretrain.models.families import family_of
-from pretrain.models.families.weights import resolve
+from pretrain.models.families.declare.weights import resolve
 
 # Names on the hub, of the first layer that has experts.
 ON_THE_HUB = {

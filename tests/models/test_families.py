@@ -19,7 +19,7 @@ from pretrain.models import build_network
 from pretrain.models.cache import Cache
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import families, family_of, family_of_hf
-from pretrain.models.families.weights import resolve
+from pretrain.models.families.declare.weights import resolve
 from pretrain.models.shape import with_values
 from pretrain.observe.flops import flops_per_token
 

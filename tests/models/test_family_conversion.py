@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from pretrain.checkpoint.hf_export import RECORD, export
 from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.load import saved_tensors
 from pretrain.checkpoint.open_model import read_checkpoint
+from pretrain.checkpoint.restore import saved_tensors
 
 
 def tensors_of(directory) -> dict[str, torch.Tensor]:

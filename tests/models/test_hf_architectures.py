@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.load import saved_tensors
+from pretrain.checkpoint.restore import saved_tensors
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.models import build_network

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain.config.model_schema import Attention, Latent, Model, Norm, Rope
+from pretrain.config.model_schema import AttentionConfig, Latent, Model, Norm, Rope
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.cache import Cache
@@ -95,8 +95,8 @@ def test_the_narrower_of_key_and_value_decides_whether_flex_can_run():
         ({"latent": Latent(kv_rank=8, plain_dim=4, value_dim=4), "head_dim": 4}, "model.latent.rope_dim=0"),
         ({"kv_heads": 1}, "model.kv_heads=1 with latent attention"),
         ({"head_dim": 8}, "model.head_dim=8 with latent attention"),
-        ({"attention": Attention(bias=["query"])}, "model.attention.bias="),
-        ({"attention": Attention(sinks=True)}, "model.attention.sinks=True"),
+        ({"attention": AttentionConfig(bias=["query"])}, "model.attention.bias="),
+        ({"attention": AttentionConfig(sinks=True)}, "model.attention.sinks=True"),
         ({"norm": Norm(qk="head")}, "model.norm.qk=head"),
         ({"rope": Rope(fraction=0.5)}, "model.rope.fraction=0.5"),
         ({"latent": Latent(kv_rank=8, rope_dim=3, plain_dim=4, value_dim=4)}, "model.latent.rope_dim=3 must be even"),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from presets import PRESETS, preset
 
 from pretrain.config.keys import check_effects
-from pretrain.config.model_schema import Attention, Experts, Mlp, Model, Norm, Rope
+from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, MlpConfig, Model, Norm, Rope
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, families, family_of
@@ -32,7 +32,7 @@ def test_a_complete_model_is_completed_to_itself(name):
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_the_pattern_of_a_family_fits_any_depth(family, layers):
-    experts = Experts(count=4, active=2) if family in WITH_EXPERTS else Experts()
+    experts = ExpertsConfig(count=4, active=2) if family in WITH_EXPERTS else ExpertsConfig()
     model = complete(Model(family=family, layers=layers, **SIZES, experts=experts))
     deep = complete(Model(family=family, layers=60, **SIZES, experts=experts))
     specs, deeper = layer_specs(model), layer_specs(deep)[:layers]
@@ -42,18 +42,18 @@ def test_the_pattern_of_a_family_fits_any_depth(family, layers):
 @given(flags=st.lists(st.booleans(), min_size=1, max_size=6), window=st.sampled_from([0, 8]), layers=st.integers(6, 13))
 @settings(deadline=None)
 def test_a_pattern_is_written_in_one_way_and_means_the_same(flags, window, layers):
-    written = Attention(window=window, window_pattern=flags)
+    written = AttentionConfig(window=window, window_pattern=flags)
     model = complete(Model(family="custom", layers=layers, **SIZES, attention=written, rope=Rope(pattern=flags)))
     repeated = [flags[i % len(flags)] for i in range(layers)]
     assert [spec.rope for spec in layer_specs(model)] == repeated
     assert [spec.window for spec in layer_specs(model)] == [window if flag else 0 for flag in repeated]
-    spelled_out = Attention(window=window, window_pattern=repeated)
+    spelled_out = AttentionConfig(window=window, window_pattern=repeated)
     assert complete(Model(family="custom", layers=layers, **SIZES, attention=spelled_out, rope=Rope(pattern=repeated))) == model
 
 
 def test_a_pattern_of_more_layers_than_there_are_is_refused():
     with pytest.raises(ConfigError, match=r"model.attention.window_pattern has 3 entries for model.layers=2; give 1 to 2"):
-        complete(Model(layers=2, **SIZES, attention=Attention(window=8, window_pattern=[True, False, True])))
+        complete(Model(layers=2, **SIZES, attention=AttentionConfig(window=8, window_pattern=[True, False, True])))
     with pytest.raises(ConfigError, match=r"model.rope.pattern has 0 entries for model.layers=2"):
         complete(Model(layers=2, **SIZES, rope=Rope(pattern=[])))
 
@@ -62,23 +62,28 @@ def test_a_pattern_of_more_layers_than_there_are_is_refused():
     ("model", "message"),
     [
         (
-            Model(family="mistral", **SIZES, attention=Attention(window=8, window_pattern=[True, False])),
+            Model(family="mistral", **SIZES, attention=AttentionConfig(window=8, window_pattern=[True, False])),
             r"model.attention.window_pattern=\[True, False\] is not what model.family=mistral computes",
         ),
         (
-            Model(family="mistral", **SIZES, attention=Attention(window=8), rope=Rope(scaling="linear", scale_local=False)),
+            Model(
+                family="mistral", **SIZES, attention=AttentionConfig(window=8), rope=Rope(scaling="linear", scale_local=False)
+            ),
             "model.rope.scale_local=false: model.family=mistral scales every layer",
         ),
         (Model(family="mistral", **SIZES, rope=Rope(local_theta=5.0)), "model.family=mistral has one base"),
-        (Model(family="llama", **SIZES, attention=Attention(window=8)), "model.attention.window=8 is not what"),
+        (Model(family="llama", **SIZES, attention=AttentionConfig(window=8)), "model.attention.window=8 is not what"),
         (
-            Model(family="qwen2", **SIZES, attention=Attention(bias=[])),
+            Model(family="qwen2", **SIZES, attention=AttentionConfig(bias=[])),
             r"model.attention.bias=\[\] is not what model.family=qwen2",
         ),
         (Model(family="qwen2", **SIZES, head_dim=16), "model.head_dim=16 is not model.dim / model.heads"),
         (Model(family="phi3", **SIZES, rope=Rope(scaling="yarn")), "rope.scaling=yarn is not one that phi3"),
-        (Model(family="gemma2", **SIZES, attention=Attention(query_scalar=1.5)), "query_scalar=1.5 is no whole number"),
-        (Model(family="gemma3", **SIZES, attention=Attention(soft_cap=50.0)), "model.attention.soft_cap=50.0 is not what"),
+        (Model(family="gemma2", **SIZES, attention=AttentionConfig(query_scalar=1.5)), "query_scalar=1.5 is no whole number"),
+        (
+            Model(family="gemma3", **SIZES, attention=AttentionConfig(soft_cap=50.0)),
+            "model.attention.soft_cap=50.0 is not what",
+        ),
         (Model(family="gemma3", **SIZES, embedding_multiplier=1.0), "model.embedding_multiplier=1.0 is not what"),
         (Model(family="olmo3", **SIZES, rope=Rope(fraction=0.5)), "model.rope.fraction=0.5"),
     ],
@@ -92,8 +97,8 @@ def test_what_transformers_has_no_name_for_is_refused(model, message):
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "olmo2", "gpt_oss", "qwen3_moe", "starcoder2", "ernie4_5"])
 @pytest.mark.parametrize("bias", [["query"], ["query", "key", "value"], ["query", "query"]])
 def test_biases_that_a_family_has_only_together_are_refused_in_part(family, bias):
-    experts = Experts(count=4, active=2) if family in WITH_EXPERTS else Experts()
-    model = complete(Model(family=family, layers=2, **SIZES, attention=Attention(bias=bias), experts=experts))
+    experts = ExpertsConfig(count=4, active=2) if family in WITH_EXPERTS else ExpertsConfig()
+    model = complete(Model(family=family, layers=2, **SIZES, attention=AttentionConfig(bias=bias), experts=experts))
     with pytest.raises(ConfigError, match="has biases in all of query, key, value, output or in none"):
         family_of(family).to_hf(model)
 
@@ -105,7 +110,10 @@ def test_biases_that_a_family_has_only_together_are_refused_in_part(family, bias
             Model(family="custom", parallel_residual=True, norm=Norm(placement="post"), **SIZES),
             "there is no sum of one sublayer to norm",
         ),
-        (Model(family="custom", mlp=Mlp(activation="silu_clamped", gated=False), **SIZES), "silu_clamped is of a gated MLP"),
+        (
+            Model(family="custom", mlp=MlpConfig(activation="silu_clamped", gated=False), **SIZES),
+            "silu_clamped is of a gated MLP",
+        ),
         (
             Model(family="custom", rope=Rope(scaling="dynamic", factor=2.0), head_dim=2, **SIZES),
             "at least 4 rotated components",

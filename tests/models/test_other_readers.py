@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from pretrain.config.model_schema import Attention, Experts, Mlp, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, MlpConfig, Model, Rope
 from pretrain.models.families import complete, families, family_of
-from pretrain.models.families.other_readers import llama_cpp_problem, reader_notes
+from pretrain.models.families.declare.other_readers import llama_cpp_problem, reader_notes
 from pretrain.models.shape import flat, with_values
 
 SIZES = {"dim": 64, "layers": 4, "heads": 4, "ffn_dim": 256, "vocab_size": 61}
-SPARSE = Experts(count=4, active=2)
+SPARSE = ExpertsConfig(count=4, active=2)
 
 
 def made(family: str, longest: int = 64, **switches) -> Model:
@@ -62,12 +62,12 @@ def test_olmo2_names_its_scaling_as_transformers_4_insists():
 
 def test_a_pattern_of_windows_that_vllm_ignores_is_said():
     """CL-4b: vLLM gives gpt-oss a window in every other layer, whatever layer_types says."""
-    usual = made("gpt_oss", experts=SPARSE, attention=Attention(window=8))
-    other = made("gpt_oss", experts=SPARSE, attention=Attention(window=8, window_pattern=[False, True]))
+    usual = made("gpt_oss", experts=SPARSE, attention=AttentionConfig(window=8))
+    other = made("gpt_oss", experts=SPARSE, attention=AttentionConfig(window=8, window_pattern=[False, True]))
     assert reader_notes(family_of("gpt_oss"), usual) == []
     [note] = reader_notes(family_of("gpt_oss"), other)
     assert note.startswith("vLLM 0.33 gives a window to every other layer from the first")
-    some = made("qwen2", attention=Attention(window=8, window_pattern=[False, False, True, True]))
+    some = made("qwen2", attention=AttentionConfig(window=8, window_pattern=[False, False, True, True]))
     assert any(
         note.startswith("vLLM 0.33 refuses a sliding window in some layers") for note in reader_notes(family_of("qwen2"), some)
     )
@@ -77,9 +77,9 @@ def test_a_pattern_of_windows_that_vllm_ignores_is_said():
     "model, note",
     [
         (made("olmo2", rope=Rope(scaling="yarn", factor=4.0)), "transformers 4 does not load model.rope.scaling=yarn of OLMo 2"),
-        (made("olmo3", attention=Attention(window=8), rope=Rope(local_theta=100.0)), "model.rope.local_theta=100.0 is ignored by transformers 4"),
+        (made("olmo3", attention=AttentionConfig(window=8), rope=Rope(local_theta=100.0)), "model.rope.local_theta=100.0 is ignored by transformers 4"),
         (
-            made("olmo3", attention=Attention(window=8), rope=Rope(scaling="yarn", factor=4.0, scale_local=True)),
+            made("olmo3", attention=AttentionConfig(window=8), rope=Rope(scaling="yarn", factor=4.0, scale_local=True)),
             "model.rope.scale_local=true is ignored by transformers 4",
         ),
     ],
@@ -100,33 +100,33 @@ def test_what_transformers_4_cannot_read_is_said(model, note):
 def test_a_family_as_it_comes_is_one_that_llama_cpp_computes(family):
     sparse = {"experts": SPARSE} if family.name in ("mixtral", "gpt_oss", "glm4_moe", "olmoe", "minimax_m2") else {}
     if family.name == "qwen3_moe":
-        sparse = {"experts": Experts(count=4, active=2, normalise=True)}
+        sparse = {"experts": ExpertsConfig(count=4, active=2, normalise=True)}
     if family.name == "deepseek_v3":
         from pretrain.config.model_schema import Latent
 
         latent = Latent(kv_rank=12, query_rank=20, rope_dim=4, plain_dim=10, value_dim=6)
-        sparse = {"latent": latent, "experts": Experts(count=8, active=3, ffn_dim=20, scale=2.5)}
+        sparse = {"latent": latent, "experts": ExpertsConfig(count=8, active=3, ffn_dim=20, scale=2.5)}
     assert llama_cpp_problem(family, made(family.name, **sparse)) is None
 
 
 @pytest.mark.parametrize(
     "model, key",
     [
-        (made("mistral", attention=Attention(window=8)), "attention.window=8"),
-        (made("phi3", attention=Attention(window=8)), "attention.window=8"),
-        (made("qwen2", attention=Attention(window=8)), "attention.window=8"),
+        (made("mistral", attention=AttentionConfig(window=8)), "attention.window=8"),
+        (made("phi3", attention=AttentionConfig(window=8)), "attention.window=8"),
+        (made("qwen2", attention=AttentionConfig(window=8)), "attention.window=8"),
         (made("llama", rope=Rope(scaling="dynamic", factor=2.0)), "rope.scaling=dynamic"),
         (made("llama", rope=Rope(scaling="yarn", factor=2.0, truncate=False)), "rope.truncate=False"),
         (made("llama", rope=Rope(scaling="yarn", factor=2.0, attention_factor=1.2)), "rope.attention_factor=1.2"),
         (made("gpt2", ffn_dim=72), "ffn_dim=72"),
         (made("gpt_neox", rope=Rope(theta=500.0)), "rope.theta=500.0"),
         (made("gemma2", tie_embeddings=False), "tie_embeddings=False"),
-        (made("gemma3", attention=Attention(query_scalar=9.0)), "attention.query_scalar=9.0"),
+        (made("gemma3", attention=AttentionConfig(query_scalar=9.0)), "attention.query_scalar=9.0"),
         (made("smollm3", rope=Rope(pattern=[True])), "rope.pattern="),
-        (made("qwen3_moe", experts=Experts(count=4, active=2, normalise=False)), "experts.normalise=False"),
+        (made("qwen3_moe", experts=ExpertsConfig(count=4, active=2, normalise=False)), "experts.normalise=False"),
         (made("granite", head_dim=32), "head_dim=32"),
-        (made("starcoder2", attention=Attention(window=8)), "attention.window=8"),
-        (made("starcoder2", mlp=Mlp(activation="gelu")), "mlp.activation=gelu"),
+        (made("starcoder2", attention=AttentionConfig(window=8)), "attention.window=8"),
+        (made("starcoder2", mlp=MlpConfig(activation="gelu")), "mlp.activation=gelu"),
         (made("olmoe", kv_heads=2, experts=SPARSE), "kv_heads=2"),
         (made("minimax_m2", tie_embeddings=True, experts=SPARSE), "tie_embeddings=True"),
         (made("glm4", rope=Rope(scaling="llama3", factor=2.0)), "rope.scaling=llama3"),

@@ -12,10 +12,10 @@ from family_cases.phi3 import phi3
 from family_cases.qwen2 import qwen2
 from presets import PUBLISHED, preset
 
-from pretrain.config.model_schema import Attention, Model
+from pretrain.config.model_schema import AttentionConfig, Model
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, families, family_of, family_of_hf
-from pretrain.models.families.family import REQUIRED
+from pretrain.models.families.declare.family import REQUIRED
 from pretrain.models.shape import with_values
 
 every_file = pytest.mark.parametrize("name", PUBLISHED)
@@ -194,7 +194,7 @@ def test_partial_rotation_of_phi_is_written_where_older_readers_look():
 )
 def test_gemma_says_to_readers_without_layer_types_what_one_number_can_say(layers, window, pattern, expected):
     sizes = {"dim": 32, "layers": layers, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}
-    model = complete(Model(family="gemma3", **sizes, attention=Attention(window=window, window_pattern=pattern)))
+    model = complete(Model(family="gemma3", **sizes, attention=AttentionConfig(window=window, window_pattern=pattern)))
     written = family_of("gemma3").to_hf(model)
     assert written.get("sliding_window_pattern") == expected
     if expected:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from pretrain.config.model_schema import Attention, Experts, Model
+from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Model
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.models.loss import Losses
@@ -17,8 +17,11 @@ SIZES = {"dim": 32, "layers": 4, "heads": 4, "vocab_size": 61}
 MODELS = {
     "plain": {},
     "tied, learned positions": {"family": "gpt2"},
-    "windows on some layers": {"family": "custom", "attention": Attention(window=8, window_pattern=[True, False, True, True])},
-    "experts": {"family": "custom", "experts": Experts(count=4, active=2, balance_loss=0.1, dense_layers=[0])},
+    "windows on some layers": {
+        "family": "custom",
+        "attention": AttentionConfig(window=8, window_pattern=[True, False, True, True]),
+    },
+    "experts": {"family": "custom", "experts": ExpertsConfig(count=4, active=2, balance_loss=0.1, dense_layers=[0])},
     "a token further ahead": {"family": "custom", "predict_ahead": 1},
     "a token further ahead, learned positions": {"family": "custom", "predict_ahead": 1, "positions": "learned"},
 }

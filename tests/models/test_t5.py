@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.checkpoint.hf_export import export
 from pretrain.checkpoint.hf_import import import_model
 from pretrain.checkpoint.open_model import read_checkpoint
-from pretrain.config.model_schema import Attention, Mlp, Model, Norm, Relative, Rope
+from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model, Norm, Relative, Rope
 from pretrain.conventions import IGNORED
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.models import build_network
 from pretrain.models.encoder_decoder import DecodingCache
 from pretrain.models.families import complete, family_of, family_of_hf
-from pretrain.models.families.weights import resolve
+from pretrain.models.families.declare.weights import resolve
 from pretrain.models.relative import buckets_of
 from pretrain.models.shape import flat, with_values
 from pretrain.models.translate import Search
@@ -29,13 +29,13 @@ from pretrain.models.translate import translate as decode
 from pretrain.observe.flops import flops_per_token
 
 SMALL = Model(family="t5", dim=32, layers=2, heads=4, vocab_size=61)
-V11 = {"tie_embeddings": False, "mlp": Mlp(activation="gelu_tanh", gated=True)}
+V11 = {"tie_embeddings": False, "mlp": MlpConfig(activation="gelu_tanh", gated=True)}
 CASES = {
     "version 1.0": SMALL,
     "version 1.1": dataclasses.replace(SMALL, **V11),
-    "a gated MLP, tied": dataclasses.replace(SMALL, mlp=Mlp(activation="gelu_tanh", gated=True)),
-    "gated by silu": dataclasses.replace(SMALL, mlp=Mlp(activation="silu", gated=True), tie_embeddings=False),
-    "exact gelu": dataclasses.replace(SMALL, mlp=Mlp(activation="gelu")),
+    "a gated MLP, tied": dataclasses.replace(SMALL, mlp=MlpConfig(activation="gelu_tanh", gated=True)),
+    "gated by silu": dataclasses.replace(SMALL, mlp=MlpConfig(activation="silu", gated=True), tie_embeddings=False),
+    "exact gelu": dataclasses.replace(SMALL, mlp=MlpConfig(activation="gelu")),
     "more encoder": dataclasses.replace(SMALL, encoder_layers=3, layers=1),
     "more decoder": dataclasses.replace(SMALL, encoder_layers=1, layers=3, **V11),
     "wide heads": dataclasses.replace(SMALL, head_dim=24, ffn_dim=40),
@@ -226,11 +226,14 @@ def test_initial_weights_have_the_spread_of_transformers():
     "model, problem",
     [
         (
-            dataclasses.replace(SMALL, attention=Attention(bias=["query"])),
+            dataclasses.replace(SMALL, attention=AttentionConfig(bias=["query"])),
             "model.attention.bias=['query'] is not what model.family=t5 computes",
         ),
         (dataclasses.replace(SMALL, norm=Norm(kind="layer")), "model.norm.kind=layer is not what model.family=t5 computes"),
-        (dataclasses.replace(SMALL, mlp=Mlp(activation="gelu", gated=True)), "has no exact one that is gated; use gelu_tanh"),
+        (
+            dataclasses.replace(SMALL, mlp=MlpConfig(activation="gelu", gated=True)),
+            "has no exact one that is gated; use gelu_tanh",
+        ),
         (dataclasses.replace(SMALL, positions="sinusoidal"), "model.positions=sinusoidal is not what model.family=t5 computes"),
         (dataclasses.replace(SMALL, tie_source=False), "model.tie_source=False is not what model.family=t5 computes"),
         (dataclasses.replace(SMALL, logit_multiplier=1.0), "model.logit_multiplier=1.0 is not what model.family=t5 computes"),

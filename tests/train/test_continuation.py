@@ -15,7 +15,7 @@ from running import (
     train,
 )
 
-from pretrain.checkpoint.load import saved_names
+from pretrain.checkpoint.restore import saved_names
 from pretrain.observe.metrics import read_metrics
 
 

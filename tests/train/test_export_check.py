@@ -20,7 +20,7 @@ from pretrain.checkpoint.weight_plan import plan_weights
 from pretrain.config.schema import Model
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.models.families import complete, family_of, llama
-from pretrain.models.families.weights import entry
+from pretrain.models.families.declare.weights import entry
 
 ROOT = Path(__file__).resolve().parents[2]
 ON = "checkpoint.export_check=true"

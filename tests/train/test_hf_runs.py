@@ -14,7 +14,7 @@ from hf_configs import write_config
 from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train
 
 from pretrain.checkpoint.files import complete_checkpoints
-from pretrain.checkpoint.load import saved_tensors
+from pretrain.checkpoint.restore import saved_tensors
 from pretrain.config.load import load_config
 
 GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6

@@ -15,7 +15,7 @@ import pytest
 import torch
 from running import run_main
 
-from pretrain.checkpoint.load import saved_tensors
+from pretrain.checkpoint.restore import saved_tensors
 from pretrain.config.keys import AtResume, leaves
 from pretrain.config.load import load_config
 from pretrain.config.read import read_file

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from pretrain.config.model_schema import FamilyName, Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.family import Family
+from pretrain.models.families.declare.family import Family
 
 
 def family_of(name: str) -> Family:

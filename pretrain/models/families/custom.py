@@ -1,7 +1,7 @@
 """Any combination of the switches. Hugging Face transformers has no name for it, so there is no export."""
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families.family import Family
+from pretrain.models.families.declare.family import Family
 
 
 def _refuse(model: Model) -> str:

@@ -4,8 +4,9 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.common import ENDS, LAYER, MLP, PRE_NORMS, THEIRS, eps, sizes, tied
-from pretrain.models.families.experts import (
+from pretrain.models.families.declare.common import ENDS, LAYER, MLP, PRE_NORMS, THEIRS, eps, sizes, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.mixtures import (
     CORRECTED,
     CORRECTION,
     ROUTING,
@@ -16,9 +17,8 @@ from pretrain.models.families.experts import (
     refuse_uncorrected,
     stacked,
 )
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import scalings, switches
-from pretrain.models.families.weights import entry
+from pretrain.models.families.declare.other_readers import scalings, switches
+from pretrain.models.families.declare.weights import entry
 
 
 def _refuse(model: Model) -> str | None:

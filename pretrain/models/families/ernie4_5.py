@@ -1,8 +1,8 @@
 """ERNIE 4.5, the dense models (https://huggingface.co/baidu/ERNIE-4.5-0.3B-PT): Llama that rotates neighbouring components."""
 
-from pretrain.models.families.common import WEIGHTS, biases, eps, sizes, tied
-from pretrain.models.families.family import Family
-from pretrain.models.families.other_readers import scalings, switches
+from pretrain.models.families.declare.common import WEIGHTS, biases, eps, sizes, tied
+from pretrain.models.families.declare.family import Family
+from pretrain.models.families.declare.other_readers import scalings, switches
 
 ERNIE4_5 = Family(
     name="ernie4_5",

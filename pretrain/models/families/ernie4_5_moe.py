@@ -4,10 +4,10 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.common import LAYER, THEIRS, WEIGHTS, eps, sizes, tied
-from pretrain.models.families.experts import SHARED, TRAINING, stacked
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.weights import ONE_ROW, entry
+from pretrain.models.families.declare.common import LAYER, THEIRS, WEIGHTS, eps, sizes, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.mixtures import SHARED, TRAINING, stacked
+from pretrain.models.families.declare.weights import ONE_ROW, entry
 
 
 def _stretch(model: Model) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """Gemma 2 (arXiv 2408.00118): norms around the sublayers, soft-caps, a sliding window in every other layer, scaled embeddings."""
 
-from pretrain.models.families.common import (
+from pretrain.models.families.declare.common import (
     GEMMA,
     GEMMA_CONSTANTS,
     WEIGHTS_SANDWICH,
@@ -12,9 +12,9 @@ from pretrain.models.families.common import (
     sizes,
     tied,
 )
-from pretrain.models.families.family import Family
-from pretrain.models.families.other_readers import WINDOWS, gemma_scores
-from pretrain.models.families.windows import windows
+from pretrain.models.families.declare.family import Family
+from pretrain.models.families.declare.other_readers import WINDOWS, gemma_scores
+from pretrain.models.families.declare.windows import windows
 
 GEMMA2 = Family(
     name="gemma2",

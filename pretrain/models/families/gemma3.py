@@ -2,7 +2,7 @@
 with a sliding window, and another rotation in those."""
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families.common import (
+from pretrain.models.families.declare.common import (
     GEMMA,
     GEMMA_CONSTANTS,
     WEIGHTS_SANDWICH,
@@ -14,9 +14,9 @@ from pretrain.models.families.common import (
     sizes,
     tied,
 )
-from pretrain.models.families.family import Family
-from pretrain.models.families.other_readers import WINDOWS, gemma_scores, scalings, switches
-from pretrain.models.families.windows import whole, windows
+from pretrain.models.families.declare.family import Family
+from pretrain.models.families.declare.other_readers import WINDOWS, gemma_scores, scalings, switches
+from pretrain.models.families.declare.windows import whole, windows
 from pretrain.models.shape import has_windows
 
 _interval = whole("sliding_window_pattern", 6)

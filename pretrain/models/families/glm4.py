@@ -1,9 +1,9 @@
 """GLM-4-0414 and GLM-Z1 (arXiv 2406.12793): norms around both sublayers, half of a head rotated, gate and up in one matrix."""
 
-from pretrain.models.families.common import ATTENTION, ENDS, LAYER, MLP, THEIRS, eps, norms, projections, sizes, tied
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import scalings, switches
-from pretrain.models.families.weights import CONCATENATED, entry
+from pretrain.models.families.declare.common import ATTENTION, ENDS, LAYER, MLP, THEIRS, eps, norms, projections, sizes, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.other_readers import scalings, switches
+from pretrain.models.families.declare.weights import CONCATENATED, entry
 
 GLM4 = Family(
     name="glm4",

@@ -4,8 +4,9 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.common import WEIGHTS, eps, projections, sizes, tied
-from pretrain.models.families.experts import (
+from pretrain.models.families.declare.common import WEIGHTS, eps, projections, sizes, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.mixtures import (
     CORRECTED,
     CORRECTION,
     ROUTING,
@@ -16,8 +17,7 @@ from pretrain.models.families.experts import (
     refuse_uncorrected,
     stacked,
 )
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import scalings, switches
+from pretrain.models.families.declare.other_readers import scalings, switches
 
 
 def _has_norms(qk: str, model: Model) -> bool:

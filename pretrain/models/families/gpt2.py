@@ -1,9 +1,9 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm, projections written as [in, out] with queries, keys and values fused."""
 
-from pretrain.models.families.common import GPT_BLOCK, activation, buffers, eps, refuse_uneven_heads, tied
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import anything
-from pretrain.models.families.weights import CONCATENATED, CONCATENATED_TRANSPOSED, SAME, TRANSPOSED, entry
+from pretrain.models.families.declare.common import GPT_BLOCK, activation, buffers, eps, refuse_uneven_heads, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.other_readers import anything
+from pretrain.models.families.declare.weights import CONCATENATED, CONCATENATED_TRANSPOSED, SAME, TRANSPOSED, entry
 
 _OURS, _THEIRS = "layers.{layer}", "transformer.h.{layer}"
 _ALL = ("query", "key", "value", "output")

@@ -4,10 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.common import GPT_BLOCK, SIZES, activation, buffers, eps, projections, refuse_uneven_heads, tied
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import one_of, switches
-from pretrain.models.families.weights import FUSED_PER_HEAD, entry
+from pretrain.models.families.declare.common import (
+    GPT_BLOCK,
+    SIZES,
+    activation,
+    buffers,
+    eps,
+    projections,
+    refuse_uneven_heads,
+    tied,
+)
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.other_readers import one_of, switches
+from pretrain.models.families.declare.weights import FUSED_PER_HEAD, entry
 
 _OURS, _THEIRS = "layers.{layer}", "gpt_neox.layers.{layer}"
 _ALL = ("query", "key", "value", "output")

@@ -1,7 +1,7 @@
 """gpt-oss 20b and 120b (arXiv 2508.10925): attention sinks, windows in every other layer, experts with biases."""
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families.common import (
+from pretrain.models.families.declare.common import (
     ATTENTION,
     ENDS,
     LAYER,
@@ -12,11 +12,11 @@ from pretrain.models.families.common import (
     sizes,
     tied,
 )
-from pretrain.models.families.experts import TRAINING, needs_experts
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import WINDOWS, scalings, switches
-from pretrain.models.families.weights import INTERLEAVED, INTERLEAVED_TRANSPOSED, TRANSPOSED, entry
-from pretrain.models.families.windows import windows
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.mixtures import TRAINING, needs_experts
+from pretrain.models.families.declare.other_readers import WINDOWS, scalings, switches
+from pretrain.models.families.declare.weights import INTERLEAVED, INTERLEAVED_TRANSPOSED, TRANSPOSED, entry
+from pretrain.models.families.declare.windows import windows
 from pretrain.models.shape import has_windows
 
 EXPERTS = f"{LAYER}.mlp.experts"

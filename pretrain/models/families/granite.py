@@ -1,8 +1,8 @@
 """Granite 3 (https://huggingface.co/ibm-granite, trained as in arXiv 2408.13359): Llama with four factors."""
 
-from pretrain.models.families.common import SIZES, WEIGHTS, attention_bias, eps, power, refuse_uneven_heads, tied
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import scalings, switches, whole_heads
+from pretrain.models.families.declare.common import SIZES, WEIGHTS, attention_bias, eps, power, refuse_uneven_heads, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.other_readers import scalings, switches, whole_heads
 
 GRANITE = Family(
     name="granite",

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pretrain.config.model_schema import Model
 from pretrain.models import build_network
-from pretrain.models.families.family import Family
-from pretrain.models.families.weights import SAME, Entry, Shape
+from pretrain.models.families.declare.family import Family
+from pretrain.models.families.declare.weights import SAME, Entry, Shape
 from pretrain.models.hf_config import complete_hf
 
 _OTHERS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
@@ -68,7 +68,7 @@ class _Own(Family):
 
 
 class _OnDisk:
-    """The layout (`weights.Layout`) of one tensor that transformers itself takes apart when it saves."""
+    """The layout (`TensorLayout`) of one tensor that transformers itself takes apart when it saves."""
 
     def __init__(self, model: Any, name: str) -> None:
         self.model, self.name = model, name
@@ -95,6 +95,4 @@ class _OnDisk:
         return [whole]
 
 
-HF = _Own(
-    name="hf", model_type="", architecture="", fields=(), weights=(), rope=None, masks=False, packages=("transformers",)
-)
+HF = _Own(name="hf", model_type="", architecture="", fields=(), weights=(), rope=None, masks=False, packages=("transformers",))

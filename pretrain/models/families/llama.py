@@ -1,8 +1,8 @@
 """Llama 2, 3 and 3.x (arXiv 2307.09288, 2407.21783)."""
 
-from pretrain.models.families.common import SIZES, WEIGHTS, attention_bias, buffers, eps, refuse_uneven_heads, tied
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import AS_LLAMA
+from pretrain.models.families.declare.common import SIZES, WEIGHTS, attention_bias, buffers, eps, refuse_uneven_heads, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.other_readers import AS_LLAMA
 
 LLAMA = Family(
     name="llama",

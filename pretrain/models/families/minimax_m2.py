@@ -3,11 +3,11 @@
 from typing import Any
 
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.common import ATTENTION, ENDS, LAYER, PRE_NORMS, THEIRS, eps, sizes, tied
-from pretrain.models.families.experts import CORRECTED, TRAINING, needs_experts, stacked
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import scalings, switches
-from pretrain.models.families.weights import entry
+from pretrain.models.families.declare.common import ATTENTION, ENDS, LAYER, PRE_NORMS, THEIRS, eps, sizes, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.mixtures import CORRECTED, TRAINING, needs_experts, stacked
+from pretrain.models.families.declare.other_readers import scalings, switches
+from pretrain.models.families.declare.weights import entry
 
 
 def _fraction(width: Any, config: dict[str, Any]) -> Any:

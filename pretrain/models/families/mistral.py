@@ -1,9 +1,9 @@
 """Mistral 7B (arXiv 2310.06825): Llama with a sliding window in every layer, or none (from v0.2 on)."""
 
-from pretrain.models.families.common import WEIGHTS, eps, sizes, tied
-from pretrain.models.families.family import Family
-from pretrain.models.families.other_readers import AS_LLAMA
-from pretrain.models.families.windows import windows
+from pretrain.models.families.declare.common import WEIGHTS, eps, sizes, tied
+from pretrain.models.families.declare.family import Family
+from pretrain.models.families.declare.other_readers import AS_LLAMA
+from pretrain.models.families.declare.windows import windows
 
 MISTRAL = Family(
     name="mistral",

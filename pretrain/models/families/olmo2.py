@@ -3,9 +3,9 @@
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families.common import SIZES, WEIGHTS_REORDERED, attention_bias, eps, head_width, tied
-from pretrain.models.families.family import Family
-from pretrain.models.families.other_readers import scalings
+from pretrain.models.families.declare.common import SIZES, WEIGHTS_REORDERED, attention_bias, eps, head_width, tied
+from pretrain.models.families.declare.family import Family
+from pretrain.models.families.declare.other_readers import scalings
 
 
 def _scaling(model: Model) -> dict[str, Any] | None:

@@ -1,10 +1,10 @@
 """OLMo 3 (2025): OLMo 2 with a sliding window in three layers of four; frequencies are scaled in the others only."""
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families.common import SIZES, WEIGHTS_REORDERED, attention_bias, eps, head_width, tied
-from pretrain.models.families.family import Family
-from pretrain.models.families.other_readers import WINDOWS, scalings
-from pretrain.models.families.windows import windows
+from pretrain.models.families.declare.common import SIZES, WEIGHTS_REORDERED, attention_bias, eps, head_width, tied
+from pretrain.models.families.declare.family import Family
+from pretrain.models.families.declare.other_readers import WINDOWS, scalings
+from pretrain.models.families.declare.windows import windows
 
 
 def _elsewhere(model: Model) -> list[str]:

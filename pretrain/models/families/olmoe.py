@@ -1,10 +1,10 @@
 """OLMoE 1B-7B (arXiv 2409.02060): a mixture of experts in every layer, RMSNorm over all queries and all keys."""
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families.common import WEIGHTS, attention_bias, eps, head_width, sizes, tied
-from pretrain.models.families.experts import TRAINING, needs_experts, stacked
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import scalings, switches
+from pretrain.models.families.declare.common import WEIGHTS, attention_bias, eps, head_width, sizes, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.mixtures import TRAINING, needs_experts, stacked
+from pretrain.models.families.declare.other_readers import scalings, switches
 
 
 def _refuse(model: Model) -> str | None:

@@ -4,10 +4,10 @@ The versions for 128k tokens scale each frequency by a factor of its own (LongRo
 """
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families.common import FUSED, WEIGHTS, eps, head_width, sizes, tied
-from pretrain.models.families.family import Family
-from pretrain.models.families.other_readers import switches
-from pretrain.models.families.windows import windows
+from pretrain.models.families.declare.common import FUSED, WEIGHTS, eps, head_width, sizes, tied
+from pretrain.models.families.declare.family import Family
+from pretrain.models.families.declare.other_readers import switches
+from pretrain.models.families.declare.windows import windows
 
 
 def _refuse(model: Model) -> str | None:

@@ -1,9 +1,9 @@
 """Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): biases of queries, keys and values."""
 
-from pretrain.models.families.common import WEIGHTS, eps, head_width, sizes, tied
-from pretrain.models.families.family import Family
-from pretrain.models.families.other_readers import scalings, switches
-from pretrain.models.families.windows import SUFFIX_WINDOWS, mixed_windows, suffix_windows
+from pretrain.models.families.declare.common import WEIGHTS, eps, head_width, sizes, tied
+from pretrain.models.families.declare.family import Family
+from pretrain.models.families.declare.other_readers import scalings, switches
+from pretrain.models.families.declare.windows import SUFFIX_WINDOWS, mixed_windows, suffix_windows
 
 QWEN2 = Family(
     name="qwen2",

@@ -1,9 +1,9 @@
 """Qwen3 (arXiv 2505.09388): RMSNorm of queries and keys per head, heads of 128 whatever the width, no biases."""
 
-from pretrain.models.families.common import WEIGHTS, attention_bias, eps, sizes, tied
-from pretrain.models.families.family import Family
-from pretrain.models.families.other_readers import scalings, switches
-from pretrain.models.families.windows import SUFFIX_WINDOWS, mixed_windows, suffix_windows
+from pretrain.models.families.declare.common import WEIGHTS, attention_bias, eps, sizes, tied
+from pretrain.models.families.declare.family import Family
+from pretrain.models.families.declare.other_readers import scalings, switches
+from pretrain.models.families.declare.windows import SUFFIX_WINDOWS, mixed_windows, suffix_windows
 
 QWEN3 = Family(
     name="qwen3",

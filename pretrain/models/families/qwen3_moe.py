@@ -3,10 +3,10 @@
 from typing import Any
 
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.common import WEIGHTS, eps, projections, sizes, tied
-from pretrain.models.families.experts import TRAINING, needs_experts, stacked
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import one_of, scalings, switches
+from pretrain.models.families.declare.common import WEIGHTS, eps, projections, sizes, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.mixtures import TRAINING, needs_experts, stacked
+from pretrain.models.families.declare.other_readers import one_of, scalings, switches
 
 
 def _dense_layers(value: Any, config: dict[str, Any]) -> Any:

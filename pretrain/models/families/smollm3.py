@@ -3,10 +3,10 @@
 from typing import Any
 
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.common import WEIGHTS, attention_bias, eps, head_width, sizes, tied
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import scalings, switches
-from pretrain.models.families.windows import whole, windows
+from pretrain.models.families.declare.common import WEIGHTS, attention_bias, eps, head_width, sizes, tied
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.other_readers import scalings, switches
+from pretrain.models.families.declare.windows import whole, windows
 from pretrain.models.shape import cycled
 
 _interval = whole("no_rope_layer_interval", 4)

@@ -1,6 +1,6 @@
 """StarCoder2 (arXiv 2402.19173): Llama's attention with LayerNorm, a plain MLP, biases everywhere and a sliding window."""
 
-from pretrain.models.families.common import (
+from pretrain.models.families.declare.common import (
     ATTENTION,
     ENDS,
     LAYER,
@@ -12,9 +12,9 @@ from pretrain.models.families.common import (
     sizes,
     tied,
 )
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.other_readers import scalings, switches
-from pretrain.models.families.weights import entry
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.other_readers import scalings, switches
+from pretrain.models.families.declare.weights import entry
 
 _MODULES = {
     "norm": "model.norm",

@@ -4,9 +4,9 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.common import activation
-from pretrain.models.families.family import Family, Field
-from pretrain.models.families.weights import Entry, entry
+from pretrain.models.families.declare.common import activation
+from pretrain.models.families.declare.family import Family, Field
+from pretrain.models.families.declare.weights import Entry, entry
 
 _ACTIVATION = activation("feed_forward_proj", "gelu_new")
 

@@ -1,7 +1,7 @@
 """The original Transformer (Vaswani et al., arXiv 1706.03762): an encoder and a decoder. It has no Hugging Face export."""
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families.family import Family
+from pretrain.models.families.declare.family import Family
 
 
 def _refuse(model: Model) -> str:

@@ -1,14 +1,17 @@
 """What the tests know of ERNIE 4.5."""
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Attention, Mlp, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 
 CASES = {
     "plain": Model(**SMALL, kv_heads=2),
     "biases, untied": Model(
-        **SMALL, tie_embeddings=False, attention=Attention(bias=["query", "key", "value", "output"]), mlp=Mlp(bias=True)
+        **SMALL,
+        tie_embeddings=False,
+        attention=AttentionConfig(bias=["query", "key", "value", "output"]),
+        mlp=MlpConfig(bias=True),
     ),
     "wide heads": Model(**SMALL | {"dim": 40, "heads": 3}, kv_heads=1, head_dim=16, norm_eps=0.01, rope=Rope(theta=1e4)),
     "yarn scaling": Model(**SMALL, rope=Rope(scaling="yarn", factor=4.0, original_length=16)),

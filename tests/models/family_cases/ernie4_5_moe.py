@@ -1,26 +1,26 @@
 """What the tests know of ERNIE 4.5 with experts."""
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Experts, Model, Rope
+from pretrain.config.model_schema import ExpertsConfig, Model, Rope
 
 SMALL = {"dim": 32, "layers": 3, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 
 CASES = {
-    "plain": Model(**SMALL, kv_heads=2, experts=Experts(count=8, active=3, ffn_dim=20, dense_layers=[0])),
+    "plain": Model(**SMALL, kv_heads=2, experts=ExpertsConfig(count=8, active=3, ffn_dim=20, dense_layers=[0])),
     "no shared expert, untied": Model(
-        **SMALL, tie_embeddings=False, norm_eps=0.01, experts=Experts(count=4, active=2, ffn_dim=12, shared=0)
+        **SMALL, tie_embeddings=False, norm_eps=0.01, experts=ExpertsConfig(count=4, active=2, ffn_dim=12, shared=0)
     ),
     "every other layer, wide heads": Model(
         **SMALL | {"layers": 5, "heads": 3},
         head_dim=16,
         rope=Rope(theta=1e4),
-        experts=Experts(count=4, active=2, ffn_dim=16, shared=1, dense_layers=[0, 2, 4]),
+        experts=ExpertsConfig(count=4, active=2, ffn_dim=16, shared=1, dense_layers=[0, 2, 4]),
     ),
     "a stretch in the middle, yarn": Model(
         **SMALL | {"layers": 4},
         kv_heads=1,
         rope=Rope(scaling="yarn", factor=4.0, original_length=16),
-        experts=Experts(count=5, active=5, ffn_dim=16, dense_layers=[0, 3]),
+        experts=ExpertsConfig(count=5, active=5, ffn_dim=16, dense_layers=[0, 3]),
     ),
 }
 

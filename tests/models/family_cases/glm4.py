@@ -3,13 +3,13 @@
 from typing import Any
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Attention, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 
 CASES = {
     "plain": Model(**SMALL, kv_heads=2),
-    "no biases, tied": Model(**SMALL, kv_heads=1, tie_embeddings=True, attention=Attention(bias=[])),
+    "no biases, tied": Model(**SMALL, kv_heads=1, tie_embeddings=True, attention=AttentionConfig(bias=[])),
     "fully rotated": Model(**SMALL, head_dim=16, norm_eps=0.01, rope=Rope(fraction=1.0)),
     "a quarter rotated": Model(**SMALL | {"dim": 40, "heads": 3}, head_dim=16, rope=Rope(fraction=0.25, theta=500.0)),
     "linear scaling": Model(**SMALL, kv_heads=2, rope=Rope(scaling="linear", factor=4.0)),

@@ -3,31 +3,31 @@
 from typing import Any
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Attention, Experts, Model, Norm, Rope
+from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Model, Norm, Rope
 
 SMALL = {"dim": 32, "layers": 3, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 
 CASES = {
-    "plain": Model(**SMALL, kv_heads=2, experts=Experts(count=8, active=3, ffn_dim=20, dense_layers=[0])),
+    "plain": Model(**SMALL, kv_heads=2, experts=ExpertsConfig(count=8, active=3, ffn_dim=20, dense_layers=[0])),
     "norms of heads, groups": Model(
         **SMALL | {"heads": 3},
         head_dim=16,
         norm=Norm(qk="head"),
-        experts=Experts(count=8, active=2, ffn_dim=12, dense_layers=[0, 1], groups=4, active_groups=2, scale=2.5),
+        experts=ExpertsConfig(count=8, active=2, ffn_dim=12, dense_layers=[0, 1], groups=4, active_groups=2, scale=2.5),
     ),
     "no biases, tied, not normalised": Model(
         **SMALL,
         kv_heads=1,
         tie_embeddings=True,
         norm_eps=0.01,
-        attention=Attention(bias=[]),
-        experts=Experts(count=5, active=5, ffn_dim=20, shared=2, normalise=False),
+        attention=AttentionConfig(bias=[]),
+        experts=ExpertsConfig(count=5, active=5, ffn_dim=20, shared=2, normalise=False),
     ),
     "fully rotated, yarn": Model(
         **SMALL,
         head_dim=12,
         rope=Rope(theta=1e4, fraction=1.0, scaling="yarn", factor=4.0, original_length=16),
-        experts=Experts(count=4, active=1, ffn_dim=20, dense_layers=[0], normalise=False),
+        experts=ExpertsConfig(count=4, active=1, ffn_dim=20, dense_layers=[0], normalise=False),
     ),
 }
 

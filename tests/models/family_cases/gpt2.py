@@ -1,6 +1,6 @@
 """What the tests know of GPT-2."""
 
-from pretrain.config.model_schema import Mlp, Model
+from pretrain.config.model_schema import MlpConfig, Model
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "vocab_size": 61}
 
@@ -11,8 +11,8 @@ CASES = {
     "one head": Model(**SMALL | {"heads": 1}),
     "odd sizes": Model(dim=35, layers=3, heads=5, vocab_size=101, max_sequence_length=41),
     "large eps": Model(**SMALL, norm_eps=0.1),
-    "exact gelu": Model(**SMALL, mlp=Mlp(activation="gelu")),
-    "relu": Model(**SMALL, mlp=Mlp(activation="relu")),
+    "exact gelu": Model(**SMALL, mlp=MlpConfig(activation="gelu")),
+    "relu": Model(**SMALL, mlp=MlpConfig(activation="relu")),
 }
 
 PUBLISHED = {"gpt2-124m": {

@@ -3,7 +3,7 @@
 from typing import Any
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Attention, Mlp, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model, Rope
 
 # The published files divide logits by 8 or 16. Undivided ones are of 15 here, where the last bit alone is 1e-6.
 SMALL = {"logit_multiplier": 0.125, "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
@@ -15,7 +15,7 @@ CASES = {
         **SMALL | {"logit_multiplier": 0.3},
         embedding_multiplier=3.0,
         residual_multiplier=0.7,
-        attention=Attention(query_scalar=10.0),
+        attention=AttentionConfig(query_scalar=10.0),
     ),
     "untied, grouped queries": Model(
         **SMALL | {"logit_multiplier": 0.5}, kv_heads=2, tie_embeddings=False, embedding_multiplier=1.0
@@ -23,8 +23,8 @@ CASES = {
     "biases, wide heads": Model(
         **SMALL | {"logit_multiplier": 1.0},
         head_dim=16,
-        attention=Attention(bias=ALL),
-        mlp=Mlp(bias=True),
+        attention=AttentionConfig(bias=ALL),
+        mlp=MlpConfig(bias=True),
         residual_multiplier=1.0,
     ),
     "yarn scaling": Model(**SMALL, norm_eps=1e-3, rope=Rope(theta=5e4, scaling="yarn", factor=4.0, original_length=16)),

@@ -3,10 +3,10 @@
 from typing import Any
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Attention, Mlp, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
-BIASED = Attention(bias=["query", "key", "value", "output"])
+BIASED = AttentionConfig(bias=["query", "key", "value", "output"])
 LLAMA3 = Rope(theta=500_000.0, scaling="llama3", factor=8.0, original_length=16, low_frequency=1.0, high_frequency=4.0)
 
 CASES = {
@@ -20,7 +20,7 @@ CASES = {
     "large eps": Model(**SMALL, norm_eps=0.1),
     "odd sizes": Model(dim=30, layers=3, heads=5, ffn_dim=37, vocab_size=101, tie_embeddings=True, norm_eps=1e-6),
     "derived ffn": Model(dim=16, layers=1, heads=2, vocab_size=7),
-    "biases": Model(**SMALL, kv_heads=2, attention=BIASED, mlp=Mlp(bias=True)),
+    "biases": Model(**SMALL, kv_heads=2, attention=BIASED, mlp=MlpConfig(bias=True)),
     "llama3 scaling": Model(**SMALL, rope=LLAMA3),
     "linear scaling": Model(**SMALL, rope=Rope(scaling="linear", factor=4.0)),
     "dynamic scaling": Model(**SMALL, rope=Rope(scaling="dynamic", factor=2.0), max_sequence_length=16),

@@ -1,20 +1,23 @@
 """What the tests know of MiniMax-M2."""
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Experts, Model, Rope
+from pretrain.config.model_schema import ExpertsConfig, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 20, "vocab_size": 61}
 
 CASES = {
-    "plain": Model(**SMALL, kv_heads=2, head_dim=16, experts=Experts(count=8, active=3)),
+    "plain": Model(**SMALL, kv_heads=2, head_dim=16, experts=ExpertsConfig(count=8, active=3)),
     "fully rotated, tied": Model(
-        **SMALL, kv_heads=1, tie_embeddings=True, rope=Rope(fraction=1.0, theta=1e4), experts=Experts(count=4, active=2)
+        **SMALL, kv_heads=1, tie_embeddings=True, rope=Rope(fraction=1.0, theta=1e4), experts=ExpertsConfig(count=4, active=2)
     ),
     "a share that is no whole number of components": Model(
-        **SMALL | {"dim": 36}, head_dim=16, norm_eps=0.01, rope=Rope(fraction=0.3), experts=Experts(count=5, active=5)
+        **SMALL | {"dim": 36}, head_dim=16, norm_eps=0.01, rope=Rope(fraction=0.3), experts=ExpertsConfig(count=5, active=5)
     ),
     "yarn scaling": Model(
-        **SMALL, head_dim=12, rope=Rope(scaling="yarn", factor=4.0, original_length=16), experts=Experts(count=4, active=2)
+        **SMALL,
+        head_dim=12,
+        rope=Rope(scaling="yarn", factor=4.0, original_length=16),
+        experts=ExpertsConfig(count=4, active=2),
     ),
 }
 

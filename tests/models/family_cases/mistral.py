@@ -3,22 +3,22 @@
 from typing import Any
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Attention, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 
 CASES = {
     "plain": Model(**SMALL),
-    "window": Model(**SMALL, kv_heads=2, attention=Attention(window=8)),
-    "window of two": Model(**SMALL, kv_heads=2, attention=Attention(window=2)),
-    "window as long as the sequence": Model(**SMALL, kv_heads=1, attention=Attention(window=40)),
-    "window longer than the sequence": Model(**SMALL, attention=Attention(window=50)),
+    "window": Model(**SMALL, kv_heads=2, attention=AttentionConfig(window=8)),
+    "window of two": Model(**SMALL, kv_heads=2, attention=AttentionConfig(window=2)),
+    "window as long as the sequence": Model(**SMALL, kv_heads=1, attention=AttentionConfig(window=40)),
+    "window longer than the sequence": Model(**SMALL, attention=AttentionConfig(window=50)),
     "tied": Model(**SMALL, tie_embeddings=True, norm_eps=1e-6),
-    "wide heads": Model(**SMALL | {"heads": 2}, head_dim=24, kv_heads=1, attention=Attention(window=8)),
+    "wide heads": Model(**SMALL | {"heads": 2}, head_dim=24, kv_heads=1, attention=AttentionConfig(window=8)),
     "width that heads do not divide": Model(**SMALL | {"heads": 3}, head_dim=8),
     "other theta": Model(**SMALL, kv_heads=2, rope=Rope(theta=1_000_000.0)),
     "yarn scaling": Model(
-        **SMALL, attention=Attention(window=8), rope=Rope(scaling="yarn", factor=4.0, original_length=16, beta_fast=4.0)
+        **SMALL, attention=AttentionConfig(window=8), rope=Rope(scaling="yarn", factor=4.0, original_length=16, beta_fast=4.0)
     ),
 }
 

@@ -1,22 +1,22 @@
 """What the tests know of OLMoE."""
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Attention, Experts, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 20, "vocab_size": 61}
 
 CASES = {
-    "plain": Model(**SMALL, experts=Experts(count=6, active=2)),
-    "weights sum to one": Model(**SMALL, kv_heads=2, norm_eps=0.01, experts=Experts(count=4, active=3, normalise=True)),
+    "plain": Model(**SMALL, experts=ExpertsConfig(count=6, active=2)),
+    "weights sum to one": Model(**SMALL, kv_heads=2, norm_eps=0.01, experts=ExpertsConfig(count=4, active=3, normalise=True)),
     "tied, biases": Model(
         **SMALL,
         kv_heads=1,
         tie_embeddings=True,
-        attention=Attention(bias=["query", "key", "value", "output"]),
-        experts=Experts(count=3, active=1),
+        attention=AttentionConfig(bias=["query", "key", "value", "output"]),
+        experts=ExpertsConfig(count=3, active=1),
     ),
     "yarn scaling": Model(
-        **SMALL, rope=Rope(theta=5e4, scaling="yarn", factor=4.0, original_length=16), experts=Experts(count=8, active=8)
+        **SMALL, rope=Rope(theta=5e4, scaling="yarn", factor=4.0, original_length=16), experts=ExpertsConfig(count=8, active=8)
     ),
 }
 

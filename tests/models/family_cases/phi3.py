@@ -3,7 +3,7 @@
 from typing import Any
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Attention, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 
@@ -11,7 +11,7 @@ CASES = {
     "plain": Model(**SMALL),
     "grouped queries": Model(**SMALL, kv_heads=2, rope=Rope(theta=250_000.0)),
     "one key-value head": Model(**SMALL, kv_heads=1, norm_eps=1e-6),
-    "window": Model(**SMALL, attention=Attention(window=7)),
+    "window": Model(**SMALL, attention=AttentionConfig(window=7)),
     "partial rotation": Model(**SMALL | {"dim": 64}, kv_heads=2, rope=Rope(fraction=0.75)),
     "partial rotation of a width that is rounded down": Model(
         **SMALL | {"dim": 40}, tie_embeddings=True, rope=Rope(fraction=0.65)

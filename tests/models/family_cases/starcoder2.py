@@ -3,15 +3,15 @@
 from typing import Any
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import Attention, Mlp, Model, Rope
+from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model, Rope
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 
 CASES = {
-    "plain": Model(**SMALL, kv_heads=2, attention=Attention(window=0)),
-    "a window": Model(**SMALL, kv_heads=1, attention=Attention(window=7)),
-    "no biases": Model(**SMALL, attention=Attention(bias=[], window=3), mlp=Mlp(bias=False)),
-    "untied, exact gelu": Model(**SMALL, kv_heads=2, tie_embeddings=False, norm_eps=0.01, mlp=Mlp(activation="gelu")),
+    "plain": Model(**SMALL, kv_heads=2, attention=AttentionConfig(window=0)),
+    "a window": Model(**SMALL, kv_heads=1, attention=AttentionConfig(window=7)),
+    "no biases": Model(**SMALL, attention=AttentionConfig(bias=[], window=3), mlp=MlpConfig(bias=False)),
+    "untied, exact gelu": Model(**SMALL, kv_heads=2, tie_embeddings=False, norm_eps=0.01, mlp=MlpConfig(activation="gelu")),
     "linear scaling": Model(**SMALL, rope=Rope(theta=1e4, scaling="linear", factor=4.0)),
 }
 

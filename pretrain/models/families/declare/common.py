@@ -8,8 +8,8 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.family import Field
-from pretrain.models.families.weights import CONCATENATED, Entry, entry
+from pretrain.models.families.declare.family import Field
+from pretrain.models.families.declare.weights import CONCATENATED, Entry, entry
 
 LAYER, THEIRS = "layers.{layer}", "model.layers.{layer}"
 

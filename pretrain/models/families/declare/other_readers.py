@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families.family import NOT_EXPORTED, Family
+from pretrain.models.families.declare.family import NOT_EXPORTED, Family
 from pretrain.models.shape import flat, with_values
 
 Allowed = Callable[[Any, Model], bool]

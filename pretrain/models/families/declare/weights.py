@@ -19,7 +19,7 @@ from pretrain.config.model_schema import Model
 Shape = tuple[int, ...]
 
 
-class Layout(Protocol):
+class TensorLayout(Protocol):
     """How one group of tensors is written as another. Both directions are exact inverses: no number changes."""
 
     def to_theirs(self, ours: list[Tensor], model: Model) -> list[Tensor]:
@@ -129,7 +129,7 @@ class Entry:
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    layout: Layout = SAME
+    layout: TensorLayout = SAME
     when: Callable[[Model], bool] | None = None
 
 
@@ -140,7 +140,7 @@ TRAINING_ONLY = "multi_token."
 def entry(
     ours: str | Sequence[str],
     theirs: str | Sequence[str],
-    layout: Layout = SAME,
+    layout: TensorLayout = SAME,
     when: Callable[[Model], bool] | None = None,
 ) -> Entry:
     return Entry(*((names,) if isinstance(names, str) else tuple(names) for names in (ours, theirs)), layout, when)

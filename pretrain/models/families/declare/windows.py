@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.family import Field
+from pretrain.models.families.declare.family import Field
 from pretrain.models.shape import has_windows
 
 

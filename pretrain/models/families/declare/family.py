@@ -18,8 +18,8 @@ from typing import Any, Literal
 from pretrain.config.load import check_range
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, clipped, shown
-from pretrain.models.families.rope import ROPE_FIELDS, name_in_hf, rope_from_hf, rope_to_hf
-from pretrain.models.families.weights import Entry, resolve
+from pretrain.models.families.declare.rope import ROPE_FIELDS, name_in_hf, rope_from_hf, rope_to_hf
+from pretrain.models.families.declare.weights import Entry, resolve
 from pretrain.models.router import check_router, router_caution
 from pretrain.models.shape import PLAIN, completed, flat, query_scalar, with_values
 
@@ -100,7 +100,7 @@ class Family:
     copies       names under which files may hold the embedding again
     prefix       what older files leave out before every name
     llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
-    elsewhere    what other programs make of a model (families/other_readers.py has both)
+    elsewhere    what other programs make of a model (families/declare/other_readers.py has both)
     masks        attention takes masks: of documents, windows, sinks
     packages     packages beside torch that compute it, which ranks must have in one version
     """

@@ -7,9 +7,9 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.common import LAYER, THEIRS
-from pretrain.models.families.family import Field
-from pretrain.models.families.weights import STACKED, Entry, entry
+from pretrain.models.families.declare.common import LAYER, THEIRS
+from pretrain.models.families.declare.family import Field
+from pretrain.models.families.declare.weights import STACKED, Entry, entry
 
 # Of config.json: about losses and logging in transformers' own training. Ours are keys of the run; `Family.balance` reads the second.
 TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"})

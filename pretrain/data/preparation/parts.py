@@ -5,7 +5,7 @@
                             counts, and the sha256 of every MiB so far, as JSON
                             the sha256 of that JSON, and how long it is
 
-One file, because flushing each of several to the disk would take a fifth of the time. UnitParts may lie for days on shared storage before
+One file, because flushing each of several to the disk would take a fifth of the time. Parts may lie for days on shared storage before
 they are merged: whoever reads a stretch of one hashes the blocks that it lies in.
 """
 

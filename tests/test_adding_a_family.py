@@ -31,7 +31,7 @@ def granite_files(root: Path) -> set[Path]:
 @pytest.fixture
 def without_granite(tmp_path) -> Path:
     """A copy of the tree as if Granite had never been in it. The generated pages are emptied, and other presets left out for speed."""
-    for name in ("pretrain", "tests/models/family_cases", "docs"):
+    for name in ("pretrain", "tests/models/family_cases", "docs", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "configs" / "models").mkdir(parents=True)
     for path in granite_files(tmp_path):

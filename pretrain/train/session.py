@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 
+
 def check(config: Config, processes: int | None = None) -> int:
     """Run every check that needs no training. Without a launcher, assume `processes`, or as many as the configuration asks for.
 

@@ -124,8 +124,10 @@ def test_a_rank_with_other_code_is_named(tmp_path, config_file):
     """OP-5: a clone with one line changed on node 2."""
     clone = tmp_path / "clone"
     shutil.copytree(ROOT / "pretrain", clone / "pretrain", ignore=shutil.ignore_patterns("__pycache__"))
-    changed = clone / "pretrain" / "train" / "trainer.py"
-    changed.write_text(changed.read_text().replace('group["lr"] = rate', 'group["lr"] = rate * 10'))
+    changed = clone / "pretrain" / "optim" / "optimizer.py"
+    before, after = 'group["lr"] = rate', 'group["lr"] = 10 * rate'
+    assert before in changed.read_text()
+    changed.write_text(changed.read_text().replace(before, after))
     place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     processes = [
         subprocess.Popen(
@@ -140,7 +142,7 @@ def test_a_rank_with_other_code_is_named(tmp_path, config_file):
     printed = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], printed
     for text in printed:
-        assert f"error: rank 1 ({HERE}) has the code of pretrain/train/trainer.py=" in text
+        assert f"error: rank 1 ({HERE}) has the code of pretrain/optim/optimizer.py=" in text
         assert f", rank 0 ({HERE}) " in text and REMEDY in text
 
 

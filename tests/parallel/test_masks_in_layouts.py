@@ -47,7 +47,9 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
 
     torch._dynamo.reset()
     config = resolve(
-        load_config(config_file, ["run.device=cpu", "batch.sequences=4", "batch.micro_sequences=2", "model.vocab_size=61", *overrides])[0]
+        load_config(
+            config_file, ["run.device=cpu", "batch.sequences=4", "batch.micro_sequences=2", "model.vocab_size=61", *overrides]
+        )[0]
     )
     _, _, world_size = distributed.launched_ranks()
     layout = plan_layout(config, world_size, model_size(config), None)

@@ -20,7 +20,7 @@ with contextlib.suppress(ImportError):  # the tests for GPUs need no hypothesis
     import hypothesis
 
     # What `bash tests/run.sh` takes; with --slow it is hypothesis's own 100.
-    hypothesis.settings.register_profile("quick", max_examples=40)
+    hypothesis.settings.register_profile("quick", max_examples=25)
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

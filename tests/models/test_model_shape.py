@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from presets import PRESETS, preset
 
 from pretrain.config.keys import check_effects
 from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, MlpConfig, Model, Norm, Rope
@@ -22,11 +21,6 @@ def check(given: Model, complete: Model) -> None:
 SIZES = {"dim": 32, "heads": 4, "vocab_size": 61, "max_sequence_length": 64}
 NAMES = [family.name for family in families()]
 WITH_EXPERTS = {family.name for family in families() if any(field.ours == "experts.count" for field in family.fields)}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_complete_model_is_completed_to_itself(name):
-    assert complete(preset(name)) == preset(name)
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -166,17 +160,3 @@ def test_a_switch_that_is_set_to_no_effect_is_refused(switches, message):
     with pytest.raises(ConfigError) as error:
         check(given, complete(given))
     assert message in str(error.value)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_what_a_family_says_by_itself_is_no_such_switch_as_given_or_complete(name):
-    model = preset(name)
-    check(model, model)
-    given = Model(
-        family=model.family,
-        **SIZES | {"max_sequence_length": None},
-        experts=model.experts,
-        latent=model.latent,
-        head_dim=model.head_dim,
-    )
-    check(given, complete(given, 64))

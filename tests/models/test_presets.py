@@ -8,11 +8,15 @@ import pytest
 import torch
 import yaml
 from documentation import model_tables as show
-from presets import COUNTS, PRESETS, counted
+from presets import COUNTS, PRESETS, counted, preset
 
+from pretrain.config.keys import check_effects
 from pretrain.config.load import load_config
+from pretrain.config.model_schema import Model
+from pretrain.config.schema import Config
 from pretrain.config.written import to_yaml
 from pretrain.models.families import complete, family_of
+from pretrain.models.shape import resolved_switches
 from pretrain.train.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +28,21 @@ def test_every_preset_has_a_published_count_and_every_count_a_preset():
     assert set(PRESETS) == set(COUNTS)
     assert len(PRESETS) >= 40
     assert min(COUNTS.values()) < 11e6 and max(COUNTS.values()) > 70e9
+
+
+@every_preset
+def test_a_complete_model_is_completed_to_itself(name):
+    assert complete(preset(name)) == preset(name)
+
+
+@every_preset
+def test_what_a_family_says_by_itself_is_no_switch_without_effect_as_given_or_complete(name):
+    model = preset(name)
+    sizes = {"dim": 32, "heads": 4, "vocab_size": 61}
+    small = Model(family=model.family, **sizes, experts=model.experts, latent=model.latent, head_dim=model.head_dim)
+    for given, completed in ((model, model), (small, complete(small, 64))):
+        usual = family_of(given.family).usual_switches(given, completed)
+        check_effects(Config(model=given), resolved_switches(completed), usual)
 
 
 @every_preset

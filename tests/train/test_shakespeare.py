@@ -30,6 +30,7 @@ def overrides(characters, tmp_path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow  # the quickstart, which README names, learns as well
 def test_the_first_steps_learn_more_than_letter_frequencies(pool, characters, tmp_path):
     short = ("run.steps=120", "validation.sequences=200")
     [(code, printed)] = pool.launch(1, run_main, "configs/shakespeare_char.yaml", *overrides(characters, tmp_path), *short)

@@ -132,6 +132,7 @@ def test_what_does_not_fit_is_refused_in_one_line(span_config, overrides, messag
     assert code in (1, 2) and message in printed and printed.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_check_says_what_the_task_is_and_tries_the_export_with_the_sentinels(span_config):
     code, printed = run_main(str(span_config), "--check", "checkpoint.export_check=true")
     assert code == 0, printed

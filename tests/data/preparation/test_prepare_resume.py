@@ -172,7 +172,7 @@ def kill_until_done(arguments: dict, kills: int, seed: int, longest: float) -> i
     return hits
 
 
-@pytest.mark.parametrize("whole_group", [True, False])
+@pytest.mark.parametrize("whole_group", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_killed_preparations_go_on_and_end_in_the_same_bytes(inputs, trained, straight, tmp_path, whole_group):
     """Killed by SIGKILL at three stages, with the workers or alone: the orphans of one start must not disturb the next."""
     arguments = {"inputs": inputs, "tokenizer": str(trained["bpe"]), "output": str(tmp_path / "out"), **OPTIONS, "workers": 2}

@@ -26,15 +26,15 @@ def with_bad_steps(bad: list[int], config_file: str, *overrides: str) -> tuple[i
     from pretrain.parallel.strategy import Strategy
     from pretrain.train.trainer import Trainer
 
-    computed, taken, number = Strategy.forward_backward, Trainer.step, 0
+    computed, taken, number = Strategy._micro_step, Trainer.step, 0
 
     def step(self, batch, target_tokens):
         nonlocal number
         number = self.progress.step + 1
         return taken(self, batch, target_tokens)
 
-    def spoiled(self, batch, target_tokens):
-        found = computed(self, batch, target_tokens)
+    def spoiled(self, batch, index, last, target_tokens):
+        found = computed(self, batch, index, last, target_tokens)
         ranks = self.mesh.ranks
         if number not in bad or ranks.rank != ranks.world_size - 1:
             return found
@@ -43,7 +43,7 @@ def with_bad_steps(bad: list[int], config_file: str, *overrides: str) -> tuple[i
                 parameter.grad.fill_(math.nan)
         return type(found)(*(part * math.nan for part in found))
 
-    with patch.object(Trainer, "step", step), patch.object(Strategy, "forward_backward", spoiled):
+    with patch.object(Trainer, "step", step), patch.object(Strategy, "_micro_step", spoiled):
         return run_main(config_file, *overrides)
 
 

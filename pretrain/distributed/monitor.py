@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 SAY_SECONDS = 10.0
 """Wait after which the main rank says for whom; then at twice the time, and so on."""
-SAY_PART_SECONDS = 60.0
-"""The same for a part of the step that the ranks do together, of which nobody can say whether it waits."""
 LOST_SECONDS = 30.0
 """How long a rank goes on without progress after another one has ended."""
 STOP_SECONDS = 15.0
@@ -310,8 +308,8 @@ class Monitor(threading.Thread):
 
     def _look_at_wait(self) -> None:
         mark, seconds = self.mark, self._seconds()
-        limit = SAY_SECONDS if mark.waiting else SAY_PART_SECONDS
-        if self.rank == 0 and (mark.waiting or mark.device) and seconds >= max(limit, 2 * self._said):
+        # Whether a part on the device computes or waits, nobody can say: it is asked all the same, and said of ranks that are late or silent.
+        if self.rank == 0 and (mark.waiting or mark.device) and seconds >= max(SAY_SECONDS, 2 * self._said):
             self._said = seconds
             self.send("ask", number=mark.number)
         is_over = mark.device and self.busy_elsewhere and seconds > self.timeout_seconds

@@ -186,6 +186,24 @@ def test_the_main_rank_says_for_whom_it_waits_and_a_slow_run_goes_on(started, co
     assert status(config_file)["state"] == "finished"
 
 
+def test_a_rank_that_stands_still_in_the_exchange_of_gradients_is_named_while_the_others_wait(started, config_file):
+    """OP-3 c: nobody can say that it waits there, so for a minute no line was printed; a host that was cut off for less was never named."""
+    zero, one = started("forward", "stop", "run.steps=5", SAY_SECONDS=1.0)
+    line = f"at 'step 4: forward and backward': rank 1 ({HERE}) does not answer (stopped, or its host or network is down)"
+    wait_until(lambda: line in zero.printed())
+    os.kill(one.pid, signal.SIGCONT)
+    assert zero.wait(60) == 0 and one.wait(20) == 0
+    assert [text for text in zero.printed().splitlines() if text.startswith("waiting ") and line not in text] == []
+    assert status(config_file)["state"] == "finished"
+
+
+def test_ranks_that_compute_for_long_are_not_said_to_be_waited_for(started, config_file):
+    """A step may take minutes: all ranks are in it and answer, so there is nothing to say."""
+    zero, one = started("forward", "work", "run.steps=5", seconds=5, SAY_SECONDS=1.0)
+    assert zero.wait(120) == 0 and one.wait(20) == 0
+    assert "waiting " not in zero.printed()
+
+
 def test_a_hanging_run_that_is_told_to_stop_ends_and_writes_its_stacks(started, config_file):
     """T-D7: SIGTERM is not swallowed by a rank that hangs, nor by those that wait for it in a collective."""
     zero, one = started("next batch", "sleep", STOP_SECONDS=1.0, IDLE_SECONDS=3.0)

@@ -81,7 +81,7 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
         if (directory / GENERATION_FILE).is_file():  # its end tokens are those of this model
             attachments[GENERATION_FILE] = directory / GENERATION_FILE
         with ByteProgress("converting", source.nbytes) as done:
-            write_checkpoint(output, tensors, state, attachments, ALONE, _Reader(source, done).read)
+            write_checkpoint(output, tensors, state, attachments, ALONE, _PayloadReader(source, done).read)
     return Imported(source.plan.parameters, compared, tokenizer, _notes(source))
 
 
@@ -116,7 +116,7 @@ def _notes(source: HfDirectory) -> list[str]:
     return notes
 
 
-class _Reader:
+class _PayloadReader:
     """Tensors one by one, in the order of the weight map; holds those of the entry it is at."""
 
     def __init__(self, source: HfDirectory, done: ByteProgress) -> None:

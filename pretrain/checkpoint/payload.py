@@ -24,7 +24,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(optimizer: OptimizerSet) -> dict[str, Tensor]:
-    """The optimizers' state, by state and parameter name; sharing memory with them. Creates the state where there is none yet."""
+    """The optimizers' state by state and parameter name. The tensors share memory with the optimizers. Creates a state that does not exist yet."""
     return {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
 
 

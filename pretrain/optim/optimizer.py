@@ -100,7 +100,7 @@ class OptimizerSet:
         return any(optimizer.state for optimizer in self.optimizers)
 
     def create_state(self) -> None:
-        """Lay out the state where there is none, as before the first step. Gradients are forgotten."""
+        """Create the state that the first step would create, where it does not exist yet. Drops the gradients."""
         if self.has_state:
             return
         for parameter in self.parameters.values():

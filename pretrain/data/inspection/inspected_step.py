@@ -116,7 +116,7 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
     share = (after - first) // ranks
     wanted = np.arange(first, after) if rank is None else first + rank * share + np.arange(share)
     shown = wanted if most is None else wanted[:most]
-    reader = _Reader(stretch, first, share)
+    reader = _StretchReader(stretch, first, share)
     spans = Spans.of_data(config.data)
     target_tokens, total, samples = 0, 0, []
     for positions in np.split(np.arange(first, after), range(_ROWS, after - first, _ROWS)):
@@ -169,7 +169,7 @@ def check_digest(step: InspectedStep) -> None:
         )
 
 
-class _Reader:
+class _StretchReader:
     """Takes samples apart."""
 
     def __init__(self, stretch: Stretch, first: int, share: int) -> None:

@@ -316,7 +316,7 @@ def documents_before(file: InputFile, ids_dtype: str, end_id: int, start: int) -
 
 
 def _after_end(read: Callable[[int, int], np.ndarray], end_id: int, position: int, stop: int) -> int:
-    """The place after the first `end_id` at or after `position`; `stop` when there is none before it."""
+    """The place after the first `end_id` at or after `position`; `stop` if no end comes before it."""
     size = 1 << 12
     while position < stop:
         found = np.flatnonzero(read(position, min(position + size, stop)) == end_id)

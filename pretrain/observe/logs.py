@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,26 +44,33 @@ def log_to_file(directory: Path, rank: int) -> None:
 class Tolerated:
     """Writing that only observes a run, so that the run goes on where it fails.
 
-    The first failure in a row is warned of, and so is how many lines were lost, when it works again or at the end.
+    The first failure in a row is warned of, and so is how many lines were lost, when it works again or at the end. `kind`: what counts
+    as such a failure; anything else is raised.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what, self.lost = what, 0
+    def __init__(self, what: str, kind: type[Exception] = OSError) -> None:
+        self.what, self.kind, self.lost = what, kind, 0
 
     def attempt(self, write: Callable[[], object]) -> bool:
-        """Call `write`; an OSError of it is a warning. Whether it succeeded."""
+        """Call `write`; a failure of it is a warning. Whether it succeeded."""
         try:
             write()
-        except OSError as error:
-            if not self.lost:
-                reason = error.strerror or error
-                log.warning("%s: cannot be written: %s; the run goes on, and the next line is tried again", self.what, reason)
-            self.lost += 1
+        except self.kind as error:
+            self.fail(error)
             return False
         if self.lost:
             log.warning("%s: is written again; lines that were lost: %d", self.what, self.lost)
             self.lost = 0
         return True
+
+    def fail(self, error: Exception) -> None:
+        """Count a line that was lost, and warn of the first in a row."""
+        if not self.lost:
+            reason = (error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            log.warning("%s: cannot be written: %s; the run goes on, and the next line is tried again", self.what, reason)
+            if not isinstance(error, OSError):
+                logging.getLogger(TRACEBACKS).error("%s", "".join(traceback.format_exception(error)))
+        self.lost += 1
 
     def close(self) -> None:
         """Say what was lost to the end."""

@@ -47,7 +47,7 @@ ABSENT = "data.sources=[{path: /nowhere}]"
             "batch.ramp.1.until_tokens=9 is not beyond",
         ),
         ("schedule={name: wsd, decay_steps: 99}", "do not fit in run.steps"),
-        ("run.accept_changes=[model.dim]", "run.accept_changes=model.dim: a change of it cannot be accepted"),
+        ("run.accept_changes=[model.dim]", "run.accept_changes=model.dim: a change of this key cannot be accepted"),
         ("model.attention_backend=flex", "model.attention_backend=flex has no effect"),
         ("data.objective=span_corruption", "data.objective=span_corruption needs an encoder-decoder"),
         ("model.family=hf", "model.hf_config"),

@@ -228,9 +228,9 @@ def test_a_change_of_what_decides_the_order_is_an_error_until_it_is_accepted_by_
     keys = ["run.steps=6", "data.seed=3", "data.packing=best_fit"]
     code, printed = run_main(str(config_file), *keys)
     assert code == 1
-    assert "data.packing was concatenate and is best_fit (samples would be cut elsewhere" in printed
-    assert "data.seed was 7 and is 3 (the samples to come would be in another order" in printed
-    assert "if it is meant, run.accept_changes=[data.packing, data.seed]" in printed
+    assert "data.packing was concatenate and is best_fit (samples would be cut at other places" in printed
+    assert "data.seed was 7 and is 3 (the next samples would come in another order" in printed
+    assert "if you mean it, set run.accept_changes=[data.packing, data.seed]" in printed
     assert run_main(str(config_file), *keys, "run.accept_changes=[data.seed]")[0] == 1
     assert [json.loads(line)["step"] for line in (run / "starts.jsonl").read_text().splitlines()] == [0]
     code, printed = run_main(str(config_file), *keys, "run.accept_changes=[data.seed, data.packing]")
@@ -245,7 +245,7 @@ def test_only_some_keys_can_be_accepted(config_file):
     code, printed = run_main(str(config_file), "run.accept_changes=[model.dim]")
     assert (
         code == 2
-        and "run.accept_changes=model.dim: a change of it cannot be accepted; those that can are run.seed, run.steps" in printed
+        and "run.accept_changes=model.dim: a change of this key cannot be accepted; choose from run.seed, run.steps" in printed
     )
 
 
@@ -368,7 +368,7 @@ def test_a_step_without_any_target_is_refused(pool, config_file, prepared):
         writer.add(np.full(100, tokenizer.eod_id), np.ones(100, dtype=np.int64))
     set_data(config_file, sources=[{"path": str(empty)}], packing="padded")
     [(code, printed)] = pool.launch(1, run_main, str(config_file))
-    assert code == 1 and "step 1: none of its targets carries a loss" in printed
+    assert code == 1 and "step 1: no target carries a loss" in printed
 
 
 # ---- what is wrong is named, and what has no effect is refused ---------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Measure the speed of the data path on this machine, each number beside what it is compared with."""
+"""Measure the speed of the data path on this machine. Each number stands beside its comparison."""
 
 import argparse
 import sys
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     data.add_argument(
         "--source", nargs="+", default=[], metavar="GLOB", help="text to prepare (default: this Python's libraries)"
     )
-    data.add_argument("--work", type=Path, metavar="DIR", help="where a folder for the generated data is made (about 1 GB)")
+    data.add_argument("--work", type=Path, metavar="DIR", help="the place for a folder of generated data (about 1 GB)")
     arguments = parser.parse_args(argv)
     if unknown := [part for part in arguments.parts if part not in PARTS]:
         data.error(f"unknown part {', '.join(unknown)}; there are {', '.join(PARTS)}")

@@ -51,11 +51,11 @@ def line_of(rank: RankProcess) -> str:
     [
         ({"RANK": "5"}, "RANK=5 is not in 0..1, the ranks of WORLD_SIZE=2"),
         ({"RANK": "-1"}, "RANK=-1 is not in 0..1"),
-        ({"RANK": "x"}, "RANK=x is not a whole number"),
+        ({"RANK": "x"}, "RANK=x is not an integer"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be at least 1: it is the number of processes"),
         ({"LOCAL_RANK": "-2"}, "LOCAL_RANK=-2 is not in 0..1, the processes of a host with WORLD_SIZE=2"),
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 is not in 0..0, the processes of a host with LOCAL_WORLD_SIZE=1"),
-        ({"LOCAL_RANK": "one"}, "LOCAL_RANK=one is not a whole number"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK=one is not an integer"),
         ({"WORLD_SIZE": None}, "the launcher set RANK, LOCAL_RANK but not WORLD_SIZE"),
         ({"RANK": None, "WORLD_SIZE": None}, "the launcher set LOCAL_RANK but not RANK, WORLD_SIZE"),
     ],

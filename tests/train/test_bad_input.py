@@ -138,7 +138,7 @@ def test_a_batch_that_does_not_divide_names_both_keys_and_the_nearest_legal_valu
 @pytest.mark.parametrize(("ranks", "overrides", "message"), [
     (1, ("parallel.strategy=ddp",), "expects several processes, 1 started; start them with: torchrun --nproc-per-node 2"),
     (1, ("parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"), "expects 4 processes, 1 started"),
-    (2, ("parallel.strategy=single",), "runs in one process and 2 were started"),
+    (2, ("parallel.strategy=single",), "runs in one process, but 2 were started"),
     (2, ("parallel.strategy=fsdp", "parallel.shard=4"), "2 processes do not divide by 4"),
     (2, ("parallel.strategy=ddp", "parallel.shard=2"), "cannot shard"),
     (2, ("parallel.strategy=ddp", "parallel.offload=true"), "parallel.offload=true has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp"),

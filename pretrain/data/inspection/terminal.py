@@ -21,7 +21,7 @@ def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
     digest = {
         True: "matches metrics.jsonl",
         False: f"DIFFERS from metrics.jsonl, {step.logged_digest}: the step read other samples",
-        None: "not in metrics.jsonl: the step was not logged" if step.made else "the step is to come",
+        None: "not in metrics.jsonl: the step was not logged" if step.made else "the step is in the future",
     }[step.matches]
     return [
         ("step", f"{step.step:,} of {step.last_step:,} of {step.run}, {state}"),

@@ -142,7 +142,7 @@ def test_weights_and_sources_change_in_a_run_under_way_when_the_past_stays_as_it
     code, printed = run_main(str(config_file), "run.steps=10")
     assert code == 1
     assert "the share of data.sources.0 in part 0 of the mixture was 75.0000% and is 50.0000%" in printed
-    assert "a stage of data.stages until_tokens=3072 with the old weights, then one with the new" in printed
+    assert "give data.stages a stage until_tokens=3072 with the old weights, then one with the new" in printed
     third = {"path": str(write_prepared(config_file.parent / "new", prepared / "tokenizer", 9, 50)), "name": "c", "weight": 0}
     set_data(
         config_file,

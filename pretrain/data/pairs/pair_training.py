@@ -102,7 +102,7 @@ class PairTraining:
 
     @classmethod
     def open(cls, config: Config, start_id: int | None) -> PairTraining:
-        """Open the pairs and check what goes with them. Raises ConfigError or DataError."""
+        """Open the pairs and check them with their settings. Raises ConfigError or DataError."""
         pairs = PreparedPairs.open(config.data.pairs)
         micro = config.batch.micro_tokens
         if micro is not None and sum(pairs.longest) > micro:

@@ -367,7 +367,7 @@ def test_quotation_marks_in_tsv_are_text(prepared, tmp_path, byte_tokenizer):
     (tmp_path / "a.tsv.gz").write_bytes(gzip.compress((tmp_path / "a.tsv").read_bytes()))
     assert prepared(tmp_path / "a.tsv.gz")[0] == expected
     (tmp_path / "b.tsv").write_bytes(b'text\tid\n"of two\nlines"\t1\ncaf\xe9\t2\ngood\t3\n')
-    message = r"b\.tsv, row 1: has 1 values, and the first line names 2 columns; in \.tsv quotation marks hold nothing together"
+    message = r"b\.tsv, row 1: has 1 values, but the first line names 2 columns; in \.tsv quotation marks do not group values"
     with pytest.raises(DataError, match=message):
         prepared(tmp_path / "b.tsv")
     assert prepare([str(tmp_path / "b.tsv")], byte_tokenizer, tmp_path / "out", max_invalid=2).invalid_documents == 2
@@ -386,7 +386,7 @@ def test_rows_that_a_quotation_mark_swallows_are_never_left_out(tmp_path, byte_t
         assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["a.csv"]
     (tmp_path / "a.csv").write_text('id,text\n1,"a\n2,b\n3,c",d\n4,e\n')  # the marks are in order, the number of values is not
-    with pytest.raises(DataError, match=r"a\.csv, lines 2 to 4: .* and has 3 values, and the first line names 2 columns"):
+    with pytest.raises(DataError, match=r"a\.csv, lines 2 to 4: .* and has 3 values, but the first line names 2 columns"):
         prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out", max_invalid=1)
     (tmp_path / "a.csv").write_text('id,text\n1,a\n2,"stray')  # on the last line it takes that line alone
     assert prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out", max_invalid=1).invalid_documents == 1
@@ -394,7 +394,7 @@ def test_rows_that_a_quotation_mark_swallows_are_never_left_out(tmp_path, byte_t
 
 def test_dirty_csv_is_named_or_left_out(tmp_path, byte_tokenizer):
     (tmp_path / "a.csv").write_bytes(b'text,n\ngood,1\nshort\n"bad"x,3\ncaf\xe9,4\n\nlong,5,6\nfine,7\n')
-    with pytest.raises(DataError, match=r"a\.csv, row 2: has 1 values, and the first line names 2 columns"):
+    with pytest.raises(DataError, match=r"a\.csv, row 2: has 1 values, but the first line names 2 columns"):
         prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out")
     assert prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out", max_invalid=4).invalid_documents == 4
     assert contents(tmp_path / "out")[0] == ["good", "fine"]

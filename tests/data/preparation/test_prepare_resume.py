@@ -277,7 +277,7 @@ def test_finished_units_are_not_done_again(inputs, trained, tmp_path, monkeypatc
         prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
     prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
     assert len(set(done[:4])) == 4 and not set(done[:4]) & set(done[5:])
-    assert re.search(r"going on: 4 of \d+ units of work are finished", capsys.readouterr().err)
+    assert re.search(r"continuing: 4 of \d+ units of work are finished", capsys.readouterr().err)
 
 
 def interrupted(inputs, trained, output, monkeypatch, **options) -> None:

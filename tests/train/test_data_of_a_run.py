@@ -202,7 +202,7 @@ def test_budgets_of_tokens_are_shares_and_the_end_of_the_data(config_file, prepa
     assert "run.steps=21 reads 10752 tokens, more than the 10240 of all data.sources[].tokens; run.steps at most 20" in printed
     set_data(config_file, sources=[budget[0], {"path": str(other), "name": "b"}])
     code, printed = run_main(str(config_file), "--check")
-    assert code == 2 and "data.sources.1 has no tokens, and data.sources.0 has" in printed
+    assert code == 2 and "data.sources.1 has no tokens, but data.sources.0 has" in printed
 
 
 def test_a_source_too_small_for_its_weight_is_repeated_as_often_as_it_may_and_then_left(config_file, prepared, other):
@@ -335,7 +335,7 @@ def test_text_is_read_exactly_after_a_resume_on_another_number_of_ranks(pool, te
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.text.input=[]", "give one of input (files and globs) and dataset"),
+        ("data.text.input=[]", "give either input (files and globs) or dataset"),
         ("data.text.tokenizer=null", "data.text.tokenizer is missing"),
         ("data.exact_resume=true", "data.exact_resume is no key any more: every run resumes exactly now"),
         ("data.text.input=[absent.txt]", "data.text: absent.txt"),

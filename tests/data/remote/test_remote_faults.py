@@ -155,7 +155,9 @@ def test_bytes_that_stay_wrong_name_the_url_what_is_expected_and_what_is_found(s
     server.faults[SHARD] = [fault] * 10
     shard = data.manifest.shards[1]
     expected = shard.sha256 if fault == "wrong" else str(2 * shard.tokens)
-    with pytest.raises(DataError, match=rf"{server.url}/train/{SHARD}: downloaded 3 times, each time {found} where .* {expected}"):
+    with pytest.raises(
+        DataError, match=rf"{server.url}/train/{SHARD}: downloaded 3 times, each time {found} where .* {expected}"
+    ):
         whole(data)
     assert server.count(SHARD) == 3
     assert not cache.path(shard.sha256).exists() and list((cache.directory / "partial").iterdir()) == []

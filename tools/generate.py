@@ -45,10 +45,15 @@ def main(argv: list[str] | None = None) -> int:
         help="end before this token, in addition to the model's own end tokens; may be given several times",
     )
     parser.add_argument("--no-bos", action="store_true", help="put nothing before a prompt, whatever the tokenizer asks for")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first sample of a prompt; the next sample has the next seed")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first sample of a prompt; the next sample has the next seed"
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if available)")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format of weights and activations (default: %(default)s)"
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="number format of weights and activations (default: %(default)s)",
     )
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="samples at a time (default: %(default)s)")
     parser.add_argument("--no-cache", action="store_true", help="compute all positions anew for every token")

@@ -1,8 +1,8 @@
 """Tokenize a corpus into shards that training reads.
 
-The corpus may be text, source code, JSON lines, CSV or WET (these also .gz, .bz2, .xz or .zst), Parquet, Arrow, a Hugging Face
-dataset, or token ids (.npy, .bin, or a field of ids). Give files, folders or URLs (s3://, gs://, https://, ...). Interrupted work is
-kept: the same command continues it, and says so if nothing is left to do.
+The corpus may be text, source code, JSON lines, CSV or WET, each also as .gz, .bz2, .xz or .zst. It may also be Parquet, Arrow, a
+Hugging Face dataset, or token ids (.npy, .bin, or a field of ids). Give files, folders or URLs (s3://, gs://, https://, ...).
+Interrupted work is kept: the same command continues it, and says so if nothing is left to do.
 
 On several machines with a shared disk: the same command everywhere with --task I --tasks N, then
     prepare_data.py merge --output DIR

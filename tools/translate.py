@@ -1,7 +1,7 @@
 """Translate sentences, one per line, with a trained encoder-decoder; with references, score the translations.
 
-Translations go to standard output, or to --output; the scores (BLEU and chrF by sacrebleu, character and word error rate) go to
-standard error, or with --json to standard output as the last line. A model that was trained in lower case needs --lowercase.
+Translations go to standard output, or to --output. Scores go to standard error, or with --json to standard output as the last
+line: BLEU and chrF by sacrebleu, character and word error rate. A model that was trained in lower case needs --lowercase.
 """
 
 import argparse

@@ -125,8 +125,7 @@ class PackIndex:
 def open_index(data: PreparedData, mode: Mode, sequence_length: int, cache: Path) -> PackIndex:
     """The index of `data` in the folder `cache`. If it is missing, it is made there, once for all processes.
 
-    Raises DataError if it cannot be written, if it is not what this program writes, or if the data's document index, from which it is
-    made, is damaged.
+    Raises DataError if it cannot be written, if it is not what this program writes, or if the data's document index is damaged.
     """
     path = index_path(data, mode, sequence_length, cache)
     if path.exists():  # complete: it was renamed into place

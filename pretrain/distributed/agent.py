@@ -74,12 +74,12 @@ def join_seconds(configuration: str) -> float:
 
 
 def missing(where: str, limit: float) -> str:
-    """What is wrong when the nodes do not gather."""
+    """The error when the nodes do not gather."""
     return f"{where} did not gather within {limit:g} s (JOIN_SECONDS); this one is {socket.gethostname()}"
 
 
 def look_at(endpoint: str, alone: bool = False) -> str:
-    """What an agent can see of the place where the nodes meet, and what to do. `alone`: the run has one node."""
+    """The state of the meeting point as an agent sees it, and the remedy. `alone`: the run has one node."""
     host, _, port = endpoint.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), 5.0).close()

@@ -76,7 +76,7 @@ def addresses_of_this_host(point: MeetingPoint) -> list[str]:
 
 
 def wrong_address(point: MeetingPoint) -> str:
-    """What is wrong with MASTER_ADDR, seen from the main rank; empty if nothing is wrong."""
+    """The problem with MASTER_ADDR, seen from the main rank; empty if it is right."""
     if point.attempt is not None:
         return ""
     try:

@@ -54,12 +54,12 @@ class Mesh:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank counts its samples. Of all ranks that see the same samples, exactly one counts them."""
+        """Whether this rank counts its samples. Exactly one of the ranks that see the same samples counts them."""
         return self.is_source("pipeline", "context", "tensor")
 
     @property
     def counts_losses(self) -> bool:
-        """Whether this rank counts its target tokens. Of all ranks that compute the loss of the same tokens, exactly one counts them."""
+        """Whether this rank counts its target tokens. Exactly one of the ranks that compute the loss of the same tokens counts them."""
         return self.coordinates["pipeline"] == self.sizes["pipeline"] - 1 and self.is_source("tensor")
 
     def sum_over_data(self, name: str, values: Tensor) -> Tensor:

@@ -197,6 +197,6 @@ def stop() -> None:
     close_meeting()
     gc.collect()
     sys.stdout.flush()
-    # gloo's threads drop their last tensors under the GIL: without this pause they may do so inside interpreter shutdown,
-    # which aborts about one process exit in a hundred.
+    # gloo's threads drop their last tensors under the GIL. Without this pause they may do so during interpreter shutdown, which
+    # aborts about one process exit in a hundred.
     time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What is known of each rank at a moment, and the sentences that say it.
+"""The known state of each rank at a moment, and the sentences that report it.
 
 This file writes everything that a user reads about a rank that is late, silent or gone: from plain values, without sockets or
 clocks.
@@ -128,8 +128,8 @@ def awaited(standings: Sequence[Standing], number: int) -> list[Standing]:
 def culprits(standings: Sequence[Standing], reporter: Mark) -> list[Standing]:
     """The ranks that made a collective of the rank at `reporter` fail. The first kind that is found counts.
 
-    The order is: ranks that ended for a reason of their own, that are gone, that do not answer, that have not come to the
-    operation. For an operation of the step, ranks that noticed nothing come last.
+    The order is: ranks that ended for their own reason, are gone, do not answer, or have not come to the operation. For an
+    operation of the step, ranks that noticed nothing come last.
     """
     for found in (
         [s for s in standings if s.left_alone],

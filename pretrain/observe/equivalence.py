@@ -1,7 +1,7 @@
 """Runs one configuration under many layouts and launchers, as a user would start them, and compares what they computed.
 
 A layout may only change the order in which the gradients of micro-batches are added, in fp32. In bf16 every micro-batch's gradient of a matrix is
-also rounded once, so a layout is compared with the single process that has the same micro-batches. Single processes with other micro-batches may
+also rounded once. So a layout is compared with the single process that has the same micro-batches. Single processes with other micro-batches may
 differ by that rounding: each addend by 2^-9 of itself (u, the unit roundoff of bf16). Both sums together may differ by 2 u times the addends'
 norms over the norm of their sum. That ratio is at most 4 for the 16 micro-batches here, if they are unrelated.
 """

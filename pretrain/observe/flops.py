@@ -1,7 +1,7 @@
 """Model FLOPs and MFU, by the convention most published numbers use (PaLM, arXiv 2204.02311, appendix B).
 
-Per token, forward and backward: 6 x (parameters in matrix products: the output head counts, the embedding look-up does not)
-+ 12 x layers x attention width x min(sequence length, window). There is no causal discount, and recomputation does not count.
+Per token, forward and backward: 6 x (parameters in matrix products) + 12 x layers x attention width x min(sequence length,
+window). The output head counts, the embedding look-up does not. There is no causal discount, and recomputation does not count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def flops_per_token(model: Model, *lengths: float) -> int:
 
 
 def matmul_parameters(model: Model) -> int:
-    """Parameters that a token is multiplied with. Of the routed experts, only the active ones count."""
+    """Parameters that a token is multiplied with. Only the active ones of the routed experts count."""
     return _on_meta(model).matmul_parameters()
 
 

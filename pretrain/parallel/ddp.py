@@ -1,6 +1,6 @@
 """DistributedDataParallel: every rank holds the whole model, gradients are all-reduced in buckets during backward.
 
-DDP averages over ranks. A factor on the loss could cancel that, but with a number of ranks that is no power of two, it would round the bf16
+DDP averages over ranks. A factor on the loss could cancel that. But unless the number of ranks is a power of two, it would round the bf16
 gradients of activations differently from one process. So a hook sums instead.
 """
 

@@ -4,7 +4,7 @@
     vectors       whole and in fp32 on every rank (norms, biases, sinks); their gradients are summed once per step
 
 A tied table stays in the root's unit, because it is used at both ends of the forward pass. Vectors are whole so that norms and sinks compute
-with the fp32 values that one process has: gathered with the matrices, they would be rounded to bf16 first. They are a few of ten thousand
+with the fp32 values that one process has. Gathered with the matrices, they would be rounded to bf16 first. They are a few of ten thousand
 parameters, and one small all-reduce per step is less traffic than gathering them with every unit.
 """
 

@@ -1,8 +1,8 @@
 """Initial weights as a pure function of (seed, parameter name, shape), on every layout and device (invariant 4).
 
 A parameter is drawn in blocks of rows, each from its own counter-based generator (Philox, Salmon et al., SC'11). So a rank that
-holds a shard draws only its own rows: without communication or a whole tensor anywhere, and with the same values as on one
-process. The values are drawn on the host, so that a GPU starts from the same bits as a CPU.
+holds a shard draws only its own rows, without communication or a whole tensor. The values are the same as on one process. The
+values are drawn on the host, so that a GPU starts from the same bits as a CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a network is spread over ranks, behind verbs that the training loop uses without knowing the layout.
 
-In every layout the gradient that ends up in `parameter.grad` is the sum over all ranks and micro-steps: the loss is divided by the target
-tokens of the whole step, once, and nothing is averaged after that. `Strategy` composes what the axes need:
+In every layout the gradient that ends up in `parameter.grad` is the sum over all ranks and micro-steps. The loss is divided once, by the
+target tokens of the whole step, and nothing is averaged after that. `Strategy` composes what the axes need:
 
     blocks.py        number formats, recomputation, compilation: alike under every layout
     single.py, ddp.py, fsdp.py

@@ -103,7 +103,7 @@ def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Chang
 
 
 def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
-    """What another schedule does, if the steps already taken would have had other learning rates; else None."""
+    """The effect of another schedule, if the steps already taken would have had other learning rates; else None."""
     schedule = build_section(Schedule, {leaf.path: leaf.value for leaf in leaves(Schedule, saved.get("schedule", {}))})
     steps = saved.get("run", {}).get("steps", Config().run.steps)
 

@@ -50,7 +50,7 @@ class Plan:
         return flops_per_token(self.config.model, *self.data.lengths)
 
     def facts(self) -> dict[str, Any]:
-        """What the configuration led to on this host, as JSON values by name. All ranks must have the same."""
+        """The results of the configuration on this host, as JSON values by name. All ranks must have the same."""
         contents: dict[str, str] = {}
         for key, holding in self.data.holdings:  # some have several: tokens and a packing index, or sources and targets
             name = f"the content of {key}"
@@ -64,7 +64,7 @@ class Plan:
         }
 
     def identity(self, samples: int) -> dict[str, Any]:
-        """What identifies a run after so many samples: a checkpoint that differs in any value belongs to another run.
+        """The identity of a run after so many samples: a checkpoint that differs in any value belongs to another run.
 
         The values are flat JSON. The data's part holds only what has decided these samples.
         """

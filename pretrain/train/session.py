@@ -86,7 +86,7 @@ def _check_directory(plan: Plan) -> StartingPoint:
 
 
 def _other_devices(plan: Plan, device: torch.device) -> list[str]:
-    """What `auto` would do on GPUs, for a check on a machine without one."""
+    """The choice of `auto` on GPUs, for a check on a machine without one."""
     if plan.config.parallel.strategy != "auto" or device.type != "cpu" or plan.layout.strategy != "ddp":
         return []
     fitting = plan.parameters * STATE_BYTES_PER_PARAMETER / DDP_MEMORY_SHARE

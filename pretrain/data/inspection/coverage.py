@@ -28,8 +28,8 @@ class SourceCoverage:
     """The samples drawn from a source. It has `samples`; `distinct` are the different ones among those `drawn`.
 
     Samples have `sequence_length` inputs. `tokens` (inputs that are not padding), `targets` (those with a loss) and `padding`
-    count the drawn samples: exactly if `exact`, else in proportion to an epoch. `left_out`: tokens at the end of the source that
-    fill no sample.
+    cover the drawn samples. They are exact if `exact`, else in proportion to an epoch. `left_out`: tokens at the end of the
+    source that fill no sample.
     """
 
     name: str

@@ -10,9 +10,9 @@ Their order, and how it is cut into batches of a number of tokens:
     window    its pairs by length, cut where a batch is full of tokens    |..|....|......|...|
     batches   of the window, permuted                                     |......|..|...|....|
 
-Pairs of one batch have similar lengths, so little of it is padding. The batch of a step is a pure function of the pairs that came
-before it, of (seed, fingerprint of the pairs) and of the tokens per batch. Which rank computes which part is decided later. Memory
-and the cost of seeking depend on the window, not on the size of the corpus.
+Pairs of one batch have similar lengths, so little of it is padding. The batch of a step is a pure function of the pairs before it,
+(seed, fingerprint of the pairs) and the tokens per batch. Which rank computes which part is decided later. Memory and the cost of
+seeking depend on the window, not on the size of the corpus.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Rows are read a batch at a time, and files are cut into parts of about equal size. Ids are cut into documents at one id.
 
-A part is a range [start, stop). It counts row groups in Parquet, record batches in an Arrow IPC file, and bytes at record batch
-boundaries in an Arrow IPC stream (which `datasets` writes).
+A part is a range [start, stop). It counts row groups in Parquet and record batches in an Arrow IPC file. In an Arrow IPC stream
+(which `datasets` writes) it counts bytes, at record batch boundaries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The documents of a piece of input, in one fixed order, a bounded amount at a time.
 
-JSON lines are read by ranges of bytes and parsed here. A reader of tables would guess types (a corpus of dates arrives as dates),
-need one schema even for fields that nobody reads, and could not name the line of an error.
+JSON lines are read by ranges of bytes and parsed here. A reader of tables would guess types (a corpus of dates arrives as dates)
+and need one schema even for fields that nobody reads. It could not name the line of an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The inputs of a preparation: files by name, folder, pattern, URL or data set, each with its kind and the state in which it was found.
+"""The inputs of a preparation: files by name, folder, pattern, URL or data set, each with its kind and its state when found.
 
 *.jsonl *.ndjson *.json              one JSON object per line
 *.csv *.tsv                          rows under a line with the names of the columns

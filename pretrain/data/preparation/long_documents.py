@@ -146,7 +146,7 @@ class LongTexts:
         first = min(_MARGIN, len(expected) // 2)
         return first > 0 and np.array_equal(self._ids(text[place : place + self._stretch])[:first], expected[:first])
 
-    # What is exact, tried once.
+    # The trials: each is made once.
 
     @functools.cached_property
     def places(self) -> tuple[CutPlace, ...]:

@@ -13,8 +13,8 @@ rely on that, but we never do it inside a document. Second, transformers reads a
 The proof compares ids, because they decide what a model sees and says. Decoded text may differ: transformers' SentencePiece
 backend, which unigram needs, trims white space at both ends and spells byte pieces out ("<0xF0>").
 
-If a tokenizer names no beginning of text, it gets the end of document for it, like GPT-2, because that stands before a document
-in training. Programs that put a token first (lm-eval, generation without a prompt) then put one that the model knows.
+If a tokenizer names no beginning of text, it gets the end of document for it, like GPT-2. In training that token stands before a
+document. Programs that put a token first (lm-eval, generation without a prompt) then put one that the model knows.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Text to token ids and back: one small protocol, over SentencePiece models and Hugging Face `tokenizer.json` files.
 
-Neither back-end adds a begin or end token by itself: ids come from the text alone, and the code that joins documents places
-`eod_id` between them. Text that merely looks like a special token (`</s>`, `<|endoftext|>`) is encoded as its characters, so a
-document cannot forge a document boundary. (A tokenizer exported for transformers does match such text: see export.py.)
+Neither back-end adds a begin or end token by itself: ids come from the text alone. The code that joins documents places `eod_id`
+between them. Text that merely looks like a special token (`</s>`, `<|endoftext|>`) is encoded as its characters, so a document
+cannot forge a document boundary. (A tokenizer exported for transformers does match such text: see export.py.)
 """
 
 from __future__ import annotations

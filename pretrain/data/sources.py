@@ -151,7 +151,7 @@ def check_data(config: Config) -> None:
     given = {"data.sources": bool(data.sources), "data.text": data.text != Text(), "data.pairs": data.pairs is not None}
     named = [key for key, is_given in given.items() if is_given]
     if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} both say what is trained on; keep one")
+        raise ConfigError(f"{' and '.join(named)} both name the training data; keep one")
     for key, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         _check_names(key, [source_name(source) for source in sources])
     if data.pairs is not None:

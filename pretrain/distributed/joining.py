@@ -154,9 +154,7 @@ class Meeting:
         if isinstance(error, ConnectionRefusedError):
             return f"nobody listens at {where} (MASTER_ADDR:MASTER_PORT)"
         if isinstance(error, (ValueError, ConnectionError)):
-            return (
-                f"what listens at {where} (MASTER_ADDR:MASTER_PORT) is not rank 0 of a run: another program, or another version"
-            )
+            return f"another program, or another version, listens at {where} (MASTER_ADDR:MASTER_PORT) in place of rank 0"
         return f"{where} (MASTER_ADDR:MASTER_PORT) does not answer ({error})"
 
     # ---- joining ------------------------------------------------------------------------------------------------------
@@ -330,7 +328,7 @@ class _Wait:
         if is_found:
             hint = wrong_address(self.meeting.point) if self.meeting.rank == 0 else ""
             return hint or "start every process of the run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
-        return "rank 0 has to be started, and MASTER_ADDR to be its host"
+        return "start rank 0, and set MASTER_ADDR to its host"
 
     def _count(self, message: dict[str, Any]) -> None:
         """Handle the switchboard's list of missing and busy ranks. Ranks that have connected and are busy may take their time."""

@@ -87,4 +87,4 @@ def wrong_address(point: MeetingPoint) -> str:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(place)
             return ""
-    return f"MASTER_ADDR={point.host} is no address of {socket.gethostname()}, where rank 0 is; set it to that host"
+    return f"MASTER_ADDR={point.host} is not an address of {socket.gethostname()}, where rank 0 runs; set it to that host"

@@ -28,7 +28,7 @@ class Mesh:
 
     def __init__(self, sizes: dict[str, int], ranks: Ranks) -> None:
         if unknown := set(sizes) - set(AXES):
-            raise ValueError(f"a mesh has the axes {', '.join(AXES)}, and not {', '.join(sorted(unknown))}")
+            raise ValueError(f"a mesh has the axes {', '.join(AXES)}, but not {', '.join(sorted(unknown))}")
         self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
         if math.prod(self.sizes.values()) != ranks.world_size:
             raise ValueError(f"a mesh of {self.sizes} has another number of ranks than the {ranks.world_size} of the run")

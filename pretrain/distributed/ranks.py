@@ -186,7 +186,7 @@ def choose_backend(config: Config, device: torch.device) -> str:
     if backend == "auto":
         return "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and device.type != "cuda":
-        raise LaunchError("parallel.backend=nccl needs GPUs, and this run is on the CPU; use parallel.backend=gloo or auto")
+        raise LaunchError("parallel.backend=nccl needs GPUs, but this run is on the CPU; use parallel.backend=gloo or auto")
     return backend
 
 

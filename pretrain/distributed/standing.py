@@ -88,7 +88,7 @@ def describe(standing: Standing) -> str:
     if standing.silent:
         return f"{title} does not answer (stopped, or its host or network is down){last}"
     if standing.mark is None:
-        return f"{title} has not said what it does"
+        return f"{title} has not reported what it does"
     return f"{title} has been {standing.mark} for {standing.seconds:.0f} s"
 
 

@@ -120,8 +120,8 @@ def test_a_rank_that_does_not_find_the_main_rank_says_so_and_ends_in_time(starte
     assert rank.wait(60) == 2
     assert re.search(f"^rank 1 waits for rank 0: {said}; up to 3 s", rank.printed(), re.MULTILINE)
     assert re.fullmatch(
-        rf"the processes of the run did not meet within 3 s \(parallel.join_seconds\): {said}; rank 0 has to be started, and "
-        "MASTER_ADDR to be its host",
+        rf"the processes of the run did not meet within 3 s \(parallel.join_seconds\): {said}; start rank 0, and set "
+        "MASTER_ADDR to its host",
         line_of(rank),
     )
 
@@ -130,7 +130,7 @@ def test_a_main_rank_that_is_not_at_master_addr_says_so(started):
     """T-D8: MASTER_ADDR names another host than that of rank 0."""
     [rank] = started({0: {"MASTER_ADDR": "192.0.2.1"}}, "parallel.join_seconds=2", only=(0,))
     assert rank.wait(60) == 2
-    assert f"MASTER_ADDR=192.0.2.1 is no address of {HERE}, where rank 0 is; set it to that host" in line_of(rank)
+    assert f"MASTER_ADDR=192.0.2.1 is not an address of {HERE}, where rank 0 runs; set it to that host" in line_of(rank)
 
 
 @pytest.mark.parametrize("talks", [False, True])

@@ -36,7 +36,7 @@ ABSENT = "data.sources=[{path: /nowhere}]"
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.text.input=[x.txt]", "data.sources and data.text both say what is trained on"),
+        ("data.text.input=[x.txt]", "data.sources and data.text both name the training data"),
         (
             "data.stages=[{until_tokens: 500}, {until_tokens: 400}]",
             "data.stages.1.until_tokens=400 is not beyond the stage before",

@@ -142,7 +142,7 @@ class History:
             raise DataError(f"step {step} is beyond the last step of {self.name}, {self.last}; the run ends there (run.steps)")
         if step < self.stretches[0].first:
             raise DataError(
-                f"step {step}: {self.name} begins at step {self.stretches[0].first}, with a checkpoint of another run; ask that run"
+                f"step {step}: {self.name} begins at step {self.stretches[0].first}, with a checkpoint of another run; inspect that run"
             )
         return next(stretch for stretch in self.stretches if step <= stretch.last)
 

@@ -151,7 +151,7 @@ def _pairs(split: Split, options: PairOptions) -> Iterator[tuple[Line, Line]]:
             longer, shorter = (split.target, split.source) if source is None else (split.source, split.target)
             more = counts.lines + 1 + sum(1 for _ in sides[source is None])
             raise DataError(
-                f"{', '.join(map(str, longer))}: {more} lines, and {', '.join(map(str, shorter))}: {counts.lines}; line i of one is "
+                f"{', '.join(map(str, longer))}: {more} lines, but {', '.join(map(str, shorter))}: {counts.lines}; line i of one is "
                 "the translation of line i of the other, so give files that match"
             )
         counts.lines += 1

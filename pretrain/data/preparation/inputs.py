@@ -299,7 +299,7 @@ def _saved(dataset: str, config: str | None, split: str) -> list[str]:
 def _files_of(loaded: Any, dataset: str) -> list[str]:
     paths = [entry["filename"] for entry in loaded.cache_files]
     if not paths or loaded._indices is not None:
-        raise DataError(f"{dataset}: its rows are not those of its files in their order; save it anew with save_to_disk")
+        raise DataError(f"{dataset}: its rows differ from those of its files in their order; save it again with save_to_disk")
     return paths
 
 

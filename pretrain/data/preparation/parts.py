@@ -66,7 +66,7 @@ def writing(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            message = "no space left; what is finished is kept: make room and start the same command again"
+            message = "no space left; finished work is kept: make room and start the same command again"
         else:
             message = f"cannot be written ({error.strerror})"
         raise DataError(f"{directory}: {message}") from error

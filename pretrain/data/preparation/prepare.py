@@ -333,7 +333,7 @@ def refuse_invalid(summaries: Sequence[PartSummary], most: int) -> None:
     if count > most:
         where, reason = next(row for summary in summaries for row in summary.invalid_rows)
         raise DataError(
-            f"{count} rows cannot be used, more than --max-invalid {most}, the first of them {where}: {reason}; what is finished is kept: "
+            f"{count} rows cannot be used, more than --max-invalid {most}, the first of them {where}: {reason}; finished work is kept: "
             "correct the input, or start again with a larger number"
         )
 

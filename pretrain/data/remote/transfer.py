@@ -297,7 +297,7 @@ def judged(url: str, error: BaseException) -> BaseException:
             f"run {install_command('remote')}"
         )
     if isinstance(error, (FileNotFoundError, NotADirectoryError)) or status in (404, 410):
-        return FileNotFoundError(f"{shown(url)}: not found there; check the URL, and that the upload was complete")
+        return FileNotFoundError(f"{shown(url)}: not found; check the URL, and whether the upload was complete")
     if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ in _NO_CREDENTIALS:
         return DataError(
             f"{shown(url)}: access refused ({what}); set the credentials in the environment "

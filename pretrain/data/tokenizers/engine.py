@@ -80,9 +80,7 @@ def choose_engine(
     except ImportError as error:
         if engine == "tiktoken":
             raise ConfigError("--engine tiktoken: tiktoken is not installed; pip install tiktoken") from error
-        _say(
-            "the tokenizers library; where the tokenizer is byte-level BPE, tiktoken is several times faster: pip install tiktoken"
-        )
+        _say("the tokenizers library; for byte-level BPE, tiktoken is several times faster: pip install tiktoken")
         return library
     except DataError as error:
         if engine == "tiktoken":

@@ -74,8 +74,8 @@ def test_each_language_can_have_its_own_tokenizer(tmp_path, byte_tokenizer):
 
 
 BAD = {
-    "more sources": (["a", "b", "c"], ["x", "y"], r"x\.source: 3 lines, and .*x\.target: 2; line i of one"),
-    "more targets": (["a"], ["x", "y", "z"], r"x\.target: 3 lines, and .*x\.source: 1; line i of one"),
+    "more sources": (["a", "b", "c"], ["x", "y"], r"x\.source: 3 lines, but .*x\.target: 2; line i of one"),
+    "more targets": (["a"], ["x", "y", "z"], r"x\.target: 3 lines, but .*x\.source: 1; line i of one"),
     "nothing left": (["", ""], ["x", "y"], "none of its 2 lines gives a pair|no documents to write"),
 }
 

@@ -263,7 +263,7 @@ def test_the_limit_of_invalid_rows_is_that_of_all_tasks_together(tmp_path, byte_
     (tmp_path / "d.jsonl").write_bytes(DIRTY)
     arguments = [[str(tmp_path / "d.jsonl")], byte_tokenizer, tmp_path / "out"]
     options = {"unit_bytes": 40, "engine": "library", "tasks": 3}
-    message = r"rows cannot be used, more than --max-invalid 4, the first of them .*d\.jsonl, line 2: not valid .*what is finished is kept"
+    message = r"rows cannot be used, more than --max-invalid 4, the first of them .*d\.jsonl, line 2: not valid .*finished work is kept"
     with pytest.raises(DataError, match=message):
         for task in range(3):
             prepare(*arguments, task=task, max_invalid=4, **options)

@@ -574,7 +574,7 @@ def test_a_full_disk_is_one_line_and_what_is_finished_is_kept(inputs, trained, s
 
     with monkeypatch.context() as patch:
         patch.setattr(f"{module}.open", open_until_full, raising=False)
-        with pytest.raises(DataError, match=r"no space left; what is finished is kept: make room and start the same") as caught:
+        with pytest.raises(DataError, match=r"no space left; finished work is kept: make room and start the same") as caught:
             prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     kept = len(list((tmp_path / ".out.preparing").glob("parts-*/*.part")))

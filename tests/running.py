@@ -144,7 +144,7 @@ def write_config(folder: Path, prepared: Path) -> Path:
         "parallel": {"timeout_seconds": 60},
         "checkpoint": {
             "export_check": False
-        },  # seconds of transformers' imports, and tests/train/test_export_check.py is about it
+        },  # seconds of transformers' imports, and tests/huggingface/test_export_check.py is about it
         "log": {"every_steps": 1, "tensorboard": False},
     }
     path = folder / "config.yaml"

@@ -14,7 +14,7 @@ def build_network(model: Model, loss: Loss | None = None) -> nn.Module:
     Build it on the meta device.
     """
     if model.family == "hf":
-        from pretrain.models.hf_model import HfModel
+        from pretrain.models.hf.hf_model import HfModel
 
         return HfModel(model, loss)
     if model.encoder_layers:

@@ -223,7 +223,7 @@ def test_the_verify_tool_names_what_is_damaged(run, capsys):
 
 def test_a_save_that_would_not_fit_says_how_much_is_missing_and_leaves_nothing(tmp_path, monkeypatch):
     from pretrain.checkpoint import save
-    from pretrain.checkpoint.hf_import import ALONE
+    from pretrain.huggingface.import_model import ALONE
 
     class Usage:
         free = 1_000_000

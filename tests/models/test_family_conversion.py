@@ -10,10 +10,10 @@ import torch
 from parity import ALL, cases, pair, tokens
 from safetensors.torch import load_file
 
-from pretrain.checkpoint.hf_export import RECORD, export
-from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.open_model import read_checkpoint
 from pretrain.checkpoint.restore import saved_tensors
+from pretrain.huggingface.export_model import RECORD, export
+from pretrain.huggingface.import_model import import_model
+from pretrain.huggingface.open_model import read_checkpoint
 
 
 def tensors_of(directory) -> dict[str, torch.Tensor]:

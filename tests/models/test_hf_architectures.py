@@ -13,14 +13,14 @@ from running import some_slow
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.hf_import import import_model
 from pretrain.checkpoint.restore import saved_tensors
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import import_model
 from pretrain.models import build_network
 from pretrain.models.families import complete
-from pretrain.models.hf_config import config_of, decoded, read_config
+from pretrain.models.hf.hf_config import config_of, decoded, read_config
 from pretrain.parallel.blocks import recompute_blocks
 from pretrain.parallel.initialise import initialise
 

@@ -102,8 +102,8 @@ def test_fewer_steps_than_the_checkpoint_has_is_an_error(pool, trained_run, conf
 
 
 def test_a_checkpoint_with_weights_only_names_the_key_that_takes_it(pool, trained_run, config_file, tmp_path):
-    from pretrain.checkpoint.hf_export import export
-    from pretrain.checkpoint.hf_import import import_model
+    from pretrain.huggingface.export_model import export
+    from pretrain.huggingface.import_model import import_model
 
     run = trained_run(1, config_file)
     export(run, tmp_path / "exported")

@@ -1,4 +1,4 @@
-"""Models that transformers builds itself: configuration and names are its own (models/hf_model.py)."""
+"""Models that transformers builds itself: configuration and names are its own (models/hf/hf_model.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pretrain.config.model_schema import Model
 from pretrain.models import build_network
 from pretrain.models.families.declare.family import Family
 from pretrain.models.families.declare.weights import SAME, Entry, Shape
-from pretrain.models.hf_config import complete_hf
+from pretrain.models.hf.hf_config import complete_hf
 
 _OTHERS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
@@ -43,7 +43,7 @@ class _Own(Family):
         """Routers are the affair of transformers' model."""
 
     def describe(self, model: Model) -> list[str]:
-        from pretrain.models.hf_model import describe_hf
+        from pretrain.models.hf.hf_model import describe_hf
 
         return describe_hf(model)
 

@@ -15,10 +15,10 @@ from launch_pool import LaunchPool
 from running import run_main, run_main_with, tool, train
 
 from pretrain.checkpoint import streamed
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.open_model import read_hf
 from pretrain.checkpoint.restore import saved_tensors
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import import_model
+from pretrain.huggingface.open_model import read_hf
 
 LAYOUTS = {
     "single": (1,),
@@ -118,7 +118,7 @@ def test_a_hugging_face_directory_as_a_start_is_refused_with_the_command_that_co
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_rank_holds_the_whole_model(config_file, byte_tokenizer, tmp_path):
-    """python -m pytest tests/checkpoint/test_hf_layouts.py -m slow -s
+    """python -m pytest tests/huggingface/test_import_into_layouts.py -m slow -s
 
     1.2 GB on two ranks, each of which stays below that with everything it holds, torch included.
     """

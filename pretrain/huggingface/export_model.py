@@ -21,11 +21,8 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.hf_verify import Compared, check_expected, compare_logits, read_back
 from pretrain.checkpoint.restore import load_state
-from pretrain.checkpoint.safetensors_file import ShardedWriter, Spec
 from pretrain.checkpoint.streamed import SavedTensors
-from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
@@ -33,6 +30,9 @@ from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError
+from pretrain.huggingface.safetensors_file import ShardedWriter, Spec
+from pretrain.huggingface.verification import Compared, check_expected, compare_logits, read_back
+from pretrain.huggingface.weight_plan import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
 from pretrain.models.families import family_of
 from pretrain.models.families.declare.other_readers import reader_notes
 from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.hf_directory import read_config
 from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
 from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN
 from pretrain.errors import CheckpointError, ConfigError, DataError
+from pretrain.huggingface.directory import read_config
 from pretrain.models.families import family_of_hf
 from pretrain.models.families.declare.other_readers import WINDOWS, llama_cpp_problem
 from pretrain.models.shape import cycled, has_windows

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.safetensors_file import Spec, raw_bytes
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, UserError
+from pretrain.huggingface.safetensors_file import Spec, raw_bytes
 from pretrain.models import build_network
 from pretrain.models.families.declare.weights import TRAINING_ONLY
-from pretrain.models.hf_config import decoded, hf_window
+from pretrain.models.hf.hf_config import decoded, hf_window
 
 MOST_IN_FP64 = 10**9
 """Weights of a model that is compared in fp64, where it takes 8 GB. Larger ones are compared in fp32, which finds less: see LOGIT_TOLERANCE.

@@ -15,14 +15,14 @@ import torch
 from converting import SMALL, write
 
 from pretrain.checkpoint import streamed
-from pretrain.checkpoint.hf_directory import HfDirectory
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.hf_import import ALONE, import_model
 from pretrain.checkpoint.restore import saved_tensors
-from pretrain.checkpoint.safetensors_file import SafetensorsFile
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.checkpoint.streamed import SavedTensors, on_meta
-from pretrain.checkpoint.weight_plan import shapes_of
+from pretrain.huggingface.directory import HfDirectory
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import ALONE, import_model
+from pretrain.huggingface.safetensors_file import SafetensorsFile
+from pretrain.huggingface.weight_plan import shapes_of
 from pretrain.models.families import complete
 
 MB = 2**20
@@ -147,7 +147,7 @@ def added_memory(small: list[object], big: list[object]) -> int:
 def test_a_checkpoint_of_2_gb_is_converted_in_bounded_memory(byte_tokenizer, tmp_path, dtype):
     """M-D16: bounds what the conversion adds; the libraries alone took more than the old limit on some processors.
 
-    python -m pytest tests/checkpoint/test_conversion_memory.py -m slow -s
+    python -m pytest tests/huggingface/test_conversion_memory.py -m slow -s
     """
     largest = big_checkpoint(tmp_path / "checkpoint", byte_tokenizer)
     limit = 3 * largest + 64 * MB

@@ -13,9 +13,9 @@ import torch
 from converting import PROMPT, SMALL, automatic, files_of, write
 from safetensors.torch import load_file
 
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.open_model import open_model, read_hf
 from pretrain.config.model_schema import AttentionConfig
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.open_model import open_model, read_hf
 from pretrain.models.generate import generate
 
 

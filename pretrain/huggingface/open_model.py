@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.hf_directory import HfDirectory, read_config
-from pretrain.checkpoint.hf_verify import build
 from pretrain.checkpoint.restore import load_state, saved_tensors
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, shown
+from pretrain.huggingface.directory import HfDirectory, read_config
+from pretrain.huggingface.verification import build
 from pretrain.models.families import family_of_hf
-from pretrain.models.hf_config import LARGEST_CONFIG
+from pretrain.models.hf.hf_config import LARGEST_CONFIG
 
 GENERATION_FILE = "generation_config.json"
 MODEL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.hf_directory import HfDirectory
-from pretrain.checkpoint.hf_verify import Compared, compare_logits
-from pretrain.checkpoint.open_model import GENERATION_FILE, begin_tokens, named_ends
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.checkpoint.streamed import on_meta
 from pretrain.config.model_schema import Model
@@ -29,6 +26,9 @@ from pretrain.data.tokenizers.export import save_trimmed
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
+from pretrain.huggingface.directory import HfDirectory
+from pretrain.huggingface.open_model import GENERATION_FILE, begin_tokens, named_ends
+from pretrain.huggingface.verification import Compared, compare_logits
 from pretrain.models.families import family_of
 from pretrain.models.families.declare.family import BALANCE, layers_with_experts
 from pretrain.progress import ByteProgress

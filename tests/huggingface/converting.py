@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.hf_import import ALONE, import_model
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import UserError
+from pretrain.huggingface.import_model import ALONE, import_model
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.parallel.initialise import initialise

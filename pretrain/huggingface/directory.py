@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, SafetensorsFile
-from pretrain.checkpoint.weight_plan import least_numbers, plan_weights, refuse_odd_numbers
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, clipped
+from pretrain.huggingface.safetensors_file import DTYPES, INDEX, WEIGHTS, WHOLE, SafetensorsFile
+from pretrain.huggingface.weight_plan import least_numbers, plan_weights, refuse_odd_numbers
 from pretrain.models.families import family_of, family_of_hf
 from pretrain.models.families.declare.weights import Entry
-from pretrain.models.hf_config import LARGEST_CONFIG
+from pretrain.models.hf.hf_config import LARGEST_CONFIG
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, UserError
 from pretrain.huggingface.safetensors_file import Spec, raw_bytes
 from pretrain.models import build_network
+from pretrain.models.families import family_of
 from pretrain.models.families.declare.weights import TRAINING_ONLY
-from pretrain.models.hf.hf_config import decoded, hf_window
+from pretrain.models.hf.hf_config import decoded
 
 MOST_IN_FP64 = 10**9
 """Weights of a model that is compared in fp64, where it takes 8 GB. Larger ones are compared in fp32, which finds less: see LOGIT_TOLERANCE.
@@ -149,8 +150,7 @@ def compare_logits(directory: Path, model: Model, parameters: int, weights: Call
     held = _cast(weights(), dtype)
     with torch.no_grad(), _computing_in(dtype):
         network = build(model, held, dtype)
-        if model.family == "hf":  # the grouped kernel that it takes by default has no fp64
-            network.transformers.set_experts_implementation("eager")
+        family_of(model.family).use_plain_kernels(network)
         ours = network(ids, **inputs)
     size = float(ours.square().mean().sqrt())
     difference, limit = float(theirs.sub_(ours).abs_().max()), LOGIT_TOLERANCE[dtype] * size
@@ -169,11 +169,7 @@ _MORE = 64  # tokens beyond what is to be exercised
 def _reach(model: Model) -> tuple[int, int, str | None]:
     """Sequences and their length that reach all that the model computes, and what they reach beyond."""
     longest = model.max_sequence_length
-    window, grows_from = model.attention.window or 0, 0
-    if model.family == "hf":
-        window = hf_window(model)
-    elif model.positions == "rope" and model.rope.scaling == "dynamic":
-        grows_from = model.rope.original_length
+    window, grows_from = family_of(model.family).reach(model)
     if grows_from:  # such models go on beyond the length they say
         return 1, max(grows_from, window) + _MORE, f"the {grows_from} positions from which dynamic scaling grows"
     if not window:

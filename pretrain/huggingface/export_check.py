@@ -26,7 +26,7 @@ from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.written import build_section
 from pretrain.errors import UserError
-from pretrain.huggingface.weight_plan import check_round_trip, plan_weights
+from pretrain.huggingface.directory import check_round_trip, plan_weights
 from pretrain.models.families import family_of
 
 LIMIT_SECONDS = 300.0

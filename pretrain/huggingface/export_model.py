@@ -30,9 +30,9 @@ from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError
+from pretrain.huggingface.directory import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
 from pretrain.huggingface.safetensors_file import ShardedWriter, Spec
 from pretrain.huggingface.verification import Compared, check_expected, compare_logits, read_back
-from pretrain.huggingface.weight_plan import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
 from pretrain.models.families import family_of
 from pretrain.models.families.declare.other_readers import reader_notes
 from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry

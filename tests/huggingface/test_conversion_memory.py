@@ -18,11 +18,10 @@ from pretrain.checkpoint import streamed
 from pretrain.checkpoint.restore import saved_tensors
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.checkpoint.streamed import SavedTensors, on_meta
-from pretrain.huggingface.directory import HfDirectory
+from pretrain.huggingface.directory import HfDirectory, plan_weights
 from pretrain.huggingface.export_model import export
 from pretrain.huggingface.import_model import ALONE, import_model
 from pretrain.huggingface.safetensors_file import SafetensorsFile
-from pretrain.huggingface.weight_plan import shapes_of
 from pretrain.models.families import complete
 
 MB = 2**20
@@ -94,7 +93,7 @@ BIG = dataclasses.replace(SMALL, dim=1536, layers=14, heads=16, kv_heads=4, ffn_
 def big_checkpoint(target: Path, tokenizer: Path) -> int:
     """A checkpoint of 2 GB, in whole tensors as a single process saves it; the bytes of its largest tensor."""
     model = complete(BIG, 96)
-    tensors = on_meta({f"model.{name}": shape for name, shape in shapes_of(model).items()}, torch.float32)
+    tensors = on_meta({f"model.{name}": shape for name, shape in plan_weights(model).ours.items()}, torch.float32)
     state = {"step": 10, "samples": 1, "tokens": 1, "world_size": 1, "layout": "single", "model": dataclasses.asdict(model)}
     current: dict[str, torch.Tensor] = {}
 

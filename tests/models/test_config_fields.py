@@ -17,7 +17,7 @@ from presets import PUBLISHED
 from test_t5 import config_json
 
 from pretrain.errors import ConfigError, UserError
-from pretrain.huggingface.weight_plan import plan_weights
+from pretrain.huggingface.directory import plan_weights
 from pretrain.models.families import families, family_of, family_of_hf
 from pretrain.models.families.declare.common import projections
 from pretrain.models.families.declare.family import Field

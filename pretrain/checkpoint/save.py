@@ -132,6 +132,7 @@ def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict
     for name, source in attachments.items():
         if isinstance(source, str):
             (directory / name).write_text(source, encoding="utf-8")
+            flush((directory / name).parent)
             names.append(name)
         elif source.is_dir():
             shutil.copytree(source, directory / name)

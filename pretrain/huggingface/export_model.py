@@ -28,7 +28,7 @@ from pretrain.config.written import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
 from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer
-from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer, read_added_tokens
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.directory import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
 from pretrain.huggingface.safetensors_file import ShardedWriter, Spec
@@ -74,9 +74,10 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
     family_of(model.family).to_hf(model)  # refuses by name what has no export
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
     source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype])
-    padding = _padding(model, tokenizer, state, checkpoint)
+    added = _added_tokens(tokenizer, state)
+    padding = _padding(model, tokenizer, added, checkpoint)
     with _named(output), staged_directory(output) as writing:
-        config, notes = write_description(writing, model, tokenizer, _sentinels(state, tokenizer), dtype)
+        config, notes = write_description(writing, model, tokenizer, added, dtype)
         check_expected(config, source.plan.theirs)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
@@ -165,16 +166,17 @@ class _Source:
         return self.plan.kept.get(name, self.dtype)
 
 
-def _sentinels(state: dict[str, Any], tokenizer: Path | None) -> list[str]:
-    """The tokens beyond the tokenizer's that stood for spans in training, as T5 calls them."""
+def _added_tokens(tokenizer: Path | None, state: dict[str, Any]) -> list[str]:
+    """The special tokens of training beyond the tokenizer's own: those that stood for spans, as T5 calls them."""
     if tokenizer is None:
         return []
-    return added_tokens(
-        state.get("identity", {}).get("data.objective.first_sentinel", -1), load_tokenizer(tokenizer).vocab_size
-    )
+    loaded = load_tokenizer(tokenizer)
+    # Older checkpoints do not have them beside the tokenizer, and say only which is the first.
+    first = state.get("identity", {}).get("data.objective.first_sentinel", -1)
+    return read_added_tokens(loaded) or added_tokens(first, loaded.vocab_size)
 
 
-def _padding(model: Model, tokenizer: Path | None, state: dict[str, Any], checkpoint: Path) -> str | None:
+def _padding(model: Model, tokenizer: Path | None, added: Sequence[str], checkpoint: Path) -> str | None:
     """What to say of rows of the vocabulary that are no token's. Raises CheckpointError where a token has no row."""
     if tokenizer is None:
         return "the checkpoint has no tokenizer, so none was written, and config.json names no end-of-text token"
@@ -184,7 +186,7 @@ def _padding(model: Model, tokenizer: Path | None, state: dict[str, Any], checkp
             f"{checkpoint}: the vocabulary has {model.vocab_size} rows and the tokenizer {tokens} tokens; "
             "this is not the tokenizer it was trained with"
         )
-    unused = model.vocab_size - tokens - len(_sentinels(state, tokenizer))
+    unused = model.vocab_size - tokens - len(added)
     if not unused:
         return None
     return f"the last {unused} of {model.vocab_size} rows of the vocabulary are no token of the tokenizer; config.json's vocab_size counts them"

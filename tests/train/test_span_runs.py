@@ -145,6 +145,8 @@ def test_a_run_is_exported_generates_in_transformers_and_comes_back_for_another_
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     run = train(pool, 2, span_config, FSDP, *V11)
+    added = json.loads((run / "checkpoints" / "step-00000004" / "tokenizer" / "added_tokens.json").read_text())
+    assert added == {"<extra_id_3>": 257, "<extra_id_2>": 258, "<extra_id_1>": 259, "<extra_id_0>": 260}
     convert = tool("convert_checkpoint").main
     assert convert(["to-hf", "--checkpoint", str(run), "--output", str(tmp_path / "hf"), "--verify"]) == 0
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf"), AutoTokenizer.from_pretrained(tmp_path / "hf")

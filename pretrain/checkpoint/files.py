@@ -99,6 +99,11 @@ def _unreadable(path: Path, error: OSError) -> UnreadableError:
     return problem
 
 
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint."""
+    return read_json(checkpoint / STATE)
+
+
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """File name -> size and sha256. Raises CheckpointError for a manifest that is missing, foreign or damaged."""
     path = checkpoint / MANIFEST

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.restore import load_state
-from pretrain.checkpoint.streamed import SavedTensors
+from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
@@ -69,7 +68,7 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
         "verifying the checkpoint", sum(item["bytes"] for item in files.read_manifest(checkpoint).values())
     ) as seen:
         files.verify(checkpoint, seen=seen.add)
-    state = load_state(checkpoint)
+    state = files.load_state(checkpoint)
     model = build_section(Model, state["model"])
     family_of(model.family).to_hf(model)  # refuses by name what has no export
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
@@ -133,8 +132,9 @@ class _Source:
 
     def __init__(self, checkpoint: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
         self.checkpoint, self.plan, self.dtype = checkpoint, plan, dtype
-        self.saved = SavedTensors(checkpoint, "model.")
-        there = {name: item for name, item in self.saved.items.items() if not name.startswith(TRAINING_ONLY)}
+        self.payload = Payload(checkpoint)
+        there = {name.removeprefix("model."): self.payload.items[name] for name in self.payload.names("model.")}
+        there = {name: item for name, item in there.items() if not name.startswith(TRAINING_ONLY)}
         if odd := sorted(there.keys() ^ plan.ours.keys()):
             name = plan.model.family
             raise CheckpointError(f"{checkpoint}: {odd[0]} is on one side only of {name}'s weight map; nothing was written")
@@ -145,7 +145,8 @@ class _Source:
                 )
 
     def ours(self, line: Entry) -> list[Tensor]:
-        return [self._cast(name, tensor) for name, tensor in zip(line.ours, self.saved.read(line.ours))]
+        tensors = self.payload.read(f"model.{name}" for name in line.ours)
+        return [self._cast(name, tensor) for name, tensor in zip(line.ours, tensors.values())]
 
     def theirs(self, line: Entry) -> list[Tensor]:
         return line.layout.to_theirs(self.ours(line), self.plan.model)

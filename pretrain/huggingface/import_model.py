@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.save import write_checkpoint
-from pretrain.checkpoint.streamed import on_meta
+from pretrain.checkpoint.save import on_meta, write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.config.read import dump
 from pretrain.data.shards.staging import refuse_existing
@@ -80,7 +79,7 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
         if (directory / GENERATION_FILE).is_file():  # its end tokens are those of this model
             attachments[GENERATION_FILE] = directory / GENERATION_FILE
         with ByteProgress("converting", source.nbytes) as done:
-            write_checkpoint(output, tensors, state, attachments, ALONE, _PayloadReader(source, done).read)
+            write_checkpoint(output, tensors, state, attachments, ALONE, _EntryByEntry(source, done).read)
     notes = source.plan.family.import_notes(source.config, source.model)
     return Imported(source.plan.parameters, compared, tokenizer, notes)
 
@@ -97,7 +96,7 @@ def preset(model: Model, name: str) -> str:
     return f"# The model of {' '.join(name.split())}; a configuration that goes on from its weights includes this file.\n{dump({'model': section})}\n"
 
 
-class _PayloadReader:
+class _EntryByEntry:
     """Tensors one by one, in the order of the weight map; holds those of the entry it is at."""
 
     def __init__(self, source: HfDirectory, done: ByteProgress) -> None:

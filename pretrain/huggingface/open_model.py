@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.restore import load_state, saved_tensors
+from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -97,8 +97,8 @@ def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[s
     """Shape, weights (whole, on the CPU, by our names) and directory of a checkpoint, or of a run's newest; hashes verified."""
     checkpoint = files.resolve(path)[-1]
     files.verify(checkpoint)
-    model = build_section(Model, load_state(checkpoint)["model"])
-    weights = {name.removeprefix("model."): tensor for name, tensor in saved_tensors(checkpoint, "model.").items()}
+    model = build_section(Model, files.load_state(checkpoint)["model"])
+    weights = {name.removeprefix("model."): tensor for name, tensor in Payload(checkpoint).whole("model.").items()}
     return model, weights if cast is None else {name: cast(name, tensor) for name, tensor in weights.items()}, checkpoint
 
 
@@ -133,7 +133,7 @@ def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
     """
     if not (place / files.STATE).is_file():
         return asked_tokens(tokenizer)
-    imported = load_state(place).get("imported")
+    imported = files.load_state(place).get("imported")
     if imported is None:
         return []
     return [int(token) for token in imported["begin"]] if "begin" in imported else asked_tokens(tokenizer)

@@ -12,7 +12,7 @@ import torch
 from converting import SMALL, edit_config, edit_weights, files_of, refused, write
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint import streamed
+from pretrain.checkpoint import save
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError, UserError
@@ -318,7 +318,7 @@ def test_a_write_that_fails_leaves_nothing_behind(run, exported, tmp_path, monke
     monkeypatch.setattr(export_model.ShardedWriter, "write", full)
     with pytest.raises(CheckpointError, match="out: No space left on device"):
         export(run, tmp_path / "out")
-    monkeypatch.setattr(streamed.StreamingPlanner, "resolve_data", full)
+    monkeypatch.setattr(save.StreamingPlanner, "resolve_data", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         import_model(exported, tmp_path / "imported")
     assert os.listdir(tmp_path) == []

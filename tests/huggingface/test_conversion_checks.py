@@ -12,7 +12,7 @@ import yaml
 from converting import SMALL, edit_config, edit_weights, refused, write
 from running import tool
 
-from pretrain.checkpoint.restore import load_state
+from pretrain.checkpoint.files import load_state
 from pretrain.config.keys import check_effects
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Model, Rope

@@ -58,9 +58,9 @@ class Exported:
 def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, shard_bytes: int = SHARD_BYTES) -> Exported:
     """Write a checkpoint, or a run's newest, as a directory that transformers loads.
 
-    Every tensor is read back from the output and compared, and the output's names and shapes with what transformers' class expects;
-    with `verify` also its logits with ours, which takes memory for the model. Raises CheckpointError or ConfigError, and
-    leaves nothing behind, when anything of this fails. What was verified is recorded in pretrain_export.json.
+    Every tensor is read back from the output and compared. The output's names and shapes are compared with what transformers' class
+    expects. `verify` also compares its logits with ours, which takes memory for the model. pretrain_export.json records what was
+    verified. Raises CheckpointError or ConfigError, and leaves nothing behind, when anything of this fails.
     """
     refuse_existing(output)
     checkpoint = files.resolve(path)[-1]
@@ -255,7 +255,7 @@ def _record(
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that took part."""
+    """Versions of the libraries that took part."""
     return {"python": platform.python_version()} | {
         name: metadata.version(name) for name in ("torch", "transformers", "safetensors", "tokenizers")
     }

@@ -1,8 +1,8 @@
 """Exported directory -> GGUF file for llama.cpp, written by llama.cpp's own converter.
 
-The converter is the user's (`--llama-cpp`), and so may be the Python that runs it; gguf_driver.py, which it runs, tells the converter what
-it cannot find out about a newly trained tokenizer. What is decided here: whether llama.cpp computes this model at all, and how the
-vocabulary has to be written so that llama.cpp gives our ids.
+The converter is the user's (`--llama-cpp`), and so may be the Python that runs it. That Python runs gguf_driver.py, which tells the converter
+what it cannot find out about a newly trained tokenizer. This file decides whether llama.cpp computes the model at all, and how the vocabulary
+has to be written so that llama.cpp gives our ids.
 """
 
 from __future__ import annotations

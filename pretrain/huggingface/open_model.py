@@ -128,8 +128,8 @@ _BEGINNING = ("LlamaTokenizer", "GemmaTokenizer", "CodeLlamaTokenizer")
 def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
     """What a model expects before a text. `place`: a checkpoint or a Hugging Face directory.
 
-    A checkpoint remembers what its import found; one of a run has nothing, for training had nothing but the end of the document before.
-    Of a Hugging Face directory it is what the tokenizer asks for.
+    An imported checkpoint remembers what its import found. A checkpoint of a run has no such tokens: in training, a text follows the end of the
+    document before. For a Hugging Face directory the tokenizer decides.
     """
     if not (place / files.STATE).is_file():
         return asked_tokens(tokenizer)
@@ -142,8 +142,8 @@ def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
 def asked_tokens(tokenizer: Tokenizer) -> list[int]:
     """What a tokenizer asks for before a text, as transformers reads it.
 
-    Of a tokenizer.json the beginning of its post-processor's template, else the bos_token where tokenizer_config.json beside it says
-    add_bos_token; of a SentencePiece model what that file says, or the class it names.
+    With a tokenizer.json this is the beginning of its post-processor's template, or else the bos_token, if tokenizer_config.json beside it
+    says add_bos_token. With a SentencePiece model, tokenizer_config.json decides: by that key, or by the class it names.
     """
     config = _object(tokenizer.file.parent / CONFIG_NAME)
     if isinstance(tokenizer, HuggingFaceTokenizer):

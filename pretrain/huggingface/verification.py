@@ -44,8 +44,8 @@ limit finds them all: 1e-3 is 5 times above the noise of 24 layers, which grows 
 def expected_by_transformers(config: dict[str, Any]) -> tuple[str, dict[str, tuple[int, ...]]]:
     """The class that transformers makes of a config.json, and the tensors, with shapes, that it has on disk.
 
-    On the meta device: nothing is allocated. Of tied tensors, those that are written once, but a head that is said to be no copy (T5's
-    class ties it all the same, unless the file has both).
+    On the meta device: nothing is allocated. Tied tensors are written once. A head that is said to be no copy is written too: T5's class ties it
+    all the same, unless the file has both.
     """
     from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
@@ -113,9 +113,8 @@ def _compare(path: Path, spec: Spec, tensor: Tensor, sha256: str) -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison of logits was made on: so many sequences of so many random tokens, both models in one number format; the largest
-    absolute difference, and the largest that is taken. `beyond`: what such a length reaches that a shorter one does not, None where there
-    is nothing.
+    """The largest absolute difference of logits, the largest that is accepted, and what was compared: so many sequences of so many random
+    tokens, both models in one number format. `beyond`: what this length reaches that a shorter one does not; None if nothing.
     """
 
     difference: float

@@ -278,6 +278,7 @@ class Trainer:
                 log.info("asked to stop: the %s of step %d was left, and nothing of it is reported", left, record.step)
             return False
         record.validation, record.translation = found.get("validation"), found.get("translation")
+        record.bits_per_byte = self.evaluation.bits_per_byte(record.validation or {}) or None
         if self.extensions.callbacks:
             with self.ranks.part("callbacks of a step", device=True):
                 record.evaluation = self.callbacks.evaluate(record.step) or None

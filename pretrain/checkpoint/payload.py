@@ -209,6 +209,10 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(f"{path}: refused: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path}: refused: it holds a {type(metadata).__name__}, not checkpoint metadata")
+    for stored in (metadata.storage_data or {}).values():
+        file = getattr(stored, "relative_path", None)
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise CheckpointError(f"{path}: refused: it names a file that is not in the checkpoint: {file}")
     for name, item in metadata.state_dict_metadata.items():
         if isinstance(item, BytesStorageMetadata):
             raise CheckpointError(f"{path}: refused: item {name} is not a tensor, and reading it could execute code")

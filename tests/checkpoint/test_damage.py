@@ -149,6 +149,17 @@ def test_a_payload_with_an_item_that_is_no_tensor_is_refused(tmp_path):
         Payload(tmp_path / "c").whole("model.")
 
 
+@pytest.mark.parametrize("file", ["/etc/passwd", "../elsewhere/__0_0.distcp", "..", ""])
+def test_a_payload_lies_in_its_checkpoint(run, file):
+    """A table of contents could name any file of the machine, whose bytes would have been read as weights."""
+    metadata = read_metadata(newest(run))
+    place = next(iter(metadata.storage_data.values()))
+    place.relative_path = file
+    (newest(run) / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused: it names a file that is not in the checkpoint"):
+        read_metadata(newest(run))
+
+
 @pytest.mark.parametrize("how", ["shorter", "other", "gone"])
 def test_a_payload_that_does_not_fit_its_table_of_contents_is_an_error_in_one_line(run, how):
     """What verification would have found: a reader that comes after it ends in a line as well."""

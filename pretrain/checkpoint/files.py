@@ -43,7 +43,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 def resolve(path: Path) -> list[Path]:
     """The checkpoints that a path means, best last: the directory itself, or those of a run directory.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError when there is no checkpoint.
     """
     if (path / MANIFEST).is_file() and (path / STATE).is_file():
         return [path]
@@ -79,8 +79,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path, most: int | None = None) -> Any:
-    """Raises CheckpointError naming the file when it cannot be parsed, an object in it has a name twice or it has more bytes than `most`,
-    UnreadableError when it cannot be read.
+    """The contents of a JSON file.
+
+    Raises UnreadableError when it cannot be read. Raises CheckpointError, naming the file, when it cannot be parsed, when an object in it has a
+    name twice, or when it has more bytes than `most`.
     """
     try:
         if most is not None and path.stat().st_size > most:
@@ -97,6 +99,11 @@ def _unreadable(path: Path, error: OSError) -> UnreadableError:
     problem = UnreadableError(f"{path}: " + ("missing" if missing else f"cannot be read: {error.strerror or error}"))
     problem.path, problem.missing = str(path), missing
     return problem
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint."""
+    return read_json(checkpoint / STATE)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
@@ -160,7 +167,7 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) ->
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint directory such that it is none from the first moment on."""
+    """Remove a checkpoint directory. From the first moment on it is no checkpoint any more."""
     aside = _free(path.with_name(f".removing-{path.name}"))
     os.rename(path, aside)
     _remove(aside)

@@ -69,8 +69,8 @@ class BatchLoader(Protocol):
 class TrainingData(Protocol):
     """The samples of a run. Only its implementations know what a sample is: a window of a text, or a pair of sentences."""
 
-    attachments: dict[str, Path]
-    """Directories that checkpoints keep a copy of, by name."""
+    attachments: dict[str, Path | str]
+    """What checkpoints keep beside the state, by name: copies of directories, and texts."""
     tokenizer_path: Path
     """A directory with the files of the tokenizer."""
     tokenizer: TokenizerIdentity
@@ -111,6 +111,9 @@ class TrainingData(Protocol):
 
     def validation_rows(self, source: ValidationData) -> int:
         """Samples of a validation source in one forward pass of a rank."""
+
+    def bytes_per_token(self, source: ValidationData) -> float | None:
+        """Mean bytes of text behind a target token of a validation source; None where that is not known, or targets are no plain text."""
 
 
 def open_data(config: Config, start_id: int | None = None) -> TrainingData:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,12 +14,13 @@ from pretrain.errors import reason_of
 log = logging.getLogger(__name__)
 
 TRACEBACKS = "pretrain.traceback"  # a logger for the files only
+PASSING = {"passing": True}  # for `extra`: see ConsoleHandler
 FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
 
 
 def log_to_console(is_main: bool) -> None:
     """Print this package's messages on the main rank's standard output. Other ranks print only their error, at the end."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = ConsoleHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_main else logging.CRITICAL)
     handler.addFilter(lambda record: record.name != TRACEBACKS)
@@ -26,6 +28,37 @@ def log_to_console(is_main: bool) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     root.propagate = False
+
+
+class ConsoleHandler(logging.StreamHandler):
+    """Standard output. On a terminal a message with `extra=PASSING` is one line that the next message takes the place of."""
+
+    _stands = False  # whether the terminal's last line is to be replaced
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text, passes = self.format(record), getattr(record, "passing", False) and self.stream.isatty()
+            if passes:
+                text = text[: shutil.get_terminal_size().columns - 1]
+            self.stream.write(("\r\x1b[K" if self._stands else "") + text + ("" if passes else "\n"))
+            self._stands = passes
+            self.flush()
+        except Exception:
+            self.handleError(record)
+
+    def finish_line(self) -> None:
+        """Let the line stand that the next message would have replaced."""
+        if self._stands:
+            self._stands = False
+            self.stream.write("\n")
+            self.flush()
+
+
+def finish_line() -> None:
+    """Before anything else writes to the terminal."""
+    for handler in logging.getLogger("pretrain").handlers:
+        if isinstance(handler, ConsoleHandler):
+            handler.finish_line()
 
 
 def log_to_file(directory: Path, rank: int) -> None:

@@ -84,6 +84,12 @@ class StepRecord:
     validation: dict[str, float] | None = measured(
         "by source, the cross-entropy of its first `validation.sequences` samples", TOKEN_LOSS, AFTER, "when validated"
     )
+    bits_per_byte: dict[str, float] | None = measured(
+        "by source, the same in bits per byte of text, by the source's mean bytes per token: it compares between tokenizers",
+        "bits per byte",
+        AFTER,
+        "when validated, on data that was prepared from text",
+    )
     translation: dict[str, dict[str, float]] | None = measured(
         "by source, BLEU, chrF, CER and WER of its translations", "percent", AFTER, "when translated"
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.config.schema import Config
-from pretrain.observe.logs import Tolerated
+from pretrain.observe.logs import PASSING, Tolerated, finish_line
 from pretrain.observe.metrics import METRICS_FILE, StepRecord, duration
 from pretrain.storage import append_line, plain
 
@@ -115,13 +115,17 @@ class TensorBoard(Sink):
 
 
 class Console(Sink):
-    """A line per record, on the console and in the main rank's log."""
+    """A line per record, on the console and in the main rank's log. On a terminal one line is renewed, and what was evaluated stays."""
 
     def open(self, directory: Path, config: Config, step: int) -> None:
         self.steps = config.run.steps
 
     def write(self, record: StepRecord) -> None:
-        log.info(progress_line(record, self.steps))
+        stays = record.step in (1, self.steps) or evaluation_parts(record)
+        log.info(progress_line(record, self.steps), extra=None if stays else PASSING)
+
+    def close(self) -> None:
+        finish_line()
 
 
 def progress_line(record: StepRecord, steps: int) -> str:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pretrain.checkpoint.export_check import ExportCheck
 from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.data.training_data import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
+from pretrain.huggingface.export_check import ExportCheck
 from pretrain.models import build_network
 from pretrain.observe.flops import peak_flops
 from pretrain.observe.logs import TRACEBACKS
@@ -280,6 +280,7 @@ class Trainer:
                 )
             return False
         record.validation, record.translation = found.get("validation"), found.get("translation")
+        record.bits_per_byte = self.evaluation.bits_per_byte(record.validation or {}) or None
         if self.extensions.callbacks:
             with self.ranks.part("callbacks of a step", device=True):
                 record.evaluation = self.callbacks.evaluate(record.step) or None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
+import os
+import pty
 import shutil
 from pathlib import Path
 
@@ -12,9 +16,10 @@ from running import tool
 
 from pretrain.config.schema import Config
 from pretrain.errors import DataError
+from pretrain.observe.logs import ConsoleHandler
 from pretrain.observe.metrics import METRICS_FILE, StepRecord, duration, known_records, read_metrics
 from pretrain.observe.report import draw, summary
-from pretrain.observe.sinks import JsonLines, Sink, Sinks, TensorBoard, progress_line
+from pretrain.observe.sinks import Console, JsonLines, Sink, Sinks, TensorBoard, progress_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,6 +141,49 @@ def test_a_step_on_the_console():
     assert full == (
         "step 1000/1000  loss 3.0000  grad 0.500  lr 1.00e-03  2.5M tok/s  mfu 43.2%  validation books 2.0000  eta 0s"
     )
+
+
+def shown(terminal: bool) -> str:
+    """What a terminal, or a file, gets of a short run."""
+    controller, stream = pty.openpty() if terminal else os.pipe()
+    handler = ConsoleHandler(os.fdopen(stream, "w"))
+    logger = logging.getLogger("pretrain")
+    before, level = logger.handlers[:], logger.level
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    try:
+        console = Console()
+        console.steps = 40
+        for step in (1, 10, 20, 30):
+            console.write(record(step, 7.0 - step / 10, validation={"books": 3.0} if step == 20 else None))
+        logging.getLogger("pretrain.test").warning("a warning")
+        console.write(record(35, 3.5))
+        console.close()
+    finally:
+        logger.handlers[:] = before
+        logger.setLevel(level)
+    handler.stream.close()
+    text = b""
+    with contextlib.suppress(OSError):  # a terminal whose other end is closed
+        while part := os.read(controller, 10_000):
+            text += part
+    os.close(controller)
+    return text.decode()
+
+
+def test_one_line_is_renewed_on_a_terminal_and_what_was_evaluated_stays():
+    stands = [line.split("\r\x1b[K") for line in shown(terminal=True).replace("\r\n", "\n").split("\n")[:-1]]
+    assert [[part.split("  loss")[0] for part in line] for line in stands] == [
+        ["step  1/40"],
+        ["step 10/40", "step 20/40"],
+        ["step 30/40", "a warning"],
+        ["step 35/40"],
+    ]
+
+
+def test_elsewhere_every_line_is_plain():
+    lines = shown(terminal=False).splitlines()
+    assert len(lines) == 6 and not any("\x1b" in line or "\r" in line for line in lines)
 
 
 @pytest.mark.parametrize(

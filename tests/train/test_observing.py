@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from dataclasses import fields
@@ -12,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 from documentation.model_tables import metrics_page
-from running import run_main, run_main_with, train, write_prepared
+from running import run_main, run_main_with, tool, train, write_prepared
 
 from pretrain.observe.metrics import METRICS_FILE, StepRecord, read_metrics
 
@@ -229,6 +230,24 @@ def test_asking_for_the_cross_entropy_changes_no_bit_of_a_gradient(pool, config_
         assert torch.allclose(entropies.double(), plain, rtol=1e-6) and not entropies.requires_grad
 
 
+def test_the_validation_loss_in_bits_per_byte_is_that_of_the_whole_text(pool, config_file, byte_tokenizer, tmp_path):
+    """It compares runs with other tokenizers: nats per token do not."""
+    text = tmp_path / "text.jsonl"
+    lines = [f"line {number}: äöü and so on, over and over" for number in range(100)]
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    prepared = str(tmp_path / "text")
+    assert tool("prepare_data").main(["--input", str(text), "--tokenizer", str(byte_tokenizer), "--output", prepared]) == 0
+    everything = (
+        f"data.validation=[{{path: {prepared}, name: v}}]",
+        "validation.sequences=0",
+        "run.steps=1",
+        "schedule.warmup_steps=0",
+    )
+    (record,) = read_metrics(train(pool, 1, config_file, *everything))
+    size = len("".join(lines).encode())
+    assert record["bits_per_byte"]["v"] == pytest.approx(record["validation"]["v"] * (size + 100) / math.log(2) / size)
+
+
 # ---- documentation ------------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +263,12 @@ def test_every_number_of_the_record_is_logged_when_its_description_says_so(
     mixture = f"data.sources=[{{path: {prepared}, name: a}}, {{path: {other}, name: b}}]"
     everything = (*EXTRAS["balanced experts"][0], mixture, f"data.validation=[{{path: {prepared}, name: v}}]", *SHORT)
     found = names_in(train(pool, 1, config_file, *everything))
-    elsewhere = {"translation", "skipped", "evaluation"}  # test_pair_runs.py, test_bad_steps.py, test_extending.py
+    elsewhere = {
+        "translation",
+        "skipped",
+        "evaluation",
+        "bits_per_byte",
+    }  # test_pair_runs.py, test_bad_steps.py, test_extending.py, above
     on_gpus = {"mfu"}
     assert found == {field.name for field in fields(StepRecord)} - elsewhere - on_gpus
     page = ROOT / "docs" / "metrics.md"

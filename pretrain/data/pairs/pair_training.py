@@ -116,7 +116,7 @@ class PairTraining:
         return cls(config, pairs, PairOrder(pairs, config.batch.tokens, config.data.seed), start, validation)
 
     @property
-    def attachments(self) -> dict[str, Path]:
+    def attachments(self) -> dict[str, Path | str]:
         return pair_attachments(self.pairs)
 
     @property
@@ -183,6 +183,9 @@ class PairTraining:
     def validation_rows(self, source: PreparedPairs) -> int:
         batch = self.config.batch
         return max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
+
+    def bytes_per_token(self, source: PreparedPairs) -> float | None:
+        return source.target.bytes_per_token
 
 
 def pair_attachments(pairs: PreparedPairs) -> dict[str, Path]:

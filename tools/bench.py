@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     formats = subjects.add_parser(
         "formats", help="matrix products in fp32 and bf16 on one thread: which trains faster on this CPU"
     )
-    formats.add_argument("--fastest", action="store_true", help="print the name of the format alone")
+    formats.add_argument("--fastest", action="store_true", help="print only the name of the format")
     formats.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time to measure (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.subject == "formats":

@@ -1,4 +1,4 @@
-"""The interface of a run to its data, whatever its kind, and how data is opened and verified."""
+"""The interface between a run and any kind of data, and how data is opened and verified."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TrainingData(Protocol):
     """The samples of a run. Only its implementations know what a sample is: a window of a text, or a pair of sentences."""
 
     attachments: dict[str, Path | str]
-    """What checkpoints keep beside the state, by name: copies of directories, and texts."""
+    """Directories and texts that a checkpoint copies beside the state, by name."""
     tokenizer_path: Path
     """A directory with the files of the tokenizer."""
     tokenizer: TokenizerIdentity
@@ -113,7 +113,7 @@ class TrainingData(Protocol):
         """Samples of a validation source in one forward pass of a rank."""
 
     def bytes_per_token(self, source: ValidationData) -> float | None:
-        """Mean bytes of text behind a target token of a validation source; None where that is not known, or targets are no plain text."""
+        """Mean bytes of text per target token of a validation source; None if unknown, or if targets are not plain text."""
 
 
 def open_data(config: Config, start_id: int | None = None) -> TrainingData:

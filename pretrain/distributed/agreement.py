@@ -1,4 +1,4 @@
-"""What all ranks of a run must have in common before it begins: configuration, data, code and versions.
+"""The facts that all ranks of a run must share before it begins: configuration, data, code and versions.
 
 Each rank describes itself in flat facts and compares their digest with the main rank's. If it differs, the rank asks for the
 main rank's facts and names the first difference (joining.py). So a thousand ranks that agree exchange one hash each.

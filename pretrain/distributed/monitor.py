@@ -7,9 +7,9 @@ While the main thread waits in a collective it can neither speak nor look at a s
     a rank has ended, or is gone          a rank that makes no progress for 30 s after that ends with a line
     told to stop, no progress for 15 s    the stacks of all threads go to the log; where it is certain that a rank hangs, the run ends
 
-It is certain when each rank that the others wait for is gone, does not answer, or has neither computed nor read or written for a
-minute. A busy rank is never ended, however long it takes. A rank that saves counts as busy for `timeout_seconds`, because storage may
-let it wait without a sign.
+It is certain when each rank that the others wait for is gone, does not answer, or has not computed, read or written for a minute. A
+busy rank is never ended, however long it takes. A rank that saves counts as busy for `timeout_seconds`, because storage may let it
+wait without a sign.
 """
 
 from __future__ import annotations

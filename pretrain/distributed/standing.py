@@ -18,7 +18,7 @@ SURE_SECONDS = 10.0
 
 @dataclass
 class Mark:
-    """What a process is doing: inside a control operation (`waiting`), in a part of its own work, or `past` one of the two.
+    """The current work of a process: a control operation (`waiting`) or a part of its own work, or it is `past` one of the two.
 
     `number` counts the control operations that it has begun; every rank has the same order. `device`: the ranks exchange gradients or
     weights in this part, so it may wait for another rank without saying so. `storage`: this part writes or removes files, and may wait

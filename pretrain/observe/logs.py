@@ -31,9 +31,9 @@ def log_to_console(is_main: bool) -> None:
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Standard output. On a terminal a message with `extra=PASSING` is one line that the next message takes the place of."""
+    """Standard output. On a terminal the next message replaces a message with `extra=PASSING`, which is one line."""
 
-    _stands = False  # whether the terminal's last line is to be replaced
+    _stands = False  # whether the next message replaces the terminal's last line
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -47,7 +47,7 @@ class ConsoleHandler(logging.StreamHandler):
             self.handleError(record)
 
     def finish_line(self) -> None:
-        """Let the line stand that the next message would have replaced."""
+        """Keep the line that the next message would have replaced."""
         if self._stands:
             self._stands = False
             self.stream.write("\n")
@@ -55,7 +55,7 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 def finish_line() -> None:
-    """Before anything else writes to the terminal."""
+    """Finish the progress line. Call it before anything else writes to the terminal."""
     for handler in logging.getLogger("pretrain").handlers:
         if isinstance(handler, ConsoleHandler):
             handler.finish_line()

@@ -1,4 +1,4 @@
-"""What a run measures at a step: the record, its log and how to read that back, and the clock behind the speeds."""
+"""The measurements of a run at a step: their record, the log that it is read from, and the clock behind the speeds."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class TensorBoard(Sink):
 
 
 class Console(Sink):
-    """A line per record, on the console and in the main rank's log. On a terminal one line is renewed, and what was evaluated stays."""
+    """A line per record, on the console and in the main rank's log. On a terminal one line is updated, and lines with evaluations stay."""
 
     def open(self, directory: Path, config: Config, step: int) -> None:
         self.steps = config.run.steps

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunHandle:
-    """What a callback can see of the run, and request from it."""
+    """A run as a callback sees it, with the requests that a callback may make."""
 
     config: Config
     """The complete configuration: every derived value is filled in."""
@@ -83,7 +83,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class Extensions:
-    """What a script adds to a run."""
+    """The callbacks and sinks that a script adds to a run."""
 
     callbacks: Sequence[Callback] = ()
     sinks: Sequence[Sink] = ()

@@ -61,7 +61,7 @@ class Evaluation:
             self.strategy.release()
 
     def bits_per_byte(self, losses: dict[str, float]) -> dict[str, float]:
-        """Validation losses by source in bits per byte of text, where the size of the text is known."""
+        """Validation losses by source in bits per byte of text, for sources with a known size of the text."""
         sizes = {source.name: self.data.bytes_per_token(source) for source in self.data.validation}
         return {name: loss / math.log(2) / sizes[name] for name, loss in losses.items() if sizes[name]}
 

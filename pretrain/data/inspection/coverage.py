@@ -70,7 +70,7 @@ class SegmentCoverage:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a run has read after `step` steps."""
+    """The samples that a run has read after `step` steps."""
 
     run: str
     step: int
@@ -95,7 +95,7 @@ class _Drawn:
 
 
 def measure_coverage(history: History, step: int | None = None) -> Coverage:
-    """What a run has read after `step` steps (default: all that it has made). Raises DataError for a step that it does not have."""
+    """Measure what a run has read after `step` steps (default: all that it has made). Raises DataError for a step that it lacks."""
     step = history.current if step is None else step
     if step < 1:
         raise DataError(f"{history.name} has made no step; give --step N to see what it will have read then")

@@ -142,7 +142,7 @@ def _sighting(one: Sighting) -> list[str]:
 
 
 def coverage_lines(coverage: Coverage, width: int) -> Iterator[str]:
-    """What a run has read."""
+    """How much a run has read of each source."""
     yield from _table(
         [
             ("run", f"{coverage.run}, step {coverage.step:,} of {coverage.last_step:,}"),

@@ -28,7 +28,7 @@ from pretrain.data.tokenizers.library_tokenizers import (
 from pretrain.errors import DataError
 
 ADDED_NAME = "added_tokens.json"
-"""Beside a tokenizer's own files, as transformers has it: special tokens that training added to them, with their ids."""
+"""A file beside a tokenizer's own files, as in transformers: special tokens that training added, with their ids."""
 
 _LARGEST = 1 << 26  # bytes; larger files in the directory of an older tokenizer are not part of it
 
@@ -199,7 +199,7 @@ def added_tokens_json(added: Sequence[str], vocab_size: int) -> str:
 
 
 def read_added_tokens(tokenizer: Tokenizer) -> list[str]:
-    """The special tokens that ADDED_NAME has beyond a tokenizer's own, in the order of their ids. Raises DataError where ids are left out."""
+    """The special tokens that ADDED_NAME adds to a tokenizer's own, in the order of their ids. Raises DataError if an id is left out."""
     file = tokenizer.file.parent / ADDED_NAME
     if not file.is_file():
         return []

@@ -249,9 +249,9 @@ def dataset_files(
 ) -> list[InputFile]:
     """The files of one split of a Hugging Face dataset, in the order of its rows. Their names are `dataset` and their place in it.
 
-    NAME                       downloaded into the cache of `datasets`, as Arrow files: only here a `save_to_disk` directory its
-    Arrow files, as they are any other directory        the files that `datasets` would take for the split: Parquet, Arrow, JSON
-    lines, text
+    NAME                       downloaded into the cache of `datasets`, as Arrow files: only here
+    a `save_to_disk` directory its Arrow files, as they are
+    any other directory        the files that `datasets` would take for the split: Parquet, Arrow, JSON lines, text
 
     `revision`: a branch, tag or commit of a dataset on the Hub.
 

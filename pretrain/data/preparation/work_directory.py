@@ -1,9 +1,11 @@
 """The unfinished work of a preparation: on disk, locked, and found again by the next start.
 
 .NAME.preparing/lock                  held by a preparation for itself alone, or shared by its tasks
-.NAME.preparing/task-00001-of-00004   held by that task; it stays, to show which tasks exist .NAME.preparing/plan.json
-the plan; every process compares it .NAME.preparing/tokenizer/            a copy, for the output .NAME.preparing/parts/
-the finished units .NAME.preparing/assembled/            the output while it is put together
+.NAME.preparing/task-00001-of-00004   held by that task; it stays, to show which tasks exist
+.NAME.preparing/plan.json             the plan; every process compares it
+.NAME.preparing/tokenizer/            a copy, for the output
+.NAME.preparing/parts-HASH/           the finished units of the plan with this hash
+.NAME.preparing/assembled.RANDOM/     the output while it is put together
 
 The last two names vary, because worker processes may outlive a killed parent for a while. Their late writes then reach neither
 work on another plan nor another attempt at the output.

@@ -449,12 +449,11 @@ class Model:
     )
     dropout: float = key(
         0.0,
-        "Share of zeroes in what a sublayer adds to the residual stream and in the embeddings (arXiv 1706.03762, section 5.4), in "
-        "training; of an encoder-decoder.",
+        "Share of zeroes in the embeddings and in what a sublayer adds to the residual stream, in training (arXiv 1706.03762, section 5.4). "
+        "No layout changes what is zeroed (docs/models.md).",
         ge=0,
         lt=1,
         resume="accept",
-        when=ENCODER,
     )
     predict_ahead: int = key(
         0,

@@ -48,7 +48,7 @@ BESIDE = {
     "model.rope.local_theta": WINDOW, "model.rope.scale_local": WINDOW, "model.attention.window_pattern": WINDOW,
     "model.latent": LATENT, "model.experts.active_groups": [*EXPERTS, "model.experts.groups=4"], "model.experts": EXPERTS,
     "model.relative": SPANS, "model.source_vocab_size": SPANS, "model.tie_source": SPANS, "model.start_id": SPANS,
-    "model.encoder_layers": SPANS, "model.dropout": SPANS, "model.init": SPANS, "data.span_corruption": SPANS,
+    "model.encoder_layers": SPANS, "model.init": SPANS, "data.span_corruption": SPANS,
     "parallel.replicate": [*BASE, "parallel.strategy=fsdp"], "parallel.shard": [*BASE, "parallel.strategy=fsdp"],
     "loss.predict_ahead_weight": [*BASE, "model.predict_ahead=1"],
     "schedule.decay_steps": [*BASE, "schedule.name=wsd"],

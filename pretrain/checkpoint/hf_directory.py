@@ -72,7 +72,7 @@ class HfDirectory:
 
     def _check_sizes(self) -> None:
         """Before a network of these sizes is built, on the meta device: that takes time and memory for every layer and every name."""
-        layers = self.model.layers + (self.model.encoder_layers or 0)
+        layers = self.model.layers + (self.model.encoder.layers or 0)
         if layers > max(64, len(self.files)):
             raise CheckpointError(
                 f"{self.directory}: config.json says {layers} layers, and the weights are {len(self.files)} tensors; it is not theirs"

@@ -13,13 +13,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.safe_dcp import SafeReader, TensorPlanner, read_metadata
+from pretrain.config.written import identity_of_today, of_today
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """state.json of a checkpoint."""
-    return files.read_json(checkpoint / files.STATE)
+    """state.json of a checkpoint, with the model's keys of this version."""
+    state = files.read_json(checkpoint / files.STATE)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{checkpoint / files.STATE}: is not the state of a checkpoint; choose another checkpoint")
+    if isinstance(state.get("model"), dict):
+        state |= of_today({"model": state["model"]})
+    if isinstance(state.get("identity"), dict):
+        state["identity"] = identity_of_today(state["identity"])
+    return state
 
 
 def load_tensors(checkpoint: Path, tensors: dict[str, Tensor], ranks: Ranks | None) -> None:

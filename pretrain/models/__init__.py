@@ -17,7 +17,7 @@ def build_network(model: Model, loss: Loss | None = None) -> nn.Module:
         from pretrain.models.hf_model import HfModel
 
         return HfModel(model, loss)
-    if model.encoder_layers:
+    if model.encoder.layers:
         from pretrain.models.encoder_decoder import EncoderDecoder
 
         return EncoderDecoder(model, loss)

@@ -143,12 +143,12 @@ class EncoderDecoder(nn.Module):
         self.config = config
         post = config.norm.placement == "post"
         self.embedding = Embedding(config.vocab_size, config.dim)
-        self.source_embedding = None if config.tie_source else Embedding(config.source_vocab_size, config.dim)
+        self.source_embedding = None if config.encoder.share_embedding else Embedding(config.encoder.vocab_size, config.dim)
         relative, heads = config.relative, config.heads
         if config.positions == "relative":
             self.encoder_bias = RelativeBias(heads, relative.buckets, relative.max_distance, causal=False)
             self.decoder_bias = RelativeBias(heads, relative.buckets, relative.max_distance, causal=True)
-        self.encoder = nn.ModuleList(Layer(config, cross=False) for _ in range(config.encoder_layers))
+        self.encoder = nn.ModuleList(Layer(config, cross=False) for _ in range(config.encoder.layers))
         self.encoder_norm = None if post else make_norm(config)
         self.decoder = nn.ModuleList(Layer(config, cross=True) for _ in range(config.layers))
         self.norm = None if post else make_norm(config)
@@ -246,7 +246,7 @@ class EncoderDecoder(nn.Module):
         if "embedding" in name and config.embedding_multiplier != 1:
             return 0.0, 1 / config.embedding_multiplier
         if name.endswith(("attention.output.weight", "cross.output.weight", "mlp.down.weight")):
-            sublayers = 2 * config.encoder_layers if name.startswith("encoder") else 3 * config.layers
+            sublayers = 2 * config.encoder.layers if name.startswith("encoder") else 3 * config.layers
             return 0.0, config.init_std / math.sqrt(sublayers)
         return 0.0, config.init_std
 
@@ -268,7 +268,7 @@ class EncoderDecoder(nn.Module):
         """FLOPs of one forward and backward pass per target token, on sources and targets of on average so many tokens."""
         config, ratio = self.config, source_length / target_length
         total = sum(count * (ratio if of_sources else 1.0) for count, of_sources in self._matrices())
-        seen = config.encoder_layers * ratio * source_length + config.layers * (target_length + source_length)
+        seen = config.encoder.layers * ratio * source_length + config.layers * (target_length + source_length)
         return round(6 * total + 12 * config.heads * config.head_dim * seen)
 
     def _fan_in_scale(self, name: str) -> float:

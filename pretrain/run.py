@@ -8,13 +8,19 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     # Started by path, Python puts this package's own folder first, where `data`, `config`, ... would shadow other modules.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from pretrain.errors import ConfigError, UserError, print_error
+
+if TYPE_CHECKING:
+    from pretrain.observe.sinks import Sink
+    from pretrain.train.callbacks import Callback
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -49,11 +55,14 @@ def _unrecognized(unknown: list[str]) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run, and return the exit code: 0 finished or preempted, 1 failed, 2 a configuration or launch that cannot work."""
+def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = (), sinks: Sequence[Sink] = ()) -> int:
+    """Run, and return the exit code: 0 finished, preempted or stopped, 1 failed, 2 a configuration or launch that cannot work.
+
+    `callbacks` and `sinks`: code of your own in the run (docs/extending.md).
+    """
     arguments = parse(argv)
     try:
-        return run(arguments)
+        return run(arguments, callbacks, sinks)
     except UserError as error:
         # One line for the user; the traceback is in logs/rank-N.log where the run got as far as having one.
         is_alone = arguments.check or arguments.print_config
@@ -67,7 +76,7 @@ def tell_others(error: UserError) -> None:
     tell(error)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Sequence[Sink]) -> int:
     from pretrain.config.load import load_config
     from pretrain.config.written import to_yaml
 
@@ -78,9 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
 
             print(to_yaml(resolve(config), origins if arguments.origins else None), end="")
             return 0
+        from pretrain.train.callbacks import Extensions
         from pretrain.train.session import check, train
 
-        return check(config, arguments.ranks) if arguments.check else train(config)
+        return check(config, arguments.ranks) if arguments.check else train(config, Extensions(callbacks, sinks))
     except ConfigError as error:
         if error.key is None or error.key not in origins:
             raise

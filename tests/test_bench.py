@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from benchmarks import loading, preparing
 from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.data import PARTS, measure
 from benchmarks.measure import ROOT, Options, Row, Turns, in_turns, table
+from benchmarks.products import fastest
 from running import tool
 
 from pretrain.data.shards.reader import PreparedData
@@ -119,3 +121,20 @@ def test_bad_usage_ends_with_2(arguments, capsys):
         tool("bench").main(arguments)
     assert ended.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+def test_the_number_format_is_chosen_by_what_was_measured_and_not_by_a_flag(capsys):
+    """With AVX-512 bf16 and no AMX, bf16 went unused: products there are several times as fast."""
+
+    def rows(fp32: tuple[float, float], bf16: tuple[float, float]) -> list[Row]:
+        named = (("fp32", fp32), ("bf16", bf16))
+        return [Row("products", name, best, "GFLOP/s", median=median) for name, (best, median) in named]
+
+    assert fastest(rows((80, 75), (320, 300))) == "bf16"
+    assert fastest(rows((80, 75), (90, 85))) == "fp32"  # not worth its rounding
+    assert fastest(rows((80, 75), (320, 60))) == "fp32"  # one good turn of many
+    assert tool("bench").main(["formats", "--seconds", "0.1"]) == 0
+    table = capsys.readouterr().out
+    speeds = {name: float(best) for name, best in re.findall(r"\| (fp32|bf16) \| ([\d.,]+) \|", table.replace(",", ""))}
+    assert speeds.keys() == {"fp32", "bf16"} and min(speeds.values()) > 1
+    assert re.search(r"precision\.compute=(fp32|bf16) trains faster on this CPU", table)

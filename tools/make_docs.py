@@ -1,4 +1,6 @@
-"""Write the generated pages anew: docs/configuration.md from the schema, the tables of docs/models.md from families and presets."""
+"""Write the generated pages anew: docs/configuration.md from the schema, the tables of docs/models.md from families and presets, that of
+docs/metrics.md from `StepRecord`.
+"""
 
 import argparse
 import sys
@@ -8,7 +10,7 @@ TOOLS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TOOLS), str(TOOLS.parent)]  # a clone works without being installed
 
 from documentation.configuration import configuration_page  # noqa: E402
-from documentation.model_tables import model_page  # noqa: E402
+from documentation.model_tables import metrics_page, model_page  # noqa: E402
 
 from pretrain.command_line import run_tool  # noqa: E402
 
@@ -23,6 +25,7 @@ def write() -> None:
     pages = {
         docs / "configuration.md": configuration_page(),
         docs / "models.md": model_page(docs / "models.md", TOOLS.parent / "configs" / "models"),
+        docs / "metrics.md": metrics_page(docs / "metrics.md"),
     }
     for page, text in pages.items():
         changed = page.read_text(encoding="utf-8") != text

@@ -42,6 +42,10 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _EPOCHS: ("num_train_epochs", "num_epochs", "epochs", "max_epochs"),
     _FORMAT: ("bf16", "mixed_precision", "dtype", "torch_dtype", "amp", "autocast"),
     _FP16: ("fp16", "half"),
+    "it is a callback here, given by a script that starts the run: EarlyStopping and KeepBest of docs/extending.md": (
+        "early_stopping", "early_stopping_patience", "patience", "load_best_model_at_end", "metric_for_best_model", "save_best", "keep_best",
+    ),
+    "code of your own comes in by a script that starts the run: docs/extending.md": ("callbacks", "callback", "logger", "loggers", "report_to", "wandb"),
     _RATIO: ("warmup_ratio", "warmup_fraction", "warmup_share"),
     _renamed("schedule.warmup_steps"): ("warmup_iters", "num_warmup_steps", "lr_warmup_iters", "lr_warmup_steps"),
     _renamed("schedule.name"): ("lr_scheduler_type", "lr_scheduler", "lr_schedule", "lr_decay_style", "scheduler"),

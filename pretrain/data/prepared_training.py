@@ -107,6 +107,9 @@ class PreparedTraining:
     def validation_rows(self, source: Samples) -> int:
         return self.config.batch.micro_sequences
 
+    def bytes_per_token(self, source: Samples) -> float | None:
+        return source.data.bytes_per_token if self.config.data.objective == "next_token" else None
+
 
 def _objective(config: Config, stream: Stream, start_id: int | None) -> Objective:
     spans, eod_id = Spans.of_data(config.data), stream.eod_id

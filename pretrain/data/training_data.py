@@ -112,6 +112,9 @@ class TrainingData(Protocol):
     def validation_rows(self, source: ValidationData) -> int:
         """Samples of a validation source in one forward pass of a rank."""
 
+    def bytes_per_token(self, source: ValidationData) -> float | None:
+        """Mean bytes of text behind a target token of a validation source; None where that is not known, or targets are no plain text."""
+
 
 def open_data(config: Config, start_id: int | None = None) -> TrainingData:
     """What a run reads, of a configuration whose derived values are filled in. Raises ConfigError or DataError.

@@ -1,79 +1,115 @@
-"""Where numbers go: metrics.jsonl, TensorBoard and the console, written by the main rank."""
+"""What a run measures at a step: the record, the log that it is read back from, and the clock behind its speeds."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
-import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from pretrain.observe.logs import Tolerated
-from pretrain.storage import append_line, plain
 
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
 
-class Metrics:
-    """Append-only: a run that went back to a checkpoint says so, and logs the repeated steps again.
+def measured(meaning: str, unit: str, of: str, when: str = "always") -> Any:
+    """A field of `StepRecord`, described for docs/metrics.md: what it is, in which unit, of which steps, and when it is there."""
+    described = {"meaning": meaning, "unit": unit, "of": of, "when": when}
+    return dataclasses.field(default=None, metadata=described)
 
-    `step`: the step that the run continues from. A line that cannot be written is lost, with a warning: the run goes on.
+
+STEP, RUN, SINCE, AFTER = "this step", "the run", "since the last line", "after this step"
+TOKEN_LOSS = "nats per target token"
+
+
+@dataclass
+class StepRecord:
+    """The numbers of a step, as metrics.jsonl, TensorBoard and every other sink get them. A number that is not known is None, and left out.
+
+    Every field stands in docs/metrics.md, which is generated from here. Equal on all ranks, but for the speeds.
     """
 
-    def __init__(self, directory: Path, tensorboard: bool, step: int = 0) -> None:
-        self.path, self.board_path, self.step = directory / METRICS_FILE, directory / "tensorboard", step
-        self._lines, self._board_lines = Tolerated(str(self.path)), Tolerated(str(self.board_path))
-        self._has_board, self._board = tensorboard, None
-        self._thread_hook = threading.excepthook
-        if tensorboard:
-            self._board_lines.attempt(self._open_board)
+    step: int = measured("optimizer steps made", "", RUN)
+    tokens: int = measured("target tokens trained on: positions that carry a loss", "tokens", RUN)
+    loss: float | None = measured("cross-entropy of the step's target tokens, before its update", TOKEN_LOSS, STEP)
+    objective: float | None = measured(
+        "what is minimised, where that is more than the cross-entropy: z-loss, label smoothing, losses of routers, tokens further ahead",
+        TOKEN_LOSS,
+        STEP,
+        "where it differs from `loss`",
+    )
+    grad_norm: float | None = measured("2-norm of all gradients together, before clipping", "", STEP)
+    lr: float | None = measured("learning rate", "", STEP)
+    skipped: int | None = measured(
+        "steps that were skipped because they were not finite (`optim.skip_nonfinite`)", "steps", RUN, "from the first one on"
+    )
+    router_loss: float | None = measured(
+        "auxiliary losses of routers, weighted, as they stand in `objective`",
+        TOKEN_LOSS,
+        STEP,
+        "with `balance_loss` or `router_z_loss`",
+    )
+    batch: str | None = measured("digest of the step's samples, equal in every layout", "", STEP)
+    seconds: float | None = measured(
+        "wall-clock time of a step with its share of all else: data, validation, translation, saving, logging", "seconds", SINCE
+    )
+    tokens_per_second: float | None = measured("target tokens over wall-clock time, over all ranks", "tokens per second", SINCE)
+    step_seconds: float | None = measured(
+        "time of a step alone, from its batch in hand to the end of its update", "seconds", SINCE
+    )
+    step_tokens_per_second: float | None = measured("target tokens over that time", "tokens per second", SINCE)
+    mfu: float | None = measured(
+        "model FLOPs of the step alone over the devices' peak (`pretrain/observe/flops.py` lists the devices)",
+        "share",
+        SINCE,
+        "where the peak is known; not on a CPU",
+    )
+    data_wait: float | None = measured("share of the wall-clock time that was spent waiting for a batch", "share", SINCE)
+    seconds_left: float | None = measured(
+        "time until the last step, at the mean speed of this start without its first step", "seconds", AFTER
+    )
+    shares: dict[str, float] | None = measured(
+        "by source, its share of the samples so far", "share", RUN, "with several sources"
+    )
+    experts: dict[str, list[int]] | None = measured(
+        "by layer, target tokens that each expert got", "tokens", SINCE, "with experts"
+    )
+    expert_load: dict[str, float] | None = measured(
+        "by layer, the largest of these over their mean; 1 is even", "", SINCE, "with experts"
+    )
+    validation: dict[str, float] | None = measured(
+        "by source, the cross-entropy of its first `validation.sequences` samples", TOKEN_LOSS, AFTER, "when validated"
+    )
+    bits_per_byte: dict[str, float] | None = measured(
+        "by source, the same in bits per byte of text, by the source's mean bytes per token: it compares between tokenizers",
+        "bits per byte",
+        AFTER,
+        "when validated, on data that was prepared from text",
+    )
+    translation: dict[str, dict[str, float]] | None = measured(
+        "by source, BLEU, chrF, CER and WER of its translations", "percent", AFTER, "when translated"
+    )
+    evaluation: dict[str, float] | None = measured(
+        "by name, what your own callbacks measured ([extending.md](extending.md))", "", AFTER, "when they measured something"
+    )
 
-    def write(self, record: dict[str, Any]) -> None:
-        """One object with `step`; nested objects become `parent/child` in TensorBoard."""
-        written = self._lines.attempt(lambda: append_line(self.path, json.dumps(plain(record), allow_nan=False)))
-        if self._board is not None or (self._has_board and written):
-            self._board_lines.attempt(lambda: self._add_scalars(record))
-        elif self._has_board:
-            self._board_lines.lost += 1  # each try would leave an empty file, and there is still no room
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> StepRecord:
+        """A record that was read back. A name that it does not have, of an earlier version, is dropped."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
 
-    def close(self) -> None:
-        self._lines.close()
-        if self._board is not None:
-            self._board_lines.attempt(self._board.close)
-        self._board_lines.close()
-        threading.excepthook = self._thread_hook
+    def to_dict(self) -> dict[str, Any]:
+        """What is known, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
-    def _open_board(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        threading.excepthook = self._on_thread_failure
-        self._board = SummaryWriter(str(self.board_path), purge_step=self.step + 1)
-        if (configuration := self.path.with_name("config.yaml")).is_file():
-            lines = configuration.read_text(encoding="utf-8").splitlines()
-            # After the step, or the purge would take it. Indented: TensorBoard shows texts as Markdown.
-            self._board.add_text("config", "\n".join(f"    {line}" for line in lines), self.step + 1)
-
-    def _on_thread_failure(self, failure: threading.ExceptHookArgs) -> None:
-        # TensorBoard writes in a thread of its own. What it meets is raised again at the next line, and said in one line there.
-        of_board = failure.thread is not None and type(failure.thread).__module__.startswith("tensorboard")
-        if not (of_board and issubclass(failure.exc_type, OSError)):
-            self._thread_hook(failure)
-
-    def _add_scalars(self, record: dict[str, Any]) -> None:
-        if self._board is None:
-            self._open_board()
-        try:
-            for name, value in _flat(record):
-                if name != "step" and isinstance(value, (int, float)):
-                    self._board.add_scalar(name, value, record["step"])
-        except OSError:
-            # The thread that writes has ended with this error; another one has to take its place.
-            self._board, self.step = None, record["step"]
-            raise
+    def numbers(self) -> dict[str, float]:
+        """Every single number that is known, nested ones by `parent/child`; not the step."""
+        return {name: value for name, value in _flat(self.to_dict()) if name != "step" and isinstance(value, (int, float))}
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -102,69 +138,21 @@ def read_metrics(run_directory: Path) -> list[dict[str, Any]]:
     return records
 
 
-def last_record(run_directory: Path, step: int) -> dict[str, Any]:
-    """The run's last record, if it is that of `step`; else, or where it cannot be read, an empty one."""
-    record = _last(run_directory)
-    return record if record.get("step") == step else {}
-
-
-def last_step(run_directory: Path) -> int | None:
-    """The step of the run's last record; None where there is none, or it cannot be read."""
-    return _last(run_directory).get("step")
-
-
-def _last(run_directory: Path) -> dict[str, Any]:
-    """The last record. The log only observes the run: one that cannot be read is a warning, and a missing one is empty."""
+def known_records(run_directory: Path, until: int) -> list[StepRecord]:
+    """The run's records up to a step. The log only observes the run: one that cannot be read is a warning, and a missing one is empty."""
     try:
-        return next(reversed(read_metrics(run_directory)), {})
+        records = read_metrics(run_directory)
     except FileNotFoundError:
-        return {}
+        return []
     except OSError as error:
         log.warning("%s: cannot be read: %s; the run goes on", run_directory / METRICS_FILE, error.strerror or error)
-        return {}
+        return []
+    return [StepRecord.from_dict(record) for record in records if record["step"] <= until]
 
 
-def progress_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
-    """A step for the console."""
-    parts = [
-        f"step {record['step']:>{len(str(steps))}}/{steps}",
-        f"loss {_number(record['loss'], '.4f')}",
-        *([f"objective {_number(record['objective'], '.4f')}"] if "objective" in record else []),
-        f"grad {_number(record['grad_norm'], '.3f')}",
-        f"lr {record['lr']:.2e}",
-        f"{_short(record['tokens_per_second'])} tok/s",
-    ]
-    if record["mfu"] is not None:
-        parts.append(f"mfu {record['mfu']:.1%}")
-    if "skipped" in record:
-        parts.append(f"skipped {record['skipped']}")
-    return "  ".join([*parts, *evaluation_parts(record), f"eta {duration(seconds_left)}"])
-
-
-def evaluation_parts(record: dict[str, Any]) -> list[str]:
-    """What was found on validation data, for the console."""
-    parts = [f"validation {name} {loss:.4f}" for name, loss in record.get("validation", {}).items()]
-    for name, scores in record.get("translation", {}).items():
-        parts.append(
-            f"translation {name} BLEU {scores['bleu']:.2f} chrF {scores['chrf']:.2f} CER {scores['cer']:.1f} WER {scores['wer']:.1f}"
-        )
-    return parts
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
-
-
-def _short(number: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return f"{number:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """A time as a person says it."""
-    if not math.isfinite(seconds):
+def duration(seconds: float | None) -> str:
+    """A time as a person says it; `-` for one that is not known."""
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

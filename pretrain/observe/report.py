@@ -28,13 +28,18 @@ def summary(run: Path) -> str:
     lines = [
         f"loss         {first['loss']:.3f} at step {first['step']} -> {last['loss']:.3f} at step {last['step']}",
         *(
-            f"validation   {name}: {loss:.3f} at step {record['step']}"
+            f"validation   {name}: {loss:.3f} at step {record['step']}{_bits(record, name)}"
             for record in [r for r in records if "validation" in r][-1:]
             for name, loss in record["validation"].items()
         ),
         f"tokens       {last['tokens']:,} at {speed:,.0f} per second (median of the log lines)",
     ]
     return "\n".join(lines)
+
+
+def _bits(record: dict[str, Any], name: str) -> str:
+    bits = record.get("bits_per_byte", {}).get(name)
+    return "" if bits is None else f", {bits:.3f} bits per byte"
 
 
 def _smoothed(values: list[float]) -> list[float]:

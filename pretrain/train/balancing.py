@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +39,10 @@ class ExpertLoads:
             shares_E = counts_E.double() * self.config.active / counts_E.sum().clamp(min=1)
             router.shares_E = shares_E.to(router.weight.device, torch.float32)
 
-    def after_step(self, target_tokens: int) -> dict[str, Any]:
-        """Balance by the step's loads; the mean auxiliary loss of a target token, to be reported."""
+    def after_step(self, target_tokens: int) -> float | None:
+        """Balance by the step's loads; the mean auxiliary loss of a target token, None where there is no such loss."""
         if not self.routers:
-            return {}
+            return None
         reports = self.model.take_router_reports()
         counts_LE = self.mesh.sum_over_loss(
             "loads of experts", torch.stack([reports[layer].counts_E for layer in self.routers])
@@ -56,20 +55,20 @@ class ExpertLoads:
                 move_correction(router.correction, counts_E, self.config.correction_rate)
         if self.by_last_step:
             self._share(counts_LE)
-        return {"router_loss": float(loss) / target_tokens} if self.config.balance_loss or self.config.router_z_loss else {}
+        return float(loss) / target_tokens if self.config.balance_loss or self.config.router_z_loss else None
 
     def drop(self) -> None:
         """Forget the loads of a step that was not taken."""
         if self.routers:
             self.model.take_router_reports()
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> tuple[dict[str, list[int]] | None, dict[str, float] | None]:
         """By layer: target tokens that each expert got since the last call, and the largest load over the mean one."""
         if not self.routers:
-            return {}
+            return None, None
         counts = {layer: counts_E.tolist() for layer, counts_E in zip(self.routers, self.since_report)}
         self.since_report.zero_()
-        return {"experts": counts, "expert_load": {layer: max(c) * len(c) / max(1, sum(c)) for layer, c in counts.items()}}
+        return counts, {layer: max(c) * len(c) / max(1, sum(c)) for layer, c in counts.items()}
 
 
 @torch.no_grad()

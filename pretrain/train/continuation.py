@@ -78,10 +78,10 @@ class Continuation:
         every = self.plan.config.checkpoint.every_seconds
         return self.ranks.is_main and every > 0 and time.monotonic() - self.saved_at >= every
 
-    def save(self, progress: Progress) -> None:
-        """Save the whole state, unless this step is saved already. Raises TrainingError for a state that is not finite."""
+    def save(self, progress: Progress) -> bool:
+        """Save the whole state, unless this step is saved already: whether it was not. Raises TrainingError for a state that is not finite."""
         if self._saved_step == progress.step:
-            return
+            return False
         started = time.monotonic()
         tensors = model_tensors(self.model) | optimizer_tensors(self.optimizer)
         self._check_finite(progress.step, tensors)
@@ -100,6 +100,7 @@ class Continuation:
         self._parent, self.directory.newest = _identify(path, progress.step, manifest), path.name
         if self.ranks.is_main:
             log.info("saved %s (%s)", path, duration(time.monotonic() - started))
+        return True
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         return {

@@ -132,7 +132,7 @@ class RunDirectory:
         return found if isinstance(found, dict) else {}
 
     def write_status(self, state: str, step: int, reason: str | None = None) -> None:
-        """status.json: running, finished, preempted or failed. A failure to write it is a warning.
+        """status.json: running, finished, preempted, stopped or failed. A failure to write it is a warning.
 
         While the run is `running`, `updated` is its sign of life.
         """

@@ -25,6 +25,7 @@ from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout, expected_world_size
+from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
 from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
 from pretrain.train.run_lock import SIGHT_SECONDS
@@ -115,8 +116,8 @@ def _check_export(plan: Plan) -> None:
                 raise CheckpointError(problem)
 
 
-def train(config: Config) -> int:
-    """Train; 0 when finished or preempted. UserError is raised after the run's status says `failed`."""
+def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
+    """Train; 0 when finished, preempted or stopped. UserError is raised after the run's status says `failed`."""
     check_launcher(config)
     rank, local_rank, world_size = distributed.launched_ranks()
     log_to_console(rank == 0)
@@ -129,9 +130,9 @@ def train(config: Config) -> int:
         with meeting.doing("plan of the run"):
             plan = make_plan(config, world_size, device)
         directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
-        _agree(plan, device, meeting, directory)
+        _agree(plan, device, meeting, directory, extensions)
         ranks = distributed.start(plan.config, plan.layout.strategy == "single", meeting)
-        _train_together(plan, ranks, directory)
+        _train_together(plan, ranks, directory, extensions)
     except BaseException as error:
         meeting.leave(error)
         raise
@@ -139,7 +140,7 @@ def train(config: Config) -> int:
     return 0
 
 
-def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDirectory) -> None:
+def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDirectory, extensions: Extensions) -> None:
     """Wait for all ranks, and make sure that they are about to train the same."""
     if meeting.world_size == 1:
         return
@@ -150,12 +151,12 @@ def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDir
             logging.getLogger(TRACEBACKS).error("%s", line)
 
     packages = family_of(plan.config.model.family).packages
-    facts = run_facts(dataclasses.asdict(plan.config), device.type, plan.facts(), list(packages))
+    facts = run_facts(dataclasses.asdict(plan.config), device.type, plan.facts() | extensions.facts(), list(packages))
     for note in meeting.join(facts, machine_name(device.type), keep):
         log.warning(note)
 
 
-def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
+def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extensions: Extensions) -> None:
     trainer = None
 
     def record(error: BaseException) -> None:
@@ -176,7 +177,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
                 log.info(line)
         _verify_data(plan, ranks)
         with ranks.part("construction of the model", device=True):
-            trainer = Trainer(plan, ranks, directory, origin)
+            trainer = Trainer(plan, ranks, directory, origin, extensions)
         evaluated = ranks.on_main("status of the run", lambda: directory.status().get("state") == "finished", CheckpointError)
         ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer), CheckpointError)
         # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
@@ -191,8 +192,10 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
             outcome = trainer.fit(stop, export, evaluated)
             ranks.barrier("end of the run")
             if ranks.is_main:
-                directory.write_status(outcome, trainer.progress.step, _REASONS[outcome])
-                log.info("%s at step %d: %s", outcome, trainer.progress.step, directory.path)
+                reason = trainer.end_reason or _REASONS.get(outcome)
+                directory.write_status(outcome, trainer.progress.step, reason)
+                said = f" ({trainer.end_reason})" if trainer.end_reason else ""
+                log.info("%s at step %d: %s%s", outcome, trainer.progress.step, directory.path, said)
     except BaseException as error:
         record(error)
         raise
@@ -200,7 +203,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory) -> None:
         directory.release()
 
 
-_REASONS = {"finished": None, "preempted": "asked to stop by a signal; the same command continues"}
+_REASONS = {"preempted": "asked to stop by a signal; the same command continues"}
 
 
 def _claim(directory: RunDirectory, ranks: Ranks) -> None:

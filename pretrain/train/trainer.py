@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,12 +24,14 @@ from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
 from pretrain.models import build_network
 from pretrain.observe.flops import peak_flops
 from pretrain.observe.logs import TRACEBACKS
-from pretrain.observe.metrics import Metrics, Window, evaluation_parts, last_record, last_step, progress_line
+from pretrain.observe.metrics import StepRecord, Window, known_records
+from pretrain.observe.sinks import Console, JsonLines, Sinks, TensorBoard, evaluation_parts
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.schedule import learning_rate
 from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.strategy import Strategy
 from pretrain.train.balancing import ExpertLoads
+from pretrain.train.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunHandle
 from pretrain.train.continuation import Continuation
 from pretrain.train.gradients import refuse_untrained, write_gradients
 from pretrain.train.plan import Plan
@@ -49,14 +50,19 @@ class Verdict:
     target_tokens: int
     digest: str
     stop: bool
+    """A rank was asked to stop by a signal."""
+    end: bool
+    """A callback ends the run."""
     save: bool
 
 
 class Trainer:
     """A run from its plan: builds everything, goes on from its origin, and trains."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, directory: RunDirectory, origin: StartingPoint) -> None:
-        self.plan, self.ranks, self.directory = plan, ranks, directory
+    def __init__(
+        self, plan: Plan, ranks: Ranks, directory: RunDirectory, origin: StartingPoint, extensions: Extensions = NO_EXTENSIONS
+    ) -> None:
+        self.plan, self.ranks, self.directory, self.extensions = plan, ranks, directory, extensions
         self.config = plan.config
         self._build()
         data_rank, data_size = self.mesh.data_rank, self.mesh.data_size
@@ -66,6 +72,8 @@ class Trainer:
         self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
         self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks)
         self.skipped_in_a_row = 0
+        self.end_reason: str | None = None
+        """Why a callback ended the run."""
 
     def _build(self) -> None:
         config = self.config
@@ -86,7 +94,7 @@ class Trainer:
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: StepBatch, target_tokens: int) -> dict[str, Any]:
+    def step(self, batch: StepBatch, target_tokens: int) -> StepRecord:
         """One optimizer step on this rank's share of the global batch; the numbers to report, equal on all ranks."""
         config, number = self.config, self.progress.step + 1
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
@@ -99,10 +107,10 @@ class Trainer:
             grad_norm = float(self.optimizer.clip(config.optim.clip))
         summed = torch.stack([part.double().sum() for part in losses])
         objective, loss = (self.mesh.sum_over_loss(f"loss of step {number}", summed) / target_tokens).tolist()
-        routers: dict[str, Any] = {}
+        router_loss = None
         if math.isfinite(objective) and math.isfinite(grad_norm):
             self.optimizer.step(rate)
-            routers = self.expert_loads.after_step(target_tokens)
+            router_loss = self.expert_loads.after_step(target_tokens)
             self.skipped_in_a_row = 0
         else:
             self._skip_step(number, batch, losses.objective_B, objective, grad_norm)
@@ -111,12 +119,16 @@ class Trainer:
         self.progress.samples += batch.sequences
         self.progress.tokens += target_tokens
         self.progress.loads = self.expert_loads.last
-        numbers = {"step": number, "tokens": self.progress.tokens, "loss": loss}
-        if objective != loss:
-            numbers["objective"] = objective
-        if self.progress.skipped:
-            numbers["skipped"] = self.progress.skipped
-        return numbers | {"grad_norm": grad_norm, "lr": rate, **routers}
+        return StepRecord(
+            step=number,
+            tokens=self.progress.tokens,
+            loss=loss,
+            objective=objective if objective != loss else None,
+            grad_norm=grad_norm,
+            lr=rate,
+            skipped=self.progress.skipped or None,
+            router_loss=router_loss,
+        )
 
     def _skip_step(self, number: int, batch: StepBatch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
         """Leave weights, moments and balancing as they are. Raises TrainingError where no more steps may be skipped."""
@@ -140,37 +152,73 @@ class Trainer:
     # ---- the loop -----------------------------------------------------------------------------------------------------
 
     def fit(self, stop: StopRequest, export: ExportCheck | None = None, evaluated: bool = True) -> str:
-        """Train to the last step. Returns `finished`, or `preempted` when a stop was asked for; both leave a checkpoint.
+        """Train to the last step. Returns `finished`, `preempted` when a stop was asked for, or `stopped` by a callback; all leave a checkpoint.
 
         `export`: a check that goes on beside the first steps, on the main rank; the run ends when it finds something. `evaluated`:
         whether the last step of a run that has no more to take was evaluated as well.
         """
-        config, progress, poll = self.config, self.progress, StopPoll(stop, self.ranks)
         with ExitStack() as stack:
-            batches = stack.enter_context(closing(self.loader.batches(progress.samples)))
-            self.metrics = Metrics(self.directory.path, config.log.tensorboard, progress.step) if self.ranks.is_main else None
-            stack.callback(lambda: self.metrics and self.metrics.close())
-            self._report_again()
-            self.window = Window()
-            if progress.step == config.run.steps and not evaluated:
-                evaluated = self._evaluate_again(poll)
-            while progress.step < config.run.steps:
-                waiting = time.monotonic()
-                batch, problem = self._next(batches, export)
-                ready = time.monotonic()
-                verdict = self._agree(batch, problem, stop)
-                if verdict.stop or verdict.save:
-                    self.continuation.save(progress)
-                if verdict.stop:
-                    return "preempted"
-                computing = time.monotonic()
-                record = self.step(batch, verdict.target_tokens) | {"batch": verdict.digest}
-                self.window.add(time.monotonic() - computing, ready - waiting, verdict.target_tokens)
-                evaluated = self._after_step(record, poll)
-            self.continuation.save(progress)
-            found = export.finish(lambda: stop.reason is not None) if export else None
-            self.ranks.agree("end of the export check", found, CheckpointError)
+            batches = stack.enter_context(closing(self.loader.batches(self.progress.samples)))
+            self._open_sinks(stack)
+            outcome = self._take_steps(batches, stop, export, evaluated)
+            if outcome == "finished":
+                found = export.finish(lambda: stop.reason is not None) if export else None
+                self.ranks.agree("end of the export check", found, CheckpointError)
+            if self.extensions.callbacks:
+                self.callbacks.close()
+                self.ranks.attempt("end of the callbacks", lambda: _raise(self.callbacks.problem), TrainingError)
+        return outcome
+
+    def _take_steps(self, batches: Iterator[StepBatch], stop: StopRequest, export: ExportCheck | None, evaluated: bool) -> str:
+        config, progress, poll = self.config, self.progress, StopPoll(stop, self.ranks)
+        self.window = Window()
+        if progress.step == config.run.steps and not evaluated:
+            evaluated = self._evaluate_again(poll)
+        while progress.step < config.run.steps:
+            waiting = time.monotonic()
+            batch, problem = self._next(batches, export)
+            ready = time.monotonic()
+            verdict = self._agree(batch, problem, stop)
+            if verdict.stop or verdict.save or verdict.end:
+                self._save()
+            if verdict.stop:
+                return "preempted"
+            if verdict.end:
+                reasons = self.ranks.gather("end by a callback", self.run.stop_reason)
+                self.end_reason = next(reason for reason in reasons if reason is not None)
+                return "stopped"
+            computing = time.monotonic()
+            record = self.step(batch, verdict.target_tokens)
+            record.batch = verdict.digest
+            self.window.add(time.monotonic() - computing, ready - waiting, verdict.target_tokens)
+            evaluated = self._after_step(record, poll)
+        self._save()
         return "finished" if evaluated else "preempted"
+
+    def _open_sinks(self, stack: ExitStack) -> None:
+        """Sinks and callbacks, until the end of `stack`. They know what the run has logged up to here."""
+        path, step, is_main = self.directory.path, self.progress.step, self.ranks.is_main
+        self.sinks = None
+        if is_main:
+            own = [JsonLines(), *([TensorBoard()] if self.config.log.tensorboard else []), Console()]
+            self.sinks = Sinks(own, self.extensions.sinks, path, self.config, step)
+            stack.callback(self.sinks.close)
+            self._report_again()
+        history = known_records(path, step) if is_main and self.extensions.callbacks else []
+        self.run = RunHandle(self.config, path, history, self.mesh, self._losses)
+        self.callbacks = Callbacks(self.extensions.callbacks, self.run)
+        stack.callback(self.callbacks.close)
+
+    @torch.no_grad()
+    def _losses(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()})
+
+    def _save(self) -> None:
+        """Save this step, unless it is saved already, and tell the callbacks."""
+        self.run.wants_save = False
+        if self.continuation.save(self.progress) and self.ranks.is_main:
+            with self.ranks.part("callbacks after a save", storage=True):
+                self.callbacks.on_save(self.progress.step, self.continuation.last)
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
         """The next batch, or why this rank has none: raised by all ranks together, for the others wait for this one."""
@@ -185,13 +233,14 @@ class Trainer:
                 f"a batch could not be read: {type(error).__name__}: {error}; the traceback is in this rank's log"
             )
         found = export.problem() if export else None
-        return batch, CheckpointError(found) if found else None
+        return batch, CheckpointError(found) if found else self.callbacks.problem
 
     def _agree(self, batch: StepBatch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
         tokens, digest = (batch.target_tokens, batch.digest) if batch and self.mesh.counts_samples else (0, 0)
-        said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, self.continuation.is_due()])
-        tokens, digests, problems, stops, saves = self.ranks.sum(f"start of step {self.progress.step + 1}", said).tolist()
+        saves, ends = self.continuation.is_due() or self.run.wants_save, self.run.stop_reason is not None
+        said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, ends, saves])
+        tokens, digests, problems, stops, ends, saves = self.ranks.sum(f"start of step {self.progress.step + 1}", said).tolist()
         if problems:
             self.ranks.attempt("reading of a batch", lambda: _raise(problem), DataError)
         if not tokens:
@@ -200,62 +249,80 @@ class Trainer:
                 f"step {self.progress.step + 1}: none of its targets carries a loss (samples {samples[:8]}); set data.boundary_loss=true, "
                 "or prepare longer documents"
             )
-        return Verdict(tokens, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(saves))
+        return Verdict(tokens, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(ends), bool(saves))
 
-    def _after_step(self, record: dict[str, Any], poll: StopPoll) -> bool:
+    def _after_step(self, record: StepRecord, poll: StopPoll) -> bool:
         """Save, evaluate and report, each where it is due, in this order: what a stop may cut short comes after the checkpoint.
 
         Whether nothing was cut short.
         """
-        config, step = self.config, record["step"]
+        config, step = self.config, record.step
         last, every = step == config.run.steps, config.checkpoint.every_steps
-        self.progress.record = record
+        self.progress.record = record.to_dict()
         if last or (every and step % every == 0):
-            self.continuation.save(self.progress)
-        found, due = {}, self.evaluation.due(step)
+            self._save()
+        is_whole = self._evaluate(record, poll)
+        is_evaluated = record.validation or record.translation or record.evaluation
+        if step % config.log.every_steps == 0 or last or step == 1 or is_evaluated:
+            self._report(record)
+        return is_whole
+
+    def _evaluate(self, record: StepRecord, poll: StopPoll) -> bool:
+        """Put what is due into the record. False where a request to stop cut it short."""
+        due = self.evaluation.due(record.step)
         try:
             found = self.evaluation.run(due, poll)
         except Stopped:
             if self.ranks.is_main:
-                log.info("asked to stop: the %s of step %d was left, and nothing of it is reported", " and ".join(due), step)
-        if step % config.log.every_steps == 0 or last or step == 1 or found:
-            self._report(record | found)
-        return len(found) == len(due)
+                left = " and ".join(due)
+                log.info("asked to stop: the %s of step %d was left, and nothing of it is reported", left, record.step)
+            return False
+        record.validation, record.translation = found.get("validation"), found.get("translation")
+        record.bits_per_byte = self.evaluation.bits_per_byte(record.validation or {}) or None
+        if self.extensions.callbacks:
+            with self.ranks.part("callbacks of a step", device=True):
+                record.evaluation = self.callbacks.evaluate(record.step) or None
+            self.strategy.release()
+        return True
 
     def _report_again(self) -> None:
         """Log the numbers of the last step where the process died between its checkpoint and its line in the log of metrics."""
         step, record = self.progress.step, self.progress.record
         is_due = step % self.config.log.every_steps == 0 or step in (1, self.config.run.steps)
-        if self.metrics and record and is_due and self.continuation.origin.own:
-            # Step 1 is always logged: an empty log is that of a checkpoint that was put into another run's folder.
-            if last_step(self.directory.path) in range(step) or step == 1 and last_step(self.directory.path) is None:
-                self.metrics.write(record)
+        if not (record and is_due and self.continuation.origin.own):
+            return
+        logged = known_records(self.directory.path, self.config.run.steps)
+        # Step 1 is always logged: an empty log is that of a checkpoint that was put into another run's folder.
+        if logged[-1].step < step if logged else step == 1:
+            self.sinks.write(StepRecord.from_dict(record))
 
     def _evaluate_again(self, poll: StopPoll) -> bool:
         """Evaluate the last step, which was cut short before; its line in the log of metrics is written anew, with what was found."""
         step = self.progress.step
-        try:
-            found = self.evaluation.run(self.evaluation.due(step), poll)
-        except Stopped:
-            return False
-        if found and self.ranks.is_main:
-            self.metrics.write(
-                {"step": step, "tokens": self.progress.tokens, **last_record(self.directory.path, step), **found}
-            )
-            log.info("step %d  %s", step, "  ".join(evaluation_parts(found)))
-        return True
+        logged = known_records(self.directory.path, step)[-1:] if self.ranks.is_main else []
+        record = logged[0] if logged and logged[0].step == step else StepRecord(step, self.progress.tokens)
+        is_whole = self._evaluate(record, poll)
+        if is_whole and self.ranks.is_main and evaluation_parts(record):
+            self._log(record)
+        return is_whole
 
-    def _report(self, record: dict[str, Any]) -> None:
-        speed = self.window.take()
-        achieved = speed["step_tokens_per_second"] * self.flops_per_token
-        record |= speed | {"mfu": achieved / self.peak_flops if self.peak_flops else None}
-        if shares := self.plan.data.shares(self.progress.samples):
-            record["shares"] = shares
-        record |= self.expert_loads.take()
+    def _report(self, record: StepRecord) -> None:
+        for name, value in self.window.take().items():
+            setattr(record, name, value)
+        achieved = record.step_tokens_per_second * self.flops_per_token
+        record.mfu = achieved / self.peak_flops if self.peak_flops else None
+        record.seconds_left = self.window.left(self.config.run.steps - record.step)
+        record.shares = self.plan.data.shares(self.progress.samples) or None
+        record.experts, record.expert_load = self.expert_loads.take()
         if self.ranks.is_main:
-            self.metrics.write(record)
-            log.info(progress_line(record, self.config.run.steps, self.window.left(self.config.run.steps - record["step"])))
-            self.directory.write_status("running", record["step"])
+            self._log(record)
+            self.directory.write_status("running", record.step)
+
+    def _log(self, record: StepRecord) -> None:
+        """To the sinks, and to the callbacks, which may ask for a stop or a save. Main rank only."""
+        self.sinks.write(record)
+        with self.ranks.part("callbacks of a record", storage=True):
+            self.callbacks.on_record(record)
 
 
 def _raise(error: UserError | None) -> None:

@@ -5,6 +5,7 @@ A request to stop is honoured within: the evaluation is left, and nothing of it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,11 @@ class Evaluation:
             return found
         finally:
             self.strategy.release()
+
+    def bits_per_byte(self, losses: dict[str, float]) -> dict[str, float]:
+        """Validation losses by source in bits per byte of text, where the size of the text is known."""
+        sizes = {source.name: self.data.bytes_per_token(source) for source in self.data.validation}
+        return {name: loss / math.log(2) / sizes[name] for name, loss in losses.items() if sizes[name]}
 
     def _validate(self, source: ValidationData, poll: StopPoll) -> float:
         rows = self.data.validation_rows(source)

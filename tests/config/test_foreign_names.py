@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.run import main
 
+ROOT = Path(__file__).resolve().parents[2]
 KEYS = set(_all_paths(Config))
 
 
@@ -26,7 +28,9 @@ def test_every_answer_names_keys_that_exist_and_no_name_of_ours(name):
     keys = re.findall(
         r"\b(?:run|model|data|batch|optim|schedule|parallel|precision|checkpoint|validation|log)\.[a-z_.]*[a-z]", ANSWERS[name]
     )
-    assert keys and set(keys) <= KEYS
+    pages = re.findall(r"\bdocs/\w+\.md", ANSWERS[name])
+    assert keys or pages
+    assert set(keys) <= KEYS and all((ROOT / page).is_file() for page in pages)
     assert name not in {path.rpartition(".")[2] for path in KEYS} | set(Config.__dataclass_fields__)
 
 

@@ -2,55 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
+import os
+import pty
 import shutil
 from pathlib import Path
 
 import pytest
 from running import tool
 
+from pretrain.config.schema import Config
 from pretrain.errors import DataError
-from pretrain.observe.metrics import METRICS_FILE, Metrics, duration, last_record, last_step, progress_line, read_metrics
+from pretrain.observe.logs import ConsoleHandler
+from pretrain.observe.metrics import METRICS_FILE, StepRecord, duration, known_records, read_metrics
 from pretrain.observe.report import draw, summary
+from pretrain.observe.sinks import Console, JsonLines, Sink, Sinks, TensorBoard, progress_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def record(step: int, loss: float, **more) -> dict:
-    return {
-        "step": step,
-        "tokens": step * 4096,
-        "loss": loss,
-        "grad_norm": 0.5,
-        "lr": 1e-3,
-        "tokens_per_second": 12_345.0 + step,
-        "mfu": None,
-        "seconds": 0.3,
-        **more,
-    }
+def record(step: int, loss: float, **more) -> StepRecord:
+    numbers = {"grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12_345.0 + step, "seconds": 0.3, **more}
+    return StepRecord(step, step * 4096, loss, **numbers)
+
+
+def sinks_of(directory: Path, *sinks: Sink, step: int = 0, yours: tuple[Sink, ...] = ()) -> Sinks:
+    return Sinks([JsonLines(), *sinks], yours, directory, Config(), step)
 
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    metrics = Metrics(tmp_path, tensorboard=False)
+    sinks = sinks_of(tmp_path)
     for step in range(10, 60, 10):
         more = {"validation": {"books": 6.0 - step / 50, "code": 3.0}} if step in (20, 40) else {}
-        metrics.write(record(step, 7.0 - step / 20, **more))
-    metrics.close()
+        sinks.write(record(step, 7.0 - step / 20, **more))
+    sinks.close()
     return tmp_path
 
 
 def test_records_are_read_back_as_they_were_written(run):
     assert [r["step"] for r in read_metrics(run)] == [10, 20, 30, 40, 50]
-    assert read_metrics(run)[1] == record(20, 6.0, validation={"books": 5.6, "code": 3.0})
+    assert read_metrics(run)[1] == record(20, 6.0, validation={"books": 5.6, "code": 3.0}).to_dict()
 
 
 def test_what_a_run_logged_before_it_went_back_to_an_earlier_step_is_dropped(run):
-    metrics = Metrics(run, tensorboard=False)
-    metrics.write(record(30, 1.25))
-    metrics.write(record(40, 1.0))
-    metrics.close()
+    sinks = sinks_of(run)
+    sinks.write(record(30, 1.25))
+    sinks.write(record(40, 1.0))
+    sinks.close()
     assert len((run / METRICS_FILE).read_text().splitlines()) == 7
     assert [(r["step"], r["loss"]) for r in read_metrics(run)] == [(10, 6.5), (20, 6.0), (30, 1.25), (40, 1.0)]
 
@@ -61,10 +63,10 @@ def test_tensorboard_shows_the_configuration_and_every_number_that_is_known(tmp_
 
     for first, rate in ((1, "1e-3"), (3, "2e-3")):
         (tmp_path / "config.yaml").write_text(f"optim:\n  lr: {rate}\n")
-        metrics = Metrics(tmp_path, tensorboard=True, step=first - 1)
+        sinks = sinks_of(tmp_path, TensorBoard(), step=first - 1)
         for step in (first, first + 1):
-            metrics.write(record(step, 7.0 - step, mfu=None if step == 1 else 0.25))
-        metrics.close()
+            sinks.write(record(step, 7.0 - step, mfu=None if step == 1 else 0.25))
+        sinks.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     shown = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("config/text_summary")]
     assert shown == ["    optim:\n      lr: 1e-3", "    optim:\n      lr: 2e-3"]
@@ -74,7 +76,7 @@ def test_tensorboard_shows_the_configuration_and_every_number_that_is_known(tmp_
 
 def test_a_torn_last_line_is_passed_over(run):
     with (run / METRICS_FILE).open("a") as file:
-        file.write(json.dumps(record(60, 4.0))[:37])
+        file.write(json.dumps(record(60, 4.0).to_dict())[:37])
     assert [r["step"] for r in read_metrics(run)] == [10, 20, 30, 40, 50]
 
 
@@ -88,39 +90,39 @@ def test_a_line_that_is_no_record_is_passed_over(run, line):
     with (run / METRICS_FILE).open("ab") as file:
         file.write(line + b"\n")
     assert [r["step"] for r in read_metrics(run)] == [10, 20, 30, 40, 50]
-    assert last_step(run) == 50 and last_record(run, 50)["loss"] == 4.5 and last_record(run, 40) == {}
+    assert [(r.step, r.loss) for r in known_records(run, 45)] == [(10, 6.5), (20, 6.0), (30, 5.5), (40, 5.0)]
 
 
 def test_numbers_in_a_list_that_are_not_finite_are_null(tmp_path):
     """F4: a list with NaN, read back from the log, ended a run with "Out of range float values are not JSON compliant"."""
-    metrics = Metrics(tmp_path, tensorboard=False)
-    metrics.write(record(1, 2.0, experts={"1": [math.nan, 2.0]}))
-    metrics.close()
-    assert read_metrics(tmp_path) == [record(1, 2.0, experts={"1": [None, 2.0]})]
+    sinks = sinks_of(tmp_path)
+    sinks.write(record(1, 2.0, experts={"1": [math.nan, 2.0]}))
+    sinks.close()
+    assert read_metrics(tmp_path) == [record(1, 2.0, experts={"1": [None, 2.0]}).to_dict()]
 
 
 def test_what_is_written_after_a_torn_line_is_not_lost(run):
     with (run / METRICS_FILE).open("a") as file:
-        file.write(json.dumps(record(60, 4.0))[:37])
-    metrics = Metrics(run, tensorboard=False)
-    metrics.write(record(60, 3.5))
-    metrics.close()
+        file.write(json.dumps(record(60, 4.0).to_dict())[:37])
+    sinks = sinks_of(run)
+    sinks.write(record(60, 3.5))
+    sinks.close()
     assert [(r["step"], r["loss"]) for r in read_metrics(run)][-1] == (60, 3.5)
 
 
 def test_every_record_is_on_disk_as_soon_as_it_is_written(tmp_path):
-    metrics = Metrics(tmp_path, tensorboard=False)
-    metrics.write(record(1, 2.0))
-    assert read_metrics(tmp_path) == [record(1, 2.0)]
-    metrics.close()
+    sinks = sinks_of(tmp_path)
+    sinks.write(record(1, 2.0))
+    assert read_metrics(tmp_path) == [record(1, 2.0).to_dict()]
+    sinks.close()
 
 
 def test_tensorboard_gets_the_same_numbers_with_nested_ones_by_path(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    metrics = Metrics(tmp_path, tensorboard=True)
-    metrics.write(record(10, 2.5, validation={"books": 3.5}))
-    metrics.close()
+    sinks = sinks_of(tmp_path, TensorBoard())
+    sinks.write(record(10, 2.5, validation={"books": 3.5}))
+    sinks.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     scalars = {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
@@ -131,12 +133,57 @@ def test_tensorboard_gets_the_same_numbers_with_nested_ones_by_path(tmp_path):
 
 
 def test_a_step_on_the_console():
-    line = progress_line(record(20, 3.14159, grad_norm=0.51234, lr=2e-4), 1000, 3725)
+    line = progress_line(record(20, 3.14159, grad_norm=0.51234, lr=2e-4, tokens_per_second=12_365.0, seconds_left=3725), 1000)
     assert line == "step   20/1000  loss 3.1416  grad 0.512  lr 2.00e-04  12.4k tok/s  eta 1h02m"
-    full = progress_line(record(1000, 3.0, mfu=0.4321, tokens_per_second=2.5e6, validation={"books": 2.0}), 1000, 0)
+    full = progress_line(
+        record(1000, 3.0, mfu=0.4321, tokens_per_second=2.5e6, validation={"books": 2.0}, seconds_left=0), 1000
+    )
     assert full == (
         "step 1000/1000  loss 3.0000  grad 0.500  lr 1.00e-03  2.5M tok/s  mfu 43.2%  validation books 2.0000  eta 0s"
     )
+
+
+def shown(terminal: bool) -> str:
+    """What a terminal, or a file, gets of a short run."""
+    controller, stream = pty.openpty() if terminal else os.pipe()
+    handler = ConsoleHandler(os.fdopen(stream, "w"))
+    logger = logging.getLogger("pretrain")
+    before, level = logger.handlers[:], logger.level
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    try:
+        console = Console()
+        console.steps = 40
+        for step in (1, 10, 20, 30):
+            console.write(record(step, 7.0 - step / 10, validation={"books": 3.0} if step == 20 else None))
+        logging.getLogger("pretrain.test").warning("a warning")
+        console.write(record(35, 3.5))
+        console.close()
+    finally:
+        logger.handlers[:] = before
+        logger.setLevel(level)
+    handler.stream.close()
+    text = b""
+    with contextlib.suppress(OSError):  # a terminal whose other end is closed
+        while part := os.read(controller, 10_000):
+            text += part
+    os.close(controller)
+    return text.decode()
+
+
+def test_one_line_is_renewed_on_a_terminal_and_what_was_evaluated_stays():
+    stands = [line.split("\r\x1b[K") for line in shown(terminal=True).replace("\r\n", "\n").split("\n")[:-1]]
+    assert [[part.split("  loss")[0] for part in line] for line in stands] == [
+        ["step  1/40"],
+        ["step 10/40", "step 20/40"],
+        ["step 30/40", "a warning"],
+        ["step 35/40"],
+    ]
+
+
+def test_elsewhere_every_line_is_plain():
+    lines = shown(terminal=False).splitlines()
+    assert len(lines) == 6 and not any("\x1b" in line or "\r" in line for line in lines)
 
 
 @pytest.mark.parametrize(

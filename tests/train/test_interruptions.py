@@ -166,7 +166,7 @@ def test_a_stop_within_validation_saves_first_and_ends_at_once(pool, config_file
     # The same command finishes what is left, which is the validation of the last step.
     again = (*SLOW_STEPS, "run.steps=2", "schedule.warmup_steps=0", f"data.validation=[{{path: {prepared}, name: v}}]")
     [(code, printed)] = pool.launch(1, run_main, str(config_file), *again)
-    assert code == 0 and "step 2  validation v " in printed and "finished at step 2" in printed
+    assert code == 0 and "validation v " in printed and "finished at step 2" in printed
     finished = read_metrics(run)[-1]
     assert finished.items() >= last.items() and 0 < finished["validation"]["v"] < 6
     assert len((run / METRICS_FILE).read_text().splitlines()) == 3 and len(read_metrics(run)) == 2

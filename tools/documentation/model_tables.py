@@ -1,10 +1,11 @@
-"""The tables of docs/models.md, from the declarations of the families and the files of configs/models/.
+"""Tables within pages: of docs/models.md, from the families and the files of configs/models/; of docs/metrics.md, from `StepRecord`.
 
 A table stands between the markers `<!-- NAME -->` and `<!-- /NAME -->`; the rest of the page is left alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
 from pretrain.models import build_network
 from pretrain.models.families import complete, families
+from pretrain.observe.metrics import StepRecord
 
 
 def family_table() -> str:
@@ -93,3 +95,11 @@ def model_page(page: Path, presets: Path) -> str:
     counted = {name: (model, published_parameters(model)) for name, model in models.items()}
     tables = {"families": family_table(), "presets": preset_table(counted)}
     return with_tables(page.read_text(encoding="utf-8"), tables)
+
+
+def metrics_page(page: Path) -> str:
+    """docs/metrics.md with the table of a record's fields made anew."""
+    rows = ["| name | what it is | unit | of | when |", "|---|---|---|---|---|"]
+    for field in dataclasses.fields(StepRecord):
+        rows.append(f"| `{field.name}` | {' | '.join(field.metadata[part] for part in ('meaning', 'unit', 'of', 'when'))} |")
+    return with_tables(page.read_text(encoding="utf-8"), {"record": "\n".join(rows)})

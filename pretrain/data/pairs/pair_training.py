@@ -183,6 +183,9 @@ class PairTraining:
         batch = self.config.batch
         return max(1, (batch.micro_tokens or batch.tokens) // sum(source.longest))
 
+    def bytes_per_token(self, source: PreparedPairs) -> float | None:
+        return source.target.bytes_per_token
+
 
 def pair_attachments(pairs: PreparedPairs) -> dict[str, Path]:
     """What a checkpoint keeps a copy of: `tokenizer` is that of the targets."""

@@ -133,6 +133,12 @@ class PreparedData:
                 f"{self.tokenizer_path} is not the tokenizer that {self.path} was prepared with: {difference}; restore it or prepare again"
             )
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean bytes of text that a token stands for; None for data that came as ids, whose text nobody measured."""
+        sizes = [shard.bytes for shard in self.manifest.shards]
+        return sum(sizes) / self.tokens if all(sizes) else None
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """sha256 of the dtype and of the shards' token hashes in order: the content's identity, wherever it lies."""

@@ -1,0 +1,168 @@
+"""Where the records of a run go: metrics.jsonl, TensorBoard, the console, and sinks of your own. The main rank writes them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrain.config.schema import Config
+from pretrain.observe.logs import PASSING, Tolerated, finish_line
+from pretrain.observe.metrics import METRICS_FILE, StepRecord, duration
+from pretrain.storage import append_line, plain
+
+log = logging.getLogger(__name__)
+
+
+class Sink:
+    """A place for records. `run.main(sinks=[...])` adds yours to the run's own; all methods are called on the main rank alone.
+
+    A sink only observes: what `open`, `write` or `close` raises is a warning, and the run goes on.
+    """
+
+    def open(self, directory: Path, config: Config, step: int) -> None:
+        """Before the first record. `directory`: that of the run; `step`: the step that this start goes on from."""
+
+    def write(self, record: StepRecord) -> None:
+        """A logged step. A run that went back to a checkpoint logs the repeated steps again."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """After the last record, also of a run that failed."""
+
+
+class Sinks:
+    """All sinks of a run. `own` are this program's, whose defects are not hidden: of them only OSError is tolerated."""
+
+    def __init__(self, own: Sequence[Sink], yours: Sequence[Sink], directory: Path, config: Config, step: int) -> None:
+        self._sinks: list[tuple[Sink, Tolerated]] = []
+        for sink in (*own, *yours):
+            place = {JsonLines: directory / METRICS_FILE, TensorBoard: directory / "tensorboard"}.get(type(sink))
+            kind = OSError if sink in own else Exception
+            self._sinks.append((sink, Tolerated(str(place or f"the sink {type(sink).__name__}"), kind)))
+        for sink, tolerated in self._sinks:
+            tolerated.attempt(lambda sink=sink: sink.open(directory, config, step))
+
+    def write(self, record: StepRecord) -> None:
+        for sink, tolerated in self._sinks:
+            tolerated.attempt(lambda sink=sink: sink.write(record))
+
+    def close(self) -> None:
+        """Close every sink, and say which records were lost to the end."""
+        for sink, tolerated in self._sinks:
+            try:
+                sink.close()
+            except tolerated.kind as error:
+                tolerated.fail(error)
+            tolerated.close()
+
+
+class JsonLines(Sink):
+    """metrics.jsonl: one JSON object per record. Numbers that are not finite are null."""
+
+    def open(self, directory: Path, config: Config, step: int) -> None:
+        self.path = directory / METRICS_FILE
+
+    def write(self, record: StepRecord) -> None:
+        append_line(self.path, json.dumps(plain(record.to_dict()), allow_nan=False))
+
+
+class TensorBoard(Sink):
+    """TensorBoard: a curve per number, and the configuration of each start as a text."""
+
+    def __init__(self) -> None:
+        self._board, self._thread_hook = None, threading.excepthook
+
+    def open(self, directory: Path, config: Config, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.directory, self.config, self.step = directory, config, step
+        path = directory / "tensorboard"
+        # A writer that finds no room leaves an empty file behind at each try.
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".probe").write_bytes(bytes(1 << 16))
+        (path / ".probe").unlink()
+        threading.excepthook = self._on_thread_failure
+        self._board = SummaryWriter(str(path), purge_step=step + 1)
+        if (configuration := directory / "config.yaml").is_file():
+            lines = configuration.read_text(encoding="utf-8").splitlines()
+            # After the step, or the purge would take it. Indented: TensorBoard shows texts as Markdown.
+            self._board.add_text("config", "\n".join(f"    {line}" for line in lines), step + 1)
+
+    def write(self, record: StepRecord) -> None:
+        if self._board is None:
+            self.open(self.directory, self.config, self.step)
+        try:
+            for name, value in record.numbers().items():
+                self._board.add_scalar(name, value, record.step)
+        except OSError:
+            # The thread that writes has ended with this error; another one has to take its place.
+            self._board, self.step = None, record.step
+            raise
+
+    def close(self) -> None:
+        threading.excepthook = self._thread_hook
+        if self._board is not None:
+            self._board.close()
+
+    def _on_thread_failure(self, failure: threading.ExceptHookArgs) -> None:
+        # TensorBoard writes in a thread of its own. What it meets is raised again at the next line, and said in one line there.
+        of_board = failure.thread is not None and type(failure.thread).__module__.startswith("tensorboard")
+        if not (of_board and issubclass(failure.exc_type, OSError)):
+            self._thread_hook(failure)
+
+
+class Console(Sink):
+    """A line per record, on the console and in the main rank's log. On a terminal one line is renewed, and what was evaluated stays."""
+
+    def open(self, directory: Path, config: Config, step: int) -> None:
+        self.steps = config.run.steps
+
+    def write(self, record: StepRecord) -> None:
+        stays = record.step in (1, self.steps) or evaluation_parts(record)
+        log.info(progress_line(record, self.steps), extra=None if stays else PASSING)
+
+    def close(self) -> None:
+        finish_line()
+
+
+def progress_line(record: StepRecord, steps: int) -> str:
+    """A step for the console; `steps`: those of the whole run."""
+    parts = [
+        f"step {record.step:>{len(str(steps))}}/{steps}",
+        f"loss {_number(record.loss, '.4f')}",
+        *([f"objective {_number(record.objective, '.4f')}"] if record.objective is not None else []),
+        f"grad {_number(record.grad_norm, '.3f')}",
+        f"lr {_number(record.lr, '.2e')}",
+        f"{_short(record.tokens_per_second)} tok/s",
+    ]
+    if record.mfu is not None:
+        parts.append(f"mfu {record.mfu:.1%}")
+    if record.skipped is not None:
+        parts.append(f"skipped {record.skipped}")
+    return "  ".join([*parts, *evaluation_parts(record), f"eta {duration(record.seconds_left)}"])
+
+
+def evaluation_parts(record: StepRecord) -> list[str]:
+    """What was found beside the training loss, for the console."""
+    parts = [f"validation {name} {loss:.4f}" for name, loss in (record.validation or {}).items()]
+    for name, scores in (record.translation or {}).items():
+        parts.append(
+            f"translation {name} BLEU {scores['bleu']:.2f} chrF {scores['chrf']:.2f} CER {scores['cer']:.1f} WER {scores['wer']:.1f}"
+        )
+    return [*parts, *(f"{name} {value:.4g}" for name, value in (record.evaluation or {}).items())]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _short(number: float | None) -> str:
+    if number is None:
+        return "-"
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,296 @@
+"""Code of your own in a run: callbacks that measure, stop the run or keep checkpoints, handed over by a script that starts it.
+
+A configuration cannot name code, so that nothing that is read is executed. docs/extending.md shows the script.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pretrain.checkpoint import files
+from pretrain.config.schema import Config
+from pretrain.distributed.mesh import Mesh
+from pretrain.errors import ConfigError, TrainingError, UserError
+from pretrain.observe.logs import TRACEBACKS
+from pretrain.observe.metrics import StepRecord
+from pretrain.observe.sinks import Sink
+from pretrain.storage import exists, flush
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunHandle:
+    """What a callback sees of the run, and can ask of it."""
+
+    config: Config
+    """Complete: every derived value is filled in."""
+    directory: Path
+    """That of the run, on storage that all nodes share."""
+    history: list[StepRecord]
+    """The logged steps up to the one that this start goes on from, so that a callback can work out where it stood. Empty on other ranks than
+    the main one."""
+    mesh: Mesh
+    """This rank's place: `mesh.data_rank` of `mesh.data_size` ranks that see different samples, and sums over them."""
+    losses: Callable[..., Tensor]
+    """`losses(tokens_BT=..., targets_BT=...)`: the summed loss of each sample in nats, without gradients, in the layout of the run. Every rank
+    makes the same number of calls: sharded weights are gathered by all ranks together."""
+    stop_reason: str | None = None
+    wants_save: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        return self.mesh.ranks.is_main
+
+    def stop(self, reason: str) -> None:
+        """End the run in order before the next step: it is saved, its status is `stopped`, and its exit code is 0."""
+        self.stop_reason = self.stop_reason or reason
+
+    def save(self) -> None:
+        """Save a checkpoint before the next step, unless this step is saved already."""
+        self.wants_save = True
+
+
+class Callback:
+    """Subclass it and override what you need. An exception in a method ends the run on all ranks."""
+
+    def start(self, run: RunHandle) -> None:
+        """On all ranks, before the first step of this start. Raise ConfigError for a run that the callback does not fit."""
+
+    def evaluate(self, run: RunHandle, step: int) -> dict[str, float]:
+        """On all ranks together, after each step: numbers by name, which the record has in `evaluation`. Empty where nothing is due."""
+        return {}
+
+    def on_record(self, run: RunHandle, record: StepRecord) -> None:
+        """On the main rank, after a step was logged."""
+
+    def on_save(self, run: RunHandle, step: int, checkpoint: Path) -> None:
+        """On the main rank, after a checkpoint was saved."""
+
+    def close(self) -> None:
+        """On all ranks, after the last step, also of a run that failed."""
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """What a script adds to a run."""
+
+    callbacks: Sequence[Callback] = ()
+    sinks: Sequence[Sink] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """What all ranks must have in common: the code of each callback."""
+        return {f"callback {number}": _code_of(type(callback)) for number, callback in enumerate(self.callbacks)}
+
+
+def _code_of(kind: type) -> str:
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # typed into an interpreter
+        source = ""
+    return f"{kind.__qualname__} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
+
+
+NO_EXTENSIONS = Extensions()
+
+
+class Callbacks:
+    """The callbacks of a run, called one after the other.
+
+    A failure becomes `problem`, and nothing is called any more: the ranks that wait for this one would otherwise have to be ended. All of
+    them raise it together, before the next step.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], run: RunHandle) -> None:
+        self.callbacks, self.run = callbacks, run
+        self.problem: UserError | None = None
+        self._call("start", run)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The numbers of all callbacks."""
+        found: dict[str, float] = {}
+        for measured in self._call("evaluate", self.run, step):
+            if twice := found.keys() & measured.keys():
+                self.problem = ConfigError(f"two callbacks measure '{min(twice)}'; give one of the numbers another name")
+            found |= measured
+        return found
+
+    def on_record(self, record: StepRecord) -> None:
+        self._call("on_record", self.run, record)
+
+    def on_save(self, step: int, checkpoint: Path) -> None:
+        self._call("on_save", self.run, step, checkpoint)
+
+    def close(self) -> None:
+        """Close each callback, the first time. After a failure as well: they may hold files."""
+        callbacks, self.callbacks, problem = self.callbacks, (), self.problem
+        for callback in callbacks:
+            self._try(callback, "close")
+        self.problem = problem or self.problem
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        found = []
+        for callback in self.callbacks:
+            if self.problem is None:
+                found.append(self._try(callback, method, *arguments))
+        return found if self.problem is None else []
+
+    def _try(self, callback: Callback, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(callback, method)(*arguments)
+        except UserError as error:
+            self.problem = error
+        except Exception as error:
+            name = f"{type(callback).__name__}.{method}"
+            logging.getLogger(TRACEBACKS).exception("%s", name)
+            self.problem = TrainingError(
+                f"the callback {name}: {type(error).__name__}: {error}; the traceback is in this rank's log"
+            )
+        return None
+
+
+# ---- callbacks that many runs need ------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A number of the records: `loss`, `validation` (the mean over its sources), `validation/NAME`, `evaluation/NAME`."""
+
+    def __init__(self, metric: str, mode: str) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigError(f"mode={mode} must be min or max")
+        self.metric, self.sign = metric, 1 if mode == "min" else -1
+        self.was_seen = False
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError for a number that this run never logs."""
+        group, _, name = self.metric.partition("/")
+        sources = [source.name for source in config.data.validation]
+        known = (group == "evaluation" and name) or self.metric == "loss" or (group == "validation" and sources)
+        if not known or (group == "validation" and name and name not in sources):
+            have = ", ".join(["loss", *(f"validation/{source}" for source in sources), "evaluation/NAME"])
+            raise ConfigError(f"the metric {self.metric} is never logged by this run; it has {have}")
+
+    def of(self, record: StepRecord) -> float | None:
+        """Its value in a record, such that lower is better; None where the record does not have it, or it is not finite."""
+        numbers = record.numbers()
+        found = [value for name, value in numbers.items() if name == self.metric or name.startswith(f"{self.metric}/")]
+        mean = sum(found) / len(found) if found else math.nan
+        self.was_seen |= bool(found)
+        return self.sign * mean if math.isfinite(mean) else None
+
+    def warn_if_unseen(self, run: RunHandle, callback: Callback) -> None:
+        """A metric with a wrong name would be a callback without effect."""
+        if run.is_main and not self.was_seen:
+            log.warning("%s did nothing: no record of this start has %s", type(callback).__name__, self.metric)
+
+
+class EarlyStopping(Callback):
+    """End the run when a number has not improved by more than `min_delta` for `patience` measurements in a row.
+
+    `metric`: see `Watched`. A run that is resumed counts what its metrics.jsonl holds.
+    """
+
+    def __init__(self, patience: int, metric: str = "validation", mode: str = "min", min_delta: float = 0.0) -> None:
+        if patience < 1 or min_delta < 0:
+            raise ConfigError(f"EarlyStopping: patience={patience} must be at least 1, and min_delta={min_delta} at least 0")
+        self.patience, self.min_delta, self.watched = patience, min_delta, Watched(metric, mode)
+
+    def start(self, run: RunHandle) -> None:
+        self.watched.check(run.config)
+        self.run, self.best, self.since = run, math.inf, 0
+        for record in run.history:
+            self.on_record(run, record)
+
+    def on_record(self, run: RunHandle, record: StepRecord) -> None:
+        value = self.watched.of(record)
+        if value is None:
+            return
+        if value < self.best - self.min_delta:
+            self.best, self.since = value, 0
+            return
+        self.since += 1
+        if self.since >= self.patience:
+            best = self.watched.sign * self.best
+            run.stop(f"{self.watched.metric} has not improved on {best:.6g} in {self.since} measurements")
+
+    def close(self) -> None:
+        self.watched.warn_if_unseen(self.run, self)
+
+
+class KeepBest(Callback):
+    """Keep the `count` best checkpoints in `best/` of the run directory, apart from those that `checkpoint.keep_last` removes.
+
+    `metric`: see `Watched`. They are hard links where the storage has them, and take no room while the original is there. Each is a whole
+    checkpoint: `run.init_from=RUN/best/step-N`, or `--checkpoint` of the tools. A step that is among the best is saved if it was not.
+    """
+
+    def __init__(self, count: int = 1, metric: str = "validation", mode: str = "min") -> None:
+        if count < 1:
+            raise ConfigError(f"KeepBest: count={count} must be at least 1")
+        self.count, self.watched = count, Watched(metric, mode)
+
+    def start(self, run: RunHandle) -> None:
+        self.watched.check(run.config)
+        self.run, self.folder = run, run.directory / "best"
+        measured = {record.step: self.watched.of(record) for record in run.history}
+        self.values = {step: value for step, value in measured.items() if value is not None}
+        if run.is_main:
+            files.discard_unfinished(self.folder)
+
+    def on_record(self, run: RunHandle, record: StepRecord) -> None:
+        value = self.watched.of(record)
+        if value is None:
+            return
+        self.values[record.step] = value
+        checkpoint = run.directory / "checkpoints" / files.directory_of(record.step)
+        if record.step in self._best() and checkpoint.is_dir():
+            self._keep(checkpoint)
+        elif record.step in self._best():
+            run.save()
+
+    def on_save(self, run: RunHandle, step: int, checkpoint: Path) -> None:
+        if step in self._best():
+            self._keep(checkpoint)
+
+    def close(self) -> None:
+        self.watched.warn_if_unseen(self.run, self)
+
+    def _best(self) -> list[int]:
+        """Steps of the best measurements, the best first; of equal ones the earlier."""
+        return sorted(self.values, key=lambda step: (self.values[step], step))[: self.count]
+
+    def _keep(self, checkpoint: Path) -> None:
+        target = self.folder / checkpoint.name
+        if exists(target) and files.manifest_hash(target) != files.manifest_hash(checkpoint):
+            files.discard(target)  # of a time line that the run has left
+        if not exists(target):
+            writing = files.writing_directory_of(target)
+            shutil.rmtree(writing, ignore_errors=True)
+            shutil.copytree(checkpoint, writing, copy_function=_link)
+            flush(writing)
+            files.put_in_place(writing, target)
+            value = self.watched.sign * self.values[files.step_of(checkpoint)]
+            log.info("kept %s: %s %.6g", target, self.watched.metric, value)
+        best = {files.directory_of(step) for step in self._best()}
+        for other in files.complete_checkpoints(self.folder):
+            if other.name not in best:
+                files.discard(other)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # storage without hard links
+        shutil.copyfile(source, target)
+        flush(Path(target))

@@ -1,0 +1,211 @@
+"""Code of one's own in a run: docs/extending.py as it stands there, early stopping, the best checkpoints, and what fails."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from running import cut_after, run_main, state_of, train
+
+from pretrain.checkpoint.open_model import open_model
+from pretrain.checkpoint.restore import saved_tensors
+from pretrain.observe.metrics import StepRecord, read_metrics
+from pretrain.observe.sinks import Sink
+from pretrain.run import main
+from pretrain.train.callbacks import Callback, EarlyStopping, KeepBest, RunHandle
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+sys.path.append(str(DOCS))
+
+import extending  # noqa: E402
+
+METHODS = ("start", "evaluate", "on_record", "on_save", "close")
+LOSSES = {1: 5.0, 2: 4.0, 3: 4.5, 4: 3.0, 5: 3.5, 6: 3.2, 7: 3.1, 8: 2.0}
+SHORT = ("run.steps=8", "schedule={name: constant, warmup_steps: 0}", "log.every_steps=100", "checkpoint.keep_last=1")
+
+
+class Given(Callback):
+    """Numbers that a test chooses, under `evaluation/given`."""
+
+    def evaluate(self, run: RunHandle, step: int) -> dict[str, float]:
+        return {"given": LOSSES[step]}
+
+
+class Failing(Callback):
+    def __init__(self, method: str) -> None:
+        setattr(self, method, self.fail)
+
+    def fail(self, *arguments: object) -> dict[str, float]:
+        raise ZeroDivisionError("a mistake of mine")
+
+
+class FailingSink(Sink):
+    def write(self, record: StepRecord) -> None:
+        if record.step == 1:
+            raise ConnectionError("the server is away")
+        if record.step == 2:
+            raise KeyError("no such number")
+
+
+GIVEN = "evaluation/given"
+MADE = {
+    "early": lambda patience=3: ([Given(), EarlyStopping(patience, GIVEN), KeepBest(2, GIVEN)], []),
+    "patient": lambda: MADE["early"](4),
+    "documented": lambda: (
+        [extending.Counting(every_steps=2), KeepBest(count=2, metric="evaluation/counting")],
+        [extending.CsvFile()],
+    ),
+    "failing sink": lambda: ([], [FailingSink()]),
+    "no validation": lambda: ([KeepBest()], []),
+    "no such source": lambda: ([EarlyStopping(2, "validation/x")], []),
+    "no metric": lambda: ([EarlyStopping(2, "lr")], []),
+    "twice": lambda: ([Given(), Given()], []),
+    "never measured": lambda: ([KeepBest(1, "evaluation/typo")], []),
+    "one rank's own": lambda: ([Given()] if os.environ["RANK"] == "0" else [Failing("close")], []),
+    **{method: lambda method=method: ([Failing(method)], []) for method in METHODS},
+}
+
+
+def run_extended(made: str, config_file: str, *overrides: str) -> tuple[int, str]:
+    callbacks, sinks = MADE[made]()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = main(["--config", config_file, *SHORT, *overrides], callbacks, sinks)
+    return code, printed.getvalue()
+
+
+def kept(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "best").iterdir())
+
+
+def status(run: Path) -> tuple[str, int, str | None]:
+    found = json.loads((run / "status.json").read_text())
+    return found["state"], found["step"], found["reason"]
+
+
+def test_the_documented_script_measures_the_same_on_two_sharded_ranks_and_writes_every_number(pool, config_file):
+    code = [
+        found
+        for found, _ in pool.launch(
+            2, run_extended, "documented", str(config_file), "parallel.strategy=fsdp", "parallel.shard=2"
+        )
+    ]
+    run = config_file.parent / "runs" / "run"
+    assert code == [0, 0]
+    records = {record["step"]: record for record in read_metrics(run)}
+    assert sorted(records) == [1, 2, 4, 6, 8] and "evaluation" not in records[1]
+    rows = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
+    assert {(int(step), float(value)) for step, name, value in rows if name == "evaluation/counting"} == {
+        (step, record["evaluation"]["counting"]) for step, record in records.items() if step > 1
+    }
+    counting = {step: record["evaluation"]["counting"] for step, record in records.items() if step > 1}
+    assert kept(run) == sorted(f"step-{step:08d}" for step in sorted(counting, key=counting.get)[:2])
+    # What one process finds with the weights of the end, on the ids of both ranks.
+    model = open_model(run / "checkpoints" / "step-00000008")
+    ids_BT = (torch.arange(33)[None] + torch.tensor([[0], [1]])) % 256
+    with torch.no_grad():
+        losses_B = model.network(tokens_BT=ids_BT[:, :-1], targets_BT=ids_BT[:, 1:])
+    assert float(losses_B.sum()) / 64 == pytest.approx(counting[8], rel=1e-5)
+
+
+def test_the_page_shows_the_script():
+    page, script = (DOCS / "extending.md").read_text(), (DOCS / "extending.py").read_text()
+    blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
+    assert len(blocks) == 3 and all(block in script for block in blocks)
+
+
+def test_a_run_ends_early_keeps_its_best_checkpoints_and_stops_again_when_it_is_repeated(pool, config_file):
+    [(code, printed)] = pool.launch(1, run_extended, "early", str(config_file))
+    run, reason = config_file.parent / "runs" / "run", "evaluation/given has not improved on 3 in 3 measurements"
+    assert code == 0 and f"stopped at step 7: {run} ({reason})" in printed
+    assert status(run) == ("stopped", 7, reason)
+    # Of steps 4 and 7, 7 was measured last and saved at the end; 4 was saved for being the best.
+    assert kept(run) == ["step-00000004", "step-00000007"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000007"]
+    [(code, printed)] = pool.launch(1, run_extended, "early", str(config_file))
+    assert code == 0 and status(run) == ("stopped", 7, reason) and len(read_metrics(run)) == 7
+    # A larger patience goes on, from what was logged.
+    [(code, printed)] = pool.launch(1, run_extended, "patient", str(config_file))
+    assert code == 0 and status(run) == ("finished", 8, None)
+    assert kept(run) == ["step-00000004", "step-00000008"]
+
+
+def test_a_kept_checkpoint_is_whole_and_outlives_the_original(pool, config_file):
+    [(code, printed)] = pool.launch(1, run_extended, "early", str(config_file))
+    run = config_file.parent / "runs" / "run"
+    assert code == 0
+    straight = train(pool, 1, config_file, *SHORT, "run.name=straight", "checkpoint.keep_last=0", "checkpoint.every_steps=4")
+    ours, theirs = state_of_best(run, 4), state_of(straight, 4)
+    assert ours.keys() == theirs.keys() and all((ours[name] == value).all() for name, value in theirs.items())
+    [(code, printed)] = pool.launch(
+        1, run_main, str(config_file), *SHORT, "run.name=next", f"run.init_from={run}/best/step-00000004"
+    )
+    assert code == 0, printed
+
+
+def state_of_best(run: Path, step: int) -> dict[str, torch.Tensor]:
+    checkpoint = run / "best" / f"step-{step:08d}"
+    return saved_tensors(checkpoint, "model.") | saved_tensors(checkpoint, "optim.")
+
+
+def test_an_interrupted_run_stops_early_where_a_straight_one_does(pool, config_file):
+    [(code, _)] = pool.launch(1, run_extended, "early", str(config_file), "checkpoint.keep_last=0", "checkpoint.every_steps=5")
+    run = config_file.parent / "runs" / "run"
+    assert code == 0
+    parts = cut_after(run, 5)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (parts / "metrics.jsonl").write_text("".join(lines[:6]))  # killed after step 6
+    (parts / "identity.json").write_bytes((run / "identity.json").read_bytes())
+    (code, printed) = pool.launch(1, run_extended, "early", str(config_file), "run.name=parts")[0]
+    assert code == 0 and status(parts)[:2] == ("stopped", 7), printed
+    assert [r["loss"] for r in read_metrics(parts)] == [r["loss"] for r in read_metrics(run)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mistake_in_a_callback_ends_the_run_on_all_ranks_with_a_line(pool, config_file, method):
+    results = pool.launch(2, run_extended, method, str(config_file), "run.steps=2", "parallel.strategy=ddp")
+    line = f"the callback Failing.{method}: ZeroDivisionError: a mistake of mine; the traceback is in this rank's log"
+    assert [code for code, _ in results] == [1, 1] and f"error: rank 0: {line}" in results[0][1], results
+    assert "Traceback" not in results[0][1] + results[1][1]
+    run = config_file.parent / "runs" / "run"
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert "ZeroDivisionError: a mistake of mine" in log and "Traceback" in log
+    assert status(run)[0] == "failed"
+
+
+def test_a_sink_that_fails_is_warned_of_and_the_run_goes_on(pool, config_file):
+    [(code, printed)] = pool.launch(1, run_extended, "failing sink", str(config_file), "log.every_steps=1")
+    assert code == 0 and "the sink FailingSink: cannot be written: the server is away; the run goes on" in printed
+    assert "the sink FailingSink: is written again; lines that were lost: 2" in printed
+
+
+@pytest.mark.parametrize(
+    "made, line",
+    [
+        ("no validation", "the metric validation is never logged by this run; it has loss, evaluation/NAME"),
+        ("no such source", "the metric validation/x is never logged by this run; it has loss"),
+        ("no metric", "the metric lr is never logged by this run"),
+        ("twice", "two callbacks measure 'given'; give one of the numbers another name"),
+    ],
+)
+def test_a_metric_that_is_never_logged_is_refused(pool, config_file, made, line):
+    [(code, printed)] = pool.launch(1, run_extended, made, str(config_file))
+    assert code == 2 and line in printed and "Traceback" not in printed
+
+
+def test_a_metric_that_nobody_measured_is_said_at_the_end(pool, config_file):
+    [(code, printed)] = pool.launch(1, run_extended, "never measured", str(config_file), "run.steps=2")
+    assert code == 0 and "KeepBest did nothing: no record of this start has evaluation/typo" in printed
+
+
+def test_ranks_with_other_callbacks_are_refused_before_the_first_step(pool, config_file):
+    results = pool.launch(2, run_extended, "one rank's own", str(config_file), "parallel.strategy=ddp")
+    assert [code for code, _ in results] == [2, 2], results
+    assert "callback 0" in results[0][1] and "Given" in results[0][1] and "Failing" in results[0][1]
+    assert not (config_file.parent / "runs" / "run" / "metrics.jsonl").exists()

@@ -12,7 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "open_model": "pretrain.checkpoint.open_model",
+    "open_model": "pretrain.huggingface.open_model",
     "generate": "pretrain.models.generate",
     "load_config": "pretrain.config.load",
 }

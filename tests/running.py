@@ -23,7 +23,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from pretrain.checkpoint.restore import saved_tensors
+from pretrain.checkpoint.payload import Payload
 from pretrain.observe.metrics import read_metrics
 from pretrain.run import main
 
@@ -105,7 +105,7 @@ def largest_relative_difference(one: list[float], other: list[float]) -> float:
 def state_of(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Weights and optimizer state that a run saved at a step."""
     checkpoint = run / "checkpoints" / f"step-{step:08d}"
-    return saved_tensors(checkpoint, "model.") | saved_tensors(checkpoint, "optim.")
+    return Payload(checkpoint).whole("model.") | Payload(checkpoint).whole("optim.")
 
 
 def gradients(run: Path, step: int = 1) -> dict[str, torch.Tensor]:
@@ -144,7 +144,7 @@ def write_config(folder: Path, prepared: Path) -> Path:
         "parallel": {"timeout_seconds": 60},
         "checkpoint": {
             "export_check": False
-        },  # seconds of transformers' imports, and tests/train/test_export_check.py is about it
+        },  # seconds of transformers' imports, and tests/huggingface/test_export_check.py is about it
         "log": {"every_steps": 1, "tensorboard": False},
     }
     path = folder / "config.yaml"

@@ -118,3 +118,19 @@ def test_no_two_files_and_no_two_public_classes_have_one_name():
     ]
     assert sorted({name for name in files if files.count(name) > 1}) == []
     assert sorted({name for name in classes if classes.count(name) > 1}) == []
+
+
+def test_nobody_but_the_families_tests_a_familys_name_and_only_networks_know_names_of_parameters():
+    """The family or the network answers instead."""
+    wrong = []
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            names = {getattr(side, "attr", getattr(side, "id", None)) for side in sides}
+            if "family" in names and not name.startswith("pretrain.models.families."):
+                wrong.append(f"{name}:{node.lineno} tests a family's name")
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            known = name.startswith(("pretrain.models", "pretrain.huggingface"))
+            if not known and " " not in text and re.search(r"\.(weight|bias)$|\.experts\.$|^layers\.", text):
+                wrong.append(f"{name}:{node.lineno} names a parameter: {text}")
+    assert wrong == []

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def convert(arguments: argparse.Namespace) -> None:
     if arguments.direction == "to-hf":
-        from pretrain.checkpoint.hf_export import export
+        from pretrain.huggingface.export_model import export
 
         shard_bytes = round(arguments.shard_gb * 1e9)
         done = export(arguments.checkpoint, arguments.output, arguments.dtype, arguments.verify, shard_bytes)
@@ -65,7 +65,7 @@ def convert(arguments: argparse.Namespace) -> None:
         for note in done.notes:
             print(f"note: {note}")
     elif arguments.direction == "to-gguf":
-        from pretrain.checkpoint.gguf import to_gguf
+        from pretrain.huggingface.gguf import to_gguf
 
         given = arguments
         plan = to_gguf(given.model, given.output, given.llama_cpp, given.dtype, given.name, given.python, given.inexact)
@@ -76,7 +76,7 @@ def convert(arguments: argparse.Namespace) -> None:
         print(given.output)
         return
     else:
-        from pretrain.checkpoint.hf_import import MODEL_FILE, import_model
+        from pretrain.huggingface.import_model import MODEL_FILE, import_model
 
         done = import_model(arguments.model, arguments.output, arguments.verify, arguments.family)
         print(f"imported {arguments.model}: {done.parameters:,} parameters; tokenizer: {done.tokenizer}")

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    from pretrain.checkpoint.open_model import open_model
+    from pretrain.huggingface.open_model import open_model
     from pretrain.models.generate import Sampling, generate_batch, uncached_reason
 
     texts = arguments.prompt if arguments.prompt is not None else list(read_prompts(arguments.prompt_file))

@@ -18,14 +18,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def verify_all(path: Path) -> None:
     from pretrain.checkpoint import files
-    from pretrain.checkpoint.safe_dcp import read_metadata
+    from pretrain.checkpoint.payload import Payload
     from pretrain.errors import CheckpointError, UnreadableError
 
     problems = []
     for checkpoint in files.resolve(path):
         try:
             files.verify(checkpoint)
-            tensors = len(read_metadata(checkpoint).state_dict_metadata)
+            tensors = len(Payload(checkpoint).items)
             print(f"good     {checkpoint}: {len(files.read_manifest(checkpoint))} files, {tensors} tensors", flush=True)
         except CheckpointError as error:
             problems.append(str(error))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.restore import load_state
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.storage import exists
@@ -95,7 +94,7 @@ def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, conten
         if bad.parent == folder:
             damaged.append(bad)
     path = candidates[-1]
-    state, manifest = _on_main(ranks, "state of a checkpoint", lambda: (load_state(path), files.manifest_hash(path)))
+    state, manifest = _on_main(ranks, "state of a checkpoint", lambda: (files.load_state(path), files.manifest_hash(path)))
     if not found.back:
         _on_main(ranks, "time line of a checkpoint", lambda: _check_line(candidates, state))
     return Choice(path, state, manifest, tuple(damaged), found.abandoned, found.back)
@@ -198,7 +197,7 @@ def _named(own: list[Path], path: Path) -> _Candidates:
 def _peek(checkpoint: Path, needed: bool = False) -> dict[str, Any]:
     """state.json of a checkpoint that was not verified; empty where it is damaged, and unless it is `needed` where it cannot be read."""
     try:
-        return dict(load_state(checkpoint))
+        return dict(files.load_state(checkpoint))
     except UnreadableError as error:
         if needed and not error.missing:
             raise

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pretrain.config.written import identity_of_today, of_today
 from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.storage import exists, flush, sha256_of, unrepeated
 
@@ -43,7 +44,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 def resolve(path: Path) -> list[Path]:
     """The checkpoints that a path means, best last: the directory itself, or those of a run directory.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError when there is no checkpoint.
     """
     if (path / MANIFEST).is_file() and (path / STATE).is_file():
         return [path]
@@ -79,8 +80,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path, most: int | None = None) -> Any:
-    """Raises CheckpointError naming the file when it cannot be parsed, an object in it has a name twice or it has more bytes than `most`,
-    UnreadableError when it cannot be read.
+    """The contents of a JSON file.
+
+    Raises UnreadableError when it cannot be read. Raises CheckpointError, naming the file, when it cannot be parsed, when an object in it has a
+    name twice, or when it has more bytes than `most`.
     """
     try:
         if most is not None and path.stat().st_size > most:
@@ -97,6 +100,18 @@ def _unreadable(path: Path, error: OSError) -> UnreadableError:
     problem = UnreadableError(f"{path}: " + ("missing" if missing else f"cannot be read: {error.strerror or error}"))
     problem.path, problem.missing = str(path), missing
     return problem
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint, with the configuration keys of this version."""
+    state = read_json(checkpoint / STATE)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{checkpoint / STATE}: is not the state of a checkpoint; choose another checkpoint")
+    if isinstance(state.get("model"), dict):
+        state |= of_today({"model": state["model"]})
+    if isinstance(state.get("identity"), dict):
+        state["identity"] = identity_of_today(state["identity"])
+    return state
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
@@ -160,7 +175,7 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) ->
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint directory such that it is none from the first moment on."""
+    """Remove a checkpoint directory. From the first moment on it is no checkpoint any more."""
     aside = _free(path.with_name(f".removing-{path.name}"))
     os.rename(path, aside)
     _remove(aside)

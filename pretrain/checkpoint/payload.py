@@ -1,21 +1,43 @@
-"""The state of a run as named tensors, the same names under every strategy (invariant 5), and nothing but tensors.
+"""The state of a run as named tensors, the same names under every strategy (invariant 5), and the one reader of a checkpoint's payload.
 
     model.<parameter>                 weights
     optim.<state>.<parameter>         optimizer state, e.g. optim.exp_avg.layers.0.mlp.up.weight
     rng.<rank>.cpu | cuda             torch's generators, per rank
 
-Hyper-parameters are not here: they follow from the configuration and the step. Because every item is a tensor, reading a payload
-never needs to unpickle an object.
+Hyper-parameters are not here: they follow from the configuration and the step. A payload holds tensors only, so nothing is executed to
+read it. Two places of stock DCP unpickle what they find: `.metadata` is a raw pickle, and items that are no tensors are loaded with
+`weights_only=False`. Here an unpickler that knows the few classes of metadata reads the first. The second does not exist: any other item
+is refused.
 """
 
 from __future__ import annotations
 
+import functools
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from pretrain.distributed.ranks import Ranks
+from pretrain.errors import CheckpointError
 from pretrain.optim.optimizer import OptimizerSet
+
+METADATA_FILE = ".metadata"
+
+
+# ---- names ------------------------------------------------------------------------------------------------------------
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -60,3 +82,138 @@ def restore_rng(tensors: dict[str, Tensor], ranks: Ranks) -> None:
             torch.set_rng_state(value)
         elif name == f"rng.{ranks.rank}.cuda":
             torch.cuda.set_rng_state(value, ranks.device)
+
+
+# ---- the reader -------------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """The tensors of a checkpoint, whatever the layout they were saved under. Nothing is read before it is asked for.
+
+    Its methods raise CheckpointError for a payload that is damaged, hostile or not what is asked for.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+
+    @property
+    def items(self) -> dict[str, TensorStorageMetadata]:
+        """Shape, number format and pieces of every tensor, by name."""
+        return self._metadata.state_dict_metadata
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The names that start with `prefix`."""
+        return [name for name in self.items if name.startswith(prefix)]
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Whole tensors on the CPU, in the format they were saved in. Only their parts of the payload are read."""
+        tensors = {name: torch.empty(self.items[name].size, dtype=self.items[name].properties.dtype) for name in names}
+        self._fill(tensors)
+        return tensors
+
+    def whole(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose names start with `prefix`: see `read`."""
+        return self.read(self.names(prefix))
+
+    def load(self, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+        """Read into `tensors` in place, on all ranks together. A rank reads the pieces that its shards of them need.
+
+        Raises CheckpointError on all ranks before anything is read if a name is missing or a shape or number format differs (DCP
+        itself would convert formats silently).
+        """
+        ranks.attempt("contents of a checkpoint", lambda: self._check_fit(tensors), CheckpointError)
+        ranks.attempt("loading of a checkpoint", lambda: self._fill(tensors), CheckpointError)
+
+    def _check_fit(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            item = self.items.get(name)
+            if item is None:
+                raise CheckpointError(f"{self.checkpoint}: has no {name}")
+            if tuple(item.size) != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"{self.checkpoint}: {name} has shape {list(item.size)}, the run needs {list(tensor.shape)}"
+                )
+            if item.properties.dtype != tensor.dtype:
+                raise CheckpointError(f"{self.checkpoint}: {name} is {item.properties.dtype}, the run needs {tensor.dtype}")
+
+    def _fill(self, tensors: dict[str, Tensor]) -> None:
+        # DCP's own plan of this process alone finds every piece; plans of several ranks would be the same, after two collectives more.
+        reader, planner = dcp.FileSystemReader(self.checkpoint), _TensorPlanner()
+        try:
+            reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            planner.set_up_planner(tensors, self._metadata, is_coordinator=True)
+            reader.read_data(planner.create_local_plan(), planner).wait()
+        except CheckpointError:
+            raise
+        except Exception as error:  # a payload that does not fit its table of contents can raise anything
+            reason = str(getattr(error, "strerror", None) or error) or type(error).__name__
+            raise CheckpointError(f"{self.checkpoint}: cannot be read: {reason.splitlines()[0]}") from error
+
+    @functools.cached_property
+    def _metadata(self) -> Metadata:
+        return read_metadata(self.checkpoint)
+
+
+class _TensorPlanner(dcp.DefaultLoadPlanner):
+    """A load plan of tensors. Other items do not get past `read_metadata`; this is the second lock on the same door."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise CheckpointError(f"item {read_item.dest_index.fqn} is not a tensor, and reading it could execute code")
+
+
+# ---- metadata ---------------------------------------------------------------------------------------------------------
+
+_DCP = "torch.distributed.checkpoint."
+_ALLOWED = {
+    *((_DCP + "metadata", name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "Metadata", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+    (_DCP + "filesystem", "_StorageInfo"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "Path"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}  # fmt: skip
+
+
+def _memory_format(kind: type, name: str) -> _MEM_FORMAT_ENCODING:
+    """What `getattr` does for the one enumeration that metadata has: Python 3.11.0 to 3.11.3 pickle its members as such a call."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"an attribute of {kind!r} has no place in checkpoint metadata")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in checkpoint metadata")
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """DCP's metadata of a checkpoint directory. Raises CheckpointError for a missing, broken or hostile file."""
+    path = directory / METADATA_FILE
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{path}: refused: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path}: refused: it holds a {type(metadata).__name__}, not checkpoint metadata")
+    for stored in (metadata.storage_data or {}).values():
+        file = getattr(stored, "relative_path", None)
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise CheckpointError(f"{path}: refused: it names a file that is not in the checkpoint: {file}")
+    for name, item in metadata.state_dict_metadata.items():
+        if isinstance(item, BytesStorageMetadata):
+            raise CheckpointError(f"{path}: refused: item {name} is not a tensor, and reading it could execute code")
+    return metadata

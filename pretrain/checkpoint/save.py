@@ -2,32 +2,44 @@
 
 every rank   shards of the payload -> .writing-step-N/        hash and flush what it wrote
 main rank    state.json, config.yaml, tokenizer -> same;  manifest.json last;  flush;  rename to step-N/;  retention
+
+A program that never holds a whole model (the importer) writes its tensors one at a time. They are cut into pieces of rows, so that a rank
+which starts from them reads its own rows and little more.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.restore import first_cause
-from pretrain.checkpoint.safe_dcp import METADATA_FILE
-from pretrain.checkpoint.streamed import StreamingPlanner, StreamingWriter
+from pretrain.checkpoint.payload import METADATA_FILE
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, reason_of
 from pretrain.storage import flush, plain, sha256_of
 
 log = logging.getLogger(__name__)
+
+# A tensor that is written by itself is cut into so many pieces at most. None but the last is smaller than that.
+PIECES, PIECE_BYTES = 64, 2**20
+FILE_BYTES = 4 * 10**9  # of a payload file that is written tensor by tensor
 
 
 def save_checkpoint(
@@ -108,8 +120,15 @@ def _write_payload(
     try:
         _save_payload(directory, tensors, ranks, read)
     except CheckpointException as error:  # a BaseException
-        raise CheckpointError(first_cause(error)) from error
+        raise CheckpointError(_first_cause(error)) from error
     return {path.name: _flushed(path) for path in sorted(directory.glob(f"__{ranks.rank}_*"))}
+
+
+def _first_cause(error: CheckpointException) -> str:
+    """What went wrong in a save of torch's, and on which rank, in one line."""
+    for rank, (cause, _) in sorted(error.failures.items()):
+        return f"rank {rank}: {getattr(cause, 'strerror', None) or cause}".splitlines()[0]
+    return str(error).splitlines()[0]
 
 
 def _save_payload(directory: Path, tensors: dict[str, Tensor], ranks: Ranks, read: Callable[[str], Tensor] | None) -> None:
@@ -132,6 +151,7 @@ def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict
     for name, source in attachments.items():
         if isinstance(source, str):
             (directory / name).write_text(source, encoding="utf-8")
+            flush((directory / name).parent)
             names.append(name)
         elif source.is_dir():
             shutil.copytree(source, directory / name)
@@ -164,3 +184,73 @@ def _commit(
     if aside := files.put_in_place(writing, target):
         log.warning("%s was there already, of a time line that this run has left; it is now %s", target, aside.name)
     return manifest
+
+
+# ---- tensor by tensor -------------------------------------------------------------------------------------------------
+
+
+class StreamingPlanner(dcp.DefaultSavePlanner):
+    """A plan to write tensors that are not there yet: the state dict holds their shapes, on the meta device.
+
+    `read` gives the value of one by name. It is asked for them in the order of the state dict, several times in a row for one.
+    """
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.read = read
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([item for name, tensor in self.state_dict.items() for item in _pieces(name, tensor)])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        chunk = write_item.tensor_data.chunk
+        whole = self.read(write_item.index.fqn)
+        piece = whole if not whole.dim() else whole.narrow(0, chunk.offsets[0], chunk.sizes[0])
+        return piece.clone()  # torch.save writes all of what a view looks at
+
+
+def _pieces(name: str, tensor: Tensor) -> list[WriteItem]:
+    rows = tensor.shape[0] if tensor.dim() else 1
+    step = max(1, math.ceil(rows / PIECES), math.ceil(rows * PIECE_BYTES / max(1, tensor.nbytes)))
+    properties = TensorProperties(dtype=tensor.dtype)
+    items = []
+    for start in range(0, max(1, rows), step):
+        offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+        if tensor.dim():
+            offsets[0], sizes[0] = start, min(step, rows - start)
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape)
+        items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+    return items
+
+
+class StreamingWriter(dcp.FileSystemWriter):
+    """torch's file writer, which would keep every tensor of a file alive until the file is complete."""
+
+    def write_data(self, plan: SavePlan, planner: StreamingPlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        number, stream = 0, None
+        try:
+            for item in plan.items:
+                if stream is None or stream.tell() >= FILE_BYTES:
+                    if stream is not None:
+                        stream.close()
+                    name = f"{plan.storage_data.prefix}{number}.distcp"
+                    stream, number = (Path(self.path) / name).open("wb"), number + 1
+                start = stream.tell()
+                torch.save(planner.resolve_data(item), stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+        finally:
+            if stream is not None:
+                stream.close()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def on_meta(shapes: dict[str, Any], dtype: torch.dtype, others: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+    """Tensors without values, to plan with. `others`: number formats of those that have another than `dtype`."""
+    others = others or {}
+    return {name: torch.empty(shape, dtype=others.get(name, dtype), device="meta") for name, shape in shapes.items()}

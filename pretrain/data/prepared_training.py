@@ -24,7 +24,7 @@ from pretrain.data.sources import (
 )
 from pretrain.data.stream import BatchSchedule, Stream
 from pretrain.data.tasks import NextToken, Objective, SpanCorruption, Spans, sentinel_ids
-from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
+from pretrain.data.tokenizers.tokenizer import ADDED_NAME, TokenizerIdentity, Vocabulary, added_tokens_json
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ class PreparedTraining:
         return cls(config, stream, batch_schedule(config), _objective(config, stream, start_id), stream.eod_id, validation)
 
     @property
-    def attachments(self) -> dict[str, Path]:
-        return {"tokenizer": self.tokenizer_path}
+    def attachments(self) -> dict[str, Path | str]:
+        added = self.added_tokens
+        beside = {f"tokenizer/{ADDED_NAME}": added_tokens_json(added, self.stream.vocab_size)} if added else {}
+        return {"tokenizer": self.tokenizer_path, **beside}
 
     @property
     def tokenizer_path(self) -> Path:

@@ -69,8 +69,8 @@ class BatchLoader(Protocol):
 class TrainingData(Protocol):
     """The samples of a run. What a sample is (a window of a text, a pair of sentences), only its implementations know."""
 
-    attachments: dict[str, Path]
-    """Directories that checkpoints keep a copy of, by name."""
+    attachments: dict[str, Path | str]
+    """What checkpoints keep beside the state, by name: copies of directories, and texts."""
     tokenizer_path: Path
     """A directory with the files of the tokenizer."""
     tokenizer: TokenizerIdentity

@@ -13,14 +13,6 @@ def build_network(model: Model, loss: Loss | None = None) -> nn.Module:
 
     Build it on the meta device.
     """
-    if model.family == "hf":
-        from pretrain.models.hf_model import HfModel
+    from pretrain.models.families import family_of
 
-        return HfModel(model, loss)
-    if model.encoder.layers:
-        from pretrain.models.encoder_decoder import EncoderDecoder
-
-        return EncoderDecoder(model, loss)
-    from pretrain.models.decoder import Decoder
-
-    return Decoder(model, loss)
+    return family_of(model.family).build(model, loss)

@@ -46,13 +46,6 @@ def matmul_parameters(model: Model) -> int:
     return _on_meta(model).matmul_parameters()
 
 
-def active_parameters(model: Model) -> int:
-    """Parameters that a token meets: all but those of the routed experts it is not sent to. Both embeddings are counted."""
-    sizes = {name: p.numel() for name, p in _on_meta(model).named_parameters()}
-    routed = sum(size for name, size in sizes.items() if ".experts." in name)
-    return sum(sizes.values()) - routed + (routed * model.experts.active // model.experts.count if routed else 0)
-
-
 def _on_meta(model: Model) -> nn.Module:
     with torch.device("meta"):
         return build_network(model)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pretrain.checkpoint.payload import first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
-from pretrain.checkpoint.restore import load_tensors, saved_names
+from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import save_checkpoint
 from pretrain.config.written import to_yaml
 from pretrain.distributed.ranks import Ranks
@@ -136,7 +135,7 @@ class Continuation:
         if resumed is not None:
             return self._resume(resumed.path, resumed.state)
         if weights is not None:
-            load_tensors(weights.path, model_tensors(self.model), self.ranks)
+            Payload(weights.path).load(model_tensors(self.model), self.ranks)
         if self.ranks.is_main:
             log.info("starting at step 0%s", f" with the weights of {weights.path}" if weights else "")
         return Progress()
@@ -149,10 +148,11 @@ class Continuation:
             self.directory.newest = self.last.name if self.origin.own else None
 
     def _resume(self, checkpoint: Path, state: dict[str, Any]) -> Progress:
+        payload = Payload(checkpoint)
         rng = self.ranks.attempt(
-            "generators of a checkpoint", lambda: self._generators(checkpoint, state["world_size"]), CheckpointError
+            "generators of a checkpoint", lambda: self._generators(payload, state["world_size"]), CheckpointError
         )
-        load_tensors(checkpoint, model_tensors(self.model) | optimizer_tensors(self.optimizer) | rng, self.ranks)
+        payload.load(model_tensors(self.model) | optimizer_tensors(self.optimizer) | rng, self.ranks)
         restore_rng(rng, self.ranks)
         if self.ranks.is_main:
             step, samples, layout = state["step"], state["samples"], state["layout"]
@@ -161,12 +161,12 @@ class Continuation:
         skipped = state.get("skipped", 0)
         return Progress(state["step"], state["samples"], state["tokens"], skipped, state.get("loads"), state.get("record"))
 
-    def _generators(self, checkpoint: Path, world_size: int) -> dict[str, Tensor]:
+    def _generators(self, payload: Payload, world_size: int) -> dict[str, Tensor]:
         # Generators belong to ranks: on another number of them this rank keeps the one it was seeded with. Nothing in training
         # draws from it: dropout is a function of the sample.
         if world_size != self.ranks.world_size:
             return {}
-        saved = set(saved_names(checkpoint, "rng."))
+        saved = set(payload.names("rng."))
         return {name: value for name, value in rng_tensors(self.ranks).items() if name in saved}
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.export_check import check_map
 from pretrain.config.keys import check_effects, leaves
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
+from pretrain.huggingface.export_check import check_map
 from pretrain.models import build_network
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 
 import torch
 
-from pretrain.checkpoint.export_check import start_export_check
 from pretrain.config.schema import Config
 from pretrain.config.written import to_yaml
 from pretrain.data.training_data import verify_everywhere
@@ -21,6 +20,7 @@ from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, print_error
+from pretrain.huggingface.export_check import start_export_check
 from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
 from pretrain.observe.metrics import duration

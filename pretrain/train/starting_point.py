@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
-from pretrain.checkpoint.restore import saved_names
+from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.read import read_file
 from pretrain.config.written import build_section, of_today
@@ -79,7 +79,7 @@ def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, conte
 
 def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> list[str]:
     config, state, path = plan.config, choice.state, choice.path
-    if not saved_names(path, "optim."):
+    if not Payload(path).names("optim."):
         raise CheckpointError(f"{path} has weights only and cannot be resumed; use run.init_from={path} for a new run")
     if state["step"] > config.run.steps:
         raise ConfigError(

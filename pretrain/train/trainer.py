@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pretrain.checkpoint.export_check import ExportCheck
 from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.data.training_data import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
+from pretrain.huggingface.export_check import ExportCheck
 from pretrain.models import build_network
 from pretrain.observe.flops import peak_flops
 from pretrain.observe.logs import TRACEBACKS

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.open_model import open_translator
 from pretrain.config.schema import Config
 from pretrain.data.pairs.pair_preparation import read_lines
 from pretrain.data.pairs.prepared_pairs import PreparedPairs
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
+from pretrain.huggingface.open_model import open_translator
 from pretrain.models.shape import start_token
 from pretrain.models.translate import Search, translate
 from pretrain.observe.translation_scores import Scores, score

@@ -11,10 +11,10 @@ import torch
 from running import run_main, tool, train
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.restore import load_tensors, saved_tensors
-from pretrain.checkpoint.safe_dcp import read_metadata
+from pretrain.checkpoint.payload import Payload, read_metadata
 from pretrain.config.schema import Checkpoint
 from pretrain.errors import CheckpointError
+from pretrain.huggingface.import_model import ALONE
 
 PERIODIC = ("run.steps=15", "checkpoint.every_steps=5", "checkpoint.keep_last=0")
 
@@ -146,11 +146,37 @@ def test_a_payload_with_an_item_that_is_no_tensor_is_refused(tmp_path):
 
     dcp.save({"model.weight": torch.ones(2), "extra": {"an": "object"}}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(CheckpointError, match="item extra.* is not a tensor, and reading it could execute code"):
-        saved_tensors(tmp_path / "c", "model.")
+        Payload(tmp_path / "c").whole("model.")
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../elsewhere/__0_0.distcp", "..", ""])
+def test_a_payload_lies_in_its_checkpoint(run, file):
+    """A table of contents could name any file of the machine, whose bytes would have been read as weights."""
+    metadata = read_metadata(newest(run))
+    place = next(iter(metadata.storage_data.values()))
+    place.relative_path = file
+    (newest(run) / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused: it names a file that is not in the checkpoint"):
+        read_metadata(newest(run))
+
+
+@pytest.mark.parametrize("how", ["shorter", "other", "gone"])
+def test_a_payload_that_does_not_fit_its_table_of_contents_is_an_error_in_one_line(run, how):
+    """What verification would have found: a reader that comes after it ends in a line as well."""
+    path = newest(run) / "__0_0.distcp"
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:100] if how == "shorter" else bytes(path.stat().st_size))
+    tensors = {name: torch.zeros(item.size) for name, item in Payload(newest(run)).items.items() if name.startswith("model.")}
+    for read in (lambda: Payload(newest(run)).whole("model."), lambda: Payload(newest(run)).load(tensors, ALONE)):
+        with pytest.raises(CheckpointError, match=r"step-00000015: cannot be read: .") as error:
+            read()
+        assert "\n" not in str(error.value)
 
 
 def test_a_missing_name_a_shape_or_a_number_format_that_differs_is_an_error(run):
-    name, tensor = next(iter(saved_tensors(newest(run), "model.embedding").items()))
+    name, tensor = next(iter(Payload(newest(run)).whole("model.embedding").items()))
     assert (name, tensor.shape) == ("model.embedding.weight", (257, 32))
     for tensors, message in (
         ({"model.nothing": tensor}, "has no model.nothing"),
@@ -158,7 +184,7 @@ def test_a_missing_name_a_shape_or_a_number_format_that_differs_is_an_error(run)
         ({name: tensor.half()}, "is torch.float32, the run needs torch.float16"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            load_tensors(newest(run), tensors, None)
+            Payload(newest(run)).load(tensors, ALONE)
 
 
 def test_a_run_directory_that_holds_another_run_is_refused_with_every_difference(pool, config_file, run):
@@ -223,7 +249,6 @@ def test_the_verify_tool_names_what_is_damaged(run, capsys):
 
 def test_a_save_that_would_not_fit_says_how_much_is_missing_and_leaves_nothing(tmp_path, monkeypatch):
     from pretrain.checkpoint import save
-    from pretrain.checkpoint.hf_import import ALONE
 
     class Usage:
         free = 1_000_000

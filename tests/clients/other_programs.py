@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.hf_import import ALONE
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import ALONE
 from pretrain.models import build_network
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "clients"

@@ -13,7 +13,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from pretrain.checkpoint.open_model import open_model
+from pretrain.huggingface.open_model import open_model
 
 
 class Ours(TemplateLM):

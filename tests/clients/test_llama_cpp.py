@@ -15,11 +15,11 @@ from other_programs import Exported, LlamaCpp, child_environment, exported
 from parity import ALL, FAMILIES, cases
 from running import tool
 
-from pretrain.checkpoint import gguf
-from pretrain.checkpoint.gguf import plan_gguf
-from pretrain.checkpoint.open_model import open_model
 from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Latent, MlpConfig, Model, Rope
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.huggingface import gguf
+from pretrain.huggingface.gguf import plan_gguf
+from pretrain.huggingface.open_model import open_model
 from pretrain.models.families import complete, family_of
 from pretrain.models.families.declare.other_readers import llama_cpp_problem
 from pretrain.models.generate import generate

@@ -73,7 +73,7 @@ SEEN = {
     "run.name": "train/test_starting_point.py::test_check_says_what_the_run_would_do",
     "run.dir": "train/test_starting_point.py::test_check_says_what_the_run_would_do",
     "run.resume": "checkpoint/test_damage.py::test_resume_never_refuses_a_used_directory_and_required_an_empty_one",
-    "run.init_from": "checkpoint/test_hf_layouts.py::test_an_imported_model_starts_a_run_under_any_layout_bit_equal",
+    "run.init_from": "huggingface/test_import_into_layouts.py::test_an_imported_model_starts_a_run_under_any_layout_bit_equal",
     "run.accept_changes": "checkpoint/test_choosing.py::test_a_run_goes_back_to_an_older_checkpoint_and_keeps_what_it_left",
     "run.deterministic": "train/test_resume.py::test_the_same_layout_resumes_in_every_bit_when_deterministic",
     "run.device": "test_cuda.py::test_a_gpu_computes_what_the_cpu_computes_from_the_same_initial_weights",
@@ -142,9 +142,9 @@ SEEN = {
     "checkpoint.every_seconds": "train/test_interruptions.py::test_a_checkpoint_is_saved_when_its_time_has_come",
     "checkpoint.keep_last": "checkpoint/test_damage.py::test_retention_keeps_the_newest_and_the_milestones",
     "checkpoint.keep_every_steps": "checkpoint/test_damage.py::test_retention_keeps_the_newest_and_the_milestones",
-    "checkpoint.export_check": "train/test_export_check.py::test_a_failure_ends_the_run_in_one_line_whether_it_is_long_or_over_by_then",
+    "checkpoint.export_check": "huggingface/test_export_check.py::test_a_failure_ends_the_run_in_one_line_whether_it_is_long_or_over_by_then",
     "log.every_steps": "train/test_inspecting_runs.py::test_steps_that_were_not_logged_are_said_not_to_be",
-    "log.tensorboard": "train/test_observing.py::test_a_run_whose_status_and_metrics_cannot_be_written_trains_to_its_end",
+    "log.tensorboard": "train/test_observing.py::test_every_number_of_the_record_is_logged_when_its_description_says_so",
     "log.gradients_at": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
 }  # fmt: skip
 # Keys that have one value today.

@@ -16,8 +16,8 @@ import pytest
 from presets import PUBLISHED
 from test_t5 import config_json
 
-from pretrain.checkpoint.weight_plan import plan_weights
 from pretrain.errors import ConfigError, UserError
+from pretrain.huggingface.directory import plan_weights
 from pretrain.models.families import families, family_of, family_of_hf
 from pretrain.models.families.declare.common import projections
 from pretrain.models.families.declare.family import Field
@@ -177,7 +177,7 @@ def test_fields_that_change_no_logit_are_read_past(name, changes):
 
 @pytest.mark.parametrize("field", ["config.json", "model.safetensors.index.json"])
 def test_json_that_is_nested_beyond_reason_is_refused_in_one_line(field, tmp_path):
-    from pretrain.checkpoint.open_model import read_hf
+    from pretrain.huggingface.open_model import read_hf
 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / field).write_text("[" * 100_000 + "]" * 100_000)
@@ -190,8 +190,8 @@ def test_sizes_that_the_weights_cannot_have_are_refused_before_a_network_is_buil
     import torch
     from safetensors.torch import save_file
 
-    from pretrain.checkpoint.open_model import read_hf
     from pretrain.errors import CheckpointError
+    from pretrain.huggingface.open_model import read_hf
 
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     for changes, said in (
@@ -208,7 +208,7 @@ import json, resource, sys, time
 from pathlib import Path
 import torch, transformers
 from safetensors.torch import save_file
-from pretrain.checkpoint.hf_directory import HfDirectory
+from pretrain.huggingface.directory import HfDirectory
 from pretrain.errors import UserError
 
 folder = Path(sys.argv[1])

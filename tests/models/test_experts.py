@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from pretrain.checkpoint.hf_import import ALONE
 from pretrain.config.model_schema import ExpertsConfig, MlpConfig, Model
 from pretrain.config.schema import Optim
 from pretrain.conventions import IGNORED
 from pretrain.distributed.mesh import Mesh
 from pretrain.errors import ConfigError
+from pretrain.huggingface.import_model import ALONE
 from pretrain.models import build_network
 from pretrain.models.experts import Experts, MixtureOfExperts, dispatch
 from pretrain.models.families import complete

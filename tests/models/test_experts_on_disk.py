@@ -8,8 +8,8 @@ from parity import cases, pair, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.open_model import read_hf
 from pretrain.errors import CheckpointError
+from pretrain.huggingface.open_model import read_hf
 from pretrain.models.families import family_of
 from pretrain.models.families.declare.weights import resolve
 
@@ -99,8 +99,8 @@ def test_layers_that_predict_further_ahead_are_left_out_and_that_is_said(family,
 
 
 def test_corrections_of_an_export_in_bf16_stay_in_fp32(tmp_path, pool):
-    from pretrain.checkpoint.hf_export import export
-    from pretrain.checkpoint.hf_import import import_model
+    from pretrain.huggingface.export_model import export
+    from pretrain.huggingface.import_model import import_model
 
     ours, theirs = pair("deepseek_v3", "plain")
     theirs.save_pretrained(tmp_path / "hf")

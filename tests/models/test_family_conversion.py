@@ -10,10 +10,10 @@ import torch
 from parity import ALL, cases, pair, tokens
 from safetensors.torch import load_file
 
-from pretrain.checkpoint.hf_export import RECORD, export
-from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.open_model import read_checkpoint
-from pretrain.checkpoint.restore import saved_tensors
+from pretrain.checkpoint.payload import Payload
+from pretrain.huggingface.export_model import RECORD, export
+from pretrain.huggingface.import_model import import_model
+from pretrain.huggingface.open_model import read_checkpoint
 
 
 def tensors_of(directory) -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ def test_hugging_face_to_ours_and_back_is_bit_equal(family, name, dtype, tmp_pat
     # The corrections that balance experts are fp32 in every export.
     formats = {n: torch.float32 if n.endswith("e_score_correction_bias") else t.dtype for n, t in before.items()}
     assert all(after[n].dtype == formats[n] and torch.equal(after[n], t.to(formats[n])) for n, t in before.items())
-    assert {t.dtype for t in saved_tensors(tmp_path / "ours", "model.").values()} == {torch.float32}
+    assert {t.dtype for t in Payload(tmp_path / "ours").whole("model.").values()} == {torch.float32}
     how = {"attn_implementation": "eager"}
     if dtype == "bf16":  # the copy above has buffers of bf16 too; the grouped kernel of experts refuses these widths
         how |= {"experts_implementation": "eager"}

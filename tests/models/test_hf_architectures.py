@@ -13,14 +13,14 @@ from running import some_slow
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.restore import saved_tensors
+from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import import_model
 from pretrain.models import build_network
 from pretrain.models.families import complete
-from pretrain.models.hf_config import config_of, decoded, read_config
+from pretrain.models.hf.hf_config import config_of, decoded, read_config
 from pretrain.parallel.blocks import recompute_blocks
 from pretrain.parallel.initialise import initialise
 
@@ -116,7 +116,7 @@ def test_what_transformers_saves_comes_in_and_leaves_again_bit_by_bit(kind, tmp_
                 buffer.add_(0.25)
     theirs.save_pretrained(tmp_path / "theirs")
     done = import_model(tmp_path / "theirs", tmp_path / "imported", verify=True, family="hf")
-    saved, parameters = saved_tensors(tmp_path / "imported", "model."), dict(theirs.named_parameters())
+    saved, parameters = Payload(tmp_path / "imported").whole("model."), dict(theirs.named_parameters())
     persistent = theirs.state_dict().keys() - parameters.keys() - set(theirs.all_tied_weights_keys)
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     assert {name.removeprefix("model.") for name in saved} >= persistent

@@ -11,12 +11,12 @@ from hf_configs import CONFIGS, write_config
 from running import tool
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.hf_export import RECORD, export
-from pretrain.checkpoint.hf_import import ALONE, import_model
-from pretrain.checkpoint.open_model import read_checkpoint
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.huggingface.export_model import RECORD, export
+from pretrain.huggingface.import_model import ALONE, import_model
+from pretrain.huggingface.open_model import read_checkpoint
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.parallel.initialise import initialise

@@ -7,9 +7,9 @@ import torch
 from parity import pair
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.open_model import read_checkpoint, read_hf
 from pretrain.errors import CheckpointError
+from pretrain.huggingface.import_model import import_model
+from pretrain.huggingface.open_model import read_checkpoint, read_hf
 
 BUFFERS = {
     "gpt2": ("h.0.attn.bias", "h.1.attn.masked_bias"),

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.open_model import read_checkpoint
 from pretrain.config.model_schema import AttentionConfig, EncoderConfig, MlpConfig, Model, Norm, Relative, Rope
 from pretrain.conventions import IGNORED
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import import_model
+from pretrain.huggingface.open_model import read_checkpoint
 from pretrain.models import build_network
 from pretrain.models.encoder_decoder import DecodingCache
 from pretrain.models.families import complete, family_of, family_of_hf

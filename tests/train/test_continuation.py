@@ -15,7 +15,7 @@ from running import (
     train,
 )
 
-from pretrain.checkpoint.restore import saved_names
+from pretrain.checkpoint.payload import Payload
 from pretrain.observe.metrics import read_metrics
 
 
@@ -36,7 +36,7 @@ def test_a_sharded_run_that_validates_where_it_saves_can_be_resumed(pool, config
     shared = (f"data.validation=[{{path: {prepared}, name: v}}]", "validation.every_steps=5", "checkpoint.every_steps=5",
               "parallel.strategy=fsdp", "run.deterministic=true", *options)  # fmt: skip
     straight = train(pool, 2, config_file, "run.name=straight", *shared)
-    names = saved_names(straight / "checkpoints" / "step-00000020", "")
+    names = Payload(straight / "checkpoints" / "step-00000020").names()
     weights = {name.removeprefix("model.") for name in names if name.startswith("model.")}
     assert weights == {name.removeprefix("optim.exp_avg.") for name in names if name.startswith("optim.exp_avg.")}
     parts = cut_after(straight, 15)
@@ -102,8 +102,8 @@ def test_fewer_steps_than_the_checkpoint_has_is_an_error(pool, trained_run, conf
 
 
 def test_a_checkpoint_with_weights_only_names_the_key_that_takes_it(pool, trained_run, config_file, tmp_path):
-    from pretrain.checkpoint.hf_export import export
-    from pretrain.checkpoint.hf_import import import_model
+    from pretrain.huggingface.export_model import export
+    from pretrain.huggingface.import_model import import_model
 
     run = trained_run(1, config_file)
     export(run, tmp_path / "exported")

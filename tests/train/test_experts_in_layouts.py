@@ -72,7 +72,7 @@ def test_a_layout_computes_what_one_process_computes(pool, experts_file, single,
 
 
 def corrections(run):
-    from pretrain.checkpoint.open_model import read_checkpoint
+    from pretrain.huggingface.open_model import read_checkpoint
 
     _, weights, _ = read_checkpoint(run)
     return weights["layers.1.mlp.router.correction"].tolist()

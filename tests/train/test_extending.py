@@ -13,8 +13,8 @@ import pytest
 import torch
 from running import cut_after, run_main, state_of, train
 
-from pretrain.checkpoint.open_model import open_model
-from pretrain.checkpoint.restore import saved_tensors
+from pretrain.checkpoint.payload import Payload
+from pretrain.huggingface.open_model import open_model
 from pretrain.observe.metrics import StepRecord, read_metrics
 from pretrain.observe.sinks import Sink
 from pretrain.run import main
@@ -151,7 +151,7 @@ def test_a_kept_checkpoint_is_whole_and_outlives_the_original(pool, config_file)
 
 def state_of_best(run: Path, step: int) -> dict[str, torch.Tensor]:
     checkpoint = run / "best" / f"step-{step:08d}"
-    return saved_tensors(checkpoint, "model.") | saved_tensors(checkpoint, "optim.")
+    return Payload(checkpoint).whole("model.") | Payload(checkpoint).whole("optim.")
 
 
 def test_an_interrupted_run_stops_early_where_a_straight_one_does(pool, config_file):

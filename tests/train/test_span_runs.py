@@ -23,7 +23,7 @@ from running import (
 )
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.open_model import read_checkpoint
+from pretrain.huggingface.open_model import read_checkpoint
 from pretrain.observe.metrics import read_metrics
 
 GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6
@@ -147,6 +147,8 @@ def test_a_run_is_exported_generates_in_transformers_and_comes_back_for_another_
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     run = train(pool, 2, span_config, FSDP, *V11)
+    added = json.loads((run / "checkpoints" / "step-00000004" / "tokenizer" / "added_tokens.json").read_text())
+    assert added == {"<extra_id_3>": 257, "<extra_id_2>": 258, "<extra_id_1>": 259, "<extra_id_0>": 260}
     convert = tool("convert_checkpoint").main
     assert convert(["to-hf", "--checkpoint", str(run), "--output", str(tmp_path / "hf"), "--verify"]) == 0
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf"), AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -289,8 +291,8 @@ def write_rising(path, tokenizer):
 @pytest.mark.slow
 def test_a_small_model_learns_to_fill_in_what_the_rest_determines(pool, tmp_path, byte_tokenizer):
     """Letters that rise by one, from any letter on: what was taken out follows from its neighbours."""
-    from pretrain.checkpoint.open_model import open_translator
     from pretrain.config.load import load_config
+    from pretrain.huggingface.open_model import open_translator
     from pretrain.models.translate import Search, translate
     from pretrain.train.plan import make_plan
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from running import run_main
 
-from pretrain.checkpoint.restore import saved_tensors
+from pretrain.checkpoint.payload import Payload
 from pretrain.config.keys import AtResume, leaves
 from pretrain.config.load import load_config
 from pretrain.config.read import read_file
@@ -290,7 +290,7 @@ def test_a_run_on_gpus_that_are_not_there_is_told_what_to_set(config_file, capsy
 def test_a_checkpoint_takes_twelve_bytes_per_parameter(trained_run, config_file):
     run = trained_run(1, config_file, "model.dim=256", "model.heads=4", "run.steps=1", "schedule.warmup_steps=0")
     [checkpoint] = (run / "checkpoints").iterdir()
-    parameters = sum(tensor.numel() for tensor in saved_tensors(checkpoint, "model.").values())
+    parameters = sum(tensor.numel() for tensor in Payload(checkpoint).whole("model.").values())
     payload = sum(path.stat().st_size for path in checkpoint.glob("*.distcp"))
     assert 1.0 <= payload / (CHECKPOINT_BYTES_PER_PARAMETER * parameters) < 1.02
 

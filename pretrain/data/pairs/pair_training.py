@@ -115,7 +115,7 @@ class PairTraining:
         return cls(config, pairs, PairOrder(pairs, config.batch.tokens, config.data.seed), start, validation)
 
     @property
-    def attachments(self) -> dict[str, Path]:
+    def attachments(self) -> dict[str, Path | str]:
         return pair_attachments(self.pairs)
 
     @property

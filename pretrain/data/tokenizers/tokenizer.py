@@ -28,6 +28,9 @@ from pretrain.data.tokenizers.library_tokenizers import (
 )
 from pretrain.errors import DataError
 
+ADDED_NAME = "added_tokens.json"
+"""Beside a tokenizer's own files, as transformers has it: special tokens that training added to them, with their ids."""
+
 _LARGEST = 1 << 26  # bytes; what is larger in the directory of an older tokenizer is no part of it
 
 
@@ -189,6 +192,25 @@ def copy_difference(path: str | Path, expected: TokenizerIdentity) -> str | None
     if ids.get(token) != expected.eod_id and expected.eod_id in ids.values():
         return f"{CONFIG_NAME} ends documents with {token} ({ids.get(token)}), not with token {expected.eod_id}"
     return None
+
+
+def added_tokens_json(added: Sequence[str], vocab_size: int) -> str:
+    """Contents of ADDED_NAME for tokens that follow the `vocab_size` tokens of a tokenizer, in the order of their ids."""
+    return json.dumps({token: vocab_size + number for number, token in enumerate(added)}, indent=1) + "\n"
+
+
+def read_added_tokens(tokenizer: Tokenizer) -> list[str]:
+    """The special tokens that ADDED_NAME has beyond a tokenizer's own, in the order of their ids. Raises DataError where ids are left out."""
+    file = tokenizer.file.parent / ADDED_NAME
+    if not file.is_file():
+        return []
+    try:
+        ids = {id: token for token, id in json.loads(read_bytes(file)).items() if id >= tokenizer.vocab_size}
+        return [ids[id] for id in range(tokenizer.vocab_size, tokenizer.vocab_size + len(ids))]
+    except (ValueError, AttributeError, TypeError, LookupError) as error:
+        raise DataError(
+            f"{file}: expected tokens with ids from {tokenizer.vocab_size} on, each once; restore the file"
+        ) from error
 
 
 def _file_of(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Models that transformers builds itself: configuration and names are its own (models/hf_model.py)."""
+"""Models that transformers builds itself: configuration and names are its own (models/hf/hf_model.py)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
-from pretrain.models import build_network
-from pretrain.models.families.declare.family import Family
+from pretrain.config.schema import Loss
+from pretrain.models.families.declare.family import BALANCE, Family
 from pretrain.models.families.declare.weights import SAME, Entry, Shape
-from pretrain.models.hf_config import complete_hf
+from pretrain.models.hf.hf_config import complete_hf, hf_window
 
 _OTHERS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
@@ -35,6 +35,17 @@ class _Own(Family):
             said["max_sequence_length"] = model.max_sequence_length
         return said
 
+    def build(self, model: Model, loss: Loss | None = None) -> nn.Module:
+        from pretrain.models.hf.hf_model import HfModel
+
+        return HfModel(model, loss)
+
+    def use_plain_kernels(self, network: nn.Module) -> None:
+        network.transformers.set_experts_implementation("eager")  # the grouped kernel that it takes by default has no fp64
+
+    def reach(self, model: Model) -> tuple[int, int]:
+        return hf_window(model), 0
+
     @property
     def has_export(self) -> bool:
         return True
@@ -43,17 +54,22 @@ class _Own(Family):
         """Routers are the affair of transformers' model."""
 
     def describe(self, model: Model) -> list[str]:
-        from pretrain.models.hf_model import describe_hf
+        from pretrain.models.hf.hf_model import describe_hf
 
         return describe_hf(model)
 
     def usual_switches(self, given: Model, model: Model) -> dict[str, list[Any]]:
         return {}
 
+    def import_notes(self, config: dict[str, Any], model: Model) -> list[str]:
+        weight = config.get(BALANCE)
+        why = "with model.family=hf the auxiliary losses of transformers are not added"
+        return [f"{BALANCE}={weight} is not used: {why}"] if weight else []
+
     def entries(self, model: Model, parameters: Sequence[str]) -> list[Entry]:
         """Our names are theirs in memory; on disk, transformers keeps some tensors apart that it holds as one, those of experts mostly."""
         with torch.device("meta"):
-            network = build_network(model)
+            network = self.build(model)
         theirs, shapes = network.transformers, {name: p.shape for name, p in network.named_parameters()}
         lines = []
         for name in parameters:
@@ -64,7 +80,7 @@ class _Own(Family):
 
     def copies_of(self, model: Model) -> dict[str, str]:
         with torch.device("meta"):
-            return build_network(model).tied_names()
+            return self.build(model).tied_names()
 
 
 class _OnDisk:

@@ -15,8 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import nn
+
 from pretrain.config.load import check_range
 from pretrain.config.model_schema import Model
+from pretrain.config.schema import Loss
 from pretrain.errors import ConfigError, clipped, shown
 from pretrain.models.families.declare.rope import ROPE_FIELDS, name_in_hf, rope_from_hf, rope_to_hf
 from pretrain.models.families.declare.weights import Entry, resolve
@@ -171,6 +174,24 @@ class Family:
         own = {"rope.local_theta": model.rope.theta, **self.switches(given)}
         return {f"model.{name}": [each[name] for each in (PLAIN, own) if name in each] for name in flat(model)}
 
+    def build(self, model: Model, loss: Loss | None = None) -> nn.Module:
+        """The network of a complete model: see `models.build_network`."""
+        if model.encoder.layers:
+            from pretrain.models.encoder_decoder import EncoderDecoder
+
+            return EncoderDecoder(model, loss)
+        from pretrain.models.decoder import Decoder
+
+        return Decoder(model, loss)
+
+    def use_plain_kernels(self, network: nn.Module) -> None:
+        """Let a network that `build` made compute by kernels that have every number format. Ours choose by the format themselves."""
+
+    def reach(self, model: Model) -> tuple[int, int]:
+        """The sliding window of a complete model, and the length from which dynamic scaling changes its rotation. 0: it has no such thing."""
+        grows = model.positions == "rope" and model.rope.scaling == "dynamic"
+        return model.attention.window or 0, model.rope.original_length if grows else 0
+
     @property
     def has_export(self) -> bool:
         """Whether transformers has a class for the family."""
@@ -220,6 +241,23 @@ class Family:
         weight = config.get(BALANCE)
         weight = _typed(Field("experts.balance_loss", BALANCE), self.balance if weight is None else weight, config)
         return with_values(model, {"experts.balance_loss": weight / layers_with_experts(model)})
+
+    def import_notes(self, config: dict[str, Any], model: Model) -> list[str]:
+        """What an import says of the training that a config.json describes and `from_hf` carried over to a model, or did not."""
+        if not model.experts.count:
+            return []
+        notes, ours = [], model.experts
+        if weight := config.get(BALANCE):
+            notes.append(
+                f"{BALANCE}={weight} is model.experts.balance_loss={ours.balance_loss:.4g} here: transformers averages its loss over "
+                f"{layers_with_experts(model)} layers, ours adds them up; model.yaml says it, and is the place to change it"
+            )
+        if weight := config.get("aux_loss_alpha"):
+            notes.append(
+                f"aux_loss_alpha={weight} is not used, as transformers does not; model.experts.balance_loss="
+                f"{weight / max(1, ours.active):.4g} would be that loss"
+            )
+        return notes
 
     def entries(self, model: Model, parameters: Sequence[str]) -> list[Entry]:
         """The weight map of a model with these parameters. Raises ValueError where it does not cover them."""

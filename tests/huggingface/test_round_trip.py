@@ -8,11 +8,11 @@ import pytest
 import torch
 from converting import edit_weights, files_of
 
-from pretrain.checkpoint.hf_export import RECORD, export
-from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.hf_verify import build
-from pretrain.checkpoint.open_model import read_checkpoint, read_hf
 from pretrain.errors import CheckpointError
+from pretrain.huggingface.export_model import RECORD, export
+from pretrain.huggingface.import_model import import_model
+from pretrain.huggingface.open_model import read_checkpoint, read_hf
+from pretrain.huggingface.verification import build
 
 
 @pytest.mark.parametrize("which, dtype", [("run", "fp32"), ("tied", "fp32"), ("run", "bf16")])

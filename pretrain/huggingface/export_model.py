@@ -21,18 +21,17 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.hf_verify import Compared, check_expected, compare_logits, read_back
-from pretrain.checkpoint.restore import load_state
-from pretrain.checkpoint.safetensors_file import ShardedWriter, Spec
-from pretrain.checkpoint.streamed import SavedTensors
-from pretrain.checkpoint.weight_plan import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
+from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
 from pretrain.data.shards.staging import refuse_existing, staged_directory
 from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer
-from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer, read_added_tokens
 from pretrain.errors import CheckpointError
+from pretrain.huggingface.directory import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
+from pretrain.huggingface.safetensors_file import ShardedWriter, Spec
+from pretrain.huggingface.verification import Compared, check_expected, compare_logits, read_back
 from pretrain.models.families import family_of
 from pretrain.models.families.declare.other_readers import reader_notes
 from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry
@@ -59,9 +58,9 @@ class Exported:
 def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, shard_bytes: int = SHARD_BYTES) -> Exported:
     """Write a checkpoint, or a run's newest, as a directory that transformers loads.
 
-    Every tensor is read back from the output and compared, and the output's names and shapes with what transformers' class expects;
-    with `verify` also its logits with ours, which takes memory for the model. Raises CheckpointError or ConfigError, and
-    leaves nothing behind, when anything of this fails. What was verified is recorded in pretrain_export.json.
+    Every tensor is read back from the output and compared. The output's names and shapes are compared with what transformers' class
+    expects. `verify` also compares its logits with ours, which takes memory for the model. pretrain_export.json records what was
+    verified. Raises CheckpointError or ConfigError, and leaves nothing behind, when anything of this fails.
     """
     refuse_existing(output)
     checkpoint = files.resolve(path)[-1]
@@ -69,14 +68,15 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
         "verifying the checkpoint", sum(item["bytes"] for item in files.read_manifest(checkpoint).values())
     ) as seen:
         files.verify(checkpoint, seen=seen.add)
-    state = load_state(checkpoint)
+    state = files.load_state(checkpoint)
     model = build_section(Model, state["model"])
     family_of(model.family).to_hf(model)  # refuses by name what has no export
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
     source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype])
-    padding = _padding(model, tokenizer, state, checkpoint)
+    added = _added_tokens(tokenizer, state)
+    padding = _padding(model, tokenizer, added, checkpoint)
     with _named(output), staged_directory(output) as writing:
-        config, notes = write_description(writing, model, tokenizer, _sentinels(state, tokenizer), dtype)
+        config, notes = write_description(writing, model, tokenizer, added, dtype)
         check_expected(config, source.plan.theirs)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
@@ -132,8 +132,9 @@ class _Source:
 
     def __init__(self, checkpoint: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
         self.checkpoint, self.plan, self.dtype = checkpoint, plan, dtype
-        self.saved = SavedTensors(checkpoint, "model.")
-        there = {name: item for name, item in self.saved.items.items() if not name.startswith(TRAINING_ONLY)}
+        self.payload = Payload(checkpoint)
+        there = {name.removeprefix("model."): self.payload.items[name] for name in self.payload.names("model.")}
+        there = {name: item for name, item in there.items() if not name.startswith(TRAINING_ONLY)}
         if odd := sorted(there.keys() ^ plan.ours.keys()):
             name = plan.model.family
             raise CheckpointError(f"{checkpoint}: {odd[0]} is on one side only of {name}'s weight map; nothing was written")
@@ -144,7 +145,8 @@ class _Source:
                 )
 
     def ours(self, line: Entry) -> list[Tensor]:
-        return [self._cast(name, tensor) for name, tensor in zip(line.ours, self.saved.read(line.ours))]
+        tensors = self.payload.read(f"model.{name}" for name in line.ours)
+        return [self._cast(name, tensor) for name, tensor in zip(line.ours, tensors.values())]
 
     def theirs(self, line: Entry) -> list[Tensor]:
         return line.layout.to_theirs(self.ours(line), self.plan.model)
@@ -165,16 +167,17 @@ class _Source:
         return self.plan.kept.get(name, self.dtype)
 
 
-def _sentinels(state: dict[str, Any], tokenizer: Path | None) -> list[str]:
-    """The tokens beyond the tokenizer's that stood for spans in training, as T5 calls them."""
+def _added_tokens(tokenizer: Path | None, state: dict[str, Any]) -> list[str]:
+    """The special tokens of training beyond the tokenizer's own: those that stood for spans, as T5 calls them."""
     if tokenizer is None:
         return []
-    return added_tokens(
-        state.get("identity", {}).get("data.objective.first_sentinel", -1), load_tokenizer(tokenizer).vocab_size
-    )
+    loaded = load_tokenizer(tokenizer)
+    # Older checkpoints do not have them beside the tokenizer, and say only which is the first.
+    first = state.get("identity", {}).get("data.objective.first_sentinel", -1)
+    return read_added_tokens(loaded) or added_tokens(first, loaded.vocab_size)
 
 
-def _padding(model: Model, tokenizer: Path | None, state: dict[str, Any], checkpoint: Path) -> str | None:
+def _padding(model: Model, tokenizer: Path | None, added: Sequence[str], checkpoint: Path) -> str | None:
     """What to say of rows of the vocabulary that are no token's. Raises CheckpointError where a token has no row."""
     if tokenizer is None:
         return "the checkpoint has no tokenizer, so none was written, and config.json names no end-of-text token"
@@ -184,7 +187,7 @@ def _padding(model: Model, tokenizer: Path | None, state: dict[str, Any], checkp
             f"{checkpoint}: the vocabulary has {model.vocab_size} rows and the tokenizer {tokens} tokens; "
             "this is not the tokenizer it was trained with"
         )
-    unused = model.vocab_size - tokens - len(_sentinels(state, tokenizer))
+    unused = model.vocab_size - tokens - len(added)
     if not unused:
         return None
     return f"the last {unused} of {model.vocab_size} rows of the vocabulary are no token of the tokenizer; config.json's vocab_size counts them"
@@ -252,7 +255,7 @@ def _record(
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that took part."""
+    """Versions of the libraries that took part."""
     return {"python": platform.python_version()} | {
         name: metadata.version(name) for name in ("torch", "transformers", "safetensors", "tokenizers")
     }

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.hf_directory import HfDirectory, read_config
-from pretrain.checkpoint.hf_verify import build
-from pretrain.checkpoint.restore import load_state, saved_tensors
+from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, shown
+from pretrain.huggingface.directory import HfDirectory, read_config
+from pretrain.huggingface.verification import build
 from pretrain.models.families import family_of_hf
-from pretrain.models.hf_config import LARGEST_CONFIG
+from pretrain.models.hf.hf_config import LARGEST_CONFIG
 
 GENERATION_FILE = "generation_config.json"
 MODEL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -97,8 +97,8 @@ def read_checkpoint(path: Path, cast: Cast | None = None) -> tuple[Model, dict[s
     """Shape, weights (whole, on the CPU, by our names) and directory of a checkpoint, or of a run's newest; hashes verified."""
     checkpoint = files.resolve(path)[-1]
     files.verify(checkpoint)
-    model = build_section(Model, load_state(checkpoint)["model"])
-    weights = {name.removeprefix("model."): tensor for name, tensor in saved_tensors(checkpoint, "model.").items()}
+    model = build_section(Model, files.load_state(checkpoint)["model"])
+    weights = {name.removeprefix("model."): tensor for name, tensor in Payload(checkpoint).whole("model.").items()}
     return model, weights if cast is None else {name: cast(name, tensor) for name, tensor in weights.items()}, checkpoint
 
 
@@ -128,12 +128,12 @@ _BEGINNING = ("LlamaTokenizer", "GemmaTokenizer", "CodeLlamaTokenizer")
 def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
     """What a model expects before a text. `place`: a checkpoint or a Hugging Face directory.
 
-    A checkpoint remembers what its import found; one of a run has nothing, for training had nothing but the end of the document before.
-    Of a Hugging Face directory it is what the tokenizer asks for.
+    An imported checkpoint remembers what its import found. A checkpoint of a run has no such tokens: in training, a text follows the end of the
+    document before. For a Hugging Face directory the tokenizer decides.
     """
     if not (place / files.STATE).is_file():
         return asked_tokens(tokenizer)
-    imported = load_state(place).get("imported")
+    imported = files.load_state(place).get("imported")
     if imported is None:
         return []
     return [int(token) for token in imported["begin"]] if "begin" in imported else asked_tokens(tokenizer)
@@ -142,8 +142,8 @@ def begin_tokens(tokenizer: Tokenizer, place: Path) -> list[int]:
 def asked_tokens(tokenizer: Tokenizer) -> list[int]:
     """What a tokenizer asks for before a text, as transformers reads it.
 
-    Of a tokenizer.json the beginning of its post-processor's template, else the bos_token where tokenizer_config.json beside it says
-    add_bos_token; of a SentencePiece model what that file says, or the class it names.
+    With a tokenizer.json this is the beginning of its post-processor's template, or else the bos_token, if tokenizer_config.json beside it
+    says add_bos_token. With a SentencePiece model, tokenizer_config.json decides: by that key, or by the class it names.
     """
     config = _object(tokenizer.file.parent / CONFIG_NAME)
     if isinstance(tokenizer, HuggingFaceTokenizer):

@@ -22,11 +22,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.weight_plan import check_round_trip, plan_weights
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.config.written import build_section
 from pretrain.errors import UserError
+from pretrain.huggingface.directory import check_round_trip, plan_weights
 from pretrain.models.families import family_of
 
 LIMIT_SECONDS = 300.0
@@ -59,7 +59,7 @@ class ExportCheck:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-            [sys.executable, "-m", "pretrain.checkpoint.export_check"],
+            [sys.executable, "-m", "pretrain.huggingface.export_check"],
             stdin=subprocess.PIPE,
             stdout=self._said,
             stderr=self._complained,
@@ -147,8 +147,8 @@ def start_export_check(
 
 def _check_with_transformers(model: Model, tokenizer: Path, added: Sequence[str]) -> str:
     """What was found good. Raises UserError where something is not."""
-    from pretrain.checkpoint.hf_export import write_description
-    from pretrain.checkpoint.hf_verify import check_expected
+    from pretrain.huggingface.export_model import write_description
+    from pretrain.huggingface.verification import check_expected
 
     plan, config = plan_weights(model), family_of(model.family).to_hf(model)
     check_expected(config, plan.theirs)

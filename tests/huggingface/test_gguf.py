@@ -10,12 +10,12 @@ import pytest
 from converting import SMALL, write
 from running import tool
 
-from pretrain.checkpoint.gguf import CONVERTER, plan_gguf, to_gguf
-from pretrain.checkpoint.hf_export import export
 from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.gguf import CONVERTER, plan_gguf, to_gguf
 from pretrain.models.families import complete, family_of
 
 STAND_IN = """

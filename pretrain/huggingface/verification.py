@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.safetensors_file import Spec, raw_bytes
 from pretrain.config.model_schema import Model
 from pretrain.errors import CheckpointError, UserError
+from pretrain.huggingface.safetensors_file import Spec, raw_bytes
 from pretrain.models import build_network
+from pretrain.models.families import family_of
 from pretrain.models.families.declare.weights import TRAINING_ONLY
-from pretrain.models.hf_config import decoded, hf_window
+from pretrain.models.hf.hf_config import decoded
 
 MOST_IN_FP64 = 10**9
 """Weights of a model that is compared in fp64, where it takes 8 GB. Larger ones are compared in fp32, which finds less: see LOGIT_TOLERANCE.
@@ -43,8 +44,8 @@ limit finds them all: 1e-3 is 5 times above the noise of 24 layers, which grows 
 def expected_by_transformers(config: dict[str, Any]) -> tuple[str, dict[str, tuple[int, ...]]]:
     """The class that transformers makes of a config.json, and the tensors, with shapes, that it has on disk.
 
-    On the meta device: nothing is allocated. Of tied tensors, those that are written once, but a head that is said to be no copy (T5's
-    class ties it all the same, unless the file has both).
+    On the meta device: nothing is allocated. Tied tensors are written once. A head that is said to be no copy is written too: T5's class ties it
+    all the same, unless the file has both.
     """
     from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
@@ -112,9 +113,8 @@ def _compare(path: Path, spec: Spec, tensor: Tensor, sha256: str) -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a comparison of logits was made on: so many sequences of so many random tokens, both models in one number format; the largest
-    absolute difference, and the largest that is taken. `beyond`: what such a length reaches that a shorter one does not, None where there
-    is nothing.
+    """The largest absolute difference of logits, the largest that is accepted, and what was compared: so many sequences of so many random
+    tokens, both models in one number format. `beyond`: what this length reaches that a shorter one does not; None if nothing.
     """
 
     difference: float
@@ -149,8 +149,7 @@ def compare_logits(directory: Path, model: Model, parameters: int, weights: Call
     held = _cast(weights(), dtype)
     with torch.no_grad(), _computing_in(dtype):
         network = build(model, held, dtype)
-        if model.family == "hf":  # the grouped kernel that it takes by default has no fp64
-            network.transformers.set_experts_implementation("eager")
+        family_of(model.family).use_plain_kernels(network)
         ours = network(ids, **inputs)
     size = float(ours.square().mean().sqrt())
     difference, limit = float(theirs.sub_(ours).abs_().max()), LOGIT_TOLERANCE[dtype] * size
@@ -169,11 +168,7 @@ _MORE = 64  # tokens beyond what is to be exercised
 def _reach(model: Model) -> tuple[int, int, str | None]:
     """Sequences and their length that reach all that the model computes, and what they reach beyond."""
     longest = model.max_sequence_length
-    window, grows_from = model.attention.window or 0, 0
-    if model.family == "hf":
-        window = hf_window(model)
-    elif model.positions == "rope" and model.rope.scaling == "dynamic":
-        grows_from = model.rope.original_length
+    window, grows_from = family_of(model.family).reach(model)
     if grows_from:  # such models go on beyond the length they say
         return 1, max(grows_from, window) + _MORE, f"the {grows_from} positions from which dynamic scaling grows"
     if not window:

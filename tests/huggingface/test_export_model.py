@@ -13,9 +13,10 @@ import torch
 from converting import PROMPT, SMALL, automatic, files_of, write
 from safetensors.torch import load_file
 
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.open_model import open_model, read_hf
 from pretrain.config.model_schema import AttentionConfig
+from pretrain.errors import DataError
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.open_model import open_model, read_hf
 from pretrain.models.generate import generate
 
 
@@ -176,6 +177,33 @@ def test_a_tokenizer_with_a_padding_token_pads_in_every_file(byte_tokenizer, tmp
     export(write(tmp_path / "checkpoint", tokenizer), tmp_path / "out")
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text())["pad_token_id"] == 256
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_tokens_that_training_added_are_read_beside_the_tokenizer(byte_tokenizer, tmp_path, older):
+    """Older checkpoints say in their identity alone which token stands for the first span."""
+    from transformers import AutoTokenizer
+
+    tokenizer = Path(shutil.copytree(byte_tokenizer, tmp_path / "tokenizer"))
+    if not older:
+        ids = {"<|endoftext|>": 256, "<extra_id_0>": 258, "<extra_id_1>": 257}
+        (tokenizer / "added_tokens.json").write_text(json.dumps(ids))
+    identity = {"data.objective.first_sentinel": 258} if older else None
+    model = dataclasses.replace(SMALL, vocab_size=262)
+    done = export(write(tmp_path / "checkpoint", tokenizer, model, identity), tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.convert_tokens_to_ids(["<|endoftext|>", "<extra_id_1>", "<extra_id_0>"]) == [256, 257, 258]
+    assert len(theirs) == 259 and done.notes[0].startswith("the last 3 of 262 rows")
+
+
+@pytest.mark.parametrize("content", ['{"<extra_id_0>": 258}', '["<extra_id_0>"]', '{"<extra_id_0>": "257"}', "{"])
+def test_added_tokens_whose_ids_do_not_follow_the_tokenizers_are_refused(byte_tokenizer, tmp_path, content):
+    tokenizer = Path(shutil.copytree(byte_tokenizer, tmp_path / "tokenizer"))
+    (tokenizer / "added_tokens.json").write_text(content)
+    checkpoint = write(tmp_path / "checkpoint", tokenizer, dataclasses.replace(SMALL, vocab_size=262))
+    with pytest.raises(DataError, match="added_tokens.json: expected tokens with ids from 257 on, each once; restore the file"):
+        export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_generation_without_a_prompt_starts_where_a_document_does(run, tmp_path, capsys):

@@ -12,16 +12,16 @@ import yaml
 from converting import SMALL, edit_config, edit_weights, refused, write
 from running import tool
 
-from pretrain.checkpoint import hf_verify
-from pretrain.checkpoint.hf_export import RECORD, export
-from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.open_model import open_model, read_checkpoint
-from pretrain.checkpoint.restore import load_state
+from pretrain.checkpoint.files import load_state
 from pretrain.config.keys import check_effects
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Model, Rope
 from pretrain.config.schema import Config
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.huggingface import verification
+from pretrain.huggingface.export_model import RECORD, export
+from pretrain.huggingface.import_model import import_model
+from pretrain.huggingface.open_model import open_model, read_checkpoint
 from pretrain.models import decoder, rotary
 from pretrain.models.families import complete, families, family_of
 from pretrain.models.shape import flat, resolved_switches
@@ -143,7 +143,7 @@ def compared(folder, model, **changes):
     export(checkpoint, folder / "out")
     edit_config(folder / "out", **changes)
     model, weights, _ = read_checkpoint(checkpoint)
-    return hf_verify.compare_logits(folder / "out", model, sum(w.numel() for w in weights.values()), lambda: weights)
+    return verification.compare_logits(folder / "out", model, sum(w.numel() for w in weights.values()), lambda: weights)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_large_logits_of_a_right_model_are_no_false_alarm(tmp_path, monkeypatch)
         family="llama", dim=256, layers=6, heads=4, ffn_dim=512, vocab_size=1000, max_sequence_length=256, init_std=0.2
     )
     assert compared(tmp_path / "fp64", model).difference < 1e-11
-    monkeypatch.setattr(hf_verify, "MOST_IN_FP64", 1000)
+    monkeypatch.setattr(verification, "MOST_IN_FP64", 1000)
     done = compared(tmp_path / "fp32", model)
     assert done.computed_in == "float32" and 1e-6 < done.difference < done.limit < 1e-2
     assert f"(limit {done.limit:.2e}), in float32, on 2 sequences of 64 random tokens" in str(done)
@@ -327,7 +327,7 @@ def test_an_import_says_its_model_in_a_file_to_include(byte_tokenizer, tmp_path,
 def test_an_import_of_transformers_own_says_its_model_too(tmp_path):
     from hf_configs import write_config
 
-    from pretrain.checkpoint.hf_import import preset
+    from pretrain.huggingface.import_model import preset
 
     model = complete(Model(family="hf", hf_config=str(write_config(tmp_path, "mamba2")), max_sequence_length=100), 32)
     (tmp_path / "model.yaml").write_text(preset(model, "a\nname"))
@@ -336,8 +336,8 @@ def test_an_import_of_transformers_own_says_its_model_too(tmp_path):
 
 def test_the_verification_of_logits_takes_one_model_after_the_other(run, tmp_path, monkeypatch):
     order = []
-    theirs, ours = hf_verify._their_logits, hf_verify.build
-    monkeypatch.setattr(hf_verify, "_their_logits", lambda *a: order.append("theirs") or theirs(*a))
-    monkeypatch.setattr(hf_verify, "build", lambda *a: order.append("ours") or ours(*a))
+    theirs, ours = verification._their_logits, verification.build
+    monkeypatch.setattr(verification, "_their_logits", lambda *a: order.append("theirs") or theirs(*a))
+    monkeypatch.setattr(verification, "build", lambda *a: order.append("ours") or ours(*a))
     export(run, tmp_path / "out", verify=True)
     assert order == ["theirs", "ours"]

@@ -14,15 +14,13 @@ import pytest
 import torch
 from converting import SMALL, write
 
-from pretrain.checkpoint import streamed
-from pretrain.checkpoint.hf_directory import HfDirectory
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.hf_import import ALONE, import_model
-from pretrain.checkpoint.restore import saved_tensors
-from pretrain.checkpoint.safetensors_file import SafetensorsFile
-from pretrain.checkpoint.save import write_checkpoint
-from pretrain.checkpoint.streamed import SavedTensors, on_meta
-from pretrain.checkpoint.weight_plan import shapes_of
+from pretrain.checkpoint import save
+from pretrain.checkpoint.payload import Payload
+from pretrain.checkpoint.save import on_meta, write_checkpoint
+from pretrain.huggingface.directory import HfDirectory, plan_weights
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import ALONE, import_model
+from pretrain.huggingface.safetensors_file import SafetensorsFile
 from pretrain.models.families import complete
 
 MB = 2**20
@@ -59,9 +57,9 @@ class Alive:
 def test_an_export_holds_the_tensors_of_one_entry_at_a_time(byte_tokenizer, tmp_path, monkeypatch):
     model = dataclasses.replace(SMALL, layers=6)
     checkpoint = write(tmp_path / "checkpoint", byte_tokenizer, model)
-    alive = Alive(monkeypatch, SavedTensors, "read")
+    largest = max(t.nbytes for t in Payload(checkpoint).whole("model.").values())
+    alive = Alive(monkeypatch, Payload, "read")
     done = export(checkpoint, tmp_path / "out", shard_bytes=20_000)
-    largest = max(t.nbytes for t in saved_tensors(checkpoint, "model.").values())
     assert alive.total == 4 * done.parameters
     assert alive.most == largest < alive.total / 5
 
@@ -76,15 +74,15 @@ def test_an_import_holds_the_tensors_of_one_entry_at_a_time(byte_tokenizer, tmp_
 
 
 def test_an_imported_tensor_lies_in_pieces_of_rows_that_are_read_one_by_one(byte_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(streamed, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(streamed, "FILE_BYTES", 30_000)
+    monkeypatch.setattr(save, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(save, "FILE_BYTES", 30_000)
     checkpoint = write(tmp_path / "checkpoint", byte_tokenizer)
     export(checkpoint, tmp_path / "out")
     import_model(tmp_path / "out", tmp_path / "imported")
-    pieces = SavedTensors(tmp_path / "imported", "model.").items["embedding.weight"].chunks
+    pieces = Payload(tmp_path / "imported").items["model.embedding.weight"].chunks
     assert [(p.offsets[0], p.sizes[0]) for p in pieces] == [(i, min(8, 257 - i)) for i in range(0, 257, 8)]
     assert len(list((tmp_path / "imported").glob("*.distcp"))) > 3
-    ours, again = saved_tensors(checkpoint, "model."), saved_tensors(tmp_path / "imported", "model.")
+    ours, again = Payload(checkpoint).whole("model."), Payload(tmp_path / "imported").whole("model.")
     assert ours.keys() == again.keys() and all(torch.equal(again[name], tensor) for name, tensor in ours.items())
 
 
@@ -94,7 +92,7 @@ BIG = dataclasses.replace(SMALL, dim=1536, layers=14, heads=16, kv_heads=4, ffn_
 def big_checkpoint(target: Path, tokenizer: Path) -> int:
     """A checkpoint of 2 GB, in whole tensors as a single process saves it; the bytes of its largest tensor."""
     model = complete(BIG, 96)
-    tensors = on_meta({f"model.{name}": shape for name, shape in shapes_of(model).items()}, torch.float32)
+    tensors = on_meta({f"model.{name}": shape for name, shape in plan_weights(model).ours.items()}, torch.float32)
     state = {"step": 10, "samples": 1, "tokens": 1, "world_size": 1, "layout": "single", "model": dataclasses.asdict(model)}
     current: dict[str, torch.Tensor] = {}
 
@@ -105,7 +103,7 @@ def big_checkpoint(target: Path, tokenizer: Path) -> int:
             current[name] = torch.randn(tensors[name].shape, generator=generator).mul_(0.02)
         return current[name]
 
-    with patch.multiple(streamed, PIECES=1, PIECE_BYTES=2**40):
+    with patch.multiple(save, PIECES=1, PIECE_BYTES=2**40):
         write_checkpoint(target, tensors, state, {"tokenizer": tokenizer}, ALONE, read)
     assert sum(t.nbytes for t in tensors.values()) > 1.9e9
     return max(t.nbytes for t in tensors.values())
@@ -147,7 +145,7 @@ def added_memory(small: list[object], big: list[object]) -> int:
 def test_a_checkpoint_of_2_gb_is_converted_in_bounded_memory(byte_tokenizer, tmp_path, dtype):
     """M-D16: bounds what the conversion adds; the libraries alone took more than the old limit on some processors.
 
-    python -m pytest tests/checkpoint/test_conversion_memory.py -m slow -s
+    python -m pytest tests/huggingface/test_conversion_memory.py -m slow -s
     """
     largest = big_checkpoint(tmp_path / "checkpoint", byte_tokenizer)
     limit = 3 * largest + 64 * MB
@@ -163,6 +161,6 @@ def test_a_checkpoint_of_2_gb_is_converted_in_bounded_memory(byte_tokenizer, tmp
     print(f"{dtype}: to-hf {out / MB:.0f} MB, from-hf {back / MB:.0f} MB; largest {largest / MB:.0f}, limit {limit / MB:.0f}")
     assert largest < min(out, back) and max(out, back) < limit
     if dtype == "fp32":
-        ours, again = SavedTensors(tmp_path / "checkpoint", "model."), SavedTensors(tmp_path / "imported", "model.")
+        ours, again = Payload(tmp_path / "checkpoint"), Payload(tmp_path / "imported")
         assert ours.items.keys() == again.items.keys()
-        assert all(torch.equal(ours.read([name])[0], again.read([name])[0]) for name in ours.items)
+        assert all(torch.equal(ours.read([name])[name], again.read([name])[name]) for name in ours.items)

@@ -1,8 +1,8 @@
 """Exported directory -> GGUF file for llama.cpp, written by llama.cpp's own converter.
 
-The converter is the user's (`--llama-cpp`), and so may be the Python that runs it; gguf_driver.py, which it runs, tells the converter what
-it cannot find out about a newly trained tokenizer. What is decided here: whether llama.cpp computes this model at all, and how the
-vocabulary has to be written so that llama.cpp gives our ids.
+The converter is the user's (`--llama-cpp`), and so may be the Python that runs it. That Python runs gguf_driver.py, which tells the converter
+what it cannot find out about a newly trained tokenizer. This file decides whether llama.cpp computes the model at all, and how the vocabulary
+has to be written so that llama.cpp gives our ids.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.hf_directory import read_config
 from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
 from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN
 from pretrain.errors import CheckpointError, ConfigError, DataError
+from pretrain.huggingface.directory import read_config
 from pretrain.models.families import family_of_hf
 from pretrain.models.families.declare.other_readers import WINDOWS, llama_cpp_problem
 from pretrain.models.shape import cycled, has_windows

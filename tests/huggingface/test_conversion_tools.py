@@ -10,8 +10,8 @@ import torch
 from converting import PROMPT, automatic
 from running import tool
 
-from pretrain.checkpoint.hf_export import export
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.huggingface.export_model import export
 
 
 def test_the_conversion_tool_converts_and_verifies_both_ways(run, tmp_path, capsys):

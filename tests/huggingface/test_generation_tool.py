@@ -16,12 +16,12 @@ from hf_configs import write_config
 from running import tool
 
 from pretrain.checkpoint import files
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.hf_import import ALONE, import_model
-from pretrain.checkpoint.open_model import open_model, read_checkpoint
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import ALONE, import_model
+from pretrain.huggingface.open_model import open_model, read_checkpoint
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.models.generate import generate

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.hf_import import ALONE, import_model
 from pretrain.checkpoint.save import write_checkpoint
 from pretrain.config.schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import UserError
+from pretrain.huggingface.import_model import ALONE, import_model
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.parallel.initialise import initialise
@@ -23,7 +23,7 @@ SMALL = Model(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, init_std=0.2)
 PROMPT = "def main():\n    return"
 
 
-def write(target: Path, tokenizer: Path | None, model: Model = SMALL, **changes) -> Path:
+def write(target: Path, tokenizer: Path | None, model: Model = SMALL, identity: dict | None = None, **changes) -> Path:
     """A checkpoint with random weights, as a run writes it; `changes` replace tensors by name, None removes one."""
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=load_tokenizer(tokenizer).vocab_size)
@@ -38,6 +38,7 @@ def write(target: Path, tokenizer: Path | None, model: Model = SMALL, **changes)
         "world_size": 1,
         "layout": "single",
         "model": dataclasses.asdict(model),
+        "identity": identity or {},
     }
     attachments = {"tokenizer": tokenizer} if tokenizer else {}
     write_checkpoint(target, {n: t for n, t in weights.items() if t is not None}, state, attachments, ALONE)

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from running import run_main
 
-from pretrain.checkpoint.export_check import ExportCheck, check_map
-from pretrain.checkpoint.hf_verify import check_expected
-from pretrain.checkpoint.weight_plan import plan_weights
 from pretrain.config.schema import Model
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.huggingface.directory import plan_weights
+from pretrain.huggingface.export_check import ExportCheck, check_map
+from pretrain.huggingface.verification import check_expected
 from pretrain.models.families import complete, family_of, llama
 from pretrain.models.families.declare.weights import entry
 

@@ -14,11 +14,11 @@ from converting import SMALL, automatic, write
 from launch_pool import LaunchPool
 from running import run_main, run_main_with, tool, train
 
-from pretrain.checkpoint import streamed
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.hf_import import import_model
-from pretrain.checkpoint.open_model import read_hf
-from pretrain.checkpoint.restore import saved_tensors
+from pretrain.checkpoint import save
+from pretrain.checkpoint.payload import Payload
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import import_model
+from pretrain.huggingface.open_model import read_hf
 
 LAYOUTS = {
     "single": (1,),
@@ -34,7 +34,7 @@ def test_what_any_layout_saved_is_exported(pool, config_file, tmp_path, layout):
     world, *options = LAYOUTS[layout]
     run = train(pool, world, config_file, "run.steps=2", "schedule.warmup_steps=0", *options)
     export(run, tmp_path / "out")
-    weights = saved_tensors(run / "checkpoints" / "step-00000002", "model.")
+    weights = Payload(run / "checkpoints" / "step-00000002").whole("model.")
     _, exported = read_hf(tmp_path / "out")
     assert {f"model.{name}" for name in exported} == weights.keys()
     assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in exported.items())
@@ -74,7 +74,7 @@ def imported(tmp_path_factory, byte_tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("imported")
     model = dataclasses.replace(SMALL, ffn_dim=64)
     export(write(folder / "checkpoint", byte_tokenizer, model), folder / "hf", "bf16")
-    with patch.object(streamed, "PIECE_BYTES", 512):
+    with patch.object(save, "PIECE_BYTES", 512):
         import_model(folder / "hf", folder / "imported")
     return folder / "imported"
 
@@ -85,7 +85,7 @@ def test_an_imported_model_starts_a_run_under_any_layout_bit_equal(pool, config_
     start = [f"run.init_from={imported}", *options]
     results = pool.launch(world, keep_what_was_loaded, str(config_file), str(tmp_path / "loaded.pt"), *start)
     assert all(code == 0 for code, *_ in results), results[0][1]
-    loaded, weights = torch.load(tmp_path / "loaded.pt"), saved_tensors(imported, "model.")
+    loaded, weights = torch.load(tmp_path / "loaded.pt"), Payload(imported).whole("model.")
     assert {f"model.{name}" for name in loaded} == weights.keys()
     assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in loaded.items())
     whole, read = sum(tensor.nbytes for tensor in weights.values()), [size for *_, size, _ in results]
@@ -118,7 +118,7 @@ def test_a_hugging_face_directory_as_a_start_is_refused_with_the_command_that_co
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_rank_holds_the_whole_model(config_file, byte_tokenizer, tmp_path):
-    """python -m pytest tests/checkpoint/test_hf_layouts.py -m slow -s
+    """python -m pytest tests/huggingface/test_import_into_layouts.py -m slow -s
 
     1.2 GB on two ranks, each of which stays below that with everything it holds, torch included.
     """

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
 from pretrain.errors import ConfigError
-from pretrain.models.hf_config import config_of, import_transformers
-from pretrain.models.hf_initial import InitialRules
+from pretrain.models.hf.hf_config import config_of, import_transformers
+from pretrain.models.hf.initial_rules import InitialRules
 from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, sequence_losses_and_entropy
 from pretrain.models.network import Initial, Unit
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from converting import SMALL, write
 
-from pretrain.checkpoint.hf_export import export
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
+from pretrain.huggingface.export_model import export
 
 
 @pytest.fixture(scope="session")

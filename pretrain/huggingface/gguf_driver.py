@@ -2,9 +2,9 @@
 
     python gguf_driver.py < TASK    an object of JSON, which gguf.py makes
 
-The converter recognises a byte-level BPE by a hash of the ids it gives for one text, which a newly trained vocabulary never matches, and
-asks of each family where its vocabulary may be. So the vocabulary is written here by what it is, whatever the family, and read back
-from the file. Nothing of this package is imported: the Python may be another.
+The converter recognises a byte-level BPE by a hash of the ids that it gives for one text. A newly trained vocabulary never matches. The
+converter also asks each family where its vocabulary may be. So this script writes the vocabulary by what it is, whatever the family, and reads
+it back from the file. It imports nothing of this package, because the Python may be another.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.safetensors_file import (
+from pretrain.errors import CheckpointError
+from pretrain.huggingface.safetensors_file import (
     CODES,
     INDEX,
     MOST_TENSORS,
@@ -23,7 +24,6 @@ from pretrain.checkpoint.safetensors_file import (
     cut_into_shards,
     header_of,
 )
-from pretrain.errors import CheckpointError
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda n: n != "__metadata__")

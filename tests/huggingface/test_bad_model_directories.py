@@ -12,12 +12,13 @@ import torch
 from converting import SMALL, edit_config, edit_weights, files_of, refused, write
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint import hf_export, hf_verify, streamed
-from pretrain.checkpoint.hf_export import export
-from pretrain.checkpoint.hf_import import import_model
+from pretrain.checkpoint import save
 from pretrain.config.model_schema import Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError, UserError
+from pretrain.huggingface import export_model, verification
+from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import import_model
 from pretrain.models.families import complete
 
 
@@ -136,7 +137,7 @@ def test_an_existing_output_is_left_as_it_is(run, exported, tmp_path):
 def test_an_export_that_computes_something_else_is_not_put_in_place(run, exported, tmp_path, monkeypatch):
     vocabulary = json.loads((exported / "config.json").read_text())["vocab_size"]
     monkeypatch.setattr(
-        hf_verify, "_their_logits", lambda folder, ids, source, dtype: torch.full((*ids.shape, vocabulary), torch.nan)
+        verification, "_their_logits", lambda folder, ids, source, dtype: torch.full((*ids.shape, vocabulary), torch.nan)
     )
     with pytest.raises(
         CheckpointError, match=r"logits differ from ours by nan on 64 tokens, both in float64 \(limit .*\); nothing was written"
@@ -148,13 +149,13 @@ def test_an_export_that_computes_something_else_is_not_put_in_place(run, exporte
 
 
 def test_verification_finds_a_weight_that_went_to_the_wrong_place(run, tmp_path, monkeypatch):
-    read = hf_export._Source.theirs
+    read = export_model._Source.theirs
 
     def exchanged(self, line):
         one, other = (next(e for e in self.plan.entries if f"layers.{i}.attention.key.weight" in e.ours) for i in (0, 1))
         return read(self, {one.ours: other, other.ours: one}.get(line.ours, line))
 
-    monkeypatch.setattr(hf_export._Source, "theirs", exchanged)
+    monkeypatch.setattr(export_model._Source, "theirs", exchanged)
     with pytest.raises(CheckpointError, match="logits differ from ours by"):
         export(run, tmp_path / "out", verify=True)
     assert os.listdir(tmp_path) == []
@@ -295,7 +296,7 @@ def test_a_family_without_export_is_refused(byte_tokenizer, tmp_path):
 
 
 def test_a_byte_that_changed_on_the_way_to_the_disk_is_found(run, tmp_path, monkeypatch):
-    compare = hf_export.read_back
+    compare = export_model.read_back
 
     def spoiled(directory, shards, hashes, seen):
         path = directory / list(shards)[-1]
@@ -304,7 +305,7 @@ def test_a_byte_that_changed_on_the_way_to_the_disk_is_found(run, tmp_path, monk
         path.write_bytes(content)
         compare(directory, shards, hashes, seen)
 
-    monkeypatch.setattr(hf_export, "read_back", spoiled)
+    monkeypatch.setattr(export_model, "read_back", spoiled)
     with pytest.raises(CheckpointError, match=r"model.safetensors: \S+ does not read back as it was written"):
         export(run, tmp_path / "out")
     assert os.listdir(tmp_path) == []
@@ -314,10 +315,10 @@ def test_a_write_that_fails_leaves_nothing_behind(run, exported, tmp_path, monke
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf_export.ShardedWriter, "write", full)
+    monkeypatch.setattr(export_model.ShardedWriter, "write", full)
     with pytest.raises(CheckpointError, match="out: No space left on device"):
         export(run, tmp_path / "out")
-    monkeypatch.setattr(streamed.StreamingPlanner, "resolve_data", full)
+    monkeypatch.setattr(save.StreamingPlanner, "resolve_data", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         import_model(exported, tmp_path / "imported")
     assert os.listdir(tmp_path) == []

@@ -17,11 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.hf_directory import HfDirectory
-from pretrain.checkpoint.hf_verify import Compared, compare_logits
-from pretrain.checkpoint.open_model import GENERATION_FILE, begin_tokens, named_ends
-from pretrain.checkpoint.save import write_checkpoint
-from pretrain.checkpoint.streamed import on_meta
+from pretrain.checkpoint.save import on_meta, write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.config.read import dump
 from pretrain.data.shards.staging import refuse_existing
@@ -29,8 +25,10 @@ from pretrain.data.tokenizers.export import save_trimmed
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
+from pretrain.huggingface.directory import HfDirectory
+from pretrain.huggingface.open_model import GENERATION_FILE, begin_tokens, named_ends
+from pretrain.huggingface.verification import Compared, compare_logits
 from pretrain.models.families import family_of
-from pretrain.models.families.declare.family import BALANCE, layers_with_experts
 from pretrain.progress import ByteProgress
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
@@ -81,8 +79,9 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
         if (directory / GENERATION_FILE).is_file():  # its end tokens are those of this model
             attachments[GENERATION_FILE] = directory / GENERATION_FILE
         with ByteProgress("converting", source.nbytes) as done:
-            write_checkpoint(output, tensors, state, attachments, ALONE, _PayloadReader(source, done).read)
-    return Imported(source.plan.parameters, compared, tokenizer, _notes(source))
+            write_checkpoint(output, tensors, state, attachments, ALONE, _EntryByEntry(source, done).read)
+    notes = source.plan.family.import_notes(source.config, source.model)
+    return Imported(source.plan.parameters, compared, tokenizer, notes)
 
 
 def preset(model: Model, name: str) -> str:
@@ -97,26 +96,7 @@ def preset(model: Model, name: str) -> str:
     return f"# The model of {' '.join(name.split())}; a configuration that goes on from its weights includes this file.\n{dump({'model': section})}\n"
 
 
-def _notes(source: HfDirectory) -> list[str]:
-    """What of a mixture of experts' training is carried over, or is not."""
-    model, config, notes = source.model, source.config, []
-    weight = config.get(BALANCE)
-    if model.family == "hf" and weight:
-        notes.append(f"{BALANCE}={weight} is not used: with model.family=hf the auxiliary losses of transformers are not added")
-    elif model.experts.count and weight:
-        notes.append(
-            f"{BALANCE}={weight} is model.experts.balance_loss={model.experts.balance_loss:.4g} here: transformers averages its loss over "
-            f"{layers_with_experts(model)} layers, ours adds them up; {MODEL_FILE} says it, and is the place to change it"
-        )
-    if config.get("aux_loss_alpha") and model.experts.count:
-        notes.append(
-            f"aux_loss_alpha={config['aux_loss_alpha']} is not used, as transformers does not; model.experts.balance_loss="
-            f"{config['aux_loss_alpha'] / max(1, model.experts.active):.4g} would be that loss"
-        )
-    return notes
-
-
-class _PayloadReader:
+class _EntryByEntry:
     """Tensors one by one, in the order of the weight map; holds those of the entry it is at."""
 
     def __init__(self, source: HfDirectory, done: ByteProgress) -> None:

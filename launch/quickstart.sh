@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a trained, exported language model on a laptop: installs into .venv, gathers the Python standard library's
-# source, trains a tokenizer, prepares shards, trains about 10M parameters on 2 processes, exports to Hugging Face format and
+# source, trains a tokenizer, prepares shards, trains about 4M parameters on 2 processes, exports to Hugging Face format and
 # prints a sample. Needs Python 3.10 and a package registry; no GPU, no other network. Run again, it continues where it was.
 
 set -euo pipefail
@@ -37,12 +37,17 @@ if [ ! -e "$work/data" ]; then
 fi
 
 step "training on 2 processes"
-if grep -qs amx_bf16 /proc/cpuinfo; then
-  options=(precision.compute=bf16)
-  echo "this CPU has bf16 matrix units: ${options[*]}"
+# Chosen once: a run that is continued stays as it was.
+if [ ! -e "$work/format" ]; then
+  OMP_NUM_THREADS=1 $python tools/bench.py formats --fastest > "$work/format.part"
+  mv "$work/format.part" "$work/format"
+fi
+options=(precision.compute="$(cat "$work/format")")
+if [ "$(cat "$work/format")" = bf16 ]; then
+  echo "matrix products are faster in bf16 on this CPU: ${options[*]}"
 else
-  options=(precision.compute=fp32 run.steps=250)
-  echo "this CPU has no bf16 matrix units: ${options[*]}, to stay within five minutes"
+  options+=(run.steps=400)
+  echo "matrix products are no faster in bf16 on this CPU: ${options[*]}, to stay within five minutes"
 fi
 OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc-per-node 2 pretrain/run.py --config configs/quickstart.yaml \
   "${options[@]}" "$@"

@@ -1,7 +1,6 @@
 """pretrain: language-model pretraining whose parallelism is one line of configuration.
 
-Importing this package is light: torch and everything heavier are imported by the parts that use them. So are the names below, when they are
-first used.
+Importing this package is light: the parts that use torch and other heavy libraries import them. The names below are imported on first use.
 """
 
 from __future__ import annotations

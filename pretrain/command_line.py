@@ -1,4 +1,4 @@
-"""What the command-line tools share: one way to end.
+"""The one way in which command-line tools end.
 
     if __name__ == "__main__":
         raise SystemExit(main())

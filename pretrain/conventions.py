@@ -1,6 +1,6 @@
-"""What data and networks agree on, so that neither imports the other: targets without loss, and the keys of samples.
+"""Conventions of data and networks, so that neither imports the other: targets without loss, and the keys of samples.
 
-Without torch, so that tools which look at data answer at once.
+This file does not import torch, so that tools which look at data answer at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,6 @@ def scramble(z: np.ndarray) -> np.ndarray:
 
 
 def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
-    """The key of each sample for dropout, int64, from its position in the stream: a sample has another mask in every epoch."""
+    """The key of each sample for dropout, int64, from its position in the stream. So a sample has another mask in every epoch."""
     start = int.from_bytes(hashlib.blake2b(f"dropout/{seed}".encode(), digest_size=8).digest(), "little")
     return scramble(positions.astype(np.uint64) + np.uint64(start)).view(np.int64)

@@ -15,24 +15,24 @@ OTHERS_WAIT_SECONDS = 3.0
 
 
 def install_command(extra: str) -> str:
-    """What to type, in the repository, for the packages of one of pyproject.toml's extras."""
+    """The command that installs the packages of one of pyproject.toml's extras, from the repository's root."""
     return f'pip install -c constraints.txt -e ".[{extra}]"'
 
 
 class UserError(Exception):
     """Something the user can correct. `exit_code` is what the process returns.
 
-    Most are met by all ranks alike, and the first rank of each host prints them; one that is met by a single rank says so with
-    `on_rank`, and is printed by that rank at once.
+    Most errors happen on all ranks alike, and the first rank of each host prints them. An error of a single rank says so with
+    `on_rank`, and that rank prints it at once.
     """
 
     exit_code = 1
     rank: int | None = None
     told: bool = False
-    """Whether the other processes of the run know of it."""
+    """Whether the other processes of the run know of this error."""
 
     def on_rank(self, rank: int) -> UserError:
-        """The same error, known to be of this rank only."""
+        """The same error, marked as one that only this rank has."""
         error = type(self)(f"rank {rank}: {self}")
         error.rank = rank
         return error
@@ -41,7 +41,7 @@ class UserError(Exception):
 class ConfigError(UserError):
     """The configuration cannot be used: unknown key, wrong type, out of range, or two values that cannot go together.
 
-    `key`: the dotted path of the key at fault, where one alone is; the entry then says where it was written.
+    `key`: the dotted path of the key at fault, if it is a single one; the entry then says where it was written.
     """
 
     exit_code = 2
@@ -66,7 +66,7 @@ class CheckpointError(UserError):
 
 
 class UnreadableError(CheckpointError):
-    """A file of a checkpoint cannot be read at the moment, which says nothing of its content."""
+    """A file of a checkpoint cannot be read at the moment. Its content may still be good."""
 
     path: str | None = None
     missing = False
@@ -85,10 +85,10 @@ class LostRankError(UserError):
 
 
 def print_error(error: UserError, before_end: Callable[[], object] | None = None) -> None:
-    """Print the one line of an error, once per host where all ranks meet it alike; then do what is left to do.
+    """Print the one line of an error, once per host if all ranks have it; then call what is left to do.
 
-    The first rank of the host prints, and its launcher then ends the others. A rank that is still here after a while was alone with
-    the error after all.
+    The first rank of the host prints, and its launcher then ends the others. A rank that still lives after a while had
+    the error alone, and prints it.
     """
     waits = os.environ.get("LOCAL_RANK", "0") != "0" and error.rank is None
     if waits and before_end:
@@ -101,23 +101,23 @@ def print_error(error: UserError, before_end: Callable[[], object] | None = None
 
 
 def reason_of(error: OSError) -> str:
-    """What the system said about a file, with its name, in one line."""
+    """The system's error about a file, with the file's name, in one line."""
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename is not None else reason
 
 
 def shown(value: object) -> str:
-    """A value that was read from a file of somebody's, as a message shows it."""
+    """A value from a user's file, as a message shows it."""
     return clipped(repr(value))
 
 
 def clipped(text: str, most: int = 80) -> str:
-    """A text on one line; of a long one the beginning, and how long it is."""
+    """A text on one line. A long one is cut, and its length is given."""
     line = " ".join(text.split()) if "\n" in text else text
     return line if len(line) <= most else f"{line[:most]}... ({len(text):,} characters)"
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The legal values next to one that `unit` does not divide, for a message."""
+    """The nearest multiples of `unit`, for a message about a number that is not one."""
     below = value // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n)

@@ -13,8 +13,8 @@ EVERY_SECONDS = 10.0
 class CorpusProgress:
     """Counts documents, tokens and bytes of text, and shows them with their rates on standard error.
 
-    `total` is the amount of work, in any unit, where it is known: then the time that is left is shown too. `every_seconds` is
-    the least time between two plain lines; a bar follows tqdm's own pace.
+    `total` is the amount of work, in any unit, if it is known: then the remaining time is shown too. `every_seconds` is the
+    least time between two plain lines; a bar follows tqdm's own pace.
     """
 
     def __init__(self, label: str, every_seconds: float = EVERY_SECONDS, total: int = 0) -> None:
@@ -77,7 +77,7 @@ class CorpusProgress:
 
 
 class ByteProgress:
-    """How many of `total` bytes are done; `label` says with what."""
+    """Shows how many of `total` bytes are done; `label` names the work."""
 
     def __init__(self, label: str, total: int) -> None:
         self.label, self.total, self.done, self._bar = label, total, 0, None

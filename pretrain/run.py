@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = (), sink
     try:
         return run(arguments, callbacks, sinks)
     except UserError as error:
-        # One line for the user; the traceback is in logs/rank-N.log where the run got as far as having one.
+        # One line for the user. The traceback is in logs/rank-N.log if the run got far enough to have that file.
         is_alone = arguments.check or arguments.print_config
         print_error(error, None if is_alone else functools.partial(tell_others, error))
         return error.exit_code

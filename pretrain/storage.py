@@ -28,7 +28,7 @@ def flush(path: Path) -> None:
 
 
 def sha256_of(path: Path, seen: Callable[[int], object] | None = None) -> str:
-    """sha256 of a file's content, in hexadecimal; memory bounded. `seen` is told how many bytes were read, piece by piece."""
+    """sha256 of a file's content, in hexadecimal; memory is bounded. `seen` is called with the number of bytes after each piece."""
     digest = hashlib.sha256()
     buffer = bytearray(1 << 20)
     view = memoryview(buffer)
@@ -41,9 +41,9 @@ def sha256_of(path: Path, seen: Callable[[int], object] | None = None) -> str:
 
 
 def replace_text(path: Path, text: str, durable: bool = True) -> None:
-    """Write a small file such that a reader, or a crash, sees the old content or the new, never a part.
+    """Replace a small file atomically: a reader, or a crash, sees the old content or the new, never a part.
 
-    `durable`: wait for the disk, which takes a network file system tens of milliseconds.
+    `durable`: wait for the disk, which takes tens of milliseconds on a network file system.
     """
     # A process of another host may have this one's number, and threads share it.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -59,9 +59,9 @@ def replace_text(path: Path, text: str, durable: bool = True) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append one line to a file, which is made if it is not there. A last line that was torn, by a crash or a full disk, is ended first.
+    """Append one line to a file and create the file if it is missing. If a crash or a full disk tore the last line, end that line first.
 
-    The file is opened for each line: a handle may go stale on a network file system, and so none is kept.
+    The file is opened for each line, because an open handle may go stale on a network file system.
     """
     data = text.encode() + b"\n"
     try:
@@ -81,7 +81,7 @@ def _named(error: OSError, path: Path) -> OSError:
 
 
 def plain(value: Any) -> Any:
-    """The same for JSON, which has no number that is not finite: null in its place."""
+    """The same value for JSON, with null in place of numbers that are not finite, because JSON has none."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -90,7 +90,7 @@ def plain(value: Any) -> Any:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something at a path. Unlike Path.exists, it raises OSError where that cannot be known (ESTALE, EIO, EACCES)."""
+    """Whether a path exists. Unlike Path.exists, it raises OSError if that cannot be known (ESTALE, EIO, EACCES)."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -99,8 +99,8 @@ def exists(path: Path) -> bool:
 
 
 def unrepeated(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as `json.loads(object_pairs_hook=unrepeated)` gives it. Raises ValueError for a name that it has twice: readers
-    would differ on which is meant.
+    """A JSON object as `json.loads(object_pairs_hook=unrepeated)` gives it. Raises ValueError for a name that occurs twice: readers
+    would disagree on which one counts.
     """
     content = dict(items)
     if len(content) != len(items):
@@ -116,7 +116,8 @@ def sealed_json(content: Mapping[str, Any]) -> str:
 
 
 def unsealed(text: bytes, required: bool = True) -> dict[str, Any]:
-    """The object that `sealed_json` wrote; without `required` also one without a seal, as older versions wrote them.
+    """The object that `sealed_json` wrote. Unless `required`, an object without a seal is read too, as older versions
+    wrote it.
 
     Raises ValueError for anything else, and for an object that was altered.
     """

@@ -1,4 +1,4 @@
-"""Measure the speed of the data path and of matrix products on this machine, each number beside what it is compared with."""
+"""Measure the speed of the data path and of matrix products on this machine. Each number stands beside its comparison."""
 
 import argparse
 import sys
@@ -32,11 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     data.add_argument(
         "--source", nargs="+", default=[], metavar="GLOB", help="text to prepare (default: this Python's libraries)"
     )
-    data.add_argument("--work", type=Path, metavar="DIR", help="where a folder for the generated data is made (about 1 GB)")
+    data.add_argument("--work", type=Path, metavar="DIR", help="the place for a folder of generated data (about 1 GB)")
     formats = subjects.add_parser(
         "formats", help="matrix products in fp32 and bf16 on one thread: which trains faster on this CPU"
     )
-    formats.add_argument("--fastest", action="store_true", help="print the name of the format alone")
+    formats.add_argument("--fastest", action="store_true", help="print only the name of the format")
     formats.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time to measure (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.subject == "formats":

@@ -13,40 +13,50 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     directions = parser.add_subparsers(dest="direction", required=True)
     to_hf = directions.add_parser(
-        "to-hf", help="a directory that transformers' AutoModelForCausalLM (of T5 AutoModelForSeq2SeqLM) and AutoTokenizer load"
+        "to-hf",
+        help="a directory that AutoModelForCausalLM (for T5 AutoModelForSeq2SeqLM) and AutoTokenizer of transformers load",
     )
     to_hf.add_argument("--checkpoint", type=Path, required=True, help="checkpoint or run directory (its newest one)")
     to_hf.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)"
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format of the weights (default: %(default)s)"
     )
     to_hf.add_argument(
-        "--shard-gb", type=float, default=5.0, metavar="GB", help="most of a weight file, 10^9 bytes (default: %(default)s)"
+        "--shard-gb",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="largest size of a weight file, in 10^9 bytes (default: %(default)s)",
     )
     from_hf = directions.add_parser("from-hf", help="a checkpoint with weights only, for run.init_from and the tools")
     from_hf.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
     from_hf.add_argument(
-        "--family", choices=("hf",), help="read it as model.family=hf: whatever transformers builds from a configuration"
+        "--family", choices=("hf",), help="read it as model.family=hf: any model that transformers builds from a configuration"
     )
     for direction in (to_hf, from_hf):
         direction.add_argument("--output", type=Path, required=True, help="new directory")
         direction.add_argument(
             "--verify",
             action="store_true",
-            help="also compare logits with transformers before it is put in place; takes memory for the whole model",
+            help="also compare logits with transformers before the output appears; takes memory for the whole model",
         )
-    to_gguf = directions.add_parser("to-gguf", help="a file for llama.cpp, of what to-hf wrote, by llama.cpp's own converter")
+    to_gguf = directions.add_parser(
+        "to-gguf", help="convert to-hf's output to a file for llama.cpp, by llama.cpp's own converter"
+    )
     to_gguf.add_argument("--model", type=Path, required=True, help="directory that to-hf wrote")
     to_gguf.add_argument("--output", type=Path, required=True, metavar="FILE", help="new file")
     to_gguf.add_argument(
-        "--llama-cpp", type=Path, required=True, metavar="DIR", help="llama.cpp's sources, where convert_hf_to_gguf.py is"
+        "--llama-cpp", type=Path, required=True, metavar="DIR", help="llama.cpp's sources, with convert_hf_to_gguf.py"
     )
     to_gguf.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16", "q8_0"), default="fp32", help="of the weights (default: %(default)s)"
+        "--dtype",
+        choices=("fp32", "bf16", "fp16", "q8_0"),
+        default="fp32",
+        help="number format of the weights (default: %(default)s)",
     )
-    to_gguf.add_argument("--name", help="of the model, written into the file (default: the file's)")
-    to_gguf.add_argument("--python", type=Path, help="that runs the converter, if this one lacks what it imports")
+    to_gguf.add_argument("--name", help="name of the model, written into the file (default: the file's)")
+    to_gguf.add_argument("--python", type=Path, help="interpreter that runs the converter, if this one lacks its imports")
     to_gguf.add_argument(
-        "--inexact", action="store_true", help="convert also a model that llama.cpp computes otherwise, and say what differs"
+        "--inexact", action="store_true", help="convert even a model that llama.cpp computes differently, and say what differs"
     )
     arguments = parser.parse_args(argv)
     if arguments.direction == "to-hf" and not arguments.shard_gb >= 0.001:
@@ -61,7 +71,7 @@ def convert(arguments: argparse.Namespace) -> None:
         shard_bytes = round(arguments.shard_gb * 1e9)
         done = export(arguments.checkpoint, arguments.output, arguments.dtype, arguments.verify, shard_bytes)
         print(f"exported {done.checkpoint}: {done.parameters:,} parameters, {arguments.dtype}, weights in {done.files} file(s)")
-        print("verified: every tensor reads back as it was written; names and shapes are what transformers expects")
+        print("verified: every tensor reads back as it was written; names and shapes are those that transformers expects")
         for note in done.notes:
             print(f"note: {note}")
     elif arguments.direction == "to-gguf":

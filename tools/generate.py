@@ -26,9 +26,9 @@ def main(argv: list[str] | None = None) -> int:
         "--prompt-file",
         type=Path,
         metavar="FILE",
-        help='one prompt a line; of a .jsonl file one object {"prompt": TEXT} a line',
+        help='one prompt per line; in a .jsonl file one object {"prompt": TEXT} per line',
     )
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="of each prompt (default: %(default)s)")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="samples of each prompt (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, required=True, metavar="N", help="of each sample")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
     parser.add_argument("--temperature", type=float, help=f"(default: {TEMPERATURE})")
@@ -42,22 +42,27 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="ID",
-        help="end before this token as well as before the model's own end tokens; may be given several times",
+        help="end before this token, in addition to the model's own end tokens; may be given several times",
     )
     parser.add_argument("--no-bos", action="store_true", help="put nothing before a prompt, whatever the tokenizer asks for")
-    parser.add_argument("--seed", type=int, default=0, help="of the first sample of a prompt; the next has the next seed")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of weights and activations (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of the first sample of a prompt; the next sample has the next seed"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if available)")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="number format of weights and activations (default: %(default)s)",
     )
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="samples at a time (default: %(default)s)")
     parser.add_argument("--no-cache", action="store_true", help="compute all positions anew for every token")
     parser.add_argument(
         "--family",
         choices=("hf",),
-        help="read a Hugging Face directory as model.family=hf, also where a family of this program could",
+        help="read a Hugging Face directory as model.family=hf, even if a family of this program could",
     )
-    parser.add_argument("--json", action="store_true", help="print an object a line with prompt, text, sample and token ids")
+    parser.add_argument("--json", action="store_true", help="print one object per line with prompt, text, sample and token ids")
     arguments = parser.parse_args(argv)
     if arguments.greedy and (arguments.temperature is not None or arguments.top_k or arguments.top_p != 1):
         parser.error("--temperature, --top-k and --top-p have no effect with --greedy; leave them out")
@@ -113,17 +118,17 @@ def show(line: dict[str, Any], as_json: bool, several: bool) -> None:
 
 
 def limits(network: Any, prompts: list[list[int]], max_tokens: int) -> Iterator[str]:
-    """What to say where the model's positions do not last."""
+    """A line to print if prompt and continuation exceed the model's positions."""
     longest, most = network.config.max_sequence_length, max(map(len, prompts), default=0)
     if most + max_tokens > longest:
         yield (
-            f"the model knows {longest} positions, and prompt and continuation may have {most + max_tokens}: beyond, each token follows from "
+            f"the model knows {longest} positions, but prompt and continuation may have {most + max_tokens}: beyond, each token follows from "
             f"the last {longest}, which are computed anew for it"
         )
 
 
 def read_prompts(path: Path) -> Iterator[str]:
-    """The prompts of a file. Raises DataError naming a line that is none."""
+    """The prompts of a file. Raises DataError naming a line that is not a prompt."""
     from pretrain.errors import DataError
 
     try:
@@ -132,7 +137,7 @@ def read_prompts(path: Path) -> Iterator[str]:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not text:
         raise DataError(f"{path}: has no prompt in it")
-    # Not splitlines: a prompt may hold a form feed or another separator of lines.
+    # splitlines would split at form feeds and other separators, which a prompt may hold.
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         if path.suffix != ".jsonl":
             yield line
@@ -147,7 +152,7 @@ def read_prompts(path: Path) -> Iterator[str]:
 
 
 def check_stop_ids(ids: list[int], vocab_size: int) -> None:
-    """Raises ConfigError for one that no token can have."""
+    """Raise ConfigError for an id that no token can have."""
     from pretrain.errors import ConfigError
 
     if strange := [number for number in ids if not 0 <= number < vocab_size]:
@@ -155,7 +160,7 @@ def check_stop_ids(ids: list[int], vocab_size: int) -> None:
 
 
 def choose_device(name: str | None) -> str:
-    """The device that was asked for, or the best there is. Raises ConfigError for one that torch does not have."""
+    """The requested device, or the best available one. Raises ConfigError for one that torch does not have."""
     import torch
 
     from pretrain.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What a run reads, or has read: the batch of a step, the steps of a document, the coverage of its sources, damage of its files."""
+"""Show what a run reads or has read: the batch of a step, the steps of a document, the coverage of its sources, damaged files."""
 
 import argparse
 import json
@@ -20,18 +20,24 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s (--run RUN_DIR | --config FILE) WHAT [options]")
     of = parser.add_argument_group("of which run").add_mutually_exclusive_group()
     of.add_argument("--run", type=Path, metavar="RUN_DIR", help="a run that has started, whether or not it has ended")
-    of.add_argument("--config", type=Path, metavar="FILE", help="a run that is planned; key=value after it")
+    of.add_argument("--config", type=Path, metavar="FILE", help="a planned run, with key=value after it")
     what = parser.add_argument_group("what")
     what.add_argument("--step", type=int, metavar="N", help="the batch of step N (from 1), past or to come")
     what.add_argument("--document", type=int, metavar="D", help="the steps that see document D (from 0)")
-    what.add_argument("--coverage", action="store_true", help="what was read of each source, up to now or to --step")
+    what.add_argument("--coverage", action="store_true", help="how much of each source was read, up to now or to --step")
     what.add_argument("--corrupt-check", metavar="DIR_OR_RUN", help="hash the files of prepared data, or of a run's")
     how = parser.add_argument_group("how")
-    how.add_argument("--rank", type=int, metavar="R", help="only what data-parallel rank R reads of the batch (from 0)")
-    how.add_argument("--source", metavar="NAME", help="the source that --document is of; needed where there are several")
+    how.add_argument(
+        "--rank", type=int, metavar="R", help="only the part of the batch that data-parallel rank R reads (from 0)"
+    )
+    how.add_argument("--source", metavar="NAME", help="the source of --document; needed if there are several")
     how.add_argument("--epochs", type=int, metavar="K", help="--document: look as far as epoch K, beyond the run's last step")
     how.add_argument(
-        "--ranks", type=int, default=None, metavar="N", help="--config: data-parallel ranks (default: as it says, or 1)"
+        "--ranks",
+        type=int,
+        default=None,
+        metavar="N",
+        help="--config: data-parallel ranks (default: those of the configuration, or 1)",
     )
     how.add_argument(
         "--samples",
@@ -49,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --config")
     arguments = parser.parse_args(argv)
     check_usage(parser, arguments)
-    sys.stdout.reconfigure(errors="backslashreplace")  # whatever characters a document has
+    sys.stdout.reconfigure(errors="backslashreplace")  # a document may have any characters
     return run_tool(lambda: inspect(arguments))
 
 

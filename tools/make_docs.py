@@ -1,5 +1,6 @@
-"""Write the generated pages anew: docs/configuration.md from the schema, the tables of docs/models.md from families and presets, that of
-docs/metrics.md from `StepRecord`.
+"""Write the generated pages anew: docs/configuration.md from the schema, and tables in two pages.
+
+docs/models.md has tables of families and presets, docs/metrics.md one of `StepRecord`.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Tokenize a corpus into shards that training reads.
 
-The corpus: text, source code, JSON lines, CSV, WET (these also .gz, .bz2, .xz or .zst), Parquet, Arrow, folders of such files or URLs
-of them (s3://, gs://, https://, ...), a Hugging Face dataset, or token ids (.npy, .bin, or a field of ids). Interrupted work is kept:
-the same command goes on from there, and says so where there is nothing left to do.
+The corpus may be text, source code, JSON lines, CSV or WET, each also as .gz, .bz2, .xz or .zst. It may also be Parquet, Arrow, a
+Hugging Face dataset, or token ids (.npy, .bin, or a field of ids). Give files, folders or URLs (s3://, gs://, https://, ...).
+Interrupted work is kept: the same command continues it, and says so if nothing is left to do.
 
 On several machines with a shared disk: the same command everywhere with --task I --tasks N, then
     prepare_data.py merge --output DIR
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     corpus = parser.add_mutually_exclusive_group(required=True)
     corpus.add_argument(
-        "--input", nargs="+", metavar="PATH", help="files, folders, patterns, in which ** descends, and URLs of such"
+        "--input", nargs="+", metavar="PATH", help="files, folders, patterns (** descends into folders), and URLs of these"
     )
     corpus.add_argument("--dataset", metavar="NAME_OR_DIR", help="a Hugging Face dataset, downloaded or on disk")
     parser.add_argument("--dataset-config", metavar="NAME", help="which configuration of the dataset")
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", required=True, metavar="DIR_OR_FILE")
     _add_shared(parser, 0)
     parser.add_argument(
-        "--text-field", default="text", metavar="F[,F]", help="field of the text; several are joined by a blank line"
+        "--text-field", default="text", metavar="F[,F]", help="field of the text; several fields are joined by a blank line"
     )
     parser.add_argument(
         "--documents", dest="text_mode", choices=TEXT_MODES, default="file", help="what a document is in plain text files"
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="F",
-        help="share of documents for DIR/validation; of one text file its end",
+        help="share of documents for DIR/validation; a single text file gives its end",
     )
     parser.add_argument(
         "--fim-rate", type=float, default=0.0, metavar="F", help="share of documents in fill-in-the-middle form"
@@ -78,12 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens per shard (default: %(default)s)")
     parser.add_argument("--task", type=int, metavar="I", help="do only this part of the work, 0 to N-1")
     parser.add_argument("--tasks", type=int, default=1, metavar="N", help="how many parts the work is divided into")
-    parser.add_argument("--restart", action="store_true", help="throw away what an interrupted start has left")
+    parser.add_argument("--restart", action="store_true", help="delete what an interrupted start has left")
     return parser
 
 
 def _merge(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="prepare_data.py merge", description="Put together what tasks have prepared.")
+    parser = argparse.ArgumentParser(prog="prepare_data.py merge", description="Put together the work of the tasks.")
     _add_shared(parser, None)
     arguments = vars(parser.parse_args(argv))
     return run_tool(lambda: print(merge(**arguments)))
@@ -97,7 +97,7 @@ def _add_shared(parser: argparse.ArgumentParser, default_invalid: int | None) ->
         type=int,
         default=default_invalid,
         metavar="N",
-        help="rows that may be left out because they cannot be used, counted and listed in invalid.jsonl (default: "
+        help="unusable rows that may be left out; they are counted and listed in invalid.jsonl (default: "
         + ("what the tasks were given)" if default_invalid is None else "%(default)s)"),
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")

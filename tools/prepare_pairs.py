@@ -1,6 +1,6 @@
 """Tokenize parallel files, in which line i of one is the translation of line i of the other, into pairs that training reads.
 
-Files are plain text or .gz or .zst. A pair of which a side is empty, or longer than the limits, is left out and counted.
+Files are plain text, .gz or .zst. A pair with an empty side, or one longer than the limits, is left out and counted.
 """
 
 import argparse
@@ -17,14 +17,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", nargs="+", required=True, metavar="FILE", help="sentences to translate, one per line")
     parser.add_argument("--target", nargs="+", required=True, metavar="FILE", help="their translations")
-    parser.add_argument("--validation-source", nargs="+", metavar="FILE", help="then OUTPUT has the parts train and validation")
+    parser.add_argument(
+        "--validation-source", nargs="+", metavar="FILE", help="with it OUTPUT has the parts train and validation"
+    )
     parser.add_argument("--validation-target", nargs="+", metavar="FILE")
-    parser.add_argument("--tokenizer", required=True, metavar="DIR_OR_FILE", help="of both languages, or of the sources")
-    parser.add_argument("--target-tokenizer", metavar="DIR_OR_FILE", help="of the targets, where they have one of their own")
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="DIR_OR_FILE", help="tokenizer of both languages, or of the sources"
+    )
+    parser.add_argument("--target-tokenizer", metavar="DIR_OR_FILE", help="tokenizer of the targets, if they have their own")
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
     parser.add_argument("--lowercase", action="store_true", help="in lower case, both sides")
     parser.add_argument(
-        "--max-source-length", type=int, default=0, metavar="N", help="leave out longer ones, in tokens; 0: none"
+        "--max-source-length", type=int, default=0, metavar="N", help="leave out longer ones, in tokens; 0: no limit"
     )
     parser.add_argument("--max-target-length", type=int, default=0, metavar="N", help="likewise")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Draw the loss curves of runs, and print where they started and ended."""
+"""Draw the loss curves of runs, and print their first and last losses."""
 
 import argparse
 import sys

@@ -1,7 +1,7 @@
 """Translate sentences, one per line, with a trained encoder-decoder; with references, score the translations.
 
-Translations go to standard output, or to --output; the scores (BLEU and chrF by sacrebleu, character and word error rate) go to
-standard error, or with --json to standard output as the last line. A model that was trained in lower case wants --lowercase.
+Translations go to standard output, or to --output. Scores go to standard error, or with --json to standard output as the last
+line: BLEU and chrF by sacrebleu, character and word error rate. A model that was trained in lower case needs --lowercase.
 """
 
 import argparse
@@ -27,9 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--reference", metavar="FILE", help="their translations, line by line")
     parser.add_argument("--output", type=Path, metavar="FILE", help="(default: standard output)")
     parser.add_argument(
-        "--beam", type=int, default=1, metavar="N", help="hypotheses that are kept; 1 is greedy (default: %(default)s)"
+        "--beam", type=int, default=1, metavar="N", help="hypotheses to keep; 1 is greedy (default: %(default)s)"
     )
-    parser.add_argument("--length-penalty", type=float, default=0.6, help="of arXiv 1609.08144 (default: %(default)s)")
+    parser.add_argument("--length-penalty", type=float, default=0.6, help="that of arXiv 1609.08144 (default: %(default)s)")
     parser.add_argument(
         "--max-ratio", type=float, default=2.0, help="most tokens per token of the source (default: %(default)s)"
     )

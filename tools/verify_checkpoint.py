@@ -29,7 +29,7 @@ def verify_all(path: Path) -> None:
             print(f"good     {checkpoint}: {len(files.read_manifest(checkpoint))} files, {tensors} tensors", flush=True)
         except CheckpointError as error:
             problems.append(str(error))
-            # Of what cannot be read now nothing is known.
+            # A file that cannot be read now may be good or damaged.
             unknown = isinstance(error, UnreadableError) and not error.missing
             print(f"{'unread ' if unknown else 'damaged'}  {error}", flush=True)
     if problems:

@@ -1,5 +1,5 @@
-"""Batches of a rank, read ahead by threads. The number of threads changes nothing but speed: what a step reads is decided by
-its position in the stream, and steps are handed out in order.
+"""Batches of a rank, read ahead by threads. The number of threads changes only the speed: a step's position in the stream decides
+what it reads, and steps are handed out in order.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pretrain.data.stream import BatchSchedule, Stream, digest, rank_positions
 from pretrain.data.tasks import NextToken, Objective
 
 PREFETCH_STEPS = 32
-"""How far ahead remote shards are fetched, beyond the batches that are being read."""
+"""How far ahead remote shards are downloaded, beyond the batches that are being read."""
 
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """What one rank computes in one optimizer step, on the host. `inputs`: the network's by name, each with a row per sample.
+    """The samples of one rank in one optimizer step, on the host. `inputs`: the network's inputs by name, with a row per sample.
 
-    `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
-    `target_tokens`: targets that carry a loss.
+    `positions`: the places of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see
+    stream.digest; `target_tokens`: targets that carry a loss.
     """
 
     positions: np.ndarray
@@ -38,7 +38,7 @@ class SampleBatch:
     inputs: dict[str, Tensor]
 
     def micro_steps(self, sequences: int) -> int:
-        """How many micro-steps of `sequences` samples the batch is; equal on all ranks."""
+        """The number of micro-steps of `sequences` samples in the batch; equal on all ranks."""
         return len(self.positions) // sequences
 
     def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ class SampleBatch:
 def make_batch(
     positions: np.ndarray, sequences: int, tokens_BT: Tensor, targets_BT: Tensor, objective: Objective, pin: bool
 ) -> SampleBatch:
-    """A batch from the tokens of its samples and the tokens after each. `pin`: in page-locked memory."""
+    """A batch from the tokens of its samples and the token after each. `pin`: put it in page-locked memory."""
     name = digest(positions, tokens_BT.numpy(), targets_BT.numpy())
     inputs = objective.inputs(tokens_BT, targets_BT, positions)
     target_tokens = int(np.count_nonzero(inputs["targets_BT"].numpy() != IGNORED))
@@ -60,7 +60,7 @@ def make_batch(
 
 
 def validation_inputs(objective: Objective, source: Samples, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
-    """The network's inputs on these samples of a validation source, filled up to `rows` with some that carry no loss."""
+    """The network's inputs on these samples of a validation source, filled up to `rows` with rows that carry no loss."""
     tokens_BT, targets_BT = torch.zeros((2, rows, source.sequence_length), dtype=torch.int64)
     filled = np.pad(samples, (0, rows - len(samples)))
     if len(samples):
@@ -72,7 +72,7 @@ def validation_inputs(objective: Objective, source: Samples, samples: np.ndarray
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of `data_rank` among `data_size`. `objective`: what becomes of a sample."""
+    """Batches of `data_rank` among `data_size`. `objective`: turns samples into the network's inputs."""
 
     stream: Stream
     schedule: BatchSchedule
@@ -111,7 +111,7 @@ def read_ahead(
     workers: int,
     prefetch: Callable[[int], None] | None = None,
 ) -> Iterator[Any]:
-    """`read(consumed)` of step after step, by `workers` threads; `size_at(consumed)` samples come in between."""
+    """`read(consumed)` for step after step, by `workers` threads. A step takes `size_at(consumed)` samples."""
     if workers == 0:
         while True:
             yield read(consumed)

@@ -1,14 +1,14 @@
 """Which source each sample of the stream comes from, with random access, over stages of different weights.
 
-The stream is cut into segments, in each of which the weights are constant, and a segment into blocks of BLOCK samples. How many
-samples of a block each source has follows from the cumulative shares (largest remainder, in integers), so that after any number
-of whole blocks every source is within one sample of its share; a keyed permutation of the block spreads them.
+The stream is cut into segments, in each of which the weights are constant, and a segment into blocks of BLOCK samples. The
+cumulative shares decide how many samples of a block each source has (largest remainder, in integers). So after any number of
+whole blocks every source is within one sample of its share. A keyed permutation of the block spreads them.
 
     position --segment, block--> table of the block: source, n --> the n-th sample of the source, counted over all epochs
 
-A source's samples are counted in the order of their positions, through all segments: no sample is lost or repeated where
-weights change. A segment ends where its stage ends, or where a source has come `max_epochs` times; its share then goes to the
-others. What lies before a position depends on nothing after it, so later stages and new sources can be added to a run under way.
+A source's samples are counted in the order of their positions, through all segments, so a change of weights loses or repeats no
+sample. A segment ends with its stage, or when a source has come `max_epochs` times; its share then goes to the others. The
+samples before a position depend on nothing after it, so later stages and new sources can be added during a run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TABLES = 64  # blocks whose tables are kept: 3 MB
 
 @dataclass(frozen=True)
 class Stage:
-    """Relative weights of the sources up to a stream position; None: without end."""
+    """Relative weights of the sources up to a stream position (None: without end)."""
 
     until: int | None
     weights: tuple[float, ...]
@@ -59,7 +59,7 @@ class Segment:
 
 
 class Mixture:
-    """The segments of a stream of samples, and where every sample of it comes from."""
+    """The segments of a stream of samples, and the source of every sample."""
 
     def __init__(self, stages: Sequence[Stage], sizes: Sequence[int], max_epochs: Sequence[int | None], seed: int) -> None:
         """`sizes`: samples of each source; `max_epochs`: how often each may be repeated, None without limit.
@@ -83,7 +83,7 @@ class Mixture:
         """Samples that the mixture has; None: without end."""
 
     def _add_stage(self, stage: Stage, start: int | None) -> int | None:
-        """Append the segments of a stage; where it ends: early when every source of it is used up."""
+        """Append the segments of a stage. Return its end, which comes early if all its sources are used up."""
         while start is not None and (stage.until is None or start < stage.until):
             counts = self.counts(start)
             weights = [0.0 if self._is_used_up(s, counts[s]) else weight for s, weight in enumerate(stage.weights)]
@@ -97,9 +97,9 @@ class Mixture:
     # ---- from positions to samples ------------------------------------------------------------------------------------
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each stream position, and which of that source's samples it is, counted from 0 over all epochs.
+        """The source of each stream position, and the number of its sample, counted from 0 over all epochs.
 
-        Raises IndexError beyond `length`, the end of a stream whose stages or sources end.
+        Raises IndexError beyond `length`, if the stages or sources of the stream end.
         """
         positions = np.asarray(positions, dtype=np.int64)
         if self.length is not None and positions.size and positions.max() >= self.length:
@@ -124,14 +124,14 @@ class Mixture:
         return [int(n) for n in self._counts_at(int(np.searchsorted(starts, position - 1, side="right")) - 1, position)]
 
     def positions(self, source: int, numbers: np.ndarray) -> np.ndarray:
-        """Stream positions of a source's n-th samples: the inverse of `locate`; -1 for those that never come."""
+        """Stream positions of a source's n-th samples: the inverse of `locate`. -1 for samples that never come."""
         result = np.full(len(numbers), -1, dtype=np.int64)
         for i, number in enumerate(np.asarray(numbers).tolist()):
             result[i] = self._position(source, number)
         return result
 
     def history(self, until: int) -> list[dict[str, Any]]:
-        """What decided the positions before `until`: where segments start, and the shares in them, per source number."""
+        """The values that decided the positions before `until`: the starts of segments, and their shares per source number."""
         return [
             {"start": segment.start, "shares": {str(s): share for s, share in enumerate(segment.shares) if share}}
             for segment in self.segments
@@ -167,13 +167,14 @@ class Mixture:
         return counts
 
     def _end_of_last(self, until: int | None) -> int | None:
-        """Where the last segment ends: with its stage, or where a source would be repeated too often."""
+        """The end of the last segment: that of its stage, or the place where a source would be repeated too often."""
         last, segment = len(self.segments) - 1, self.segments[-1]
-        around: dict[int, tuple[int, int]] = {}  # between which positions a source is used up
+        around: dict[int, tuple[int, int]] = {}  # the positions between which a source is used up
         for source, limit in enumerate(self._limits):
             if limit is not None and segment.shares[source]:
                 wanted, share = limit - segment.base[source], segment.shares[source]
-                # After any number of blocks a source is within one sample of its share, and a block may have them anywhere.
+                # After any number of blocks a source is within one sample of its share, and its samples may lie anywhere in a
+                # block.
                 low, high = ((wanted + d) * UNIT // share + segment.start for d in (-1, 2))
                 around[source] = low - BLOCK, high + BLOCK
         first = min((high for _, high in around.values()), default=0)
@@ -190,12 +191,12 @@ class Mixture:
         return -1
 
     def _position_in(self, segment: int, source: int, number: int) -> int:
-        """Where a segment without end would have a source's sample `number`."""
+        """The position of a source's sample `number` in a segment without end."""
         one = self.segments[segment]
         wanted = number - one.base[source]
         if one.shares[source] == UNIT:
             return one.start + wanted
-        # Rounding moves samples by less than one, and a block has about one of the source at least.
+        # Rounding moves samples by less than one, and a block has at least about one sample of the source.
         near = wanted * UNIT // (one.shares[source] * BLOCK)
         low, high = max(0, near - 1), near + 2
         while low + 1 < high:  # the last block that starts with no more than `wanted` samples
@@ -206,9 +207,9 @@ class Mixture:
 
 
 def _shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights in units of 1 / UNIT, adding up to it exactly.
+    """Weights in units of 1 / UNIT, which add up to UNIT exactly.
 
-    In fractions of the numbers as they are written: sums of floats differ between Python versions, and the order would with them.
+    They are computed as fractions of the numbers as written. Sums of floats differ between Python versions, and so would the order.
     """
     written = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(written)

@@ -1,9 +1,9 @@
 """A keyed permutation of range(n), computed per index: no array, no state, O(1) memory in n.
 
-A balanced Feistel network on 2h bits with 4^h >= n, walking the cycle until it lands inside range(n) (Black and Rogaway, "Ciphers
-with Arbitrary Finite Domains", CT-RSA 2002): bijective by construction. Each round hashes the right half with the finaliser of
-splitmix64 (Steele et al., OOPSLA 2014) under its own key and keeps the *high* bits of the product, so that every output bit
-depends on every input bit; rounds that mix upwards only leave long runs of indices all even or all odd.
+It is a balanced Feistel network on 2h bits with 4^h >= n. It walks the cycle until it lands inside range(n) (Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", CT-RSA 2002), so it is bijective by construction. Each round hashes the right half with
+the finaliser of splitmix64 (Steele et al., OOPSLA 2014) under its own key. It keeps the *high* bits of the product, so that every
+output bit depends on every input bit. Rounds that only mix upwards leave long runs of indices that are all even or all odd.
 
 Nothing here depends on world size, batch size or the planned length of a run (invariant 3).
 """
@@ -88,7 +88,7 @@ class Order(Protocol):
         """The samples at these places; int64 in and out."""
 
     def places(self, samples: np.ndarray) -> np.ndarray:
-        """Where these samples come: the inverse."""
+        """The places of these samples: the inverse."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class FullOrder:
 
 @dataclass(frozen=True)
 class ChunkedOrder:
-    """Two levels, so that few shards are open at a time: chunks of neighbouring samples come in a permuted order, and within
-    each window of `window` chunks the samples are permuted.
+    """Two levels, so that few shards are open at a time. Chunks of neighbouring samples come in a permuted order, and the samples
+    of each window of `window` chunks are permuted.
 
         samples   |chunk 0|chunk 1|chunk 2|chunk 3|c4|        the last chunk may be short
         chunks    |chunk 2|c4|chunk 0|chunk 3|chunk 1|        permuted
@@ -137,7 +137,7 @@ class ChunkedOrder:
 
     @property
     def _missing(self) -> int:
-        """Samples that the last chunk lacks."""
+        """How many samples the last chunk lacks."""
         return self._chunks * self.chunk - self.size
 
     @functools.cached_property
@@ -146,7 +146,7 @@ class ChunkedOrder:
 
     @functools.cached_property
     def _short_ordinal(self) -> int:
-        """Which chunk in the order is the last, short one."""
+        """The place in the order of the last, short chunk."""
         return int(unpermute(np.array([self._chunks - 1]), self._chunks, self._chunk_keys)[0])
 
     def _chunk_at(self, line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,8 @@
 """Which documents share a sample: best-fit packing (Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830).
 
 A document longer than a sample is cut into *pieces* of `sequence_length` tokens and a rest; every other document is one piece. In
-groups of neighbouring documents, pieces are taken from the longest to the shortest, and each goes to the fullest sample that
-still has room for it. The result is an index on disk, made once and mapped, so that memory does not grow with the corpus:
+groups of neighbouring documents, pieces are taken from the longest to the shortest. Each goes to the fullest sample that still
+has room for it. The result is an index on disk, made once and read in parts, so that memory does not grow with the corpus:
 
     DIR/manifest.json    mode, sequence length, fingerprints of the data, counts, sha256 of the files
     DIR/starts.idx       uint64: where each piece starts in the token stream, in its order; and the end of the stream
@@ -10,8 +10,8 @@ still has room for it. The result is an index on disk, made once and mapped, so 
     DIR/samples.idx      uint64 per sample: where its pieces begin in pieces.idx; and their number            > best_fit only
     DIR/places.idx       uint64 per piece of starts.idx: its sample                                          /
 
-`padded` has one piece a sample and needs starts.idx alone. An index is built from document indices that were hashed just before, and
-its name is that of their content and of the tokens'.
+`padded` has one piece per sample and needs only starts.idx. An index is built from document indices that were hashed just before.
+Its name is made from their content and that of the tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Mode = Literal["best_fit", "padded"]
 
 @dataclass(frozen=True)
 class PackIndex:
-    """An index on disk. `cut_documents`: those longer than a sample; `sha256`: of each file."""
+    """An index on disk. `cut_documents`: the number of documents longer than a sample; `sha256`: the hash of each file."""
 
     path: Path
     mode: Mode
@@ -73,7 +73,7 @@ class PackIndex:
 
     @property
     def content(self) -> str:
-        """Equal where indices are the same."""
+        """A value that is equal for equal indices."""
         return self.fingerprint
 
     @property
@@ -81,7 +81,7 @@ class PackIndex:
         return self.path / "manifest.json"
 
     def pieces(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How many pieces each sample has, and where each piece, one sample after the other, starts and ends in the token stream."""
+        """The number of pieces of each sample; and the start and end in the token stream of each piece, one sample after the other."""
         if self.mode == "padded":
             spans = self._pairs("starts.idx", samples)
             return np.ones_like(samples), spans[:, 0], spans[:, 1]
@@ -99,13 +99,13 @@ class PackIndex:
         return np.arange(first, last) if self.mode == "padded" else np.unique(self._numbers("places.idx", first, last - first))
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Hash the files i with i % parts == part. Raises DataError naming the first that is not what was written."""
+        """Hash the files i with i % parts == part. Raises DataError naming the first damaged file."""
         for name, expected in sorted(self.sha256.items())[part::parts]:
             if sha256_of(self.path / name) != expected:
                 raise DataError(f"{self.path / name}: content does not match its hash in manifest.json; remove {self.path}")
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_files"}  # open files stay at home
+        return {name: value for name, value in self.__dict__.items() if name != "_files"}  # open files are not pickled
 
     @functools.cached_property
     def _files(self) -> OpenFiles:
@@ -116,17 +116,16 @@ class PackIndex:
         return np.frombuffer(content, dtype=_NUMBER).astype(np.int64)
 
     def _pairs(self, name: str, places: np.ndarray) -> np.ndarray:
-        """Each of these numbers of a file and the one after it, int64 [places, 2]."""
+        """The numbers of a file at these places, each with the one after it: int64 [places, 2]."""
         read, size = self._files.get(name).read, 2 * _NUMBER.itemsize
         content = b"".join([read(size, offset) for offset in (places * _NUMBER.itemsize).tolist()])
         return np.frombuffer(content, dtype=_NUMBER).astype(np.int64).reshape(-1, 2)
 
 
 def open_index(data: PreparedData, mode: Mode, sequence_length: int, cache: Path) -> PackIndex:
-    """The index of `data` in the folder `cache`, made there if it is missing; processes that come together make it once.
+    """The index of `data` in the folder `cache`. If it is missing, it is made there, once for all processes.
 
-    Raises DataError when it cannot be written, when it is not what this program writes, and when the data's document index, from which
-    it is made, is not what was prepared.
+    Raises DataError if it cannot be written, if it is not what this program writes, or if the data's document index is damaged.
     """
     path = index_path(data, mode, sequence_length, cache)
     if path.exists():  # complete: it was renamed into place
@@ -144,7 +143,7 @@ def open_index(data: PreparedData, mode: Mode, sequence_length: int, cache: Path
 
 
 def index_path(data: PreparedData, mode: Mode, sequence_length: int, cache: Path) -> Path:
-    """Where `open_index` keeps the index."""
+    """The place where `open_index` keeps the index."""
     content = hashlib.sha256(f"{data.fingerprint}\n{data.documents_fingerprint}".encode()).hexdigest()
     return cache / "packing" / f"{content[:24]}-{mode}-{sequence_length}-v{VERSION}"
 
@@ -152,8 +151,8 @@ def index_path(data: PreparedData, mode: Mode, sequence_length: int, cache: Path
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Best-fit decreasing: the sample of each piece, and the number of samples. Lengths must be 1..capacity.
 
-    Equal lengths are placed together. `holes` has a bit for every amount of room that some open sample has, so that the least
-    sufficient one is found with two operations on integers.
+    Equal lengths are placed together. `holes` has a bit for every amount of room that some open sample has. Two integer
+    operations on it find the least sufficient amount.
     """
     by_length = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
@@ -189,7 +188,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 def _build(data: PreparedData, mode: Mode, sequence_length: int, path: Path) -> None:
     log.info("data: packing %s (%s, %d documents) into %s", data.path, mode, data.documents, path)
-    data.verify_documents()  # what is made from a damaged index would be used for as long as it is kept
+    data.verify_documents()  # a packing of a damaged index would stay in use
     with staged_directory(path) as stage:
         with ExitStack() as stack:
             files = {name: stack.enter_context((stage / name).open("wb")) for name in _FILES[mode]}
@@ -218,7 +217,7 @@ def _build(data: PreparedData, mode: Mode, sequence_length: int, path: Path) -> 
 
 
 def _groups(data: PreparedData, sequence_length: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Starts and lengths of the pieces of each group of documents, and how many of these are longer than a sample."""
+    """Starts and lengths of the pieces of each group of documents, and how many documents are longer than a sample."""
     begin, shown = 0, time.monotonic()
     for first in range(0, data.documents, GROUP):
         ends = data.document_ends(first, min(first + GROUP, data.documents))
@@ -234,7 +233,7 @@ def _groups(data: PreparedData, sequence_length: int) -> Iterator[tuple[np.ndarr
 
 
 def _identity(data: PreparedData, mode: Mode, sequence_length: int) -> dict[str, object]:
-    """What an index is of."""
+    """The data and settings that an index belongs to."""
     content = {"fingerprint": data.fingerprint, "documents_fingerprint": data.documents_fingerprint, "tokens": data.tokens}
     return {"version": VERSION, "mode": mode, "sequence_length": sequence_length, **content}
 

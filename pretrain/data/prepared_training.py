@@ -29,7 +29,7 @@ from pretrain.data.tokenizers.tokenizer import ADDED_NAME, TokenizerIdentity, Vo
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """A run's data. `config`: with text as a source; `eod_id`: the token that closes a document; `objective`: what becomes of a sample."""
+    """A run's data. `config`: with text as a source; `eod_id`: the token that closes a document; `objective`: makes inputs of samples."""
 
     config: Config
     stream: Stream
@@ -42,7 +42,7 @@ class PreparedTraining:
 
     @classmethod
     def open(cls, config: Config, start_id: int | None) -> PreparedTraining:
-        """Open the sources and check what goes with them. Raises ConfigError or DataError."""
+        """Open the sources and check them with their settings. Raises ConfigError or DataError."""
         data = config.data
         validation = open_each("data.validation", data.validation, lambda source: open_samples(source, data))
         config = with_prepared_text(config)

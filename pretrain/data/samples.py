@@ -1,14 +1,14 @@
-"""Prepared data as a list of training samples, by three ways of cutting it.
+"""Prepared data as a list of training samples, cut in one of three ways.
 
-A sample is `sequence_length` inputs and, for each, the token after it as its target. Inputs are *pieces* of the token stream:
+A sample has `sequence_length` inputs, and the target of each is the token after it. Inputs are *pieces* of the token stream:
 
     concatenate   |AAAAAaBBBBB|BBBBBBBbCCC|CcDDDDDDDDD|      windows of the stream, whatever document they begin in
     best_fit      |AAAAAaCCCCc|BBBBBBBBBBB|BbEEEEEe...|      whole documents, as many as fit; only longer ones are cut (packing.py)
     padded        |AAAAAa.....|BBBBBBBBBBB|Bb.........|      one document, or a part of a longer one
 
-Capitals are a document's tokens, small letters its end-of-document token, dots padding: end-of-document tokens as inputs, with
-no loss. Every token of a document but its first is a target once per epoch. `boundary_loss` says whether the first token of
-a document is a target too, where another document stands before it.
+Capitals are a document's tokens, small letters its end-of-document token, dots padding: end-of-document tokens as inputs, with no
+loss. Every token of a document but its first is a target once per epoch. `boundary_loss` says whether the first token of a
+document is a target too, if another document stands before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pretrain.errors import DataError
 
 @dataclass(frozen=True)
 class Totals:
-    """`tokens`: inputs that are not padding; `targets`: those that carry a loss; `left_out`: tokens that are in no sample."""
+    """`tokens`: inputs that are not padding; `targets`: targets that carry a loss; `left_out`: tokens that are in no sample."""
 
     tokens: int
     targets: int
@@ -46,26 +46,26 @@ class Samples(Protocol):
         """Write inputs and targets of `samples[i]` into row `rows[i]` of int64 arrays; targets without loss are IGNORED."""
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
-        """Where the inputs come from: stretches (start, length) of the token stream, in order."""
+        """The origin of the inputs: stretches (start, length) of the token stream, in order."""
 
     def prefetch(self, samples: np.ndarray) -> None:
-        """Bring what these samples need nearer, in the background, where the data is remote."""
+        """Download the data of these samples in the background, if it is remote."""
 
     def describe(self) -> str:
-        """What there is to say of the packing."""
+        """A phrase about the packing, for the log."""
 
     @property
     def holdings(self) -> list[Holding]:
-        """What is read, with manifests of their own: the prepared directory, and the packing index where there is one."""
+        """The parts with their own manifests: the prepared directory, and the packing index if one is used."""
 
     def identity(self, number: int) -> dict[str, str]:
-        """What decides the samples of source `number` of a run, by keys of the run's identity; and its path, for messages."""
+        """The values that decide the samples of source `number` of a run, by keys of the run's identity; and its path, for messages."""
 
     def find(self, start: int, end: int) -> np.ndarray:
-        """The samples with an input among the stream's tokens [start, end), which are within one document; sorted."""
+        """The samples with an input among the stream's tokens [start, end), sorted. The tokens lie within one document."""
 
     def totals(self) -> Totals:
-        """Of all samples once, which is an epoch."""
+        """The totals of all samples once, which is an epoch."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Windows:
 
     def totals(self) -> Totals:
         tokens = len(self) * self.sequence_length
-        ignored = 0 if self.boundary_loss else self.data.document_at(tokens)  # documents that end before: with their last token
+        ignored = 0 if self.boundary_loss else self.data.document_at(tokens)  # documents that have ended by then
         return Totals(tokens, tokens - ignored, self.data.tokens - tokens)
 
 
@@ -152,7 +152,7 @@ class Packed:
             if not self.boundary_loss:
                 targets_BT[row, :size][tokens_BT[row, :size] == self.data.eod_id] = IGNORED
         targets_BT[rows, used - 1] = IGNORED
-        # What does not end with a document is a part of a longer one, and has its sample to itself.
+        # A piece that does not end with a document is part of a longer one, and has a sample to itself.
         cut = np.flatnonzero(tokens_BT[rows, used - 1] != self.data.eod_id)
         after = ends[np.cumsum(counts) - 1][cut]
         targets_BT[rows[cut], used[cut] - 1] = self.data.read_joined(after, np.ones_like(after))
@@ -180,7 +180,7 @@ class Packed:
 
     def totals(self) -> Totals:
         tokens, documents = self.index.tokens, self.data.documents
-        # All but the last piece of a longer document fill a sample, whose last target is the token after it.
+        # All but the last piece of a longer document fill a sample. Its last target is the token after the piece.
         ends = self.index.samples - (self.index.pieces_count - documents) if self.boundary_loss else documents
         return Totals(tokens, tokens - ends, 0)
 
@@ -191,7 +191,7 @@ def _identity(data: PreparedData, number: int) -> dict[str, str]:
 
 
 def _block(rows: np.ndarray) -> slice | np.ndarray:
-    """Rows that follow each other as a slice, into which numpy converts several times faster."""
+    """Rows that follow each other, as a slice: numpy converts into a slice several times faster."""
     neighbours = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows) and (np.diff(rows) == 1).all()
     return slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else rows
 

@@ -1,6 +1,6 @@
-"""From the configuration to the stream of samples: text prepared, sources opened, mixture and stages checked, the batch schedule.
+"""From the configuration to the stream of samples: prepare text, open sources, check mixture and stages, make the batch schedule.
 
-Without torch, so that tools which look at data answer at once.
+This file does not import torch, so that tools which look at data answer at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cache_folder(data: Data) -> Path:
 
 
 def with_prepared_text(config: Config) -> Config:
-    """The configuration with `data.text` as a source: prepared in the cache, unless it is there. Raises ConfigError or DataError."""
+    """The configuration with `data.text` as a source, prepared in the cache if it is missing. Raises ConfigError or DataError."""
     data = config.data
     if data.text == Text():
         return config
@@ -51,7 +51,7 @@ def with_prepared_text(config: Config) -> Config:
 
 
 def _prepared_text(text: Text, cache: Path) -> Path:
-    """The prepared directory of a text, named after all that decides its content. Processes that come together make it once."""
+    """The prepared directory of a text. Its name depends on all that decides the content, and one process makes it for all."""
     from pretrain.data.preparation.inputs import dataset_files, find_inputs
     from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
     from pretrain.data.preparation.prepare import prepare
@@ -64,7 +64,7 @@ def _prepared_text(text: Text, cache: Path) -> Path:
     settings = Settings(text_field=text.text_field, text_mode=text.documents)
     plan = PreparationPlan.make(settings, identity_of(load_tokenizer(text.tokenizer)), inputs)
     path = cache / "text" / plan.sha256[:24]
-    if not path.is_dir():  # complete once it is there: it is renamed into place
+    if not path.is_dir():  # complete if it exists: it is renamed into place
         with _alone(path):
             if not path.is_dir():
                 log.info("data: preparing the text of data.text into %s; later starts find it there", path)
@@ -76,7 +76,7 @@ def _prepared_text(text: Text, cache: Path) -> Path:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock beside `path`. A process that has to wait for it says so."""
+    """Hold the lock beside `path`. A process that must wait for it says so."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = (path.parent / f".{path.name}.lock").open("w")
@@ -116,7 +116,7 @@ def open_sources(config: Config) -> list[Samples]:
 
 
 def open_each(key: str, sources: Sequence[Any], open_one: Callable[[Any], Opened]) -> list[Opened]:
-    """Every source of a list in the configuration, opened. What is wrong with one names its place in the list."""
+    """Open every source of a list in the configuration. An error in one names its place in the list."""
     opened = []
     for number, source in enumerate(sources):
         try:
@@ -127,7 +127,7 @@ def open_each(key: str, sources: Sequence[Any], open_one: Callable[[Any], Opened
 
 
 def cut_identity(data: Data, kind: str, tokenizer: TokenizerIdentity, objective: Objective) -> dict[str, Any]:
-    """What every identity record has, whatever kind of data a run reads: how documents become samples, and of which tokens."""
+    """The part of an identity record that all kinds of data share: how documents become samples, and with which tokenizer."""
     return {
         "packing": data.packing,
         "document_mask": data.document_mask,
@@ -146,18 +146,18 @@ def validation_holdings(validation: Sequence[Any]) -> list[tuple[str, Holding]]:
 
 
 def check_data(config: Config) -> None:
-    """Raise ConfigError where the keys of `data` contradict each other or those of `batch`. Nothing is opened."""
+    """Raise ConfigError if the keys of `data` contradict each other or those of `batch`. Nothing is opened."""
     data = config.data
     given = {"data.sources": bool(data.sources), "data.text": data.text != Text(), "data.pairs": data.pairs is not None}
     named = [key for key, is_given in given.items() if is_given]
     if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} both say what is trained on; keep one")
+        raise ConfigError(f"{' and '.join(named)} both name the training data; keep one")
     for key, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         _check_names(key, [source_name(source) for source in sources])
     if data.pairs is not None:
         if config.batch.tokens is None:
             raise ConfigError(
-                "batch.tokens is missing: tokens of source and target in a step on data.pairs, padding included, e.g. 4096"
+                "batch.tokens is missing; with data.pairs, set the tokens of sources and targets in a step, padding included, e.g. 4096"
             )
         return
     if data.text != Text():
@@ -167,23 +167,21 @@ def check_data(config: Config) -> None:
     batch_schedule(config)
     _check_weights_are_used(data)
     if data.sources:
-        _mixture(data, [1] * len(data.sources), [None] * len(data.sources))  # without limits, so sizes do not matter
+        _mixture(data, [1] * len(data.sources), [None] * len(data.sources))  # without limits, so that sizes do not matter
 
 
 def _check_objective(data: Data) -> None:
     for name, only in (("packing", "concatenate"), ("document_mask", False), ("boundary_loss", True)):
         if data.objective == "span_corruption" and (value := getattr(data, name)) != only:
-            raise ConfigError(
-                f"data.objective=span_corruption takes samples as they are cut: data.{name}={value} is not built for it, remove it"
-            )
+            raise ConfigError(f"data.objective=span_corruption does not support data.{name}={value}; remove it")
 
 
 def _check_text(text: Text) -> None:
     if bool(text.input) == bool(text.dataset):
-        raise ConfigError("data.text: give one of input (files and globs) and dataset (a Hugging Face dataset)")
+        raise ConfigError("data.text: give either input (files and globs) or dataset (a Hugging Face dataset)")
     if text.tokenizer is None:
         raise ConfigError(
-            "data.text.tokenizer is missing: a directory or file of tools/train_tokenizer.py, or a tokenizer.json"
+            "data.text.tokenizer is missing; give a directory or file of tools/train_tokenizer.py, or a tokenizer.json"
         )
 
 
@@ -195,12 +193,12 @@ def _check_weights_are_used(data: Data) -> None:
             if source.weight:
                 raise ConfigError(
                     f"data.sources.{number}.weight={source.weight:g} has no effect, because every stage of data.stages has weights of its "
-                    "own; remove it, or leave the weights out of a stage that is to take it"
+                    "own; remove it, or leave the weights out of a stage that should use it"
                 )
 
 
 def open_samples(source: Source | ValidationSource, data: Data) -> Samples:
-    """A source as samples. Raises DataError for one that cannot be read."""
+    """A source as samples. Raises DataError if it cannot be read."""
     prepared = open_prepared(source.path, data)
     name = source_name(source)
     if data.packing == "concatenate":
@@ -210,13 +208,13 @@ def open_samples(source: Source | ValidationSource, data: Data) -> Samples:
 
 
 def open_prepared(path: str, data: Data) -> PreparedData:
-    """A prepared directory, or one behind a URL, kept in the cache. Raises DataError for one that cannot be read."""
+    """A prepared directory, or one behind a URL, which is cached. Raises DataError if it cannot be read."""
     cache = ShardCache(cache_folder(data), int(data.cache.limit_gb * 1e9)) if is_url(path) else None
     return PreparedData.open(path, cache)
 
 
 def source_name(source: Source | ValidationSource) -> str:
-    """What logs and stages call a source."""
+    """The name of a source in logs and stages."""
     if source.name:
         return source.name
     path = Path(source.path)
@@ -224,7 +222,7 @@ def source_name(source: Source | ValidationSource) -> str:
 
 
 def check_tokenizers(sources: Sequence[Samples]) -> None:
-    """Raise DataError unless all were prepared with one tokenizer and one end-of-document token, and the copies that lie there are it."""
+    """Raise DataError unless all were prepared with one tokenizer and one end-of-document token, and their copies of it are intact."""
     first = sources[0].data
     for other in (source.data for source in sources):
         if difference := first.tokenizer.difference(other.tokenizer):
@@ -248,7 +246,7 @@ def batch_schedule(config: Config) -> BatchSchedule:
 
 
 def open_stream(config: Config, sources: list[Samples]) -> Stream:
-    """The stream of a run. Raises ConfigError where its mixture contradicts itself."""
+    """The stream of a run. Raises ConfigError if its mixture contradicts itself."""
     data = config.data
     window = data.shuffle_shards if data.shuffle == "shards" else None
     mixture = _mixture(data, [len(source) for source in sources], [source.max_epochs for source in data.sources])
@@ -256,7 +254,7 @@ def open_stream(config: Config, sources: list[Samples]) -> Stream:
 
 
 def _mixture(data: Data, sizes: list[int], max_epochs: list[int | None]) -> Mixture:
-    """The mixture of sources with so many samples. Raises ConfigError where weights, budgets and stages contradict each other."""
+    """The mixture of sources with these numbers of samples. Raises ConfigError if weights, budgets and stages contradict each other."""
     weights = _own_weights(data)
     stages = [_stage(data, i, stage, weights) for i, stage in enumerate(data.stages)] or [Stage(None, tuple(weights))]
     for i, (before, stage) in enumerate(zip(stages, stages[1:]), start=1):
@@ -273,7 +271,7 @@ def _shown(tokens: int | None) -> str:
 
 
 def _check_names(key: str, names: list[str]) -> None:
-    """Raise ConfigError for two sources of one name: logs and stages could not tell them apart."""
+    """Raise ConfigError if two sources have one name: logs and stages could not tell them apart."""
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
         raise ConfigError(
@@ -297,8 +295,8 @@ def _own_weights(data: Data) -> list[float]:
         return weights
     if not all(budgets):
         raise ConfigError(
-            f"data.sources.{budgets.index(False)} has no tokens, and data.sources.{budgets.index(True)} has; give every source a budget "
-            "of tokens, or none"
+            f"data.sources.{budgets.index(False)} has no tokens, but data.sources.{budgets.index(True)} has; give every source a budget "
+            "of tokens, or remove all budgets"
         )
     if data.stages:
         raise ConfigError("data.stages and data.sources[].tokens both say how sources are mixed; keep one")
@@ -316,7 +314,7 @@ def _stage(data: Data, number: int, stage: MixtureStage, weights: list[float]) -
 
 
 def check_length(config: Config, mixture: Mixture, schedule: BatchSchedule, step: int = 0, samples: int = 0) -> None:
-    """Raise ConfigError when a run that goes on after `step` steps, which took `samples`, would outlast its data."""
+    """Raise ConfigError if a run that continues after `step` steps and `samples` samples would outlast its data."""
     length, needed = config.data.sequence_length, schedule.after(samples, config.run.steps - step)
     budget = sum(source.tokens or 0 for source in config.data.sources)
     last = schedule.step_of(mixture.length, samples, step) - 1 if mixture.length is not None else config.run.steps

@@ -32,10 +32,10 @@ _ORDERS = 256
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """How many samples each optimizer step takes: constant, or growing by a ramp. A pure function of the samples consumed.
+    """The number of samples of each optimizer step: constant, or growing by a ramp. It is a pure function of the consumed samples.
 
-    `ramp`: (until, sequences) in rising order: steps that begin before `until` consumed samples take so many. `sequences`
-    is the size after the last of them.
+    `ramp`: (until, sequences) in rising order. A step that begins before `until` consumed samples takes that many `sequences`.
+    The field `sequences` is the size after the last ramp.
     """
 
     sequences: int
@@ -57,7 +57,7 @@ class BatchSchedule:
         return consumed
 
     def step_of(self, position: int, consumed: int = 0, step: int = 0) -> int:
-        """The step, counted from 1, that takes the sample at a stream position, after `step` steps that took `consumed`."""
+        """The step, counted from 1, that takes the sample at a stream position. The first `step` steps took `consumed` samples."""
         for until, sequences in self._stages():
             here = None if until is None else max(0, -(-(until - consumed) // sequences))
             if here is None or position < consumed + here * sequences:
@@ -76,7 +76,7 @@ class BatchSchedule:
 
 
 def check_micro_steps(config: Config, data_size: int) -> int:
-    """Micro-steps of a step of `batch.sequences`. Raises ConfigError for a size, there or in the ramp, that so many ranks cannot share."""
+    """Micro-steps of a step of `batch.sequences`. Raises ConfigError for a size, there or in the ramp, that the ranks cannot share."""
     if config.data.pairs is not None:
         return 0
     micro_steps = _micro_steps(config, "batch.sequences", config.batch.sequences, data_size)
@@ -101,13 +101,13 @@ def _micro_steps(config: Config, key: str, sequences: int, data_size: int) -> in
 
 @dataclass(frozen=True)
 class Shuffle:
-    """How the samples of an epoch are ordered. `window_shards`: mix so many shards at a time; None: all of them."""
+    """How the samples of an epoch are ordered. `window_shards`: the number of shards to mix at a time; None: all."""
 
     seed: int
     window_shards: int | None = None
 
     def order(self, samples: Samples, epoch: int) -> Order:
-        """The order of one epoch of a source: another in every epoch."""
+        """The order of one epoch of a source; it differs in every epoch."""
         identity = ("order", self.seed, epoch, samples.data.fingerprint)
         if self.window_shards is None:
             return FullOrder(len(samples), identity)
@@ -161,7 +161,7 @@ class Stream:
         return sources, samples, epochs
 
     def positions(self, source: int, samples: np.ndarray, epoch: int) -> np.ndarray:
-        """Where samples of a source come in its `epoch`-th repetition: the inverse of `locate`; -1: never."""
+        """Stream positions of a source's samples in its `epoch`-th repetition: the inverse of `locate`; -1: never."""
         numbers = epoch * len(self.sources[source]) + self._order(source, epoch).places(samples)
         return self.mixture.positions(source, numbers)
 
@@ -176,7 +176,7 @@ class Stream:
             self.sources[source].fill(samples[rows], rows, tokens_BT, targets_BT)
 
     def prefetch(self, positions: np.ndarray) -> None:
-        """Bring the remote shards of the samples at these positions nearer, in the background; positions may lie beyond the end."""
+        """Download the remote shards of the samples at these positions in the background; positions may lie beyond the end."""
         if not any(source.data.is_remote for source in self.sources):
             return
         if self.mixture.length is not None:
@@ -186,7 +186,7 @@ class Stream:
             self.sources[source].prefetch(samples[sources == source])
 
     def shares(self, until: int) -> dict[str, float]:
-        """Share of each source in the samples before position `until`; empty where there is one source."""
+        """Share of each source in the samples before position `until`; empty for a single source."""
         if len(self.sources) == 1:
             return {}
         counts = self.mixture.counts(until)
@@ -207,7 +207,7 @@ class Stream:
         return lines
 
     def identity(self, until: int) -> dict[str, Any]:
-        """Everything that decided the samples before position `until`, for a checkpoint to be compared with."""
+        """Everything that decided the samples before position `until`, to compare with a checkpoint."""
         segments = self.mixture.history(until)
         drawn = sorted({int(source) for segment in segments for source in segment["shares"]})
         return {
@@ -235,11 +235,11 @@ def _multipliers(length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def digest(positions: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> int:
-    """52 bits that name these samples at these positions: the sum of a hash of each, so that ranks can add up their shares.
+    """52 bits that identify these samples at these positions: a sum of their hashes, so that ranks can add up their shares.
 
     Two runs whose steps have equal digests saw the same samples, with the same targets, in the same order.
     """
     by_token, by_target = _multipliers(tokens_BT.shape[1])
     contents = tokens_BT.view(np.uint64) @ by_token + targets_BT.view(np.uint64) @ by_target
-    keys = scramble(positions.astype(np.uint64) + _DIGEST_KEY)  # so that samples exchanged do not give the same sum
+    keys = scramble(positions.astype(np.uint64) + _DIGEST_KEY)  # so that two samples in exchanged places give another sum
     return int(scramble(contents + keys).sum()) % DIGEST_MODULUS

@@ -1,4 +1,4 @@
-"""What a network is asked of a sample: the tasks that turn a sample's tokens into the network's inputs.
+"""The tasks of a network: they turn a sample's tokens into the network's inputs.
 
 Next token: every token is predicted from those before it. Span corruption is the objective of T5 (Raffel et al., arXiv 1910.10683,
 sections 3.1.4 and 3.3.4), for an encoder-decoder:
@@ -11,7 +11,7 @@ A sample of L tokens always loses round(L x density) tokens in the same number o
 another, and nothing is padded. A sample begins with a stretch that is kept and ends with one that is lost. Which tokens are lost is a
 pure function of the seed and the sample's position in the stream. No layout or restart changes it, and every epoch loses others.
 
-Without torch but for the tensors at the end, so that tools which look at data answer at once.
+torch is imported only for the tensors at the end, so that tools which look at data answer at once.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Objective(Protocol):
         """
 
     def for_validation(self) -> Objective:
-        """The same where nothing is to depend on the run: positions are then those in the validation source."""
+        """The same objective independent of the run: positions are then those in the validation source."""
 
     def lengths(self, sequence_length: int) -> tuple[float, ...]:
-        """Tokens that the network sees of a sample: of it, or of its source and of its target."""
+        """Tokens that the network sees of a sample: its length, or those of its source and its target."""
 
     def added_tokens(self, vocab_size: int) -> list[str]:
-        """Tokens beyond the `vocab_size` of the tokenizer, as transformers calls them, in the order of their ids."""
+        """The names in transformers of tokens beyond the tokenizer's `vocab_size`, in the order of their ids."""
 
     def identity(self) -> dict[str, Any]:
-        """JSON values that change when what is made of a sample does."""
+        """JSON values that change when the network's inputs from a sample change."""
 
     def describe(self) -> list[str]:
         """Lines for the log."""
@@ -60,9 +60,9 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class NextToken:
-    """Every token is to be predicted from those before it.
+    """Predict every token from those before it.
 
-    `mask_eod_id`: the token that closes a document, where attention ends with it; `dropout_seed`: that of the masks of dropout, None without.
+    `mask_eod_id`: the token that closes a document, if attention ends there; `dropout_seed`: the seed of dropout's masks, None without dropout.
     """
 
     mask_eod_id: int | None = None
@@ -95,15 +95,15 @@ class NextToken:
 
 
 def documents_of(tokens_BT: np.ndarray, eod_id: int) -> np.ndarray:
-    """Which document each input belongs to, [B, T], counted from 0 in each row: one more after every end-of-document token.
+    """The document of each input, [B, T], counted from 0 in each row: one more after every end-of-document token.
 
-    A token of padding, which is an end-of-document token, is thereby a document of its own.
+    Padding consists of end-of-document tokens, so each of its tokens is a document of its own.
     """
     rows, length = tokens_BT.shape
     is_first = np.empty(tokens_BT.shape, dtype=bool)
     is_first[:, 0] = True
     np.equal(tokens_BT[:, :-1], eod_id, out=is_first[:, 1:])
-    firsts = np.flatnonzero(is_first)  # of documents, in all rows
+    firsts = np.flatnonzero(is_first)  # first tokens of documents, in all rows
     row_starts = np.searchsorted(firsts, np.arange(0, rows * length, length))
     numbers = np.arange(len(firsts)) - row_starts[firsts // length]
     # Repeating is several times faster than a running sum over all tokens.
@@ -120,7 +120,7 @@ class Spans:
 
     @classmethod
     def of_data(cls, data: Data) -> Spans | None:
-        """Those of a configuration; None with another objective. Raises ConfigError where nothing fits."""
+        """The spans of a configuration; None with another objective. Raises ConfigError if no spans fit."""
         if data.objective != "span_corruption":
             return None
         options = data.span_corruption
@@ -134,7 +134,7 @@ class Spans:
 
     @classmethod
     def of(cls, length: int, density: float, mean_span: float) -> Spans:
-        """As T5 counts: rounded, and at least one token is taken out and one is left. Raises ConfigError where nothing fits."""
+        """Counts like T5's: rounded, with at least one token taken out and one left. Raises ConfigError if no spans fit."""
         if length < 2:
             raise ConfigError(
                 f"data.sequence_length={length}: data.objective=span_corruption takes at least 2 tokens; raise it"
@@ -150,17 +150,17 @@ class Spans:
 
     @property
     def source_length(self) -> int:
-        """Tokens that the encoder reads: what is left, a sentinel per span, the end."""
+        """Tokens that the encoder reads: the remaining ones, a sentinel per span, the end."""
         return self.length - self.noise + self.count + 1
 
     @property
     def target_length(self) -> int:
-        """Tokens that the decoder is to write: a sentinel before each span, the end."""
+        """Tokens that the decoder must write: each span after its sentinel, then the end."""
         return self.noise + self.count + 1
 
     def masks(self, seed: int | None, positions_B: np.ndarray) -> np.ndarray:
-        """Which tokens are taken out of the samples at these positions, [B, L]. All ways to place the spans are equally likely. `seed`: of
-        the data's order; None in validation.
+        """Which tokens are taken out of the samples at these positions, [B, L]. All ways to place the spans are equally likely. `seed`:
+        the seed of the data's order; None in validation.
         """
         name = f"spans/{'validation' if seed is None else seed}"
         start = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -172,7 +172,7 @@ class Spans:
 
 
 def sentinel_ids(data: Data, vocab_size: int) -> range:
-    """The ids that stand for spans, rising, where the tokenizer has `vocab_size` tokens; empty where there are no spans."""
+    """The ids that stand for spans, rising, for a tokenizer of `vocab_size` tokens; empty without spans."""
     options = data.span_corruption
     if data.objective != "span_corruption":
         return range(0)
@@ -187,15 +187,15 @@ def sentinel_ids(data: Data, vocab_size: int) -> range:
 
 
 def compositions(total: int, parts: int, keys_B: np.ndarray) -> np.ndarray:
-    """`total` as a sum of `parts` whole numbers of at least 1, per key one of all such sums, [B, parts]."""
-    # The parts end at the places with the smallest of random numbers.
+    """`total` as a sum of `parts` integers of at least 1. Each key gives one of all such sums, [B, parts]."""
+    # The parts end at the places of the smallest random numbers.
     numbers = scramble(keys_B[:, None] + np.arange(total - 1, dtype=np.uint64) * _STEP)
     ends = np.sort(np.argsort(numbers, axis=1, kind="stable")[:, : parts - 1], axis=1) + 1
     return np.diff(ends, axis=1, prepend=0, append=total)
 
 
 def added_tokens(first_sentinel: int, vocab_size: int) -> list[str]:
-    """What transformers calls the sentinels that a tokenizer of `vocab_size` tokens has not, in the order of their ids."""
+    """The names in transformers of the sentinels that a tokenizer of `vocab_size` tokens lacks, in the order of their ids."""
     return [f"<extra_id_{first_sentinel - token}>" for token in range(vocab_size, first_sentinel + 1)]
 
 
@@ -203,9 +203,9 @@ def added_tokens(first_sentinel: int, vocab_size: int) -> list[str]:
 class SpanCorruption:
     """The objective of T5.
 
-    `first_sentinel`: id of the sentinel of the first span; those of the others count down. `end_id`: the token that ends sources and
-    targets. `start_id`: the token that decoding starts from. `seed`: that of the data's order; None in validation. `dropout_seed`: that of
-    the masks of dropout; None without dropout.
+    `first_sentinel`: id of the first span's sentinel; the others count down. `end_id`: the token that ends sources and targets.
+    `start_id`: the token that decoding starts from. `seed`: the seed of the data's order; None in validation. `dropout_seed`: the seed of
+    dropout masks; None without dropout.
     """
 
     spans: Spans
@@ -231,7 +231,7 @@ class SpanCorruption:
         spans, rows = self.spans, len(tokens_BT)
         lost_BT = spans.masks(self.seed, positions_B)
         first_BT = lost_BT & ~np.pad(lost_BT, ((0, 0), (1, 0)))[:, :-1]
-        number_BT = first_BT.cumsum(axis=1) - 1  # of the span
+        number_BT = first_BT.cumsum(axis=1) - 1  # the number of the span
         source_BS = np.full((rows, spans.source_length), self.end_id, dtype=np.int64)
         replaced_BT = np.where(first_BT, self.first_sentinel - number_BT, tokens_BT)
         source_BS[:, :-1] = replaced_BT[~lost_BT | first_BT].reshape(rows, -1)
@@ -244,7 +244,7 @@ class SpanCorruption:
         return source_BS, targets_BT
 
     def restore(self, source: Sequence[int], target: Sequence[int]) -> list[int]:
-        """The sample that a source and a target were made of."""
+        """The sample from which a source and a target were made."""
         sentinels = range(self.first_sentinel - self.spans.count + 1, self.first_sentinel + 1)
         lost: dict[int, list[int]] = {}
         for token in list(target)[:-1]:

@@ -1,4 +1,4 @@
-"""What a run asks of its data, whatever kind of data it is, and how it is opened and verified."""
+"""The interface between a run and any kind of data, and how data is opened and verified."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pretrain.errors import DataError, UserError
 
 
 class ValidationData(Protocol):
-    """Samples, or pairs, that a run is evaluated on: the first ones of a source, in order."""
+    """Samples, or pairs, for the evaluation of a run: the first ones of a source, in order."""
 
     name: str
 
@@ -33,10 +33,10 @@ class ValidationData(Protocol):
 
 
 class StepBatch(Protocol):
-    """What one rank computes in one optimizer step, on the host.
+    """The samples of one rank in one optimizer step, on the host.
 
-    `positions`: of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see stream.digest;
-    `target_tokens`: targets that carry a loss.
+    `positions`: the places of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see
+    stream.digest; `target_tokens`: targets that carry a loss.
     """
 
     positions: np.ndarray
@@ -45,7 +45,7 @@ class StepBatch(Protocol):
     target_tokens: int
 
     def micro_steps(self, sequences: int) -> int:
-        """How many micro-steps of `sequences` samples the batch is; equal on all ranks."""
+        """The number of micro-steps of `sequences` samples in the batch; equal on all ranks."""
 
     def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
         """The network's inputs of a micro-step, by name, on the device."""
@@ -58,8 +58,8 @@ class BatchLoader(Protocol):
     data_size: int
 
     def validation_inputs(self, source: ValidationData, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
-        """The network's inputs on these samples of a validation source, perhaps none; samples of one length are filled up to `rows` with
-        some that carry no loss.
+        """The network's inputs on these samples of a validation source, perhaps zero. Samples of one length are filled up to `rows` with
+        rows that carry no loss.
         """
 
     def batches(self, consumed: int) -> Iterator[StepBatch]:
@@ -67,44 +67,44 @@ class BatchLoader(Protocol):
 
 
 class TrainingData(Protocol):
-    """The samples of a run. What a sample is (a window of a text, a pair of sentences), only its implementations know."""
+    """The samples of a run. Only its implementations know what a sample is: a window of a text, or a pair of sentences."""
 
     attachments: dict[str, Path | str]
-    """What checkpoints keep beside the state, by name: copies of directories, and texts."""
+    """Directories and texts that a checkpoint copies beside the state, by name."""
     tokenizer_path: Path
     """A directory with the files of the tokenizer."""
     tokenizer: TokenizerIdentity
     vocabularies: dict[str, Vocabulary]
-    """By key of the section `model`, `vocab_size` and perhaps `encoder.vocab_size`."""
+    """The vocabularies by key of the section `model`: `vocab_size` and perhaps `encoder.vocab_size`."""
     added_tokens: list[str]
     """Tokens of training that the tokenizer lacks, which an export adds to it."""
     lengths: tuple[float, ...]
-    """Tokens that a network sees of a sample; for an encoder-decoder, of a source and of a target, on average."""
+    """Tokens that a network sees of a sample. For an encoder-decoder: of a source and of a target, on average."""
     fingerprints: list[str]
-    """What the content of each source is, in order."""
+    """The fingerprint of each source's content, in order."""
     validation: Sequence[ValidationData]
 
     @property
     def holdings(self) -> list[tuple[str, Holding]]:
-        """The directories that a run reads, those of its validation included, each with its key in the configuration."""
+        """The directories that a run reads, with those of its validation. Each has its key in the configuration."""
 
     def identity(self, until: int) -> dict[str, Any]:
-        """Everything that decided the samples before position `until`, for a checkpoint to be compared with.
+        """Everything that decided the samples before position `until`, to compare with a checkpoint.
 
         JSON values by key of an identity record, without its prefix `data.`; mappings and lists may be nested.
         """
 
     def samples_after(self, consumed: int, steps: int) -> int:
-        """Samples consumed `steps` steps after `consumed`; an estimate where steps have a number of tokens."""
+        """Samples consumed `steps` steps after `consumed`; an estimate if steps have a fixed number of tokens."""
 
     def check_suffices(self, step: int, samples: int) -> None:
-        """Raise ConfigError where a run that goes on after `step` steps, which took `samples`, would outlast its data."""
+        """Raise ConfigError if a run that continues after `step` steps and `samples` samples would outlast its data."""
 
     def shares(self, until: int) -> dict[str, float]:
-        """Share of each source in the samples before position `until`; empty where there is one source."""
+        """Share of each source in the samples before position `until`; empty for a single source."""
 
     def describe(self, until: int) -> list[str]:
-        """Lines that say what the samples before position `until` are."""
+        """Lines for the log about the samples before position `until`."""
 
     def loader(self, data_rank: int, data_size: int, pin: bool = False) -> BatchLoader:
         """The batches of one data-parallel rank. `pin`: in page-locked memory."""
@@ -113,20 +113,20 @@ class TrainingData(Protocol):
         """Samples of a validation source in one forward pass of a rank."""
 
     def bytes_per_token(self, source: ValidationData) -> float | None:
-        """Mean bytes of text behind a target token of a validation source; None where that is not known, or targets are no plain text."""
+        """Mean bytes of text per target token of a validation source; None if unknown, or if targets are not plain text."""
 
 
 def open_data(config: Config, start_id: int | None = None) -> TrainingData:
-    """What a run reads, of a configuration whose derived values are filled in. Raises ConfigError or DataError.
+    """The data of a run, from a configuration with its derived values filled in. Raises ConfigError or DataError.
 
-    `start_id`: the token that a decoder with an encoder starts from; by default the end-of-document token.
+    `start_id`: the token from which the decoder of an encoder-decoder starts; by default the end-of-document token.
     """
     kind = PreparedTraining if config.data.pairs is None else PairTraining
     return kind.open(config, start_id)
 
 
 class RanksOfRun(Protocol):
-    """What checking needs of `distributed.ranks.Ranks`."""
+    """The part of `distributed.ranks.Ranks` that checking needs."""
 
     rank: int
 
@@ -136,10 +136,10 @@ class RanksOfRun(Protocol):
 
 
 def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksOfRun) -> bool:
-    """Whether files were hashed. Raises DataError, on every rank alike, unless all ranks read the same data, as it was written.
+    """Check that all ranks read the same, intact data; raise DataError on every rank if not. Return whether files were hashed.
 
-    `held`: what the run reads (`TrainingData.holdings`). With `full` every file is hashed. Ranks that see the same files, on shared
-    storage or on one host, share the work. A copy on a node's own disk, or its packing index, is hashed by the ranks of that node.
+    `held`: the data of the run (`TrainingData.holdings`). With `full` every file is hashed. Ranks that see the same files, on
+    shared storage or on one host, share the work. A copy or packing index on a node's own disk is hashed by the ranks of that node.
     """
     host = socket.gethostname()
     places = ranks.attempt(
@@ -160,8 +160,8 @@ def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksO
 
 
 def _place(file: Path, host: str) -> tuple[str, int, int, int]:
-    """Equal for ranks that see one and the same file. Disks of different nodes may be copies to the last inode, so a disk counts as
-    its host's own; network file systems have no device number of a disk (major 0).
+    """A value that is equal for ranks that see the same file. Disks of different nodes may be exact copies, so a disk counts as its
+    host's own; network file systems have no device number of a disk (major 0).
     """
     status = os.stat(file)
     return host if os.major(status.st_dev) else "", status.st_ino, status.st_mtime_ns, status.st_ctime_ns

@@ -1,4 +1,5 @@
-"""torchrun with words: what it waits for while its nodes gather, and one line where it would print a traceback.
+"""torchrun with messages: it says what it waits for while its nodes gather, and ends with one line in place of a
+traceback.
 
 launch/torchrun_multinode.sh starts this with torchrun's own arguments. The nodes' agents meet at the rendezvous, then start the
 processes of the run; after a failure they meet again.
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _import_quietly() -> None:
-    """torch's C++ tells of every attempt to connect, with its stack; it reads the level once. The run's processes keep theirs."""
+    """Import torch without its C++ log of every attempt to connect. torch reads the level once; the run's processes keep theirs."""
     given = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = given or "FATAL"
     import torch.distributed  # noqa: F401
@@ -73,12 +74,12 @@ def join_seconds(configuration: str) -> float:
 
 
 def missing(where: str, limit: float) -> str:
-    """What is wrong when the nodes do not gather."""
+    """The error when the nodes do not gather."""
     return f"{where} did not gather within {limit:g} s (JOIN_SECONDS); this one is {socket.gethostname()}"
 
 
 def look_at(endpoint: str, alone: bool = False) -> str:
-    """What an agent can see of the place where the nodes meet, and what to do. `alone`: there is one node."""
+    """The state of the meeting point as an agent sees it, and the remedy. `alone`: the run has one node."""
     host, _, port = endpoint.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
@@ -97,7 +98,7 @@ def look_at(endpoint: str, alone: bool = False) -> str:
 
 
 class _Watch(threading.Thread):
-    """Speaks while this host has no processes of the run; ends torchrun where its own limit does not hold."""
+    """Reports while this host has no processes of the run. Ends torchrun if its own limit does not work."""
 
     def __init__(self, endpoint: str, where: str, limit: float, alone: bool) -> None:
         super().__init__(name="words", daemon=True)
@@ -111,7 +112,7 @@ class _Watch(threading.Thread):
             if _has_processes():
                 since, word = now, FIRST_WORD_SECONDS
             elif now - since > self.limit + _GRACE_SECONDS:
-                # torch waits for an answer without end where something that is no store of torchrun listens.
+                # If another program than torchrun's store listens there, torch waits for its answer forever.
                 _fail(f"{missing(self.where, self.limit)}: {look_at(self.endpoint, self.alone)}")
                 os._exit(1)
             elif now - since > word:
@@ -124,7 +125,7 @@ class _Watch(threading.Thread):
 
 
 def _has_processes() -> bool:
-    """Whether this process has children. Where the system does not say, it is taken to have some, and nothing is said."""
+    """Whether this process has children. If the system does not say, assume that it has some, so that nothing is reported."""
     try:
         return any(path.read_text().strip() for path in Path("/proc/self/task").glob("*/children"))
     except OSError:
@@ -137,7 +138,7 @@ def _fail(line: str) -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> Any:
-    """Before torchrun has its own handlers."""
+    """Handle a signal that comes before torchrun has its own handlers."""
     _fail(f"ended by {signal.Signals(number).name} before the nodes had gathered")
     os._exit(1)
 

@@ -1,7 +1,7 @@
-"""What all ranks of a run must have in common before it begins: configuration, data, code and versions.
+"""The facts that all ranks of a run must share before it begins: configuration, data, code and versions.
 
-Each rank describes itself in flat facts. The main rank's are the measure: a rank whose digest of them differs asks for them and
-names the first difference (joining.py). So a thousand ranks that agree exchange one hash each.
+Each rank describes itself in flat facts and compares their digest with the main rank's. If it differs, the rank asks for the
+main rank's facts and names the first difference (joining.py). So a thousand ranks that agree exchange one hash each.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _REMEDY = "start all nodes with the same command and files"
 
 
 def run_facts(config: dict[str, Any], device: str, more: dict[str, Any], packages: Iterable[str] = ()) -> dict[str, Any]:
-    """The facts of this process, the causes of others first. JSON values by name.
+    """The facts of this process as JSON values by name. A fact that causes others comes before them.
 
-    `config`: the resolved configuration; `more`: what came of it on this host (layout, content of the data); `packages`: optional ones
+    `config`: the resolved configuration; `more`: its results on this host (layout, content of the data); `packages`: optional ones
     that take part in computing.
     """
     configured = {key: value for key, value in flatten(config).items() if key not in MAY_DIFFER}
@@ -46,7 +46,7 @@ def run_facts(config: dict[str, Any], device: str, more: dict[str, Any], package
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping of dotted paths; an empty one is a value."""
+    """Nested mappings and lists as one mapping of dotted paths. An empty mapping or list counts as a value."""
     if isinstance(values, (dict, list, tuple)) and values:
         items = values.items() if isinstance(values, dict) else enumerate(values)
         flat: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def code_hashes() -> dict[str, str]:
 
 
 def machine_name(device: str) -> str:
-    """The kind of processor that computes; it may differ between ranks, and that is said."""
+    """The kind of processor that computes. It may differ between ranks; a line then says so."""
     import torch
 
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""Connections between a rank and the switchboard: lines of JSON, in both directions. Nothing that comes is executed."""
+"""Connections between a rank and the switchboard: lines of JSON, in both directions. Nothing in a message is executed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pretrain.errors import LaunchError
 PROTOCOL = "pretrain 1"
 _LONGEST = 8 << 20  # bytes of a message
 LONGEST_HELLO = 8 << 10
-"""Bytes of a message from somebody who has not said hello yet: a scanner of ports, say."""
+"""Bytes of a message from a peer that has not said hello yet, for example a port scanner."""
 _SEND_SECONDS = 10.0
 
 
@@ -27,7 +27,7 @@ class Channel:
         self.longest = longest
         connection.settimeout(_SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Idle connections are dropped by some firewalls; a host that vanished is noticed in the end.
+        # Some firewalls drop idle connections. Keep-alive also notices, in the end, a host that vanished.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 60), ("TCP_KEEPCNT", 20)):
             if hasattr(socket, name):
@@ -46,7 +46,9 @@ class Channel:
             self.connection.sendall(data)
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come; waits for some. Raises OSError when there will be no more, ValueError for nonsense."""
+        """Wait for messages and return those that have come. Raises OSError when the connection is closed, and ValueError for
+        what is no message.
+        """
         data = self.connection.recv(1 << 16)
         if not data:
             raise ConnectionError("the connection was closed")
@@ -59,7 +61,7 @@ class Channel:
         return messages
 
     def trust(self) -> None:
-        """Take messages of every length from now on: the other side has said who it is."""
+        """Accept long messages from now on: the other side has said who it is."""
         self.longest = _LONGEST
 
     def close(self) -> None:
@@ -86,9 +88,10 @@ def _is_taken(port: int) -> bool:
 
 
 def hello(channel: Channel, rank: int, world_size: int, token: str) -> list[dict[str, Any]]:
-    """Introduce a rank to the switchboard; its answer, and what it said after that.
+    """Introduce a rank to the switchboard; return its answer and any messages after that.
 
-    `token`: of the switchboard that is looked for, "" for any. Raises LaunchError when it refuses the rank, OSError or ValueError where the other side is no switchboard.
+    `token`: identifies the switchboard that is wanted, "" for any. Raises LaunchError if the switchboard refuses the
+    rank, OSError or ValueError if the other side is not a switchboard.
     """
     me = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "process": os.getpid()}
     channel.send("hello", protocol=PROTOCOL, token=token, **me)

@@ -1,8 +1,8 @@
 """From separate processes to a run: they find the main rank, agree (agreement.py), and start together, or end together with one line.
 
-The main rank listens at MASTER_ADDR:MASTER_PORT; where torchrun's agent holds a store there, the store says where the main rank
-listens. The others look for it while they open their data. Whoever fails before all are there says so to the rest (`leave`,
-`tell`), and whoever waits says for whom.
+The main rank listens at MASTER_ADDR:MASTER_PORT. If torchrun's agent holds a store there, the store says where the main rank
+listens. The others look for it while they open their data. A process that fails before all have come tells the rest (`leave`,
+`tell`), and a process that waits says for whom.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 FIRST_WORD_SECONDS = 5.0
-"""Wait after which a process says for whom; then at twice the time, and so on, at most _MOST_APART seconds apart."""
+"""Seconds after which a waiting process says for whom it waits; then at twice the time, and so on, at most _MOST_APART seconds apart."""
 _MOST_APART = 60.0
 TELL_SECONDS = 10.0
 """How long a process that failed tries to let the others know."""
-_LINGER_SECONDS = 2.0  # of the main rank, once all have met or it has waited in vain: what its switchboard had to say is said
+_LINGER_SECONDS = 2.0  # how long the main rank stays at the end, after the switchboard has sent its last messages
 
 
 class Meeting:
     """The control plane of one process: the connection to the switchboard, and in the main rank's process the switchboard itself.
 
-    Alone (`world_size` 1) it does nothing. `join` once the plan is made; `leave` at the end, with the error if there is one.
+    With `world_size` 1 it does nothing. Call `join` once the plan is made, and `leave` at the end, with the error if the
+    process failed.
     """
 
     def __init__(self, rank: int, local_rank: int, world_size: int, join_seconds: float, timeout_seconds: float) -> None:
@@ -74,7 +75,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def doing(self, name: str) -> Iterator[None]:
-        """Around work before `join`: others who wait are told of it. That the switchboard refuses this rank explains an error in it."""
+        """Name the work before `join`, for the ranks that wait. If the switchboard has refused this rank, that explains an error in the work."""
         with self.monitor.doing(name) if self.monitor else contextlib.nullcontext():
             try:
                 yield
@@ -112,7 +113,7 @@ class Meeting:
             pause = min(2 * pause, 1.0)
 
     def _connect(self) -> tuple[Channel, list[dict[str, Any]]]:
-        """A connection to the switchboard, and what it said to begin with. Raises OSError or ValueError, and LaunchError when refused."""
+        """A connection to the switchboard and its first messages. Raises OSError or ValueError, and LaunchError if it refuses this rank."""
         problem: Exception = ConnectionRefusedError()
         for place in self._places():
             try:
@@ -153,9 +154,7 @@ class Meeting:
         if isinstance(error, ConnectionRefusedError):
             return f"nobody listens at {where} (MASTER_ADDR:MASTER_PORT)"
         if isinstance(error, (ValueError, ConnectionError)):
-            return (
-                f"what listens at {where} (MASTER_ADDR:MASTER_PORT) is not rank 0 of a run: another program, or another version"
-            )
+            return f"another program, or another version, listens at {where} (MASTER_ADDR:MASTER_PORT) in place of rank 0"
         return f"{where} (MASTER_ADDR:MASTER_PORT) does not answer ({error})"
 
     # ---- joining ------------------------------------------------------------------------------------------------------
@@ -163,10 +162,10 @@ class Meeting:
     def join(
         self, facts: dict[str, Any], machine: str, on_difference: Callable[[list[str]], object] | None = None
     ) -> list[str]:
-        """Wait until all are here and agree; lines about machines that differ, which is allowed.
+        """Wait until all ranks have come and agree. Return lines about machines that differ, which is allowed.
 
-        `facts`: what has to be equal on all ranks, flat; `on_difference` is told every one that is not. Afterwards `store` is torch's
-        store of this run and `hosts` the host of each rank. Raises LaunchError or what another rank ended with.
+        `facts`: flat values that must be equal on all ranks; `on_difference` gets a line for each that is not. Afterwards `store` is
+        torch's store of this run and `hosts` the host of each rank. Raises LaunchError, or the error that ended another rank.
         """
         with self.doing("wait for the other processes"):
             waiting = _Wait(self)
@@ -192,7 +191,7 @@ class Meeting:
         return go["notes"]
 
     def _offer_store(self) -> dict[str, Any] | None:
-        """torch's store, in this process, at a port of its own; None where torchrun has one."""
+        """torch's store, in this process, at a port of its own; None if torchrun has a store."""
         if self.point.attempt is not None:
             return None
         import torch.distributed as dist
@@ -218,7 +217,7 @@ class Meeting:
     # ---- leaving ------------------------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Say goodbye, or with which error this process ends; the main rank's stays a moment, so that all hear of it."""
+        """Say goodbye, with the error that ends this process, if any. The main rank stays for a moment, so that all hear of it."""
         if self.monitor is None:
             return
         if error is None:
@@ -235,7 +234,7 @@ class Meeting:
         self.close()
 
     def close(self) -> None:
-        """Let go of threads and connections."""
+        """Close the connections and end the threads."""
         global _open
         _open = None
         self._over.set()
@@ -245,7 +244,7 @@ class Meeting:
             self.switchboard.close()
 
     def passed_on(self, line: str, error: str) -> UserError:
-        """What another rank ended with, as this rank's error."""
+        """The error that ended another rank, as this rank's error."""
         kind = getattr(errors, error, LostRankError)
         is_ours = isinstance(kind, type) and issubclass(kind, UserError)
         self._passed_on = (kind if is_ours else LostRankError)(line)
@@ -282,7 +281,7 @@ class _Wait:
                 return message
 
     def _step(self) -> dict[str, Any] | None:
-        """The next message of the switchboard; None when there was none in a moment. Raises what ends the wait."""
+        """The next message of the switchboard; None if none came within a moment. Raises the error that ends the wait."""
         meeting = self.meeting
         if meeting._refusal is not None:
             raise meeting._refusal
@@ -298,7 +297,7 @@ class _Wait:
         elif kind in ("left", "gone"):
             raise meeting.passed_on(message["line"], message.get("error", "LostRankError"))
         elif kind == "say":
-            if meeting.rank:  # the main rank hears its own words, which are no sign of life of those that are missing
+            if meeting.rank:  # the main rank hears its own messages, which say nothing of the missing ranks
                 self.progress = time.monotonic()
             if meeting.local_rank == 0:
                 print(message["line"], flush=True)
@@ -311,7 +310,7 @@ class _Wait:
         limit = f"{meeting.join_seconds:g} s (parallel.join_seconds)"
         is_found = meeting._attached.is_set()
         patience = meeting.join_seconds
-        if is_found and meeting.rank:  # the main rank decides, as long as anything is heard of it
+        if is_found and meeting.rank:  # as long as the main rank is heard, it decides
             self.progress, patience = max(self.progress, self.monitor.heard), patience + 2 * _MOST_APART
         if now - self.progress > patience:
             meeting._gave_up = True
@@ -329,10 +328,10 @@ class _Wait:
         if is_found:
             hint = wrong_address(self.meeting.point) if self.meeting.rank == 0 else ""
             return hint or "start every process of the run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
-        return "rank 0 has to be started, and MASTER_ADDR to be its host"
+        return "start rank 0, and set MASTER_ADDR to its host"
 
     def _count(self, message: dict[str, Any]) -> None:
-        """The switchboard says who is missing, or still busy; those who are here and busy may take their time."""
+        """Handle the switchboard's list of missing and busy ranks. Ranks that have connected and are busy may take their time."""
         now, meeting = time.monotonic(), self.meeting
         if message["came"] != self.came or not message["absent"]:
             self.came, self.progress = message["came"], now
@@ -351,7 +350,7 @@ class _Wait:
 
 
 def tell(error: UserError) -> None:
-    """Let the other processes of the run know that this one failed before it joined them, as far as they can be reached."""
+    """Tell the other processes, if they can be reached, that this one failed before it joined them."""
     if error.told:
         return
     with contextlib.suppress(UserError):
@@ -370,7 +369,7 @@ def line_of(error: BaseException) -> str:
 
 
 def _start_switchboard(point: MeetingPoint, world_size: int) -> Switchboard:
-    # The main rank's process holds connections of everyone, for the switchboard, torch's store and gloo; 1,024 is a common limit.
+    # Every rank connects to the main rank's process, for the switchboard, torch's store and gloo; 1,024 files is a common limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1024 + 16 * world_size
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,8 +1,8 @@
-"""What a launcher may say about a run: its ranks, and nothing else. Ranks come from RANK, LOCAL_RANK and WORLD_SIZE; nothing is guessed.
+"""A launcher decides the ranks of a run, and nothing else. Ranks come from RANK, LOCAL_RANK and WORLD_SIZE; nothing is guessed.
 
-`accelerate launch` passes its own training settings through the environment. The YAML file is the only place for them here, so
-a setting that says something else is an error that prints both, and the ones that would act on transformers behind our back
-are removed. accelerate's `no` / `false` / size 1 is what it writes when nobody chose anything: it contradicts nothing.
+`accelerate launch` passes its own training settings through the environment. Here the YAML file is the only place for them. So
+a setting that differs is an error that prints both values. Settings that would change transformers behind our back are
+removed. accelerate writes `no`, `false` or size 1 when nobody chose anything: these contradict nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pretrain.errors import LaunchError
 
 _TRUE = {"1", "true", "yes", "on"}
 
-# Launchers that start several tasks and set no RANK: the variable with their number, and what they are called. SLURM_NTASKS is not
-# among them: a batch script has it, and the one process that the script starts.
+# Launchers that start several tasks and set no RANK: the variable with their number, and the launcher's name. SLURM_NTASKS is not
+# listed, because a batch script has it too, and so has the one process that the script starts.
 _TASKS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
@@ -32,7 +32,7 @@ _TASKS = {
 
 
 def launched_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """(rank, local_rank, world_size) as the launcher set them; (0, 0, 1) where there is none. LaunchError for what cannot be."""
+    """(rank, local_rank, world_size) as the launcher set them; (0, 0, 1) without a launcher. LaunchError for impossible values."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     present = [name for name in names if name in environ]
     if not present:
@@ -44,10 +44,10 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, i
         )
     for name in names:
         if not re.fullmatch(r"-?[0-9]+", environ[name].strip()):
-            raise LaunchError(f"{name}={environ[name]} is not a whole number; start with torchrun or accelerate launch")
+            raise LaunchError(f"{name}={environ[name]} is not an integer; start with torchrun or accelerate launch")
     rank, local_rank, world_size = (int(environ[name]) for name in names)
     if world_size < 1:
-        raise LaunchError(f"WORLD_SIZE={world_size}: it is the number of processes, at least 1")
+        raise LaunchError(f"WORLD_SIZE={world_size} must be at least 1: it is the number of processes")
     if not 0 <= rank < world_size:
         raise LaunchError(f"RANK={rank} is not in 0..{world_size - 1}, the ranks of WORLD_SIZE={world_size}")
     here = environ.get("LOCAL_WORLD_SIZE", "")
@@ -67,15 +67,15 @@ def check_launcher(config: Config, environ: MutableMapping[str, str] = os.enviro
             key, ours, remedy = problem
             raise LaunchError(f"accelerate's {name}={value} contradicts {key}={_text(ours)} of the configuration; {remedy}")
     _check_started(config, environ)
-    # With both set, transformers leaves weights unloaded on every rank but the first.
+    # With both variables set, transformers loads weights on the first rank only.
     if environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING")
         environ.pop("ACCELERATE_USE_FSDP", None)
 
 
 def _check_started(config: Config, environ: MutableMapping[str, str]) -> None:
-    # ACCELERATE_USE_CPU comes from the path that starts one process, and MASTER_ADDR with it only where several were asked
-    # for. With strategy=auto the run would otherwise train alone and say nothing.
+    # accelerate sets ACCELERATE_USE_CPU when it starts one process. It also sets MASTER_ADDR only if the user asked for several.
+    # Without this check a run with strategy=auto would train alone and say nothing.
     if "ACCELERATE_USE_CPU" in environ and "MASTER_ADDR" in environ and "RANK" not in environ:
         wanted = max(2, (config.parallel.replicate or 1) * (config.parallel.shard or 1))
         raise LaunchError(
@@ -97,7 +97,7 @@ def _check_started(config: Config, environ: MutableMapping[str, str]) -> None:
 
 
 def command_for(processes: int) -> str:
-    """The command that starts this run with so many processes on one host. What `--check --ranks N` was asked is no part of it."""
+    """The command that starts this run with so many processes on one host, without `--check` and `--ranks`."""
     asked = " ".join(shlex.quote(a) for a in sys.argv[1:])
     arguments = re.sub(r"(^| )--(check|ranks[ =]\d+)(?= |$)", "", asked).strip()
     return f"torchrun --nproc-per-node {processes} {sys.argv[0]} {arguments}".rstrip()
@@ -129,7 +129,7 @@ def _precision(config: Config, value: str) -> Problem:
 
 
 def _refuse(flag: str, key: str = "parallel.strategy", unset: str | None = None) -> Rule:
-    """A setting with no counterpart here; `unset` is what accelerate writes when nobody chose it (by default: false)."""
+    """Refuse a setting without a counterpart here. `unset` are the values that accelerate writes if nobody chose one (by default: false)."""
 
     def rule(config: Config, value: str) -> Problem:
         chosen = _on(value) if unset is None else value.lower() != unset.lower()
@@ -139,7 +139,7 @@ def _refuse(flag: str, key: str = "parallel.strategy", unset: str | None = None)
 
 
 def _use_fsdp(config: Config, value: str) -> Problem:
-    # `auto` may come to ddp, so it is not enough.
+    # `auto` may choose ddp, so it is not enough.
     if not _on(value) or config.parallel.strategy == "fsdp":
         return None
     return "parallel.strategy", config.parallel.strategy, "set parallel.strategy=fsdp or launch without --use_fsdp"
@@ -193,7 +193,7 @@ def _size(axis: str) -> Rule:
     return rule
 
 
-# In this order: a setting is judged after the one that gives it its meaning.
+# The order matters: a setting is checked after the one that gives it its meaning.
 _RULES: dict[str, Rule] = {
     "ACCELERATE_MIXED_PRECISION": _precision,
     "ACCELERATE_USE_CPU": _use_cpu,

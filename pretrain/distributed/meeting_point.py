@@ -19,7 +19,7 @@ CONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where processes meet: MASTER_ADDR and MASTER_PORT. `attempt`: None, or which start of torchrun's this is, in its agent's store."""
+    """Where processes meet: MASTER_ADDR and MASTER_PORT. `attempt`: the number of torchrun's start if its agent holds a store, else None."""
 
     host: str
     port: int
@@ -27,7 +27,7 @@ class MeetingPoint:
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str] = os.environ) -> MeetingPoint:
-        """Raises LaunchError for what is missing or cannot be."""
+        """Read it from the environment. Raises LaunchError for a missing or impossible value."""
         host, port = environ.get("MASTER_ADDR", "").strip(), environ.get("MASTER_PORT", "").strip()
         for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)):
             if not value:
@@ -53,10 +53,10 @@ class MeetingPoint:
         return f"{self.host}:{self.port}"
 
     def agent_store(self) -> dist.Store:
-        """torchrun's own store, in a name space of this attempt: an earlier one's addresses are still in it. Raises OSError."""
+        """torchrun's own store, in a namespace of this attempt, because it still holds the addresses of earlier ones. Raises OSError."""
         import torch.distributed as dist
 
-        connection = socket.create_connection((self.host, self.port), CONNECT_SECONDS)  # torch would retry, aloud
+        connection = socket.create_connection((self.host, self.port), CONNECT_SECONDS)  # torch would retry aloud
         address = connection.getpeername()[0]
         connection.close()
         return dist.PrefixStore(f"attempt_{self.attempt}", dist.TCPStore(address, self.port, is_master=False))
@@ -76,7 +76,7 @@ def addresses_of_this_host(point: MeetingPoint) -> list[str]:
 
 
 def wrong_address(point: MeetingPoint) -> str:
-    """What is wrong with MASTER_ADDR, seen from the main rank; empty if nothing is."""
+    """The problem with MASTER_ADDR, seen from the main rank; empty if it is right."""
     if point.attempt is not None:
         return ""
     try:
@@ -87,4 +87,4 @@ def wrong_address(point: MeetingPoint) -> str:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(place)
             return ""
-    return f"MASTER_ADDR={point.host} is no address of {socket.gethostname()}, where rank 0 is; set it to that host"
+    return f"MASTER_ADDR={point.host} is not an address of {socket.gethostname()}, where rank 0 runs; set it to that host"

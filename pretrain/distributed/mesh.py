@@ -6,8 +6,8 @@
     context      other positions of the same samples
     tensor       other columns of the same matrices, the same samples
 
-Ranks are numbered with `tensor` running fastest, so that the ranks that talk most are neighbours. This is the only place where a device
-mesh is made, and where "how many ranks" is asked: nobody else divides by the world size.
+Ranks are numbered with `tensor` running fastest, so that the ranks that talk most are neighbours. Only this file makes device meshes
+and counts ranks: no other code divides by the world size.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
 class Mesh:
-    """This rank's place in the grid, and the sums over parts of it. `sizes` by axis; an axis that is not named has size 1."""
+    """This rank's place in the grid, and sums over parts of it. `sizes` are by axis; an axis that is not named has size 1."""
 
     def __init__(self, sizes: dict[str, int], ranks: Ranks) -> None:
         if unknown := set(sizes) - set(AXES):
-            raise ValueError(f"a mesh has the axes {', '.join(AXES)}, and not {', '.join(sorted(unknown))}")
+            raise ValueError(f"a mesh has the axes {', '.join(AXES)}, but not {', '.join(sorted(unknown))}")
         self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
         if math.prod(self.sizes.values()) != ranks.world_size:
             raise ValueError(f"a mesh of {self.sizes} has another number of ranks than the {ranks.world_size} of the run")
@@ -40,7 +40,7 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """Groups of ranks that see different samples."""
+        """The number of groups of ranks that see different samples."""
         return self.sizes["replicate"] * self.sizes["shard"]
 
     @property
@@ -54,12 +54,12 @@ class Mesh:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank stands for its samples: just one of the ranks that see the same ones does."""
+        """Whether this rank counts its samples. Exactly one of the ranks that see the same samples counts them."""
         return self.is_source("pipeline", "context", "tensor")
 
     @property
     def counts_losses(self) -> bool:
-        """Whether this rank stands for its target tokens: just one of the ranks that compute the loss of the same ones does."""
+        """Whether this rank counts its target tokens. Exactly one of the ranks that compute the loss of the same tokens counts them."""
         return self.coordinates["pipeline"] == self.sizes["pipeline"] - 1 and self.is_source("tensor")
 
     def sum_over_data(self, name: str, values: Tensor) -> Tensor:
@@ -76,7 +76,8 @@ class Mesh:
 
     @functools.cached_property
     def _device_mesh(self) -> DeviceMesh:
-        # Groups along an axis of size 1 would be one per rank, each made by all of them. FSDP2 shards along one even so.
+        # An axis of size 1 would need one group per rank, and all ranks would make every group. FSDP2 needs its axis
+        # even so.
         axes = [axis for axis in AXES if self.sizes[axis] > 1 or axis == "shard"]
         shape = tuple(self.sizes[axis] for axis in axes)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=tuple(axes))

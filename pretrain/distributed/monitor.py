@@ -7,9 +7,9 @@ While the main thread waits in a collective it can neither speak nor look at a s
     a rank has ended, or is gone          a rank that makes no progress for 30 s after that ends with a line
     told to stop, no progress for 15 s    the stacks of all threads go to the log; where it is certain that a rank hangs, the run ends
 
-It is certain when each rank that the others wait for is gone, or does not answer, or has for a minute neither computed nor read nor
-written. A rank that is busy is never ended, however long it takes. One that saves counts as busy for `timeout_seconds`: storage may keep
-it waiting without a sign.
+It is certain when each rank that the others wait for is gone, does not answer, or has not computed, read or written for a minute. A
+busy rank is never ended, however long it takes. A rank that saves counts as busy for `timeout_seconds`, because storage may let it
+wait without a sign.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from pretrain.errors import LostRankError, UserError, print_error
 log = logging.getLogger(__name__)
 
 SAY_SECONDS = 10.0
-"""Wait after which the main rank says for whom; then at twice the time, and so on."""
+"""Seconds after which the main rank says for whom it waits; then at twice the time, and so on."""
 LOST_SECONDS = 30.0
 """How long a rank goes on without progress after another one has ended."""
 STOP_SECONDS = 15.0
 """Time without progress after which a rank that was told to stop writes its stacks to the log and asks the switchboard who hangs."""
 IDLE_SECONDS = 60.0
-"""How long a rank must have done nothing at all for it to hang, where somebody was told to stop."""
+"""How long a rank must have done nothing at all to count as hanging, once a rank was told to stop."""
 LEAVE_SECONDS = 60.0
 """How long a rank whose collective has failed may take to end by itself."""
 _VERDICT_SECONDS = 8.0
@@ -53,13 +53,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 SWITCHBOARD = -1
-"""`Doom.of`, where this rank has lost its connection to the switchboard."""
+"""`Doom.of`, if this rank has lost its connection to the switchboard."""
 
 
 @dataclass
 class Doom:
-    """What ends this process at `deadline` if it makes no progress before. `final`: progress or not; `of`: the rank that is gone, or
-    SWITCHBOARD."""
+    """The reason to end this process at `deadline`, unless it makes progress before. `final`: end it in any case; `of`: the rank
+    that is gone, or SWITCHBOARD.
+    """
 
     line: str
     patience: float
@@ -75,7 +76,7 @@ class Monitor(threading.Thread):
         super().__init__(name="monitor", daemon=True)
         self.rank, self.local_rank, self.timeout_seconds = rank, local_rank, timeout_seconds
         self.news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        """What the switchboard says while the ranks are joining (joining.py)."""
+        """The switchboard's messages while the ranks are joining (joining.py)."""
         self.on_end: Callable[[str], None] | None = None
         """Called with the line before this thread ends the process: status.json, the log."""
         self.log_file: Path | None = None
@@ -108,7 +109,7 @@ class Monitor(threading.Thread):
 
     @contextlib.contextmanager
     def doing(self, name: str, waiting: bool = False, device: bool = False, storage: bool = False) -> Iterator[None]:
-        """Around an operation: everyone can know that this rank is in it, and a failed collective in it is explained."""
+        """Name an operation, so that all can know that this rank is in it. A collective that fails in it is explained."""
         self._set(Mark(self.mark.number + waiting, name, waiting, device, storage))
         self._parts.append(self.mark)
         try:
@@ -126,7 +127,7 @@ class Monitor(threading.Thread):
         self.mark, self.since, self._said = mark, time.monotonic(), 0.0
 
     def explain(self, error: BaseException) -> LostRankError:
-        """The line that every rank ends with, for a collective that failed here; asks the switchboard why it did."""
+        """The line that every rank ends with after a collective failed here. It asks the switchboard for the reason."""
         mark, text = self.mark, str(error)
         timed_out = "imed out" in text or "imeout" in text
         reason = text.splitlines()[0].rpartition("] ")[2] if text else type(error).__name__
@@ -149,14 +150,16 @@ class Monitor(threading.Thread):
         return LostRankError(line)
 
     def attach(self, channel: Channel, said: list[dict[str, Any]], reconnect: Callable[[], Channel]) -> None:
-        """Use this connection to the switchboard, which has `said` something already; `reconnect` makes another one if it breaks off."""
+        """Use this connection to the switchboard. `said`: the messages that came already; `reconnect` opens another connection if this
+        one breaks off.
+        """
         self._reconnect = reconnect
         self._take(said)
         self._channel = channel
         self._poke()
 
     def send(self, kind: str, **values: Any) -> bool:
-        """Tell the switchboard; whether there is one."""
+        """Send a message to the switchboard; return whether it could be sent."""
         channel = self._channel
         if channel is None:
             return False
@@ -167,18 +170,18 @@ class Monitor(threading.Thread):
         return True
 
     def keep_record(self, folder: Path, on_end: Callable[[str], None]) -> None:
-        """Where this rank's log is; `on_end` records the line if this thread has to end the process."""
+        """Set the directory of this rank's log. `on_end` records the line if this thread has to end the process."""
         self.log_file, self.on_end = folder / f"rank-{self.rank}.log", on_end
         if self.rank == 0:
             self.send("logs", folder=str(folder))
 
     def listen_to_signals(self) -> None:
-        """Hear of signals even while the main thread is inside a collective. Main thread only."""
+        """Notice signals even while the main thread is inside a collective. Call it from the main thread."""
         if threading.current_thread() is threading.main_thread():
             self._signal_before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def close(self) -> None:
-        """Say goodbye; nothing that happens to the others matters any more."""
+        """Say goodbye: from now on failures of other ranks no longer matter here."""
         self._closed = True
         if threading.current_thread() is threading.main_thread():
             now = signal.set_wakeup_fd(-1)
@@ -248,14 +251,14 @@ class Monitor(threading.Thread):
                 self._expect_end(message["line"], message.get("rank"))
                 self.news.put(message)
             elif kind == "back" and self._doom is not None and self._doom.of == message["rank"]:
-                self._doom = None  # it was the connection only
+                self._doom = None  # only the connection was lost
             elif kind == "awaited" and message["number"]:
                 self._say(message)
             else:
                 self.news.put(message)
 
     def _find_switchboard_again(self) -> None:
-        """The switchboard's process has ended, or only the connection: looked for once a second, and if it is found, nothing is lost."""
+        """Look for the switchboard once a second. If only the connection broke, nothing is lost; else its process has ended."""
         line = f"{self.main_rank} is gone without a word (killed?)"
         if self._reconnect is not None and not self._closed:
             try:
@@ -279,8 +282,9 @@ class Monitor(threading.Thread):
         return time.monotonic() - self.since
 
     def _idle(self) -> float:
-        """Seconds for which this process has done nothing. Work on a GPU is not seen, nor is a wait for storage that can be interrupted
-        (FUSE, Lustre): both count as busy. No rank waits for a save longer than `timeout_seconds`, so that the second is over then.
+        """Seconds for which this process has done nothing. Work on a GPU cannot be seen, nor can an interruptible wait for storage
+        (FUSE, Lustre), so both count as busy. A wait for storage does so for `timeout_seconds` at most: no rank waits longer for a
+        save.
         """
         if self.mark.device and self.busy_elsewhere:
             return 0.0
@@ -289,7 +293,7 @@ class Monitor(threading.Thread):
         return min(time.monotonic() - self._active, self._seconds())
 
     def _look(self, now: float) -> None:
-        """Once a second: what has lasted too long?"""
+        """Once a second: look for what has lasted too long."""
         activity = time.process_time(), _bytes_moved()
         is_busy = activity[0] - self._activity[0] > 0.02 or activity[1] - self._activity[1] > 1 << 16
         if is_busy or _waits_for_storage():
@@ -308,13 +312,13 @@ class Monitor(threading.Thread):
 
     def _look_at_wait(self) -> None:
         mark, seconds = self.mark, self._seconds()
-        # Whether a part on the device computes or waits, nobody can say: it is asked all the same, and said of ranks that are late or silent.
+        # Nobody can say whether a part on the device computes or waits. So ask all the same, and report ranks that are late or silent.
         if self.rank == 0 and (mark.waiting or mark.device) and seconds >= max(SAY_SECONDS, 2 * self._said):
             self._said = seconds
             self.send("ask", number=mark.number)
         is_over = mark.device and self.busy_elsewhere and seconds > self.timeout_seconds
         if is_over and time.monotonic() - self._asked_stuck > STOP_SECONDS:
-            # gloo's collectives fail by themselves; NCCL's would end the process without a word a little later.
+            # gloo's collectives fail by themselves. NCCL's would end the process without a message a little later.
             self._asked_stuck = time.monotonic()
             line = f"'{mark.name}' did not come to an end within {self.timeout_seconds:g} s (parallel.timeout_seconds)"
             self.send("stuck", line=line, number=mark.number, idle=0)
@@ -339,7 +343,7 @@ class Monitor(threading.Thread):
         if now - self._asked_stuck > max(STOP_SECONDS / 2, 2 * ANSWER_SECONDS):
             line = f"told to stop by {self._stop_name}, and the run hangs"
             if self._asked_stuck > max(self.heard, self._stop_asked):
-                self._expect_end(f"{line}: {self._silence()}")  # its switchboard would have answered
+                self._expect_end(f"{line}: {self._silence()}")  # a live main rank's switchboard would have answered
             self._asked_stuck = now
             self.send("stuck", line=line, number=self.mark.number, idle=IDLE_SECONDS)
 
@@ -357,7 +361,7 @@ class Monitor(threading.Thread):
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _end(self, line: str) -> None:
-        """The main thread cannot: record the line and end the process."""
+        """Record the line and end the process, because the main thread cannot."""
 
         def record() -> None:
             self._dump_stacks(line)

@@ -1,8 +1,8 @@
-"""Which process this is, and the verbs with which it works with the others: one sum, one gather, one barrier, each with a name.
+"""Which process this is, and its operations with the others: one sum, one gather, one barrier, each with a name.
 
-Two groups: torch's default one for gradients (NCCL on CUDA, gloo on CPU), and `control`, always gloo, for what processes say
-to each other about the run (verdicts, checkpoints), so that it never waits behind or inside device work. Every operation has a time
-limit, `parallel.timeout_seconds`; one that fails ends as a LostRankError that names the operation and the ranks to blame.
+There are two groups: torch's default one for gradients (NCCL on CUDA, gloo on CPU), and `control`, always gloo. `control` carries
+what the processes agree on (verdicts, checkpoints), so that it never waits behind or inside device work. Every operation has a time
+limit, `parallel.timeout_seconds`. A failed one raises a LostRankError that names the operation and the ranks to blame.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pretrain.errors import LaunchError, LostRankError, UserError, reason_of
 T = TypeVar("T")
 
 _ABORT_SECONDS = 120
-"""How much later than `parallel.timeout_seconds` NCCL gives up by itself."""
+"""Seconds after `parallel.timeout_seconds` at which NCCL gives up by itself."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run. `control` and `monitor` are None when it is alone."""
+    """This process among those of the run. `control` and `monitor` are None if it is the only one."""
 
     rank: int
     local_rank: int
@@ -49,7 +49,8 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank. Picklable plain data, between the run's own processes only.
+        """`value` of every rank, in rank order, on every rank. It is picklable plain data, and travels between the run's
+        own processes only.
 
         `name` says what the ranks are doing; a time-out names it.
         """
@@ -79,23 +80,23 @@ class Ranks:
         return self.monitor.doing(name, waiting=True) if self.monitor else nullcontext()
 
     def part(self, name: str, device: bool = False, storage: bool = False) -> AbstractContextManager:
-        """Around work of this rank that has a name: others who wait are told of it, and a collective that fails in it is explained.
+        """Name a part of this rank's work. Ranks that wait can see the name, and a collective that fails in the part is explained.
 
-        `device`: the ranks exchange gradients or weights in it. `storage`: it writes or removes files, and what it wrote is lost
-        where a stop ends it.
+        `device`: the ranks exchange gradients or weights in it. `storage`: it writes or removes files, and a stop that ends it
+        loses what it wrote.
         """
         return self.monitor.doing(name, device=device, storage=storage) if self.monitor else nullcontext()
 
     def attempt(self, name: str, action: Callable[[], T], kind: type[UserError], storage: bool = False) -> T:
         """The result of `action` on this rank. If it fails on any rank, all raise the first failure, naming its rank.
 
-        An OSError becomes a `kind`; a UserError keeps its class. So no rank is left waiting for one that gave up. `storage`: see `part`.
+        An OSError becomes a `kind`; a UserError keeps its class. So no rank waits for one that gave up. `storage`: see `part`.
         """
         problem, result = None, None
         try:
             with self.part(name, storage=storage):
                 result = action()
-        except LostRankError:  # not a failure of the action: there is nobody to agree with
+        except LostRankError:  # not a failure of the action: nobody is left to agree with
             raise
         except UserError as error:
             problem = type(error), str(error)
@@ -108,7 +109,7 @@ class Ranks:
         return result
 
     def on_main(self, name: str, action: Callable[[], T], kind: type[UserError], storage: bool = False) -> T:
-        """The main rank's result of an `action` that it alone does, on every rank; a failure is raised on all (see `attempt`)."""
+        """Run `action` on the main rank alone and return its result on every rank. A failure is raised on all (see `attempt`)."""
         return self.gather(name, self.attempt(name, lambda: action() if self.is_main else None, kind, storage))[0]
 
     def agree(self, name: str, problem: str | None, kind: type[UserError]) -> None:
@@ -123,7 +124,7 @@ class Ranks:
 
 
 def choose_device(config: Config, local_rank: int) -> torch.device:
-    """This rank's device. LaunchError when the configuration asks for one that is not there."""
+    """This rank's device. Raises LaunchError if the configuration asks for one that does not exist here."""
     wanted = config.run.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,8 +147,8 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
 def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
     """Join the run's process groups and return this process's place among them.
 
-    `alone`: the strategy is for one process and needs no group. A wrapped model needs one, of one rank if need be. `meeting`: of this
-    process, where all have agreed (`Meeting.join`); by default they meet here.
+    `alone`: the strategy is for one process and needs no group. A wrapped model needs a group, even of one rank. `meeting`: this
+    process's meeting, in which all have agreed (`Meeting.join`); by default they meet here.
     """
     rank, local_rank, world_size = launched_ranks()
     device = choose_device(config, local_rank)
@@ -163,7 +164,7 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
     monitor, timeout = meeting.monitor, timedelta(seconds=config.parallel.timeout_seconds)
     if monitor is not None:
         monitor.busy_elsewhere = device.type == "cuda"
-    # NCCL ends a process whose collective takes too long without a word; the monitor, which has one, comes first.
+    # If a collective takes too long, NCCL ends the process without a message. The monitor comes first, and has one.
     patience = timeout + timedelta(seconds=_ABORT_SECONDS) if backend == "nccl" else timeout
     ranks = Ranks(rank, local_rank, world_size, device, None, monitor)
     with ranks.part("connection of the ranks"):
@@ -180,12 +181,12 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
 
 
 def choose_backend(config: Config, device: torch.device) -> str:
-    """The library that gradients travel with. LaunchError when the device has none of that name."""
+    """The library that carries gradients. Raises LaunchError if it does not work on the device."""
     backend = config.parallel.backend
     if backend == "auto":
         return "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and device.type != "cuda":
-        raise LaunchError("parallel.backend=nccl needs GPUs, and this run is on the CPU; use parallel.backend=gloo or auto")
+        raise LaunchError("parallel.backend=nccl needs GPUs, but this run is on the CPU; use parallel.backend=gloo or auto")
     return backend
 
 
@@ -196,6 +197,6 @@ def stop() -> None:
     close_meeting()
     gc.collect()
     sys.stdout.flush()
-    # gloo's threads drop their last tensors under the GIL: without this pause they may do so inside interpreter shutdown,
-    # which aborts about one process exit in a hundred.
+    # gloo's threads drop their last tensors under the GIL. Without this pause they may do so during interpreter shutdown, which
+    # aborts about one process exit in a hundred.
     time.sleep(0.1)

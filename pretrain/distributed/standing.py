@@ -1,6 +1,7 @@
-"""What is known of each rank at a moment, and the sentences that are made of it.
+"""The known state of each rank at a moment, and the sentences that report it.
 
-Everything a user reads about a rank that is late, silent or gone is written here, from plain values, without sockets or clocks.
+This file writes everything that a user reads about a rank that is late, silent or gone: from plain values, without sockets or
+clocks.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 LISTED = 3
-"""Ranks that a sentence names; of the others it gives the number."""
+"""How many ranks a sentence names; it only counts the others."""
 SURE_SECONDS = 10.0
-"""How long a rank must leave calls unanswered before that alone counts against it: a long call into a library may hold it up."""
+"""How long a rank must leave calls unanswered before it counts as silent: a long call into a library may hold it up."""
 
 
 @dataclass
 class Mark:
-    """What a process is doing: inside a control operation (`waiting`), in a part of its own work, or `past` one of the two.
+    """The current work of a process: a control operation (`waiting`) or a part of its own work, or it is `past` one of the two.
 
-    `number` counts the control operations that it has begun: they come in the same order on every rank. `device`: a part in which the
-    ranks exchange gradients or weights, so that it may be waiting for another rank without saying so. `storage`: a part that writes or
-    removes files, and may be waiting for storage without a sign of it.
+    `number` counts the control operations that it has begun; every rank has the same order. `device`: the ranks exchange gradients or
+    weights in this part, so it may wait for another rank without saying so. `storage`: this part writes or removes files, and may wait
+    for storage without a sign.
     """
 
     number: int = 0
@@ -37,10 +38,11 @@ class Mark:
 
 @dataclass
 class Standing:
-    """One rank, as the switchboard sees it. `mark`, `seconds` in it and `idle` seconds are those of its last answer.
+    """One rank, as the switchboard sees it. `mark`, the `seconds` in it and the `idle` seconds come from its last
+    answer.
 
-    `gone`: its connection broke off; `silent`: it does not answer, for `unheard` seconds so far; `left`: its last words, with
-    `left_alone` where it is not ending because of another rank; `broken`: its own collective failed.
+    `gone`: its connection broke off. `silent`: it does not answer, for `unheard` seconds so far. `left`: its last message,
+    with `left_alone` if it does not end because of another rank. `broken`: its own collective failed.
     """
 
     rank: int
@@ -74,7 +76,7 @@ class Standing:
 
 
 def describe(standing: Standing) -> str:
-    """A rank and what is known of it, as a part of a sentence."""
+    """A rank and its state, as a part of a sentence."""
     title, last = standing.title, f", last seen {standing.mark}" if standing.mark else ""
     if standing.left is not None:
         words = standing.left
@@ -86,12 +88,12 @@ def describe(standing: Standing) -> str:
     if standing.silent:
         return f"{title} does not answer (stopped, or its host or network is down){last}"
     if standing.mark is None:
-        return f"{title} has not said what it does"
+        return f"{title} has not reported what it does"
     return f"{title} has been {standing.mark} for {standing.seconds:.0f} s"
 
 
 def listing(standings: Sequence[Standing]) -> str:
-    """Several ranks in one sentence; those of which the same is known are named together."""
+    """Several ranks in one sentence; ranks in the same state are named together."""
     missing = [s for s in standings if not s.came and s.left is None]
     others = [s for s in standings if s not in missing]
     parts = []
@@ -107,7 +109,7 @@ def listing(standings: Sequence[Standing]) -> str:
 
 
 def numbers(ranks: Sequence[int]) -> str:
-    """Rank numbers, runs of neighbours as FIRST-LAST."""
+    """Rank numbers as text, with runs of neighbours as FIRST-LAST."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -124,10 +126,10 @@ def awaited(standings: Sequence[Standing], number: int) -> list[Standing]:
 
 
 def culprits(standings: Sequence[Standing], reporter: Mark) -> list[Standing]:
-    """The ranks because of which a collective failed that the rank at `reporter` was in, the surest first found.
+    """The ranks that made a collective of the rank at `reporter` fail. The first kind that is found counts.
 
-    A rank that ended for a reason of its own, then one that is gone, one that does not answer, one that has not come to the
-    operation, and at last, where the operation is part of the step, those that noticed nothing.
+    The order is: ranks that ended for their own reason, are gone, do not answer, or have not come to the operation. For an
+    operation of the step, ranks that noticed nothing come last.
     """
     for found in (
         [s for s in standings if s.left_alone],
@@ -157,21 +159,21 @@ def verdict(standings: Sequence[Standing], report: dict[str, Any], logs: str | N
 
 
 def pointer(standings: Sequence[Standing], logs: str | None) -> str:
-    """Where to read more of these ranks: the end of a sentence."""
+    """The end of a sentence: where to read more about these ranks."""
     if not logs:
         return ""
     return f"; look at {logs}/rank-{standings[0].rank if len(standings) == 1 else 'N'}.log"
 
 
 def hung(standings: Sequence[Standing], idle_seconds: float) -> list[Standing]:
-    """The ranks that keep a stop from being honoured, if it is certain that they hang; else none.
+    """The ranks that block a stop, if it is certain that they hang; else an empty list.
 
-    Certain: every rank that the others wait for is lost, or has for `idle_seconds` neither computed nor read nor written. One that
-    is busy is merely slow.
+    It is certain if every rank that the others wait for is lost, or has not computed, read or written for `idle_seconds`. A busy
+    rank is merely slow.
     """
     newest = max((s.mark.number for s in standings if s.mark is not None), default=0)
     if any(s.mark is not None and s.mark.waiting and s.mark.number < newest and not s.is_lost for s in standings):
-        return []  # another rank is past that operation already, so that this one goes on as well: it answered a moment earlier
+        return []  # another rank is past that operation already, so this one goes on too: it answered a moment earlier
     behind = [s for s in standings if s.is_lost or s.mark is None or not s.mark.waiting]
     idle = [s for s in behind if s.is_surely_lost or (not s.is_lost and s.mark is not None and s.idle >= idle_seconds)]
     return behind if len(idle) == len(behind) else []

@@ -1,4 +1,4 @@
-"""Where the processes of a run hear of each other: a thread of the main rank's process that every rank keeps a connection to.
+"""How the processes of a run hear of each other: every rank keeps a connection to a thread of the main rank's process.
 
     rank                                 switchboard
     hello    who I am            ──▶     welcome, or refused (a RANK given twice, another WORLD_SIZE)
@@ -36,7 +36,7 @@ ANSWER_SECONDS = 3.0
 
 @dataclass
 class _Inquiry:
-    """Something that the switchboard says when the ranks have told it what they do, or when `deadline` has come."""
+    """A question to the ranks. The switchboard concludes it when they have told what they do, or at `deadline`."""
 
     deadline: float
     conclude: Callable[[], None]
@@ -44,7 +44,7 @@ class _Inquiry:
 
 
 class Switchboard(threading.Thread):
-    """Listens at `port`. All state belongs to the thread; others look at `went` and `everyone_left` and call `close`."""
+    """Listens at `port`. All state belongs to the thread; other threads read `went` and `everyone_left`, and call `close`."""
 
     def __init__(self, world_size: int, port: int) -> None:
         super().__init__(name="switchboard", daemon=True)
@@ -52,9 +52,9 @@ class Switchboard(threading.Thread):
         self.server = listen(port)
         self.port = self.server.getsockname()[1]
         self.token = secrets.token_hex(8)
-        """What tells this switchboard from another one, where its address was found out and not given."""
+        """Tells this switchboard from another one, if its address was found in a store and not given."""
         self.everyone_left = threading.Event()
-        """Set when every other rank has had its last word, or is lost."""
+        """Set when every other rank has sent its last message, or is lost."""
         self._standings = [Standing(0, socket.gethostname()), *(Standing(rank) for rank in range(1, world_size))]
         self._channels: dict[int, Channel] = {}
         self._machines: dict[int, str] = {}
@@ -88,7 +88,7 @@ class Switchboard(threading.Thread):
         self._selector.close()
 
     def close(self) -> None:
-        """Let go of every connection. Raises nothing, whatever the thread is doing or has done."""
+        """Close every connection. It raises nothing, whatever state the thread is in."""
         self._waker.close()  # wakes the thread; a message could come too late, when it has closed its end
         self.join(5.0)
 
@@ -115,8 +115,8 @@ class Switchboard(threading.Thread):
                         handler(self._standings[who[0]], message)
         except OSError:
             self._drop(channel, who)
-        except Exception:  # of whatever kind: this thread must outlive it, or nobody hears of a lost rank
-            if who:  # a stranger may say anything, a rank only what it should
+        except Exception:  # this thread must survive any exception, or nobody hears of a lost rank
+            if who:  # a stranger may send anything, a rank only valid messages
                 log.exception("rank %d sent a message that cannot be understood; its connection is closed", who[0])
             self._drop(channel, who)
 
@@ -177,7 +177,7 @@ class Switchboard(threading.Thread):
             channel.send("left", **self._failure)
 
     def _fail(self, line: str, error: str) -> None:
-        """The start has failed: everyone who is here, and who is still to come, ends with `line`."""
+        """Fail the start: every rank that is here, and every one that comes later, ends with `line`."""
         if not self.went and self._failure is None:
             self._failure = {"line": line, "error": error}
             self._broadcast("left", **self._failure)
@@ -213,7 +213,7 @@ class Switchboard(threading.Thread):
             self._broadcast("go", hosts=hosts, notes=self._notes(), torch=self._facts["torch"])
 
     def _notes(self) -> list[str]:
-        """A line on machines that are not alike, which is allowed."""
+        """A line about machines that differ, which is allowed."""
         kinds: dict[str, list[int]] = {}
         for rank, machine in sorted(self._machines.items()):
             kinds.setdefault(machine, []).append(rank)
@@ -238,7 +238,7 @@ class Switchboard(threading.Thread):
             self._answered.add(standing.rank)
 
     def _on_ask(self, standing: Standing, message: dict[str, Any]) -> None:
-        """Who is awaited: at control operation `number`, or (`number` 0) for the start."""
+        """Answer who is awaited: at control operation `number`, or for the start (`number` 0)."""
 
         def conclude() -> None:
             number = message["number"]
@@ -258,8 +258,8 @@ class Switchboard(threading.Thread):
             return
 
         def is_enough() -> bool:
-            # A process that was killed is known as soon as its connection closes, and one that failed has said so. In a part of a
-            # step all get their time: those that notice nothing are the ones to look at.
+            # A killed process is known as soon as its connection closes, and one that failed has said so. In a part of a step all
+            # ranks get their time: those that notice nothing are the suspects.
             if any(s.left_alone or s.gone for s in self._standings):
                 return True
             late = [s for s in self._standings if s.mark and s.mark.number < message["number"]]
@@ -272,7 +272,7 @@ class Switchboard(threading.Thread):
         self._inquire(conclude, is_enough)
 
     def _on_stuck(self, standing: Standing, message: dict[str, Any]) -> None:
-        """A rank was told to stop and cannot, or has waited as long as it may for work on the device."""
+        """Handle a rank that was told to stop and cannot, or has waited as long as it may for work on the device."""
         self._send(standing.rank, "heard")
 
         def conclude() -> None:
@@ -294,7 +294,7 @@ class Switchboard(threading.Thread):
         self._look_who_left()
 
     def _inquire(self, conclude: Callable[[], None], is_enough: Callable[[], bool] | None = None) -> None:
-        """Call everyone, and `conclude` when that `is_enough` (by default: when all have answered), or after ANSWER_SECONDS."""
+        """Call every rank, and `conclude` when the answers are enough (`is_enough`; by default all), or after ANSWER_SECONDS."""
         if not self._inquiries:
             self._calls += 1
             self._answered.clear()

@@ -1,9 +1,9 @@
 """Runs one configuration under many layouts and launchers, as a user would start them, and compares what they computed.
 
-What a layout may change is the order in which the gradients of micro-batches are added, in fp32. In bf16 every micro-batch's gradient of a matrix
-is also rounded once, so a layout is held against the single process with the same micro-batches. The single processes themselves, with
-other micro-batches, may differ by that rounding: each addend by 2^-9 of itself (u, the unit roundoff of bf16), so both sums together by
-2 u times the addends' norms over the norm of their sum, which is 4 at most for the 16 micro-batches here if these are unrelated.
+A layout may only change the order in which the gradients of micro-batches are added, in fp32. In bf16 every micro-batch's gradient of a matrix is
+also rounded once. So a layout is compared with the single process that has the same micro-batches. Single processes with other micro-batches may
+differ by that rounding: each addend by 2^-9 of itself (u, the unit roundoff of bf16). Both sums together may differ by 2 u times the addends'
+norms over the norm of their sum. That ratio is at most 4 for the 16 micro-batches here, if they are unrelated.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pretrain.observe.metrics import read_metrics
 
 GRADIENT_LIMIT, METRIC_LIMIT = 5e-6, 2e-6
 BF16_GRADIENT_LIMIT, BF16_METRIC_LIMIT = 2 * 4 * 2**-9, 2**-8
-"""The first: see above. The second, for the later steps of a run: weights that differ in the last bit of fp32 may round to neighbours in bf16."""
+"""The first limit: see above. The second is for later steps: weights that differ in the last bit of fp32 may round to neighbours in bf16."""
 NEGLIGIBLE = 1e-6
-"""A gradient below this share of the whole gradient's norm (a bias that does nothing, say) is rounding alone, and held against that share."""
+"""A gradient below this share of the whole gradient's norm is mere rounding (a bias without effect, say). It is divided by that share."""
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE = "single"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout: how many processes, with how many samples in a micro-batch, started by what, with which overrides."""
+    """A layout: the number of processes, the samples of a micro-batch, the launcher and the overrides."""
 
     name: str
     processes: int
@@ -55,7 +55,7 @@ class Case:
         return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", settings, *processes, *script]
 
     def resets(self, config: Config) -> list[str]:
-        """Overrides that take back what `config` sets for another layout: copies and shards, and keys that this strategy refuses."""
+        """Overrides that undo settings of `config` for another layout: copies, shards, and keys that this strategy refuses."""
         own = dict(override.split("=", 1) for override in self.overrides)
         strategy = own["parallel.strategy"]
 
@@ -70,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What a case computed in a number format, against a single process: largest relative differences."""
+    """The largest relative differences between a case and a single process, in one number format."""
 
     case: Case
     format: str
@@ -94,7 +94,7 @@ class Row:
 def cases(sequences: int) -> list[Case]:
     """The layouts of docs/parallelism.md, on 1, 2 and 4 processes, for a global batch of `sequences` (a multiple of 16).
 
-    Of every size of micro-batches there is a single process.
+    Each size of micro-batches has a case with a single process.
     """
 
     def case(name: str, processes: int, micro_steps: int, *parallel: str, launcher: str = "torchrun") -> Case:
@@ -122,7 +122,7 @@ def cases(sequences: int) -> list[Case]:
 
 
 def selected(every: list[Case], text: str) -> list[Case]:
-    """The cases whose name contains a text, and the single processes that they are compared with."""
+    """The cases with `text` in their name, and the single processes that they are compared with."""
     wanted = [case for case in every if text in case.name]
     sizes = {case.micro for case in wanted}
     return [case for case in every if case in wanted or case is every[0] or (case.processes == 1 and case.micro in sizes)]
@@ -149,7 +149,7 @@ def compare(config: Path, overrides: list[str], output: Path, wanted: list[Case]
 
 
 def _refuse_own_source(config: Config, output: Path) -> None:
-    """Every case begins by removing its directory, which must not be what it starts from."""
+    """Refuse to start from a directory of a case, because every case first removes its own."""
     source, folder = Path(config.run.init_from or "."), output.resolve()
     inside = source.resolve().relative_to(folder).parts if source.resolve().is_relative_to(folder) else ()
     if config.run.init_from and inside and re.fullmatch(r"(fp32|bf16)-\d+", inside[0]):
@@ -201,7 +201,7 @@ def line(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as a Markdown table, a line per layout with the figures of every number format."""
+    """Rows as a Markdown table: a line per layout with the figures of every number format."""
     formats = list(dict.fromkeys(row.format for row in rows))
     titles = [f"{f}: {title}" for f in formats for title in ("gradient of step 1", "loss of every step", "gradient norm")]
     lines = [["layout", *titles, "samples"], ["---"] * (len(titles) + 2)]

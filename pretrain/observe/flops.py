@@ -1,7 +1,7 @@
 """Model FLOPs and MFU, by the convention most published numbers use (PaLM, arXiv 2204.02311, appendix B).
 
-Per token, forward and backward: 6 x (parameters in matrix multiplications; the embedding look-up is none, the output head is one)
-+ 12 x layers x attention width x min(sequence length, window). No causal discount, no recomputation.
+Per token, forward and backward: 6 x (parameters in matrix products) + 12 x layers x attention width x min(sequence length,
+window). The output head counts, the embedding look-up does not. There is no causal discount, and recomputation does not count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 from pretrain.config.model_schema import Model
 from pretrain.models import build_network
 
-# Dense peak, FLOP/s, as printed in the vendors' data sheets. Names exactly as torch reports them: what begins alike (4090 D,
+# Dense peak, FLOP/s, as printed in the vendors' data sheets. Names are exactly those that torch reports: a longer name (4090 D,
 # 3090 Ti, a MIG slice) is another device.
 PEAKS_BF16 = {
     "NVIDIA H200": 989.5e12,
@@ -36,13 +36,13 @@ PEAKS_BF16 = {
 def flops_per_token(model: Model, *lengths: float) -> int:
     """FLOPs of one forward and backward pass per token, for a complete model on sequences of a length.
 
-    An encoder-decoder takes the mean lengths of sources and of targets, and counts per target token.
+    For an encoder-decoder, give the mean lengths of sources and targets; the count is per target token.
     """
     return _on_meta(model).flops_per_token(*lengths)
 
 
 def matmul_parameters(model: Model) -> int:
-    """Parameters that a token is multiplied with; of routed experts those of the active ones."""
+    """Parameters that a token is multiplied with. Only the active ones of the routed experts count."""
     return _on_meta(model).matmul_parameters()
 
 
@@ -52,7 +52,7 @@ def _on_meta(model: Model) -> nn.Module:
 
 
 def peak_flops(device: torch.device, compute: str) -> float | None:
-    """Peak of a device in FLOP/s; None where it is not known, which makes MFU unknown rather than guessed."""
+    """Peak of a device in FLOP/s; None if it is unknown, so that MFU is unknown too and not guessed."""
     if device.type != "cuda" or compute != "bf16":
         return None
     return PEAKS_BF16.get(torch.cuda.get_device_name(device))

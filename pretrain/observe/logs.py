@@ -19,7 +19,7 @@ FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
 
 
 def log_to_console(is_main: bool) -> None:
-    """Messages of this package on standard output; of the other ranks nothing: their errors are printed at the end."""
+    """Print this package's messages on the main rank's standard output. Other ranks print only their error, at the end."""
     handler = ConsoleHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_main else logging.CRITICAL)
@@ -31,9 +31,9 @@ def log_to_console(is_main: bool) -> None:
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Standard output. On a terminal a message with `extra=PASSING` is one line that the next message takes the place of."""
+    """Standard output. On a terminal the next message replaces a message with `extra=PASSING`, which is one line."""
 
-    _stands = False  # whether the terminal's last line is to be replaced
+    _stands = False  # whether the next message replaces the terminal's last line
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -47,7 +47,7 @@ class ConsoleHandler(logging.StreamHandler):
             self.handleError(record)
 
     def finish_line(self) -> None:
-        """Let the line stand that the next message would have replaced."""
+        """Keep the line that the next message would have replaced."""
         if self._stands:
             self._stands = False
             self.stream.write("\n")
@@ -55,15 +55,15 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 def finish_line() -> None:
-    """Before anything else writes to the terminal."""
+    """Finish the progress line. Call it before anything else writes to the terminal."""
     for handler in logging.getLogger("pretrain").handlers:
         if isinstance(handler, ConsoleHandler):
             handler.finish_line()
 
 
 def log_to_file(directory: Path, rank: int) -> None:
-    """Messages, and tracebacks, of this rank in logs/rank-N.log. A file that cannot be opened is warned of: the run goes on without."""
-    logging.raiseExceptions = False  # a log line that finds the disk full must not bury the error that is being reported
+    """Write messages and tracebacks of this rank to logs/rank-N.log. If the file cannot be opened, warn and go on without it."""
+    logging.raiseExceptions = False  # a log line that cannot be written must not hide the error in it
     try:
         directory.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(directory / f"rank-{rank}.log", encoding="utf-8")
@@ -75,17 +75,17 @@ def log_to_file(directory: Path, rank: int) -> None:
 
 
 class Tolerated:
-    """Writing that only observes a run, so that the run goes on where it fails.
+    """Writing that only observes a run, so the run goes on if it fails.
 
-    The first failure in a row is warned of, and so is how many lines were lost, when it works again or at the end. `kind`: what counts
-    as such a failure; anything else is raised.
+    The first failure in a row is a warning. When writing works again, or at the end, a second warning says how many lines were lost.
+    `kind`: the exceptions that count as such a failure; any other is raised.
     """
 
     def __init__(self, what: str, kind: type[Exception] = OSError) -> None:
         self.what, self.kind, self.lost = what, kind, 0
 
     def attempt(self, write: Callable[[], object]) -> bool:
-        """Call `write`; a failure of it is a warning. Whether it succeeded."""
+        """Call `write`, turn its failure into a warning, and return whether it succeeded."""
         try:
             write()
         except self.kind as error:
@@ -106,7 +106,7 @@ class Tolerated:
         self.lost += 1
 
     def close(self) -> None:
-        """Say what was lost to the end."""
+        """Warn of lines that were lost until the end."""
         if self.lost:
             log.warning("%s: could not be written to the end; lines that were lost: %d", self.what, self.lost)
             self.lost = 0

@@ -1,4 +1,4 @@
-"""What a run measures at a step: the record, the log that it is read back from, and the clock behind its speeds."""
+"""The measurements of a run at a step: their record, the log that it is read from, and the clock behind the speeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def measured(meaning: str, unit: str, of: str, when: str = "always") -> Any:
-    """A field of `StepRecord`, described for docs/metrics.md: what it is, in which unit, of which steps, and when it is there."""
+    """A field of `StepRecord`, described for docs/metrics.md: meaning, unit, the steps that it covers, and when it is logged."""
     described = {"meaning": meaning, "unit": unit, "of": of, "when": when}
     return dataclasses.field(default=None, metadata=described)
 
@@ -28,9 +28,9 @@ TOKEN_LOSS = "nats per target token"
 
 @dataclass
 class StepRecord:
-    """The numbers of a step, as metrics.jsonl, TensorBoard and every other sink get them. A number that is not known is None, and left out.
+    """The numbers of a step, as metrics.jsonl, TensorBoard and every other sink get them. An unknown number is None, and left out.
 
-    Every field stands in docs/metrics.md, which is generated from here. Equal on all ranks, but for the speeds.
+    docs/metrics.md is generated from these fields. All but the speeds are equal on all ranks.
     """
 
     step: int = measured("optimizer steps made", "", RUN)
@@ -99,16 +99,16 @@ class StepRecord:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StepRecord:
-        """A record that was read back. A name that it does not have, of an earlier version, is dropped."""
+        """A record that was read back. Unknown names, from an earlier version, are dropped."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def to_dict(self) -> dict[str, Any]:
-        """What is known, by name."""
+        """The known numbers, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def numbers(self) -> dict[str, float]:
-        """Every single number that is known, nested ones by `parent/child`; not the step."""
+        """Every known number except the step, nested ones under `parent/child`."""
         return {name: value for name, value in _flat(self.to_dict()) if name != "step" and isinstance(value, (int, float))}
 
 
@@ -120,9 +120,9 @@ def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def read_metrics(run_directory: Path) -> list[dict[str, Any]]:
-    """The records of a run in order of steps. A line that is no record of a step (torn, damaged, somebody's own) is passed over.
+    """The records of a run in order of steps. A line that is not a step's record (torn, damaged, foreign) is skipped.
 
-    A run that went back to a checkpoint logs an earlier step again: what it had logged from that step on is dropped.
+    A run that went back to a checkpoint logs an earlier step again; the old records from that step on are dropped.
     """
     records: list[dict[str, Any]] = []
     for line in (run_directory / METRICS_FILE).read_bytes().split(b"\n"):
@@ -139,7 +139,7 @@ def read_metrics(run_directory: Path) -> list[dict[str, Any]]:
 
 
 def known_records(run_directory: Path, until: int) -> list[StepRecord]:
-    """The run's records up to a step. The log only observes the run: one that cannot be read is a warning, and a missing one is empty."""
+    """The run's records up to a step. The log only observes the run: an unreadable log is a warning, and a missing one is empty."""
     try:
         records = read_metrics(run_directory)
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def known_records(run_directory: Path, until: int) -> list[StepRecord]:
 
 
 def duration(seconds: float | None) -> str:
-    """A time as a person says it; `-` for one that is not known."""
+    """A time as a person writes it; `-` if it is unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -160,7 +160,7 @@ def duration(seconds: float | None) -> str:
 
 
 class Window:
-    """Wall-clock time since the last report. Validation, saving and whatever else is no step count as well."""
+    """Wall-clock time since the last report. It includes validation, saving and everything else that is not a step."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -169,7 +169,7 @@ class Window:
         self._all_steps, self._after_first, self._mean = 0, 0.0, 0.0
 
     def add(self, computed: float, waited: float, tokens: int) -> None:
-        """A step: the seconds it computed, those it waited for its data before, and its target tokens."""
+        """Add a step: the seconds that it computed, the seconds that it waited for data before, and its target tokens."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         self._computed, self._waited = self._computed + computed, self._waited + waited
         self._all_steps += 1
@@ -177,7 +177,7 @@ class Window:
             self._after_first = time.monotonic()
 
     def take(self) -> dict[str, float]:
-        """What docs/metrics.md says of speed; the window starts anew."""
+        """The numbers about speed in docs/metrics.md. The window then starts anew."""
         now = time.monotonic()
         seconds = now - self._started
         speed = {
@@ -187,11 +187,11 @@ class Window:
             "step_seconds": self._computed / self._steps,
             "data_wait": self._waited / seconds,
         }
-        # The first step of a start compiles and warms up; a later one says what a step takes, with its share of all else.
+        # The first step of a start compiles and warms up. Later ones show how long a step takes, with its share of all else.
         self._mean = (now - self._after_first) / (self._all_steps - 1) if self._all_steps > 1 else seconds
         self._started, self._steps, self._tokens, self._computed, self._waited = now, 0, 0, 0.0, 0.0
         return speed
 
     def left(self, steps: int) -> float:
-        """Seconds that so many more steps take, at the mean speed of this start at the last report."""
+        """Seconds for this many more steps, at the mean speed of this start at the last report."""
         return steps * self._mean

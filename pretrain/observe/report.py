@@ -13,7 +13,7 @@ from pretrain.observe.metrics import METRICS_FILE, read_metrics
 def _records(run: Path) -> list[dict[str, Any]]:
     if not (run / METRICS_FILE).is_file():
         raise DataError(f"{run / METRICS_FILE}: missing; {run} is not the directory of a run that has logged a step")
-    # A step that was skipped has no loss.
+    # A skipped step has no loss.
     records = [record for record in read_metrics(run) if record.get("loss") is not None]
     if not records:
         raise DataError(f"{run / METRICS_FILE}: no step was logged yet")
@@ -43,7 +43,7 @@ def _bits(record: dict[str, Any], name: str) -> str:
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """Means over a window around each value that is a tenth of the curve, narrower towards the ends so as not to shift them."""
+    """The mean around each value, over a window of a tenth of the curve. The window is narrower at the ends, so as not to shift them."""
     half = len(values) // 20
     windows = [values[i - w : i + w + 1] for i in range(len(values)) for w in [min(half, i, len(values) - 1 - i)]]
     return [sum(window) / len(window) for window in windows]
@@ -53,7 +53,7 @@ COLOURS = ("#3b6ea5", "#d1662f", "#4f8f4f", "#8a5fa8", "#a0802c", "#5b5b5b")
 
 
 def draw(runs: list[Path], output: Path) -> None:
-    """Loss curves over tokens as a picture. Of one run its single steps as well; several runs have a colour each."""
+    """Loss curves over tokens as a picture. A single run also shows its single steps; several runs have a colour each."""
     try:
         import matplotlib
     except ImportError as error:

@@ -17,24 +17,24 @@ log = logging.getLogger(__name__)
 
 
 class Sink:
-    """A place for records. `run.main(sinks=[...])` adds yours to the run's own; all methods are called on the main rank alone.
+    """A place for records. `run.main(sinks=[...])` adds yours to the run's own. All methods are called on the main rank only.
 
-    A sink only observes: what `open`, `write` or `close` raises is a warning, and the run goes on.
+    A sink only observes: an exception in `open`, `write` or `close` becomes a warning, and the run goes on.
     """
 
     def open(self, directory: Path, config: Config, step: int) -> None:
-        """Before the first record. `directory`: that of the run; `step`: the step that this start goes on from."""
+        """Called before the first record. `directory`: the run's directory; `step`: the step that this start continues from."""
 
     def write(self, record: StepRecord) -> None:
-        """A logged step. A run that went back to a checkpoint logs the repeated steps again."""
+        """Called with each logged step. A run that went back to a checkpoint logs the repeated steps again."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """After the last record, also of a run that failed."""
+        """Called after the last record, even if the run failed."""
 
 
 class Sinks:
-    """All sinks of a run. `own` are this program's, whose defects are not hidden: of them only OSError is tolerated."""
+    """All sinks of a run. `own` are this program's: only their OSErrors are tolerated, so that defects of ours are not hidden."""
 
     def __init__(self, own: Sequence[Sink], yours: Sequence[Sink], directory: Path, config: Config, step: int) -> None:
         self._sinks: list[tuple[Sink, Tolerated]] = []
@@ -50,7 +50,7 @@ class Sinks:
             tolerated.attempt(lambda sink=sink: sink.write(record))
 
     def close(self) -> None:
-        """Close every sink, and say which records were lost to the end."""
+        """Close every sink, and warn of records that were lost until the end."""
         for sink, tolerated in self._sinks:
             try:
                 sink.close()
@@ -70,7 +70,7 @@ class JsonLines(Sink):
 
 
 class TensorBoard(Sink):
-    """TensorBoard: a curve per number, and the configuration of each start as a text."""
+    """TensorBoard: a curve per number, and the configuration of each start as text."""
 
     def __init__(self) -> None:
         self._board, self._thread_hook = None, threading.excepthook
@@ -80,7 +80,7 @@ class TensorBoard(Sink):
 
         self.directory, self.config, self.step = directory, config, step
         path = directory / "tensorboard"
-        # A writer that finds no room leaves an empty file behind at each try.
+        # On a full disk a writer leaves an empty file behind at each try.
         path.mkdir(parents=True, exist_ok=True)
         (path / ".probe").write_bytes(bytes(1 << 16))
         (path / ".probe").unlink()
@@ -88,7 +88,7 @@ class TensorBoard(Sink):
         self._board = SummaryWriter(str(path), purge_step=step + 1)
         if (configuration := directory / "config.yaml").is_file():
             lines = configuration.read_text(encoding="utf-8").splitlines()
-            # After the step, or the purge would take it. Indented: TensorBoard shows texts as Markdown.
+            # Written after the step, or the purge would remove it. Indented, because TensorBoard shows texts as Markdown.
             self._board.add_text("config", "\n".join(f"    {line}" for line in lines), step + 1)
 
     def write(self, record: StepRecord) -> None:
@@ -98,7 +98,7 @@ class TensorBoard(Sink):
             for name, value in record.numbers().items():
                 self._board.add_scalar(name, value, record.step)
         except OSError:
-            # The thread that writes has ended with this error; another one has to take its place.
+            # The writing thread has ended with this error; a new one must take its place.
             self._board, self.step = None, record.step
             raise
 
@@ -108,14 +108,14 @@ class TensorBoard(Sink):
             self._board.close()
 
     def _on_thread_failure(self, failure: threading.ExceptHookArgs) -> None:
-        # TensorBoard writes in a thread of its own. What it meets is raised again at the next line, and said in one line there.
+        # TensorBoard writes in a thread of its own. Its errors are raised again at the next line, and reported in one line there.
         of_board = failure.thread is not None and type(failure.thread).__module__.startswith("tensorboard")
         if not (of_board and issubclass(failure.exc_type, OSError)):
             self._thread_hook(failure)
 
 
 class Console(Sink):
-    """A line per record, on the console and in the main rank's log. On a terminal one line is renewed, and what was evaluated stays."""
+    """A line per record, on the console and in the main rank's log. On a terminal one line is updated, and lines with evaluations stay."""
 
     def open(self, directory: Path, config: Config, step: int) -> None:
         self.steps = config.run.steps
@@ -129,7 +129,7 @@ class Console(Sink):
 
 
 def progress_line(record: StepRecord, steps: int) -> str:
-    """A step for the console; `steps`: those of the whole run."""
+    """A step for the console; `steps`: the number of steps of the whole run."""
     parts = [
         f"step {record.step:>{len(str(steps))}}/{steps}",
         f"loss {_number(record.loss, '.4f')}",
@@ -146,7 +146,7 @@ def progress_line(record: StepRecord, steps: int) -> str:
 
 
 def evaluation_parts(record: StepRecord) -> list[str]:
-    """What was found beside the training loss, for the console."""
+    """The results beside the training loss, for the console."""
     parts = [f"validation {name} {loss:.4f}" for name, loss in (record.validation or {}).items()]
     for name, scores in (record.translation or {}).items():
         parts.append(

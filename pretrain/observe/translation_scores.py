@@ -1,5 +1,6 @@
-"""Scores of translations: BLEU (Papineni et al., ACL 2002) and chrF (Popović, WMT 2015) by sacrebleu (Post, arXiv 1804.08771), and the
-rates of character and word errors. All in percent; error rates can exceed 100.
+"""Scores of translations: BLEU (Papineni et al., ACL 2002) and chrF (Popović, WMT 2015), and the rates of character and word errors.
+
+BLEU and chrF are computed by sacrebleu (Post, arXiv 1804.08771). All scores are in percent; error rates can exceed 100.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pretrain.errors import ConfigError, install_command
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a corpus. `signature`: what sacrebleu's BLEU was computed with."""
+    """The scores of a corpus. `signature`: the settings of sacrebleu's BLEU."""
 
     bleu: float
     chrf: float
@@ -21,7 +22,7 @@ class Scores:
     signature: str
 
     def numbers(self) -> dict[str, float]:
-        """What is logged."""
+        """The numbers that are logged."""
         return {"bleu": self.bleu, "chrf": self.chrf, "cer": self.cer, "wer": self.wer}
 
     def __str__(self) -> str:
@@ -29,7 +30,7 @@ class Scores:
 
 
 def require_sacrebleu() -> None:
-    """Raise ConfigError where sacrebleu is not installed: at the start of a run rather than at its first score."""
+    """Raise ConfigError if sacrebleu is not installed: at the start of a run, not at its first score."""
     try:
         import sacrebleu  # noqa: F401
     except ImportError as error:
@@ -39,7 +40,7 @@ def require_sacrebleu() -> None:
 
 
 def score(hypotheses: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Scores:
-    """Scores of one hypothesis for each reference. `lowercase`: of both sides in lower case."""
+    """Scores of one hypothesis for each reference. `lowercase`: compare both sides in lower case."""
     require_sacrebleu()
     from sacrebleu.metrics import BLEU, CHRF
 
@@ -47,7 +48,7 @@ def score(hypotheses: Sequence[str], references: Sequence[str], lowercase: bool 
         raise ValueError(f"{len(hypotheses)} hypotheses for {len(references)} references")
     if lowercase:
         hypotheses, references = ([text.lower() for text in side] for side in (hypotheses, references))
-    # In lower case already; sacrebleu says so in its signature only if it is told.
+    # The text is in lower case already; sacrebleu needs the option to say so in its signature.
     bleu, chrf = BLEU(lowercase=lowercase), CHRF(lowercase=lowercase)
     return Scores(
         bleu.corpus_score(hypotheses, [references]).score,
@@ -59,14 +60,15 @@ def score(hypotheses: Sequence[str], references: Sequence[str], lowercase: bool 
 
 
 def error_rate(hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
-    """Insertions, deletions and substitutions in the whole corpus, per hundred units of the references (100 × errors where they have none)."""
+    """Insertions, deletions and substitutions in the whole corpus, per hundred units of the references (100 × errors if these are empty)."""
     errors = sum(edit_distance(h, r) for h, r in zip(hypotheses, references, strict=True))
     return 100 * errors / max(1, sum(map(len, references)))
 
 
 def edit_distance(one: Sequence[str], other: Sequence[str]) -> int:
-    """Levenshtein distance, by bit-parallel dynamic programming (Myers, JACM 1999; in Hyyrö's form, 2003): a column of differences is
-    two integers, so a step costs O(len(one) / 64).
+    """Levenshtein distance, by bit-parallel dynamic programming (Myers, JACM 1999, in Hyyrö's form of 2003).
+
+    A column of differences is two integers, so a step costs O(len(one) / 64).
     """
     if not one:
         return len(other)

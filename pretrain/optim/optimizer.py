@@ -1,4 +1,4 @@
-"""Clipping, and the optimizers of a run: which rule updates each parameter, one set of verbs for all, state as named tensors."""
+"""Clipping, and the optimizers of a run: a rule per parameter, one set of verbs for all, and state as named tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Rule:
 
     optimizer: str
     rate_scale: float
-    """Its learning rate over that of the schedule."""
+    """The factor from the schedule's learning rate to this rule's."""
     weight_decay: float
 
 
 def decayed(model: nn.Module) -> dict[str, bool]:
-    """Whether weight decay applies to each parameter that is trained: to matrices, not to norms and biases (vectors) nor embeddings."""
+    """Whether weight decay applies, by name of a trained parameter. It applies to matrices, not to embeddings or vectors (norms, biases)."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, (Embedding, nn.Embedding))}
     return {
         # The biases of all experts together are a matrix.
@@ -47,11 +47,11 @@ def _adamw(groups: list[dict[str, Any]], config: Optim) -> torch.optim.Optimizer
 
 
 _OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], Optim], torch.optim.Optimizer]] = {"adamw": _adamw}
-"""What makes an optimizer of groups of parameters, by `optim.name`. Each state that it keeps must be a tensor."""
+"""By `optim.name`: a function from groups of parameters to an optimizer. Each state that it keeps must be a tensor."""
 
 
 class OptimizerSet:
-    """The optimizers of a network behind one set of verbs. Make it when the network is placed: sharding replaces parameters.
+    """The optimizers of a network behind one set of verbs. Make it after the network is placed, because sharding replaces parameters.
 
     `parts`: the modules on this rank, with the parameter names of the whole network.
     """
@@ -96,16 +96,16 @@ class OptimizerSet:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is state yet: after the first step, or `create_state`."""
+        """Whether state exists: after the first step or `create_state`."""
         return any(optimizer.state for optimizer in self.optimizers)
 
     def create_state(self) -> None:
-        """Create the state that the first step would create, where it does not exist yet. Drops the gradients."""
+        """Create the state that the first step would create, unless it exists. Drops the gradients."""
         if self.has_state:
             return
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        self.step(0.0)  # of zero gradients and at rate zero, it changes no weight
+        self.step(0.0)  # with zero gradients at rate zero, it changes no weight
         self.zero_grad()
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
@@ -127,10 +127,10 @@ class OptimizerSet:
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale gradients in place so that their global 2-norm is at most `max_norm` (0: leave them); return the norm before.
 
-    Squares are added in fp64: fp32 sums over half a million elements are off by some 1e-6, differently for whole and for
-    sharded tensors. The result is a plain fp64 scalar on the gradients' device, equal on all ranks (Pascanu et al.,
-    arXiv 1211.5063; the factor is that of torch.nn.utils.clip_grad_norm_). Raises RuntimeError for a gradient whose parts do not add
-    up to its norm in a known way.
+    Squares are added in fp64: fp32 sums over half a million elements are off by some 1e-6, differently for whole and for sharded
+    tensors. The result is a plain fp64 scalar on the gradients' device, equal on all ranks (Pascanu et al., arXiv 1211.5063; the
+    factor is that of torch.nn.utils.clip_grad_norm_). Raises RuntimeError for a placement whose norm does not follow from the norms
+    of its parts.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]

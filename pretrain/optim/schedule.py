@@ -32,7 +32,7 @@ def learning_rate(schedule: Schedule, peak: float, steps: int, step: int) -> flo
 
 
 def fit(schedule: Schedule, steps: int) -> Schedule:
-    """The schedule of a run that is shorter than its warmup, as smoke tests are: warmup and decay share its steps. Others as they are."""
+    """The schedule, unless the run is shorter than its warmup, as in smoke tests: then warmup and decay share the steps."""
     if schedule.warmup_steps <= steps:
         return schedule
     if schedule.decay_steps is None or schedule.name != "wsd":

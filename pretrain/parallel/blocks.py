@@ -1,4 +1,4 @@
-"""What is done to a network alike under every strategy: number formats, recomputation, compilation. Networks know nothing of it."""
+"""Changes to a network that every strategy makes: number formats, recomputation, compilation. Networks know nothing of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def prepare_blocks(network: nn.Module, config: Config) -> None:
-    """Set the compute format of a network; recompute and compile its blocks where the configuration says so."""
+    """Set the compute format of a network; recompute and compile its blocks if the configuration says so."""
     set_compute_format(network, DTYPES[config.precision.compute])
     if config.parallel.compile:
         compile_blocks(network)
@@ -24,14 +24,14 @@ def prepare_blocks(network: nn.Module, config: Config) -> None:
 
 
 def set_compute_format(network: nn.Module, dtype: torch.dtype) -> None:
-    """Make the residual stream of a network, and with it all matrix products, of a number format."""
+    """Set the number format of a network's residual stream, and with it of all matrix products."""
     for module in network.modules():
         if hasattr(module, "compute_dtype"):
             module.compute_dtype = dtype
 
 
 def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
-    """Compile the forward of each block that has its weights for itself. Before `recompute_blocks`."""
+    """Compile the forward of each block that shares no weights. Call it before `recompute_blocks`."""
     for unit in network.units():
         if unit.role == "block" and unit.apart:
             for module in unit.modules:
@@ -39,7 +39,7 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
 
 
 def recompute_blocks(network: nn.Module) -> None:
-    """Store of each block its inputs alone, and compute its activations again in backward (Chen et al., arXiv 1604.06174)."""
+    """Store only the inputs of each block, and recompute its activations in backward (Chen et al., arXiv 1604.06174)."""
     for unit in network.units():
         if unit.role == "block":
             for module in unit.modules:

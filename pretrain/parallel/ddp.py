@@ -1,7 +1,7 @@
 """DistributedDataParallel: every rank holds the whole model, gradients are all-reduced in buckets during backward.
 
-DDP averages over ranks. Cancelled by a factor on the loss, that would change bf16: a number of ranks that is no power of two rounds activations'
-gradients otherwise than one process does. So a hook sums instead.
+DDP averages over ranks. A factor on the loss could cancel that. But unless the number of ranks is a power of two, it would round the bf16
+gradients of activations differently from one process. So a hook sums instead.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class DataParallel:
         self.device = mesh.device
         self.replicas = mesh.sizes["replicate"]
         self.every = config.parallel.grad_sync == "every"
-        # DDP lays its buckets out anew after the first iteration, which changes the order in which more than two ranks are
-        # summed: a resumed run would differ in the last bit. It does not while it looks for unused parameters.
+        # DDP rebuilds its buckets after the first iteration. With more than two ranks that changes the order of sums, and a
+        # resumed run would differ in the last bit. DDP keeps its buckets while it looks for unused parameters.
         self.keep_buckets = config.run.deterministic and self.replicas > 2
         self.wrapped: DistributedDataParallel | None = None
 
@@ -51,7 +51,7 @@ class DataParallel:
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
         if self.every:
-            # What earlier micro-steps have summed is the same on all ranks, and is about to be summed over them once more.
+            # The sum of earlier micro-steps is the same on all ranks, and is about to be summed over them once more.
             earlier = [p.grad for p in self.wrapped.parameters() if p.grad is not None]
             if earlier:
                 torch._foreach_mul_(earlier, 1 / self.replicas)

@@ -1,11 +1,11 @@
-"""FSDP2: parameters, gradients and optimizer state are sharded; HSDP when there is a replicating axis as well.
+"""FSDP2: parameters, gradients and optimizer state are sharded. With a replicating axis as well, this is HSDP.
 
     matrices      sharded; gathered in the compute format, unit by unit: the embedding, each block, the output head
     vectors       whole and in fp32 on every rank (norms, biases, sinks); their gradients are summed once per step
 
 A tied table stays in the root's unit, because it is used at both ends of the forward pass. Vectors are whole so that norms and sinks compute
-with the fp32 values that one process has: gathered with the matrices, they would be rounded to bf16 first. They are a few parameters in ten
-thousand, and one small all-reduce per step is less traffic than gathering them with every unit.
+with the fp32 values that one process has. Gathered with the matrices, they would be rounded to bf16 first. They are a few of ten thousand
+parameters, and one small all-reduce per step is less traffic than gathering them with every unit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FullyShard:
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         self._shard(network)
         network.to_empty(device="cpu" if self.config.parallel.offload else self.device)
-        _bring_vectors(network, self.device)  # with offload, FSDP2 brings the matrices to the device, and nothing else
+        _bring_vectors(network, self.device)  # with offload, FSDP2 moves only the matrices to the device
         self.vectors = [p for p in network.parameters() if _is_whole(p) and p.requires_grad]
         fill(network)
         return network
@@ -48,7 +48,7 @@ class FullyShard:
     def _shard(self, network: nn.Module) -> None:
         options = {
             "mesh": self.mesh,
-            # Inputs are left alone: rotary tables stay fp32, as they do under every other strategy.
+            # Inputs are not cast: rotary tables stay fp32, as under every other strategy.
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=DTYPES[self.config.precision.compute], reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
             ),
@@ -77,8 +77,8 @@ class FullyShard:
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
 
     def release(self) -> None:
-        # Units that are kept for backward stay gathered when no backward comes, and `model.parameters()` are then the gathered
-        # ones, in the compute format and unknown to the optimizer.
+        # If no backward follows, the units that are kept for it stay gathered. `model.parameters()` are then the gathered ones,
+        # in the compute format, which the optimizer does not know.
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -105,7 +105,7 @@ class FullyShard:
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
-    """Whether it is whole on every rank: a vector, or what gets no gradient (tables of whole numbers among them)."""
+    """Whether a parameter is whole on every rank: a vector, or one that gets no gradient (integer tables, for example)."""
     return parameter.dim() < 2 or not parameter.requires_grad
 
 
@@ -118,6 +118,6 @@ def _bring_vectors(model: nn.Module, device: torch.device) -> None:
 
 
 def _keep_gradient_in_fp32(module: nn.Module, inputs: object) -> None:
-    """Gathered in bf16, a table would have its gradient rounded to bf16, and the two uses of a tied table added in bf16."""
+    """Keep a table's gradient in fp32. Else it would be rounded to bf16, and the two uses of a tied table added in bf16."""
     if module.weight is not None:
         module.weight.grad_dtype = torch.float32

@@ -1,8 +1,8 @@
 """Initial weights as a pure function of (seed, parameter name, shape), on every layout and device (invariant 4).
 
-A parameter is drawn in blocks of rows, each from its own counter-based generator (Philox, Salmon et al., SC'11), so a rank that
-holds a shard draws the rows it holds and no others: no communication, no whole tensor anywhere, and the same values as on one
-process. The values are drawn on the host, so that a GPU starts from the same bits as a CPU.
+A parameter is drawn in blocks of rows, each from its own counter-based generator (Philox, Salmon et al., SC'11). So a rank that
+holds a shard draws only its own rows, without communication or a whole tensor. The values are the same as on one process. The
+values are drawn on the host, so that a GPU starts from the same bits as a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def initialise(model: nn.Module, seed: int) -> None:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         initial, place = model.initial(name), _place(parameter)
         if callable(initial):
-            # All of it on every rank: rules that are no normal distribution are those of vectors and small matrices.
+            # Every rank draws all of it: only vectors and small matrices have rules that are not normal distributions.
             local.copy_(initial(seed)[place])
             continue
         mean, std = initial
@@ -53,7 +53,7 @@ def _place(parameter: Tensor) -> tuple[slice, ...]:
     """Where this rank's part of a parameter lies in the whole."""
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, size) for size in parameter.shape)
-    # Imported here: a single process needs none of DTensor's machinery, and this module path is private in places.
+    # Imported here because a single process does not need DTensor, and parts of this module path are private.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

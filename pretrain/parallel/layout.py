@@ -20,13 +20,13 @@ DDP_MEMORY_SHARE = 0.4  # `auto` replicates a state up to this share of the devi
 
 @dataclass(frozen=True)
 class Layout:
-    """What `parallel` comes to in a world of a given size."""
+    """The layout that the section `parallel` gives on a number of processes."""
 
     strategy: Literal["single", "ddp", "fsdp"]
     replicate: int
     shard: int
     micro_steps: int
-    """Micro-steps of a step of `batch.sequences`; a step of a ramp has others. 0 on pairs, where each step has its own number."""
+    """Micro-steps of a step of `batch.sequences`; a step of a ramp has another number. 0 for pairs, where each step has its own."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -48,7 +48,7 @@ class Layout:
 
 
 def expected_world_size(config: Config) -> int | None:
-    """The fewest processes that the configuration asks for; None where any number will do."""
+    """The fewest processes that the configuration asks for; None if any number will do."""
     parallel = config.parallel
     if parallel.strategy == "single":
         return 1
@@ -56,7 +56,7 @@ def expected_world_size(config: Config) -> int | None:
         return parallel.replicate
     if parallel.replicate or parallel.shard:
         return (parallel.replicate or 1) * (parallel.shard or 1)
-    return None if parallel.strategy == "auto" else 2  # at least; more is for the launcher to say
+    return None if parallel.strategy == "auto" else 2  # at least; the launcher may start more
 
 
 def plan_layout(config: Config, world_size: int, parameters: int, device_memory: int | None) -> Layout:
@@ -81,13 +81,15 @@ def _automatic(config: Config, world_size: int, parameters: int, device_memory: 
 def _axes(config: Config, strategy: str, world_size: int) -> tuple[int, int]:
     replicate, shard = config.parallel.replicate, config.parallel.shard
     if strategy in ("single", "ddp") and (shard or 1) > 1:
-        raise ConfigError(f"parallel.strategy={strategy} cannot shard, and parallel.shard={shard}; use parallel.strategy=fsdp")
+        raise ConfigError(f"parallel.strategy={strategy} cannot shard, but parallel.shard={shard}; use parallel.strategy=fsdp")
     if strategy == "single":
         if (replicate or 1) > 1:
-            raise ConfigError(f"parallel.strategy=single cannot replicate, and parallel.replicate={replicate}; use ddp")
+            raise ConfigError(
+                f"parallel.strategy=single cannot replicate, but parallel.replicate={replicate}; use parallel.strategy=ddp"
+            )
         if world_size > 1:
             raise LaunchError(
-                f"parallel.strategy=single runs in one process and {world_size} were started; "
+                f"parallel.strategy=single runs in one process, but {world_size} were started; "
                 "start one (python pretrain/run.py ...) or set parallel.strategy=ddp, fsdp or auto"
             )
         return 1, 1
@@ -119,7 +121,7 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
     if world_size == 1 and config.parallel.replicate is None and config.parallel.shard is None:
         raise LaunchError(
             f"parallel.strategy={strategy} expects several processes, 1 started; start them with: {command_for(2)} "
-            "(on a host without GPU, accelerate launch needs --multi_gpu to start several), or say that one is meant: "
+            "(on a host without GPU, accelerate launch needs --multi_gpu to start several). For one process, set "
             f"parallel.strategy=single, or parallel.{'replicate' if strategy == 'ddp' else 'shard'}=1"
         )
 
@@ -130,7 +132,7 @@ def _chosen(config: Config, strategy: str) -> str:
 
 
 def check_options(config: Config) -> None:
-    """Values that cannot go together whatever the world size. Raises ConfigError naming both keys."""
+    """Raise ConfigError for values that cannot go together on any number of processes. It names both keys."""
     schedule, steps = config.schedule, config.run.steps
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
         most = steps - schedule.warmup_steps

@@ -1,7 +1,7 @@
-"""The switch: how a network is spread over ranks, behind verbs that the training loop uses without knowing which layout is in force.
+"""How a network is spread over ranks, behind verbs that the training loop uses without knowing the layout.
 
-In every layout the gradient that ends up in `parameter.grad` is the sum over all ranks and micro-steps: the loss is divided by the target
-tokens of the whole step, once, and nothing is averaged after that. `Strategy` composes what the axes need:
+In every layout the gradient that ends up in `parameter.grad` is the sum over all ranks and micro-steps. The loss is divided once, by the
+target tokens of the whole step, and nothing is averaged after that. `Strategy` composes what the axes need:
 
     blocks.py        number formats, recomputation, compilation: alike under every layout
     single.py, ddp.py, fsdp.py
@@ -26,11 +26,11 @@ from pretrain.parallel.blocks import prepare_blocks
 from pretrain.parallel.initialise import initialise
 
 _DATA_AXES = {"single": "single.Single", "ddp": "ddp.DataParallel", "fsdp": "fsdp.FullyShard"}
-"""By `parallel.strategy`: what is made with (config, mesh) for it. Imported when it is used."""
+"""The class of each `parallel.strategy`, made with (config, mesh). It is imported on use."""
 
 
 class DataAxes(Protocol):
-    """How ranks that see different samples hold the weights, and how they add their gradients."""
+    """How ranks that see different samples hold the weights and add their gradients."""
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         """Put a meta-device network on this rank, give its parameters values with `fill`, return what to call.
@@ -39,10 +39,10 @@ class DataAxes(Protocol):
         """
 
     def micro_step(self, last: bool) -> AbstractContextManager:
-        """Around the forward and backward of a micro-step: gradients are synchronised as `parallel.grad_sync` says."""
+        """The context of a micro-step's forward and backward. It synchronises gradients as `parallel.grad_sync` says."""
 
     def release(self) -> None:
-        """Give up what a forward pass without backward leaves behind; parameters are the sharded ones again."""
+        """Free what a forward pass without backward leaves behind. Afterwards parameters are the sharded ones again."""
 
 
 class Strategy:
@@ -64,9 +64,9 @@ class Strategy:
         return [self.network]
 
     def forward_backward(self, batch: StepBatch, target_tokens: int) -> Losses:
-        """Gradients of this rank's share of a step; the losses of its sequences, [B] each, not yet divided.
+        """Compute the gradients of this rank's share of a step. Return the losses of its sequences, [B] each, not yet divided.
 
-        `target_tokens`: of the whole step, over all ranks.
+        `target_tokens`: target tokens of the whole step, over all ranks.
         """
         micro_steps = batch.micro_steps(self.config.batch.micro_sequences)
         losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
@@ -85,5 +85,5 @@ class Strategy:
         return self._call(**inputs)
 
     def release(self) -> None:
-        """Give up what `evaluate` leaves behind, before the next step."""
+        """Free what `evaluate` leaves behind, before the next step."""
         self.data_axes.release()

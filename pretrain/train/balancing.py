@@ -1,4 +1,4 @@
-"""Loads of experts over all ranks and micro-steps of a step: what moves the routers' corrections, and what is logged."""
+"""Loads of experts, over all ranks and micro-steps of a step. They move the routers' corrections and are logged."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ log = logging.getLogger(__name__)
 
 
 class ExpertLoads:
-    """Of a model without experts: nothing to do, nothing to report. All methods are called by all ranks together."""
+    """The loads of a model's experts; without experts it does nothing. All ranks call all methods together."""
 
     def __init__(self, model: nn.Module, config: Model, mesh: Mesh) -> None:
         self.model, self.config, self.mesh = model, config.experts, mesh
         self.routers = model.routers() if config.experts.count else {}
-        # None in a model of transformers', whose routers are its own affair.
+        # A model of transformers has none here: it handles its routers itself.
         self.since_report = torch.zeros(len(self.routers), config.experts.count or 0, dtype=torch.int64)
         self.by_last_step = bool(self.routers) and config.experts.balance_scope == "global_batch"
         self.last: list[list[int]] | None = None
         """With `experts.balance_scope: global_batch`: positions that each expert got in the last step, by layer. A checkpoint holds them."""
 
     def restore(self, last: list[list[int]] | None) -> None:
-        """Go on from the `last` of a checkpoint; without, the first step counts loads as even, which pulls nowhere."""
+        """Continue from the `last` of a checkpoint. Without one, the first step takes loads as even, and balancing has no effect in it."""
         if self.by_last_step and last is not None:
             self._share(torch.tensor(last))
         elif self.by_last_step and self.mesh.ranks.is_main:
-            log.info("experts: the loads of no step are known yet, so the balancing loss of the first one pulls nowhere")
+            log.info("experts: no loads are known yet, so the balancing loss has no effect in the first step")
 
     def _share(self, counts_LE: Tensor) -> None:
         """Tell the routers how the positions of the last step were spread."""
@@ -40,7 +40,7 @@ class ExpertLoads:
             router.shares_E = shares_E.to(router.weight.device, torch.float32)
 
     def after_step(self, target_tokens: int) -> float | None:
-        """Balance by the step's loads; the mean auxiliary loss of a target token, None where there is no such loss."""
+        """Balance by the step's loads. Return the mean auxiliary loss of a target token, None if no such loss is configured."""
         if not self.routers:
             return None
         reports = self.model.take_router_reports()
@@ -75,7 +75,7 @@ class ExpertLoads:
 def move_correction(correction_E: Tensor, counts_E: Tensor, rate: float) -> None:
     """One step towards even loads (arXiv 2408.15664, algorithm 1): up by `rate` below the mean load, down above it.
 
-    In whole numbers, so that every layout moves the same way.
+    It compares integers, so that every layout moves the same way.
     """
     direction_E = (counts_E.sum() - len(counts_E) * counts_E).sign()
     correction_E += rate * direction_E.to(correction_E)

@@ -1,4 +1,4 @@
-"""Code of your own in a run: callbacks that measure, stop the run or keep checkpoints, handed over by a script that starts it.
+"""Your own code in a run: callbacks that measure, stop the run or keep checkpoints. A script that starts the run passes them.
 
 A configuration cannot name code, so that nothing that is read is executed. docs/extending.md shows the script.
 """
@@ -32,20 +32,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunHandle:
-    """What a callback sees of the run, and can ask of it."""
+    """A run as a callback sees it, with the requests that a callback may make."""
 
     config: Config
-    """Complete: every derived value is filled in."""
+    """The complete configuration: every derived value is filled in."""
     directory: Path
-    """That of the run, on storage that all nodes share."""
+    """The run's directory, on storage that all nodes share."""
     history: list[StepRecord]
-    """The logged steps up to the one that this start goes on from, so that a callback can work out where it stood. Empty on other ranks than
-    the main one."""
+    """The logged steps up to the one that this start continues from. A callback restores its state from them. Only the main rank has them."""
     mesh: Mesh
     """This rank's place: `mesh.data_rank` of `mesh.data_size` ranks that see different samples, and sums over them."""
     losses: Callable[..., Tensor]
     """`losses(tokens_BT=..., targets_BT=...)`: the summed loss of each sample in nats, without gradients, in the layout of the run. Every rank
-    makes the same number of calls: sharded weights are gathered by all ranks together."""
+    must make the same number of calls, because all ranks gather sharded weights together."""
     stop_reason: str | None = None
     wants_save: bool = False
 
@@ -66,31 +65,31 @@ class Callback:
     """Subclass it and override what you need. An exception in a method ends the run on all ranks."""
 
     def start(self, run: RunHandle) -> None:
-        """On all ranks, before the first step of this start. Raise ConfigError for a run that the callback does not fit."""
+        """Called on all ranks, before the first step of this start. Raise ConfigError if the callback does not fit the run."""
 
     def evaluate(self, run: RunHandle, step: int) -> dict[str, float]:
-        """On all ranks together, after each step: numbers by name, which the record has in `evaluation`. Empty where nothing is due."""
+        """Called on all ranks together, after each step. Return numbers by name for `evaluation` of the record, or {} if nothing is due."""
         return {}
 
     def on_record(self, run: RunHandle, record: StepRecord) -> None:
-        """On the main rank, after a step was logged."""
+        """Called on the main rank, after a step was logged."""
 
     def on_save(self, run: RunHandle, step: int, checkpoint: Path) -> None:
-        """On the main rank, after a checkpoint was saved."""
+        """Called on the main rank, after a checkpoint was saved."""
 
     def close(self) -> None:
-        """On all ranks, after the last step, also of a run that failed."""
+        """Called on all ranks, after the last step, even if the run failed."""
 
 
 @dataclass(frozen=True)
 class Extensions:
-    """What a script adds to a run."""
+    """The callbacks and sinks that a script adds to a run."""
 
     callbacks: Sequence[Callback] = ()
     sinks: Sequence[Sink] = ()
 
     def facts(self) -> dict[str, Any]:
-        """What all ranks must have in common: the code of each callback."""
+        """The facts that all ranks must have in common: the code of each callback."""
         return {f"callback {number}": _code_of(type(callback)) for number, callback in enumerate(self.callbacks)}
 
 
@@ -108,8 +107,8 @@ NO_EXTENSIONS = Extensions()
 class Callbacks:
     """The callbacks of a run, called one after the other.
 
-    A failure becomes `problem`, and nothing is called any more: the ranks that wait for this one would otherwise have to be ended. All of
-    them raise it together, before the next step.
+    A failure becomes `problem`, and no callback is called any more. All ranks raise it together before the next step, so that none waits
+    for this one in vain.
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: RunHandle) -> None:
@@ -133,7 +132,7 @@ class Callbacks:
         self._call("on_save", self.run, step, checkpoint)
 
     def close(self) -> None:
-        """Close each callback, the first time. After a failure as well: they may hold files."""
+        """Close each callback once. This happens after a failure too, because they may hold files."""
         callbacks, self.callbacks, problem = self.callbacks, (), self.problem
         for callback in callbacks:
             self._try(callback, "close")
@@ -182,7 +181,7 @@ class Watched:
             raise ConfigError(f"the metric {self.metric} is never logged by this run; it has {have}")
 
     def of(self, record: StepRecord) -> float | None:
-        """Its value in a record, such that lower is better; None where the record does not have it, or it is not finite."""
+        """Its value in a record, with a sign so that lower is better. None if it is missing or not finite."""
         numbers = record.numbers()
         found = [value for name, value in numbers.items() if name == self.metric or name.startswith(f"{self.metric}/")]
         mean = sum(found) / len(found) if found else math.nan
@@ -190,7 +189,7 @@ class Watched:
         return self.sign * mean if math.isfinite(mean) else None
 
     def warn_if_unseen(self, run: RunHandle, callback: Callback) -> None:
-        """A metric with a wrong name would be a callback without effect."""
+        """Warn of a metric that no record has: with a wrong name the callback has no effect."""
         if run.is_main and not self.was_seen:
             log.warning("%s did nothing: no record of this start has %s", type(callback).__name__, self.metric)
 
@@ -198,7 +197,7 @@ class Watched:
 class EarlyStopping(Callback):
     """End the run when a number has not improved by more than `min_delta` for `patience` measurements in a row.
 
-    `metric`: see `Watched`. A run that is resumed counts what its metrics.jsonl holds.
+    `metric`: see `Watched`. A resumed run counts the measurements in its metrics.jsonl.
     """
 
     def __init__(self, patience: int, metric: str = "validation", mode: str = "min", min_delta: float = 0.0) -> None:
@@ -231,8 +230,8 @@ class EarlyStopping(Callback):
 class KeepBest(Callback):
     """Keep the `count` best checkpoints in `best/` of the run directory, apart from those that `checkpoint.keep_last` removes.
 
-    `metric`: see `Watched`. They are hard links where the storage has them, and take no room while the original is there. Each is a whole
-    checkpoint: `run.init_from=RUN/best/step-N`, or `--checkpoint` of the tools. A step that is among the best is saved if it was not.
+    `metric`: see `Watched`. They are hard links if the storage has them, and take no space while the original exists. Each is a complete
+    checkpoint, for `run.init_from=RUN/best/step-N` or `--checkpoint` of the tools. A step among the best is saved if it was not.
     """
 
     def __init__(self, count: int = 1, metric: str = "validation", mode: str = "min") -> None:
@@ -267,7 +266,7 @@ class KeepBest(Callback):
         self.watched.warn_if_unseen(self.run, self)
 
     def _best(self) -> list[int]:
-        """Steps of the best measurements, the best first; of equal ones the earlier."""
+        """Steps of the best measurements, the best first; of equal ones the earlier counts."""
         return sorted(self.values, key=lambda step: (self.values[step], step))[: self.count]
 
     def _keep(self, checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a run's state leaves a trainer and comes back: saving, and restoring what `find_starting_point` chose."""
+"""Saving a run's state from a trainer, and restoring what `find_starting_point` chose."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """How far a run is: optimizer steps, training samples and target tokens so far, and how many of the steps were skipped.
+    """The progress of a run: optimizer steps, training samples and target tokens so far, and how many steps were skipped.
 
-    `loads`: positions that each expert of each layer got in the
-    last step, where a balancing loss needs them. `record`: the numbers of the last step, for a log of metrics that lacks them.
+    `loads`: positions that each expert of each layer got in the last step, if a balancing loss needs them. `record`: the numbers
+    of the last step, for a log of metrics that lacks them.
     """
 
     step: int = 0
@@ -46,7 +46,7 @@ class Progress:
 class Continuation:
     """The checkpoints of one run, seen from its trainer. All methods are called by all ranks together.
 
-    `last`: the newest good checkpoint of this run, or the one it goes on from; None before there is one.
+    `last`: the newest good checkpoint of this run, or the one it continues from; None before the first.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Continuation:
         self._timeline = [*(origin.resumed.state.get("timeline", []) if origin.resumed else []), self._start()]
 
     def _start(self) -> dict[str, Any]:
-        """This start's entry in the time line: whoever has it descends from this start."""
+        """This start's entry in the time line. A checkpoint that has it descends from this start."""
         back = {"back": True} if self.origin.resumed and self.origin.resumed.back else {}
         return {"from": self.origin.step, "start": uuid.uuid4().hex[:12], **back}
 
@@ -78,13 +78,13 @@ class Continuation:
         return self.ranks.is_main and every > 0 and time.monotonic() - self.saved_at >= every
 
     def save(self, progress: Progress) -> bool:
-        """Save the whole state, unless this step is saved already: whether it was not. Raises TrainingError for a state that is not finite."""
+        """Save the whole state, unless this step is saved already. Return whether it saved. Raises TrainingError if the state is not finite."""
         if self._saved_step == progress.step:
             return False
         started = time.monotonic()
         tensors = model_tensors(self.model) | optimizer_tensors(self.optimizer)
         self._check_finite(progress.step, tensors)
-        # Not the file in the run directory, which somebody may be editing for the next start.
+        # The file in the run directory is not used: somebody may be editing it for the next start.
         attachments = {"config.yaml": to_yaml(self.plan.config), **self.plan.data.attachments}
         folder, policy = self.directory.checkpoints, self.plan.config.checkpoint
         state = self._state(progress)
@@ -114,7 +114,7 @@ class Continuation:
         }
 
     def _check_finite(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """A checkpoint that holds NaN would be continued from, and would retire the good ones before it."""
+        """Refuse a state that holds NaN: a run would continue from it, and it would retire the good checkpoints before it."""
         names = list(tensors)
         found = self.ranks.gather("finiteness of the state", first_nonfinite(tensors))
         bad = [(names.index(name), rank, name) for rank, name in enumerate(found) if name is not None]
@@ -130,7 +130,7 @@ class Continuation:
         return f"the last checkpoint is {self.last}" if self.last else "there is no checkpoint yet"
 
     def restore(self) -> Progress:
-        """Read what the run goes on from into model, optimizer and generators."""
+        """Read the starting point of the run into model, optimizer and generators."""
         resumed, weights = self.origin.resumed, self.origin.weights
         if resumed is not None:
             return self._resume(resumed.path, resumed.state)
@@ -141,7 +141,7 @@ class Continuation:
         return Progress()
 
     def settle(self) -> None:
-        """Set aside what this start leaves behind. To be called when nothing can refuse it any more."""
+        """Set aside the checkpoints that this start leaves behind. Call it when nothing can refuse the start any more."""
         if self.ranks.is_main:
             for line in self.origin.resumed.set_aside() if self.origin.resumed else []:
                 log.warning("%s", line)
@@ -157,12 +157,12 @@ class Continuation:
         if self.ranks.is_main:
             step, samples, layout = state["step"], state["samples"], state["layout"]
             log.info("resumed from %s: step %d, %d samples, saved as %s", checkpoint, step, samples, layout)
-        # Steps were not skipped, nor counted, by earlier versions of this program.
+        # Earlier versions of this program did not skip or count steps.
         skipped = state.get("skipped", 0)
         return Progress(state["step"], state["samples"], state["tokens"], skipped, state.get("loads"), state.get("record"))
 
     def _generators(self, payload: Payload, world_size: int) -> dict[str, Tensor]:
-        # Generators belong to ranks: on another number of them this rank keeps the one it was seeded with. Nothing in training
+        # Generators belong to ranks: on another number of ranks, this rank keeps the one from its seed. Nothing in training
         # draws from it: dropout is a function of the sample.
         if world_size != self.ranks.world_size:
             return {}
@@ -171,5 +171,5 @@ class Continuation:
 
 
 def _identify(checkpoint: Path, step: int, manifest: str) -> dict[str, Any]:
-    """A checkpoint as the one after it records it."""
+    """The entry for a checkpoint that the next one records as its parent."""
     return {"path": str(checkpoint), "step": step, "manifest": manifest}

@@ -1,4 +1,4 @@
-"""Gradients: whole ones on disk, so that layouts can be compared (tools/check_equivalence.py), and whether every weight has one."""
+"""Gradients: write whole ones to disk, to compare layouts (tools/check_equivalence.py), and check that every weight has one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pretrain.errors import TrainingError
 def write_gradients(directory: Path, step: int, model: nn.Module, ranks: Ranks) -> None:
     """gradients/step-N.safetensors with the full gradient of every parameter. All ranks call; the main rank writes.
 
-    Raises TrainingError, on all ranks, where that fails: it was asked for.
+    Raises TrainingError on all ranks if that fails, because the user asked for it.
     """
     whole = {}
     for name, parameter in model.named_parameters():
@@ -38,15 +38,15 @@ def write_gradients(directory: Path, step: int, model: nn.Module, ranks: Ranks) 
 
 
 def refuse_untrained(model: nn.Module, tokens: int) -> None:
-    """Raise TrainingError naming a parameter that the loss of a step did not depend on; `tokens`: of its sequences.
+    """Raise TrainingError naming a parameter without influence on a step's loss; `tokens`: the length of its sequences.
 
-    Such models are transformers' own (`model.family: hf`): DeepSeek-V3.2's indexer picks positions and is trained by another loss, and
-    DeepSeek-V4's compressors start at a length. DDP would wait for these gradients, and weight decay would wear such weights down.
+    Such models are transformers' own (`model.family: hf`). DeepSeek-V3.2's indexer picks positions and is trained by another loss, and
+    DeepSeek-V4's compressors start at a length. DDP would wait for these gradients, and weight decay would shrink such weights.
     """
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if missing:
         raise TrainingError(
             f"{missing[0]} gets no gradient on sequences of {tokens} tokens ({len(missing)} parameters in all), so it would not be trained, "
-            "and weight decay would wear it down; use longer sequences if the model has parts that begin at a length; otherwise this "
+            "and weight decay would shrink it; use longer sequences if parts of the model begin at a length; otherwise this "
             "architecture cannot be trained on next tokens alone"
         )

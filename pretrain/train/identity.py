@@ -1,4 +1,4 @@
-"""Whether a checkpoint, or a run directory, holds the run that a configuration describes; what a difference would do.
+"""Does a checkpoint, or a run directory, hold the run that a configuration describes, and what would a difference do?
 
 Two things are compared. The *identity* (`Plan.identity`) is the model, the optimizer and everything that decided the samples so far. The
 *configuration* is compared key by key, and each key says what a change at a resume means (`config/keys.py`).
@@ -22,23 +22,23 @@ from pretrain.optim.schedule import learning_rate
 
 log = logging.getLogger(__name__)
 
-# The keys of an identity that can be accepted, with all that lies under them, and what comes of a change.
+# The keys of an identity that can be accepted, with all keys below them, and the consequence of a change.
 _CONSEQUENCES = {
-    "data.kind": "other data would be read from their start",
-    "data.seed": "the samples to come would be in another order: of this epoch, some would come twice and some not at all",
-    "data.shuffle_shards": "the samples to come would be in another order: of this epoch, some would come twice and some not at all",
-    "data.sequence_length": "samples would be cut elsewhere: of this epoch, some text would come twice and some not at all",
-    "data.packing": "samples would be cut elsewhere: of this epoch, some text would come twice and some not at all",
+    "data.kind": "the run would read other data, from its beginning",
+    "data.seed": "the next samples would come in another order: in this epoch, some would be repeated and some skipped",
+    "data.shuffle_shards": "the next samples would come in another order: in this epoch, some would be repeated and some skipped",
+    "data.sequence_length": "samples would be cut at other places: in this epoch, some text would be repeated and some skipped",
+    "data.packing": "samples would be cut at other places: in this epoch, some text would be repeated and some skipped",
     "data.document_mask": "attention would see other tokens than in the steps before",
-    "data.objective": "another task would be learnt than in the steps before",
+    "data.objective": "the model would learn another task than in the steps before",
     "data.boundary_loss": "other targets would carry the loss than in the steps before",
     "data.tokenizer": "the token ids would stand for other text than in the steps before",
-    "data.sources": "another text would be read under the order of the old one, partly again and partly not at all",
-    "data.mixture": "the sources would be read from other places, partly again and partly not at all",
+    "data.sources": "the old data order would be applied to different data: some text would be repeated and some skipped",
+    "data.mixture": "the sources would be read from other places: some samples would be repeated and some skipped",
 }
-_ABOUT_RESUMING = ("run.resume", "run.accept_changes")  # they say how to go on, and nothing of the run
+_ABOUT_RESUMING = ("run.resume", "run.accept_changes")  # they say how to resume, and nothing about the run
 _SHOWN = 4  # values of one kind that a message lists
-# Parts that records of before 2026-12 lack: where they do, there is nothing to compare.
+# Parts that records from before 2026-12 lack. Without them there is nothing to compare.
 _LATER = re.compile(r"data\.tokenizer\.\w+|data\.sources\.\d+\.documents|data\.packing\.index\.\d+")
 _FOR_MESSAGES = re.compile(r"data\.sources\.\d+\.path")
 _WIDTH = 200  # characters of a value that a line of the difference shows
@@ -47,10 +47,10 @@ _CURVE_POINTS = 1000  # steps at which two schedules are compared
 
 @dataclass(frozen=True)
 class Change:
-    """A value that is not what it was. `consent`: what `run.accept_changes` calls it, None where it cannot be accepted.
+    """A value that has changed. `consent`: its name in `run.accept_changes`, None if it cannot be accepted.
 
-    `consequence`: what comes of it, where the value itself does not say so; `places`: where the content lies
-    that the old and the new value are hashes of.
+    `consequence`: the effect of the change, if the value itself does not show it. `places`: if the values are hashes, where the
+    old and the new content lies.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Change:
 
 
 def identity_changes(saved: dict[str, Any], own: dict[str, Any]) -> list[Change]:
-    """What makes the run of one identity another than that of the other."""
+    """The differences between two identities, which make them different runs."""
     names = [name for name in sorted(saved.keys() | own.keys()) if not _FOR_MESSAGES.fullmatch(name)]
     names = [name for name in names if name in saved or not _LATER.fullmatch(name)]
     changed = [name for name in names if saved.get(name) != own.get(name)]
@@ -79,7 +79,7 @@ def identity_changes(saved: dict[str, Any], own: dict[str, Any]) -> list[Change]
 
 
 def differences(saved: dict[str, Any], own: Config) -> list[str]:
-    """One line for each key whose value is not what it was, free ones included. `saved`: a configuration as config.yaml has it."""
+    """One line for each key whose value has changed, free ones included. `saved`: a configuration as config.yaml has it."""
     before, after = ({leaf.path: leaf.value for leaf in leaves(Config, values)} for values in (saved, dataclasses.asdict(own)))
     paths = [*after, *(path for path in before if path not in after)]
     changed = [path for path in paths if before.get(path) != after.get(path) and path not in _ABOUT_RESUMING]
@@ -87,7 +87,7 @@ def differences(saved: dict[str, Any], own: Config) -> list[str]:
 
 
 def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Change]:
-    """The keys whose change since `step` needs consent: the steps to come would be computed otherwise."""
+    """The keys whose change since `step` needs consent, because the next steps would be computed differently."""
     before, after = ({leaf.path: leaf for leaf in leaves(Config, values)} for values in (saved, dataclasses.asdict(own)))
     both = [(before.get(path), after.get(path)) for path in dict.fromkeys([*after, *before])]
     changed = [(old, new) for old, new in both if old is None or new is None or old.value != new.value]
@@ -103,7 +103,7 @@ def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Chang
 
 
 def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
-    """What another schedule does, where the steps already taken would have had other learning rates; None where they would not."""
+    """The effect of another schedule, if the steps already taken would have had other learning rates; else None."""
     schedule = build_section(Schedule, {leaf.path: leaf.value for leaf in leaves(Schedule, saved.get("schedule", {}))})
     steps = saved.get("run", {}).get("steps", Config().run.steps)
 
@@ -113,7 +113,7 @@ def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
     points = {step, *(1 + i * step // _CURVE_POINTS for i in range(_CURVE_POINTS))} if step else ()
     if all(old == new for old, new in map(rates, points)):
         return None
-    shown = max(step + 1, min(steps, own.run.steps))  # the end of the shorter one says most
+    shown = max(step + 1, min(steps, own.run.steps))  # the end of the shorter one shows the difference best
     old, new = rates(shown, saved.get("optim", {}).get("lr", own.optim.lr), own.optim.lr)
     return f"the learning rate of step {shown} would be {new:.3g} instead of {old:.3g}"
 
@@ -131,8 +131,8 @@ def check_changes(
 ) -> None:
     """Raise CheckpointError listing all changes since `holder` that `run.accept_changes` does not name; warn of those that it names.
 
-    `tokens`: how far the run is, where its mixture can be changed from there on by a stage; else 0. `other_name`: whether another
-    run.name is a way out.
+    `tokens`: the run's tokens so far, if a stage can change its mixture from there on; else 0. `other_name`: whether another
+    run.name would help.
     """
     changes = [*identity, *settings]
     refused = [change for change in changes if change.consent is None or not _is_under(change.name, accepted)]
@@ -146,50 +146,52 @@ def check_changes(
         remedies = ["choose another run.name, or restore these values"] if other_name else remedies
     if tokens and any(change.name.startswith("data.mixture") for change in refused):
         remedies.append(
-            "to mix otherwise from here on, leave the past as it was: "
-            f"a stage of data.stages until_tokens={tokens} with the old weights, then one with the new"
+            "to change the mixture from here on, give data.stages "
+            f"a stage until_tokens={tokens} with the old weights, then one with the new"
         )
     keys = dict.fromkeys(change.consent for change in refused)
     if None not in keys:
-        # What is accepted already has to stay so.
-        remedies.append(f"if it is meant, run.accept_changes=[{', '.join(dict.fromkeys([*accepted, *keys]))}]")
+        # Keys that are accepted already must stay accepted.
+        remedies.append(f"if you mean it, set run.accept_changes=[{', '.join(dict.fromkeys([*accepted, *keys]))}]")
     raise CheckpointError(f"{holder} {what}: {_describe(refused)}; {'; '.join(remedies)}")
 
 
 def check_model(source: Path, saved: dict[str, Any], own: dict[str, Any], telling: set[str]) -> None:
-    """Raise CheckpointError where the weights of `run.init_from` are of another model. Both are `model_identity`.
+    """Raise CheckpointError if the weights of `run.init_from` belong to another model. `saved` and `own` are `model_identity`.
 
-    `telling`: the keys from which the others of the two models are derived. Only these are named.
+    `telling`: the keys from which the other keys of the two models are derived. Only these are named.
     """
     changes = identity_changes(saved, own)
     if not changes:
         return
     named = [change for change in changes if change.name in telling] or changes
-    preset = source / "model.yaml"  # of an import
+    preset = source / "model.yaml"  # an import writes it
     section = (
-        f"include {preset} in the configuration" if preset.is_file() else f"copy the section `model` of {source}/config.yaml"
+        f"include {preset} in the configuration"
+        if preset.is_file()
+        else f"copy `model` of {source}/config.yaml to the configuration"
     )
     raise CheckpointError(
-        f"run.init_from={source} holds another model: {_describe(named)}; {section}, in place of what it says of the model"
+        f"run.init_from={source} holds another model: {_describe(named)}; {section}, in place of its section `model`"
     )
 
 
 def check_accepted(accepted: list[str]) -> None:
-    """Raise ConfigError for an item of `run.accept_changes` that names nothing that can be accepted."""
+    """Raise ConfigError for an item of `run.accept_changes` that cannot be accepted."""
     settings = dict.fromkeys(leaf.key for leaf in leaves(Config, None) if leaf.resume in ("accept", "schedule"))
     for name in accepted:
         if not _is_under(name, [*_CONSEQUENCES, *settings]):
             raise ConfigError(
-                f"run.accept_changes={name}: a change of it cannot be accepted; those that can are "
+                f"run.accept_changes={name}: a change of this key cannot be accepted; choose from "
                 f"{', '.join([*settings, *_CONSEQUENCES])}"
             )
 
 
 def _describe(changes: list[Change]) -> str:
-    """The changed values, those of one kind together, with what comes of it said once."""
+    """The changed values by kind, with each consequence said once."""
     kinds: dict[tuple[str | None, str], list[Change]] = {}
     for change in changes:
-        # What cannot be accepted is listed whole; several keys of one consequence (a schedule's) stand together.
+        # Values that cannot be accepted are all listed. Several keys with one consequence (a schedule's) stand together.
         kinds.setdefault((None, change.consequence) if change.consequence else (change.consent, ""), []).append(change)
     parts = []
     for (_, consequence), members in kinds.items():

@@ -1,4 +1,4 @@
-"""Everything that is decided before anything is allocated: data opened, model shape completed, layout checked."""
+"""The plan of a run, made before anything is allocated: data opened, model shape completed, layout checked."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.resolve import needs_masks, resolve, usual_values
 
 NO_IDENTITY = {leaf.path for leaf in leaves(Model, None, resume="never") if leaf.resume != "never"}
-"""Keys of the model that change no tensor of a run under way (see `model_identity`)."""
+"""Keys of the model that change no tensor of a run (see `model_identity`)."""
 
 
 STAND_IN_VOCABULARY = 1 << 15
-"""The vocabulary with which a network is checked while its data is absent. Nothing that is printed depends on it."""
+"""The vocabulary for checking a network without its data. Nothing that is printed depends on it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Plan:
     layout: Layout
     parameters: int
     notes: list[str]
-    """What the configuration says and this run does otherwise."""
+    """Lines about what this run does differently from the configuration."""
     data: TrainingData
 
     @property
@@ -50,9 +50,9 @@ class Plan:
         return flops_per_token(self.config.model, *self.data.lengths)
 
     def facts(self) -> dict[str, Any]:
-        """What came of the configuration on this host, which every rank must have in common with it: JSON values by name."""
+        """The results of the configuration on this host, as JSON values by name. All ranks must have the same."""
         contents: dict[str, str] = {}
-        for key, holding in self.data.holdings:  # of some several: tokens and a packing index, or sources and targets
+        for key, holding in self.data.holdings:  # some have several: tokens and a packing index, or sources and targets
             name = f"the content of {key}"
             contents[f"{name} ({holding.path})" if name in contents else name] = holding.content
         decides = self.data.identity(self.data.samples_after(0, self.config.run.steps))
@@ -64,9 +64,9 @@ class Plan:
         }
 
     def identity(self, samples: int) -> dict[str, Any]:
-        """What makes a run this run after so many samples: a checkpoint that differs in any of these is another's.
+        """The identity of a run after so many samples: a checkpoint that differs in any value belongs to another run.
 
-        Flat, JSON values. The data's part says only what has decided these samples.
+        The values are flat JSON. The data's part holds only what has decided these samples.
         """
         identity = model_identity(dataclasses.asdict(self.config.model))
         identity["optim.name"] = self.config.optim.name
@@ -92,7 +92,7 @@ def check_without_data(given: Config, world_size: int, device: torch.device) -> 
 
 
 def _lay_out(given: Config, config: Config, world_size: int, device: torch.device) -> tuple[Layout, int, list[str]]:
-    """Layout, number of parameters and notes. `config`: complete. What could not be exported in the end is refused now."""
+    """Layout, number of parameters and notes. `config` is complete. A model that could not be exported in the end is refused now."""
     if family_of(config.model.family).has_export:
         family_of(config.model.family).to_hf(config.model)
         if config.checkpoint.export_check:
@@ -140,7 +140,7 @@ def with_vocabularies(config: Config, data: TrainingData) -> Config:
     if encoder.layers and encoder.vocab_size is None and not encoder.share_embedding and source is not None:
         model = with_values(model, {"encoder.vocab_size": source.size})
     if encoder.layers:
-        check_encoder(model)  # what depends on the vocabulary
+        check_encoder(model)  # the checks that depend on the vocabulary
     return dataclasses.replace(config, model=model)
 
 
@@ -151,8 +151,8 @@ def model_size(config: Config) -> int:
 
 
 def model_identity(model: dict[str, Any]) -> dict[str, Any]:
-    """What of a model section makes its tensors these tensors, flat. The longest sequence does where each position has a vector."""
-    if model.get("hf_config") is not None:  # it says all the rest
+    """The values of a model section that decide its tensors, flat. The longest sequence belongs to them if each position has a vector."""
+    if model.get("hf_config") is not None:  # it decides all the rest
         return {
             "model.family": model["family"],
             **{f"model.hf_config.{k}": v for k, v in flatten(json.loads(model["hf_config"])).items()},

@@ -1,4 +1,4 @@
-"""From a configuration as it was written to a complete one whose values go together. Nothing is opened or allocated."""
+"""From a configuration as written to a complete one whose values fit together. Nothing is opened or allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pretrain.train.identity import check_accepted
 
 
 def resolve(config: Config) -> Config:
-    """The configuration with its derived values, but for the sizes of vocabularies, which the data has.
+    """The configuration with its derived values, except the sizes of vocabularies, which come from the data.
 
     Raises ConfigError for values that cannot go together. `--print-config`, `--check` and every run begin here.
     """
@@ -38,12 +38,12 @@ def resolve(config: Config) -> Config:
     check_data(config)
     _check_masks(config)
     check_options(config)
-    check_micro_steps(config, 1)  # what one rank cannot split, no number of ranks can
+    check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config
 
 
 def usual_values(given: Config, model: Model | None = None) -> dict[str, list[Any]]:
-    """Values that say nothing, for `check_effects`: a resolved configuration, which may be read again, names them all.
+    """Values without effect that `check_effects` tolerates: a resolved configuration names them all and may be read again.
 
     `model`: the model's section, complete.
     """
@@ -51,7 +51,7 @@ def usual_values(given: Config, model: Model | None = None) -> dict[str, list[An
 
 
 def needs_masks(config: Config) -> bool:
-    """Whether attention is more than causal: it ends with documents, looks back through a window, has sinks or a soft-cap."""
+    """Whether attention is more than causal: with document masks, a window, sinks or a soft-cap."""
     switches = config.model.attention
     return family_of(config.model.family).masks and bool(
         config.data.document_mask or switches.window or switches.soft_cap or switches.sinks
@@ -63,7 +63,7 @@ def _check_masks(config: Config) -> None:
     if not family_of(model.family).masks:
         if config.data.document_mask:
             raise ConfigError(
-                f"data.document_mask=true: models of model.family={model.family} take no masks of documents; set it to false"
+                f"data.document_mask=true: models of model.family={model.family} take no document masks; set it to false"
             )
     elif model.attention_backend != "auto" and not needs_masks(config):
         raise ConfigError(
@@ -72,7 +72,7 @@ def _check_masks(config: Config) -> None:
 
 
 def _check_task(config: Config, model: Model) -> None:
-    """Raise ConfigError unless the task fits the network: an encoder is trained on pairs or on spans, and they need one."""
+    """Raise ConfigError unless the task fits the network: an encoder needs pairs or spans, and these need an encoder."""
     data, family = config.data, model.family
     has_data = data.pairs is None and (data.sources or data.text != Text())
     if model.encoder.layers and has_data and data.objective != "span_corruption":

@@ -1,7 +1,7 @@
 """The directory of a run: where it is, who holds it, which run it is, and what state it is in.
 
-What the run needs stops it where it fails: the lock, identity.json, config.yaml, starts.jsonl, checkpoints. What only observes it is a
-warning: status.json, metrics.jsonl, TensorBoard, logs.
+Some files are essential: if writing the lock, identity.json, config.yaml, starts.jsonl or a checkpoint fails, the run stops. Others
+only observe: if status.json, metrics.jsonl, TensorBoard or a log fails, the run warns and goes on.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 
 
 def directory_of(run: Run) -> Path:
-    """`run.dir`/`run.name`. Raises ConfigError for a name that leads out of `run.dir`, and where a directory cannot be."""
+    """`run.dir`/`run.name`. Raises ConfigError for a name that leads out of `run.dir`, or if no directory can be there."""
     name = Path(run.name)
     if name.is_absolute() or not name.parts or ".." in name.parts or not run.dir:
         raise ConfigError(
-            f"run.name={run.name}, run.dir={run.dir or repr('')}: a run lies below run.dir; give a name without '..' and a leading '/', "
-            "and in run.dir the folder"
+            f"run.name={run.name}, run.dir={run.dir or repr('')}: the run must lie below run.dir; give run.name without '..' or a leading '/', "
+            "and the folder in run.dir"
         )
     path = Path(run.dir) / name
     for place in [*reversed(path.parents), path]:
         key = f"run.dir={run.dir}" if place in [Path(run.dir), *Path(run.dir).parents] else f"run.name={run.name}"
         try:
             if exists(place) and not place.is_dir():
-                raise ConfigError(f"{key}: {place} is a file, and a folder is needed there")
+                raise ConfigError(f"{key}: {place} is a file; give a folder")
         except OSError as error:
             raise ConfigError(f"{key}: {reason_of(error)}") from error
     return path
@@ -60,7 +60,7 @@ class RunDirectory:
         self._lock = RunLock(path, lock)
 
     def claim(self) -> dict[str, Any] | None:
-        """Create or take over the directory; the identity of the run it holds, None of a new one.
+        """Create or take over the directory. Return the identity of the run that it holds, None for a new directory.
 
         Raises CheckpointError if another process holds it.
         """
@@ -71,42 +71,42 @@ class RunDirectory:
         return self.identity()
 
     def check(self) -> None:
-        """Raise CheckpointError for what `claim` would be refused by, without a change to anything."""
+        """Raise CheckpointError if `claim` would be refused. Nothing is changed."""
         try:
             place = next(place for place in [self.path, *self.path.absolute().parents] if place.exists())
             if not os.access(place, os.W_OK | os.X_OK):
                 raise CheckpointError(f"{place}: this process may not write there; choose another run.dir")
             self._lock.check()
-        except OSError as error:  # .lock is somebody else's, or no file
+        except OSError as error:  # .lock belongs to another user, or is not a file
             raise CheckpointError(reason_of(error)) from error
 
     def identity(self) -> dict[str, Any] | None:
-        """The identity of the run that is here; None of a new directory."""
+        """The identity of the run in this directory; None for a new directory."""
         path = self.path / "identity.json"
         return identity_of_today(files.read_json(path)) if exists(path) else None
 
     def saved_last(self) -> str | None:
-        """Name of the checkpoint that status.json says was saved last; None where it does not say."""
+        """Name of the last saved checkpoint by status.json; None if it names none."""
         name = self.status().get("checkpoint")
         return name if isinstance(name, str) else None
 
     def config(self) -> Path | None:
-        """config.yaml of the last start; None of a new directory."""
+        """config.yaml of the last start; None for a new directory."""
         path = self.path / "config.yaml"
         return path if exists(path) else None
 
     def record_start(self, identity: dict[str, Any], config: str, start: dict[str, Any]) -> None:
-        """Say which run is here, with its resolved configuration, and append to starts.jsonl where it starts or goes on."""
+        """Write the run's identity and resolved configuration, and append the step of this start to starts.jsonl."""
         replace_text(self.path / "identity.json", json.dumps(identity, indent=1) + "\n")
         replace_text(self.path / "config.yaml", config)
         append_line(self.path / "starts.jsonl", json.dumps(start))
 
     def sees(self, token: str) -> bool:
-        """Whether this rank finds what the main rank wrote: whether both look at the same storage."""
+        """Whether this rank finds the main rank's lock, so that both use the same storage."""
         return sees_token(self.path, token)
 
     def release(self) -> None:
-        """Let another process have it; the end of the process does so too."""
+        """Release the directory for another process; the end of the process does so too."""
         self._lock.release()
 
     @property
@@ -120,7 +120,7 @@ class RunDirectory:
         return (self.path / "status.json").exists()
 
     def status(self) -> dict[str, Any]:
-        """What status.json says; empty where there is none. It only observes, so one that cannot be read is a warning."""
+        """The content of status.json, empty if it is missing. It only observes, so an unreadable one is a warning."""
         path = self.path / "status.json"
         try:
             found = json.loads(path.read_bytes())

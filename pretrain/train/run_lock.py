@@ -2,9 +2,9 @@
 
     DIR/.lock    JSON: process, host, a token of its own, how it is held; its owner touches it every 15 s
 
-With flock the system itself knows whether the owner lives. Without (Lustre without `-o flock`, some NFS) its signs of life tell:
-an owner of this host whose process has ended is gone; one of another host is watched for a minute. An owner that
-was taken for gone and is not (it was stopped) finds another token, and ends at once.
+With flock the system itself knows whether the owner lives. Without flock (Lustre without `-o flock`, some NFS) its signs of life
+tell: an owner on this host is gone if its process has ended; an owner on another host is watched for a minute. If a stopped owner
+was taken for gone and then continues, it finds another token and ends at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BEAT_SECONDS = 15.0
 STALE_SECONDS = 60.0
 """How long an owner on another host must show no sign of life before it counts as gone."""
 SIGHT_SECONDS = 30.0
-"""How long a rank looks for what the main rank wrote: another node may see it a moment later."""
+"""How long a rank looks for the main rank's lock: another node may see it a moment later."""
 _CONFIRM_SECONDS = 2.0
 _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}
 
@@ -41,7 +41,7 @@ LockKind = Literal["auto", "flock", "file"]
 
 @dataclass(frozen=True)
 class Owner:
-    """What `.lock` says. `where`: the booted system and its process names, within which `process` and `started` mean something."""
+    """The content of `.lock`. `where`: the booted system and its process namespace, within which `process` and `started` are valid."""
 
     process: int
     host: str
@@ -70,24 +70,24 @@ class RunLock:
         self._over = threading.Event()
 
     def acquire(self) -> str:
-        """Take the lock; its token. Raises CheckpointError naming the process that holds it, OSError where nothing can be written."""
+        """Take the lock and return its token. Raises CheckpointError naming the process that holds it, OSError if writing fails."""
         kind = self._choose_kind()
         holder = None
         if kind == "flock":
             self._take_flock()
             holder, _ = read_owner(self.path)
-        if kind == "file" or (holder is not None and holder.kind == "file"):  # on another node, where there is no flock
+        if kind == "file" or (holder is not None and holder.kind == "file"):  # on another node, without flock
             self._wait_for_death()
         self.owner = Owner.this_process(kind)
         self._write(self.owner)
         if kind == "file":
-            time.sleep(_CONFIRM_SECONDS)  # of two that come at the same moment, the later writer stays
+            time.sleep(_CONFIRM_SECONDS)  # if two come at the same moment, the later writer keeps the lock
             self._refuse_other(self.owner)
         threading.Thread(target=self._beat, args=(self.owner,), name="run-lock", daemon=True).start()
         return self.owner.token
 
     def check(self) -> None:
-        """Raise CheckpointError for what `acquire` would be refused by, without a change to anything. Watches an owner as `acquire` does."""
+        """Raise CheckpointError if `acquire` would be refused. Nothing is changed. It watches an owner as `acquire` does."""
         if not self.path.exists():
             return
         kind = self.kind
@@ -104,14 +104,14 @@ class RunLock:
             self._wait_for_death()
 
     def release(self) -> None:
-        """Let another process have it."""
+        """Release the lock for another process."""
         self._over.set()
         if self.owner is not None:
             holder, _ = read_owner(self.path)
             if holder is not None and holder.token == self.owner.token:
                 try:
                     self._write(Owner(**asdict(self.owner) | {"released": True}))
-                except OSError as error:  # the next one has to watch it for a while
+                except OSError as error:  # the next process has to watch the lock for a while
                     log.warning("%s: cannot be released: %s", self.path, error.strerror)
             self.owner = None
         if self._file is not None:
@@ -157,7 +157,7 @@ class RunLock:
         return CheckpointError(f"{self.path.parent} is in use by {by}; wait for it, or choose another run.name")
 
     def _wait_for_death(self) -> None:
-        """Return when no living process holds the lock as far as its content tells; CheckpointError if one does."""
+        """Return once the lock's content shows no living owner. Raises CheckpointError if a living process holds it."""
         holder, seen = read_owner(self.path)
         if seen is None or (holder is not None and holder.released):
             return
@@ -182,7 +182,7 @@ class RunLock:
         if owner.kind == "file":
             replace_text(self.path, text)
             return
-        # In place: the lock of the system belongs to this file. Flushed, so that other nodes find it.
+        # Written in place, because the system's lock belongs to this file. Flushed, so that other nodes find it.
         self._file.seek(0)
         self._file.truncate()
         self._file.write(text)
@@ -200,7 +200,7 @@ class RunLock:
             try:
                 self._refuse_other(owner)
                 os.utime(self.path)
-            except OSError as error:  # storage comes back, or writing the run's own files fails
+            except OSError as error:  # either the storage comes back, or writing the run's own files fails
                 log.warning("%s: %s", self.path, error.strerror)
             except CheckpointError as error:
                 if not self._over.is_set():
@@ -210,7 +210,7 @@ class RunLock:
 
 
 def read_owner(path: Path) -> tuple[Owner | None, tuple[str, int] | None]:
-    """What a `.lock` says, None where that is nothing legible; and its content and time, which change while its owner lives."""
+    """The owner that a `.lock` names, None if it is not legible. Also its content and time, which change while the owner lives."""
     try:
         with path.open(encoding="utf-8") as file:  # opened anew each time: a network file system then looks at the server
             text, changed = file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -225,7 +225,7 @@ def read_owner(path: Path) -> tuple[Owner | None, tuple[str, int] | None]:
 
 
 def sees_token(directory: Path, token: str) -> bool:
-    """Whether this rank finds what the main rank wrote: whether both look at the same storage. Looks for SIGHT_SECONDS."""
+    """Whether this rank finds the main rank's token, so that both use the same storage. It looks for SIGHT_SECONDS."""
     deadline = time.monotonic() + SIGHT_SECONDS
     while True:
         holder, _ = read_owner(directory / ".lock")
@@ -237,7 +237,7 @@ def sees_token(directory: Path, token: str) -> bool:
 
 
 def _where() -> str:
-    """The booted system and the name space in which process numbers are unique; unlike anything else where that is unknown."""
+    """The booted system and the namespace in which process numbers are unique; a unique value if that is unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -246,7 +246,7 @@ def _where() -> str:
 
 
 def _start_of(process: int) -> str | None:
-    """When a process of this system began, which tells it from a later one of the same number; None if there is none."""
+    """When a process of this system began, which tells it from a later one with the same number; None if no such process exists."""
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
     except (OSError, IndexError):

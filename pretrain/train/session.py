@@ -42,7 +42,7 @@ COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 def check(config: Config, processes: int | None = None) -> int:
     """Run every check that needs no training. Without a launcher, assume `processes`, or as many as the configuration asks for.
 
-    Where the data cannot be opened, everything else is checked nevertheless, and all that was found is said.
+    If the data cannot be opened, everything else is checked all the same, and all problems are reported.
     """
     check_launcher(config)
     rank, local_rank, world_size = distributed.launched_ranks()
@@ -67,7 +67,7 @@ def check(config: Config, processes: int | None = None) -> int:
 
 
 def _check_the_rest(config: Config, world_size: int, device: torch.device, problem: UserError, is_first: bool) -> None:
-    """Make the checks that need no data. Where they find something else than `problem`, that is printed, and what they found is raised."""
+    """Make the checks that need no data. If they find another problem, print `problem` and raise the other."""
     try:
         check_without_data(config, world_size, device)
         RunDirectory(directory_of(config.run), config.run.lock).check()
@@ -78,7 +78,7 @@ def _check_the_rest(config: Config, world_size: int, device: torch.device, probl
 
 
 def _check_directory(plan: Plan) -> StartingPoint:
-    """What a start would go on from. Raises what it would be refused by."""
+    """The point that a start would continue from. Raises the error that would refuse the start."""
     directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
     directory.check()
     alone = Ranks(0, 0, 1, torch.device("cpu"))
@@ -86,7 +86,7 @@ def _check_directory(plan: Plan) -> StartingPoint:
 
 
 def _other_devices(plan: Plan, device: torch.device) -> list[str]:
-    """What `auto` would do on GPUs, for a check on a machine without one."""
+    """The choice of `auto` on GPUs, for a check on a machine without one."""
     if plan.config.parallel.strategy != "auto" or device.type != "cpu" or plan.layout.strategy != "ddp":
         return []
     fitting = plan.parameters * STATE_BYTES_PER_PARAMETER / DDP_MEMORY_SHARE
@@ -122,7 +122,7 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
     rank, local_rank, world_size = distributed.launched_ranks()
     log_to_console(rank == 0)
     if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be there before the first CUDA call
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before the first CUDA call
     torch.use_deterministic_algorithms(config.run.deterministic)
     meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
     try:
@@ -141,7 +141,7 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
 
 
 def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDirectory, extensions: Extensions) -> None:
-    """Wait for all ranks, and make sure that they are about to train the same."""
+    """Wait for all ranks, and make sure that all will train the same run."""
     if meeting.world_size == 1:
         return
 
@@ -180,7 +180,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
             trainer = Trainer(plan, ranks, directory, origin, extensions)
         evaluated = ranks.on_main("status of the run", lambda: directory.status().get("state") == "finished", CheckpointError)
         ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer), CheckpointError)
-        # To the last line: a second notice from the scheduler must not end a rank that is about to say that it is done.
+        # Active until the last line: a second notice from the scheduler must not end a rank that is about to report success.
         with ExitStack() as stack:
             stop = stack.enter_context(StopRequest())
             export = None
@@ -220,7 +220,7 @@ def _claim(directory: RunDirectory, ranks: Ranks) -> None:
 
 
 def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Trainer) -> None:
-    # Only now: a start that was refused must not change what the directory says about the run it holds.
+    # Written only now: a refused start must not change what the directory says about its run.
     trainer.continuation.settle()
     start = {
         "step": trainer.progress.step,
@@ -246,13 +246,13 @@ def _verify_data(plan: Plan, ranks: Ranks) -> None:
 def _record_failure(directory: RunDirectory, trainer: Trainer | None, ranks: Ranks, error: BaseException) -> None:
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
     logging.getLogger(TRACEBACKS).error("%s\n%s", line, "".join(traceback.format_exception(error)))
-    # A run that this start never became keeps the status it had.
+    # If this start never took over the directory, the run there keeps its status.
     if ranks.is_main and directory.is_held and (trainer is not None or not directory.has_status):
         directory.write_status("failed", trainer.progress.step if trainer else 0, line)
 
 
 def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
-    """The run in a few lines. What it has read so far was perhaps read in steps of another size."""
+    """The run in a few lines. Earlier starts may have read their samples in steps of another size."""
     config, layout = plan.config, plan.layout
     model, batch, precision = config.model, config.batch, config.precision
     tokens = batch.tokens or batch.sequences * config.data.sequence_length
@@ -277,7 +277,7 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
 
 
 def state_bytes(config: Config, layout: Layout, parameters: int) -> int:
-    """Bytes of weights, gradients and moments per rank, in fp32; on FSDP2 without resharding also of the weights that stay gathered."""
+    """Bytes of weights, gradients and moments per rank, in fp32. FSDP2 without resharding adds the weights that stay gathered."""
     sharded = layout.strategy == "fsdp" and layout.shard > 1
     held = -(-parameters * STATE_BYTES_PER_PARAMETER // layout.shard)
     gathered = sharded and not config.parallel.reshard_after_forward
@@ -285,7 +285,7 @@ def state_bytes(config: Config, layout: Layout, parameters: int) -> int:
 
 
 def _describe_memory(plan: Plan) -> list[str]:
-    """What the state takes, computed and not measured. Activations depend on the micro-batch and are not in it."""
+    """The memory of the state, computed and not measured. Activations depend on the micro-batch and are not included."""
     config, layout, parameters = plan.config, plan.layout, plan.parameters
     held = f"{STATE_BYTES_PER_PARAMETER} bytes per parameter"
     if layout.shard > 1:
@@ -301,7 +301,7 @@ def _describe_memory(plan: Plan) -> list[str]:
 
 
 def bytes_of(number: int) -> str:
-    """A number of bytes as a person says it, in powers of 1,000."""
+    """A number of bytes as a person writes it, in powers of 1,000."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if number >= size:
             return f"{number / size:.3g} {unit}"

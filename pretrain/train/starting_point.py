@@ -1,4 +1,4 @@
-"""What a start of a run goes on from, judged before anything is built; `--check` asks the same.
+"""The point that a start of a run continues from, decided before anything is built. `--check` asks the same.
 
 run directory, run.resume --choose--> checkpoint --compare--> same model, optimizer and data? same settings, or accepted? steps left?
 """
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a run goes on from: a checkpoint, the weights of one, or (neither) initial weights.
+    """The point that a run continues from: a checkpoint, the weights of one, or (neither) initial weights.
 
-    `lines`: what a person should read of it, the difference of the configurations among it. `own`: whether the checkpoint is the run's.
+    `lines`: text for a person, with the difference of the configurations. `own`: whether the checkpoint belongs to this run.
     """
 
     resumed: Choice | None = None
@@ -51,10 +51,10 @@ class StartingPoint:
 
 
 def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, content: bool = True) -> StartingPoint:
-    """What `run.resume` and `run.init_from` come to, asked by all ranks together. Nothing is changed.
+    """The starting point that `run.resume` and `run.init_from` give. All ranks call it together, and nothing is changed.
 
-    Without `content`, the sizes of a checkpoint's files are verified only. Raises CheckpointError or ConfigError for what cannot be
-    continued.
+    Without `content`, only the sizes of a checkpoint's files are verified. Raises CheckpointError or ConfigError if the run cannot
+    be continued.
     """
     run = plan.config.run
     resumed = choose_checkpoint(directory.path, run.resume, ranks, directory.saved_last, content)
@@ -89,7 +89,7 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
     saved = _config_of(path / "config.yaml")
     settings = setting_changes(saved, config, state["step"]) if saved else []
     identity = identity_changes(state["identity"], plan.identity(state["samples"]))
-    # Where weights alone decide the mixture, a stage can leave the past as it was.
+    # If weights alone decide the mixture, a stage can keep the past as it was.
     by_weight = not any(source.max_epochs or source.tokens for source in config.data.sources)
     tokens = state["samples"] * config.data.sequence_length if by_weight else 0
     own = path.parent == directory.checkpoints
@@ -98,11 +98,11 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
 
 
 def _judge_directory(plan: Plan, directory: RunDirectory) -> list[str]:
-    """A run without a checkpoint: perhaps it started before, and ended before it saved one."""
+    """Check a run without a checkpoint. Perhaps it started before, and ended before it saved one."""
     held, config = directory.identity(), directory.config()
     if held is not None:
         _refuse_streamed_text(directory.path, held, "choose another run.name")
-        # Whatever else was changed, no step of it is left.
+        # No step of the earlier start is left, so other changes do not matter.
         check_changes(directory.path, identity_changes(held, plan.identity(0)), [], plan.config.run.accept_changes)
     return _difference(_config_of(config), plan, directory.path) if config is not None else []
 
@@ -110,8 +110,8 @@ def _judge_directory(plan: Plan, directory: RunDirectory) -> list[str]:
 def _refuse_streamed_text(holder: Path, identity: dict[str, Any], remedy: str) -> None:
     if identity.get("data.kind") == "text":
         raise CheckpointError(
-            f"{holder} is of a run that tokenized data.text while it trained, with a place in the text for each rank. Text is prepared now, "
-            f"and such a run cannot be continued: {remedy}"
+            f"{holder} belongs to a run that tokenized data.text while it trained, with a place in the text for each rank. Text is prepared now, "
+            f"so such a run cannot be continued: {remedy}"
         )
 
 
@@ -128,11 +128,11 @@ def _judge_weights(plan: Plan, source: Choice) -> None:
 
 
 def _config_of(path: Path) -> dict[str, Any]:
-    """The configuration that a run recorded; empty where a checkpoint has none."""
+    """The configuration that a run recorded; empty if a checkpoint has none."""
     return of_today(read_file(path).values) if path.is_file() else {}
 
 
 def _difference(saved: dict[str, Any], plan: Plan, holder: Path) -> list[str]:
-    """What of the configuration is not as it was: one line for each key."""
+    """The changes of the configuration: one line for each key."""
     changed = differences(saved, plan.config) if saved else []
     return [f"configuration since {holder}, {len(changed)} different:", *(f"  {line}" for line in changed)] if changed else []

@@ -1,4 +1,4 @@
-"""Ctrl-C and a scheduler's notice, turned into a flag that the loop looks at between steps, and long evaluations within."""
+"""Turns Ctrl-C and a scheduler's notice into a flag. The loop looks at it between steps, and long evaluations look at it inside."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StopRequest:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            return  # the launcher, which ends the others when one rank fails, must not cut off this one's last words
+            return  # the launcher ends the others when one rank fails, and must not cut off this rank's last message
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -38,11 +38,11 @@ class StopRequest:
 
 
 class Stopped(Exception):
-    """An evaluation was left because a rank was asked to stop. Raised by all ranks at the same point."""
+    """An evaluation was abandoned because a rank was asked to stop. All ranks raise it at the same point."""
 
 
 class StopPoll:
-    """Whether any rank was asked to stop, agreed about once a second in work that all ranks go through in the same pieces."""
+    """Whether any rank was asked to stop. The ranks agree on it about once a second, in work that all do in the same pieces."""
 
     SECONDS = 1.0
 
@@ -51,7 +51,7 @@ class StopPoll:
         self.begin()
 
     def begin(self) -> None:
-        """Start with other work, whose pieces take an unknown time."""
+        """Begin other work, whose pieces take an unknown time."""
         self._every = self._left = 1
         self._asked = time.monotonic()
 
@@ -64,7 +64,7 @@ class StopPoll:
         stops, total = self._ranks.sum("requests to stop", seconds).tolist()
         if stops:
             raise Stopped
-        # The same numbers on every rank, and so the same number of pieces until they ask again.
+        # The numbers are equal on every rank, so all do the same number of pieces until they ask again.
         mean = max(total / self._ranks.world_size, 1e-6)
         self._every = max(1, min(2 * self._every, int(self._every * self.SECONDS / mean)))
         self._left, self._asked = self._every, time.monotonic()

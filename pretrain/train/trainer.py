@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the ranks agree on before a step."""
+    """The ranks' agreement before a step."""
 
     target_tokens: int
     digest: str
@@ -57,7 +57,7 @@ class Verdict:
 
 
 class Trainer:
-    """A run from its plan: builds everything, goes on from its origin, and trains."""
+    """A run from its plan: it builds everything, continues from its origin, and trains."""
 
     def __init__(
         self, plan: Plan, ranks: Ranks, directory: RunDirectory, origin: StartingPoint, extensions: Extensions = NO_EXTENSIONS
@@ -95,7 +95,7 @@ class Trainer:
     # ---- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, batch: StepBatch, target_tokens: int) -> StepRecord:
-        """One optimizer step on this rank's share of the global batch; the numbers to report, equal on all ranks."""
+        """Make one optimizer step on this rank's share of the global batch. Return the numbers to report, equal on all ranks."""
         config, number = self.config, self.progress.step + 1
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
         with self.ranks.part(f"step {number}: forward and backward", device=True):
@@ -131,7 +131,7 @@ class Trainer:
         )
 
     def _skip_step(self, number: int, batch: StepBatch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
-        """Leave weights, moments and balancing as they are. Raises TrainingError where no more steps may be skipped."""
+        """Leave weights, moments and balancing as they are. Raises TrainingError if no more steps may be skipped."""
         bad = batch.positions[~torch.isfinite(losses).cpu().numpy()].tolist()
         everywhere = self.ranks.gather("samples of a refused step", bad)
         where = "; ".join(f"rank {rank}: samples {positions[:8]}" for rank, positions in enumerate(everywhere) if positions)
@@ -152,10 +152,10 @@ class Trainer:
     # ---- the loop -----------------------------------------------------------------------------------------------------
 
     def fit(self, stop: StopRequest, export: ExportCheck | None = None, evaluated: bool = True) -> str:
-        """Train to the last step. Returns `finished`, `preempted` when a stop was asked for, or `stopped` by a callback; all leave a checkpoint.
+        """Train to the last step. Returns `finished`, `preempted` after a stop request, or `stopped` by a callback; all leave a checkpoint.
 
-        `export`: a check that goes on beside the first steps, on the main rank; the run ends when it finds something. `evaluated`:
-        whether the last step of a run that has no more to take was evaluated as well.
+        `export`: a check that runs beside the first steps on the main rank; the run ends if it finds a problem. `evaluated`: for a
+        run without further steps, whether the last one was evaluated.
         """
         with ExitStack() as stack:
             batches = stack.enter_context(closing(self.loader.batches(self.progress.samples)))
@@ -196,7 +196,7 @@ class Trainer:
         return "finished" if evaluated else "preempted"
 
     def _open_sinks(self, stack: ExitStack) -> None:
-        """Sinks and callbacks, until the end of `stack`. They know what the run has logged up to here."""
+        """Open sinks and callbacks until the end of `stack`. They get the records that the run has logged so far."""
         path, step, is_main = self.directory.path, self.progress.step, self.ranks.is_main
         self.sinks = None
         if is_main:
@@ -221,13 +221,13 @@ class Trainer:
                 self.callbacks.on_save(self.progress.step, self.continuation.last)
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
-        """The next batch, or why this rank has none: raised by all ranks together, for the others wait for this one."""
+        """The next batch, or the reason why this rank has none. All ranks raise it together, because the others wait for this one."""
         try:
             with self.ranks.part(f"step {self.progress.step + 1}: next batch"):
                 batch = next(batches)
         except (UserError, OSError) as error:
             return None, error if isinstance(error, UserError) else DataError(str(error))
-        except Exception as error:  # MemoryError, page-locked memory that cannot be had, a defect of ours
+        except Exception as error:  # MemoryError, no page-locked memory, a defect of ours
             logging.getLogger(TRACEBACKS).exception("reading of a batch")
             return None, DataError(
                 f"a batch could not be read: {type(error).__name__}: {error}; the traceback is in this rank's log"
@@ -246,15 +246,15 @@ class Trainer:
         if not tokens:
             samples = batch.positions.tolist() if batch else []
             raise TrainingError(
-                f"step {self.progress.step + 1}: none of its targets carries a loss (samples {samples[:8]}); set data.boundary_loss=true, "
+                f"step {self.progress.step + 1}: no target carries a loss (samples {samples[:8]}); set data.boundary_loss=true, "
                 "or prepare longer documents"
             )
         return Verdict(tokens, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(ends), bool(saves))
 
     def _after_step(self, record: StepRecord, poll: StopPoll) -> bool:
-        """Save, evaluate and report, each where it is due, in this order: what a stop may cut short comes after the checkpoint.
+        """Save, evaluate and report, if each is due. The checkpoint comes first, because a stop may cut the rest short.
 
-        Whether nothing was cut short.
+        Return whether nothing was cut short.
         """
         config, step = self.config, record.step
         last, every = step == config.run.steps, config.checkpoint.every_steps
@@ -268,14 +268,16 @@ class Trainer:
         return is_whole
 
     def _evaluate(self, record: StepRecord, poll: StopPoll) -> bool:
-        """Put what is due into the record. False where a request to stop cut it short."""
+        """Put the evaluations that are due into the record. Return False if a stop request cut them short."""
         due = self.evaluation.due(record.step)
         try:
             found = self.evaluation.run(due, poll)
         except Stopped:
             if self.ranks.is_main:
                 left = " and ".join(due)
-                log.info("asked to stop: the %s of step %d was left, and nothing of it is reported", left, record.step)
+                log.info(
+                    "asked to stop: the %s of step %d was abandoned, and none of its results is reported", left, record.step
+                )
             return False
         record.validation, record.translation = found.get("validation"), found.get("translation")
         record.bits_per_byte = self.evaluation.bits_per_byte(record.validation or {}) or None
@@ -286,18 +288,18 @@ class Trainer:
         return True
 
     def _report_again(self) -> None:
-        """Log the numbers of the last step where the process died between its checkpoint and its line in the log of metrics."""
+        """Log the last step's numbers if the process died between its checkpoint and its line in the log of metrics."""
         step, record = self.progress.step, self.progress.record
         is_due = step % self.config.log.every_steps == 0 or step in (1, self.config.run.steps)
         if not (record and is_due and self.continuation.origin.own):
             return
         logged = known_records(self.directory.path, self.config.run.steps)
-        # Step 1 is always logged: an empty log is that of a checkpoint that was put into another run's folder.
+        # Step 1 is always logged. So an empty log means that a checkpoint was put into another run's folder.
         if logged[-1].step < step if logged else step == 1:
             self.sinks.write(StepRecord.from_dict(record))
 
     def _evaluate_again(self, poll: StopPoll) -> bool:
-        """Evaluate the last step, which was cut short before; its line in the log of metrics is written anew, with what was found."""
+        """Evaluate the last step, which was cut short before. Write its line in the log of metrics anew, with the results."""
         step = self.progress.step
         logged = known_records(self.directory.path, step)[-1:] if self.ranks.is_main else []
         record = logged[0] if logged and logged[0].step == step else StepRecord(step, self.progress.tokens)
@@ -319,7 +321,7 @@ class Trainer:
             self.directory.write_status("running", record.step)
 
     def _log(self, record: StepRecord) -> None:
-        """To the sinks, and to the callbacks, which may ask for a stop or a save. Main rank only."""
+        """Pass a record to the sinks and to the callbacks, which may ask for a stop or a save. Main rank only."""
         self.sinks.write(record)
         with self.ranks.part("callbacks of a record", storage=True):
             self.callbacks.on_record(record)

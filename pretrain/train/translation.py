@@ -1,4 +1,4 @@
-"""Translations of validation pairs: decoded by all ranks together, scored and shown by the main one."""
+"""Translations of validation pairs: all ranks decode them together, and the main rank scores and shows them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pretrain.train.stop import StopPoll
 log = logging.getLogger(__name__)
 
 CHUNK = 64
-"""Sentences that are decoded together. Fixed, so that no sentence is in other company at another world size."""
+"""Sentences that are decoded together. The number is fixed, so that a chunk has the same sentences at every world size."""
 
 
 def translate_and_score(
@@ -34,8 +34,8 @@ def translate_and_score(
 ) -> dict[str, float] | None:
     """Scores of the translations of a validation source, on the main rank; None on the others, who decode their share.
 
-    References are what the tokenizer makes of the targets' tokens: preparation counts those that differ from the text. Raises
-    Stopped, on all ranks, where one was asked to stop.
+    References are decoded from the targets' tokens; preparation counts those that differ from the text. Raises Stopped on all
+    ranks if one was asked to stop.
     """
     options = config.validation.translation
     numbers = np.arange(min(options.sequences, len(pairs)) if options.sequences else len(pairs))
@@ -68,7 +68,7 @@ def translate_sources(
 ) -> list[list[int]]:
     """The translation of each source (token ids, its end token included), the same on every rank.
 
-    Chunks of sentences of about one length are dealt to the ranks, which make the same number of calls. `poll`: asked at every token.
+    Chunks of sentences of similar length are dealt to the ranks, which make the same number of calls. `poll`: checked at every token.
     """
 
     def agree(number: int) -> int:
@@ -98,19 +98,19 @@ def translate_sources(
 def translate_file(
     model: Path, source: str, reference: str | None, search: Search, lowercase: bool
 ) -> tuple[list[str], Scores | None]:
-    """The translation of each line of a file, and with references their scores. An empty line is translated by an empty line.
+    """The translation of each line of a file, and with references their scores. The translation of an empty line is empty.
 
-    Raises DataError for lines that are not UTF-8 and for a reference of another number of lines.
+    Raises DataError for lines that are not UTF-8 and for a reference with another number of lines.
     """
     network, source_tokenizer, tokenizer = open_translator(model)
     lines = [line.text for line in read_lines([source], lowercase)]
     references = [line.text for line in read_lines([reference], lowercase)] if reference else None
     if references is not None and len(references) != len(lines):
         raise DataError(
-            f"{reference}: {len(references)} lines, and {source}: {len(lines)}; line i of one translates line i of the other"
+            f"{reference} has {len(references)} lines, but {source} has {len(lines)}; line i of one must translate line i of the other"
         )
     if not lines:
-        raise DataError(f"{source}: has no lines")
+        raise DataError(f"{source} has no lines")
     filled = [i for i, line in enumerate(lines) if line]
     sources = [
         np.append(ids, source_tokenizer.eod_id).astype(np.int64)
@@ -126,7 +126,7 @@ def translate_file(
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """A sentence. A vocabulary may have more rows than the tokenizer has tokens; such a token has no text."""
+    """The text of a sentence. A vocabulary may have more rows than the tokenizer has tokens; those ids have no text."""
     return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size and token != tokenizer.eod_id]).strip()
 
 

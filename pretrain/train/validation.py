@@ -1,6 +1,6 @@
-"""Validation: the loss, and translations, of a fixed list of samples: the first ones of each source, in order, at any world size.
+"""Validation: the loss and translations of a fixed list of samples. These are the first of each source, in order, at any world size.
 
-A request to stop is honoured within: the evaluation is left, and nothing of it is reported.
+A stop request is honoured inside: the evaluation is abandoned, and none of its results is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pretrain.train.translation import translate_and_score
 
 
 class Evaluation:
-    """What a run finds out about its validation sources, and when. All methods are called by all ranks together."""
+    """The evaluations of a run on its validation sources, and when they are due. All ranks call all methods together."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Evaluation:
         self.strategy = strategy
 
     def due(self, step: int) -> list[str]:
-        """What is to be evaluated after a step: `validation`, `translation`, both or nothing."""
+        """The evaluations that are due after a step: `validation`, `translation`, both or neither."""
         validation, last = self.config.validation, step == self.config.run.steps
         found = []
         if self.data.validation and (last or (validation.every_steps and step % validation.every_steps == 0)):
@@ -49,7 +49,7 @@ class Evaluation:
         return found
 
     def run(self, names: list[str], poll: StopPoll) -> dict[str, Any]:
-        """By name and source what was found. Raises Stopped, on all ranks, where a rank was asked to stop."""
+        """The results by name and source. Raises Stopped on all ranks if one was asked to stop."""
         actions = {"validation": self._validate, "translation": self._translate}
         try:
             found: dict[str, Any] = {}
@@ -61,7 +61,7 @@ class Evaluation:
             self.strategy.release()
 
     def bits_per_byte(self, losses: dict[str, float]) -> dict[str, float]:
-        """Validation losses by source in bits per byte of text, where the size of the text is known."""
+        """Validation losses by source in bits per byte of text, for sources with a known size of the text."""
         sizes = {source.name: self.data.bytes_per_token(source) for source in self.data.validation}
         return {name: loss / math.log(2) / sizes[name] for name, loss in losses.items() if sizes[name]}
 
@@ -85,9 +85,9 @@ def validate(
 ) -> float:
     """Mean token loss over the first `sequences` samples of a source (0: all), `rows` in a forward pass, the same on every rank.
 
-    Each sample's summed loss is put in its place in one list and the list is added up in order in fp64, so that the result
-    does not depend on how the samples were spread over ranks. Every rank makes the same number of forward passes: sharded
-    weights are gathered by all ranks together. Raises Stopped, on all of them, where a rank was asked to stop.
+    Each sample's summed loss has its place in one list, and the list is added up in order in fp64. So the result does not depend
+    on how the samples were spread over ranks. Every rank makes the same number of forward passes, because all ranks gather
+    sharded weights together. Raises Stopped on all ranks if one was asked to stop.
     """
     count = min(sequences, len(source)) if sequences else len(source)
     losses = torch.zeros(count, dtype=torch.float64)
@@ -100,7 +100,7 @@ def validate(
         here = range(min(start, count), min(start + rows, count))
         try:
             inputs = loader.validation_inputs(source, np.array(here, dtype=np.int64), rows)
-        except (DataError, OSError) as error:  # said by all ranks together at the end: the others are in the same passes
+        except (DataError, OSError) as error:  # raised by all at the end: the others are in the same passes
             problem, inputs = problem or str(error), loader.validation_inputs(source, np.empty(0, dtype=np.int64), rows)
         losses_B = call(**{name: tensor.to(ranks.device) for name, tensor in inputs.items()}).double().cpu()
         if problem is None:

@@ -190,7 +190,7 @@ def test_a_missing_name_a_shape_or_a_number_format_that_differs_is_an_error(run)
 def test_a_run_directory_that_holds_another_run_is_refused_with_every_difference(pool, config_file, run):
     [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC, "model.dim=64", "data.seed=3")
     assert code == 1
-    assert "holds another run: data.seed was 7 and is 3 (the samples to come would be in another order" in printed
+    assert "holds another run: data.seed was 7 and is 3 (the next samples would come in another order" in printed
     assert "; model.dim was 32 and is 64" in printed
     assert "model.head_dim was 8 and is 16" in printed and "choose another run.name" in printed
     [(code, printed)] = pool.launch(

@@ -51,11 +51,11 @@ def line_of(rank: RankProcess) -> str:
     [
         ({"RANK": "5"}, "RANK=5 is not in 0..1, the ranks of WORLD_SIZE=2"),
         ({"RANK": "-1"}, "RANK=-1 is not in 0..1"),
-        ({"RANK": "x"}, "RANK=x is not a whole number"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: it is the number of processes, at least 1"),
+        ({"RANK": "x"}, "RANK=x is not an integer"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be at least 1: it is the number of processes"),
         ({"LOCAL_RANK": "-2"}, "LOCAL_RANK=-2 is not in 0..1, the processes of a host with WORLD_SIZE=2"),
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 is not in 0..0, the processes of a host with LOCAL_WORLD_SIZE=1"),
-        ({"LOCAL_RANK": "one"}, "LOCAL_RANK=one is not a whole number"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK=one is not an integer"),
         ({"WORLD_SIZE": None}, "the launcher set RANK, LOCAL_RANK but not WORLD_SIZE"),
         ({"RANK": None, "WORLD_SIZE": None}, "the launcher set LOCAL_RANK but not RANK, WORLD_SIZE"),
     ],
@@ -120,8 +120,8 @@ def test_a_rank_that_does_not_find_the_main_rank_says_so_and_ends_in_time(starte
     assert rank.wait(60) == 2
     assert re.search(f"^rank 1 waits for rank 0: {said}; up to 3 s", rank.printed(), re.MULTILINE)
     assert re.fullmatch(
-        rf"the processes of the run did not meet within 3 s \(parallel.join_seconds\): {said}; rank 0 has to be started, and "
-        "MASTER_ADDR to be its host",
+        rf"the processes of the run did not meet within 3 s \(parallel.join_seconds\): {said}; start rank 0, and set "
+        "MASTER_ADDR to its host",
         line_of(rank),
     )
 
@@ -130,7 +130,7 @@ def test_a_main_rank_that_is_not_at_master_addr_says_so(started):
     """T-D8: MASTER_ADDR names another host than that of rank 0."""
     [rank] = started({0: {"MASTER_ADDR": "192.0.2.1"}}, "parallel.join_seconds=2", only=(0,))
     assert rank.wait(60) == 2
-    assert f"MASTER_ADDR=192.0.2.1 is no address of {HERE}, where rank 0 is; set it to that host" in line_of(rank)
+    assert f"MASTER_ADDR=192.0.2.1 is not an address of {HERE}, where rank 0 runs; set it to that host" in line_of(rank)
 
 
 @pytest.mark.parametrize("talks", [False, True])

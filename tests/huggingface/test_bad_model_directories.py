@@ -232,7 +232,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused_both_ways(byte_token
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "theirs" / name).write_bytes((exported / name).read_bytes())
     line = refused(CheckpointError, tmp_path / "theirs", tmp_path)
-    assert line.endswith("the tokenizer has 257 tokens and the vocabulary 200 rows; it is not this model's")
+    assert line.endswith("the tokenizer has 257 tokens but the vocabulary 200 rows; give this model's tokenizer")
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -258,7 +258,7 @@ def test_added_tokens_beyond_the_vocabulary_are_left_out_where_no_text_makes_the
     }
     (copied / "tokenizer_config.json").write_text(json.dumps(config | more))
     if not special:
-        assert refused(CheckpointError, copied, tmp_path).endswith("and the vocabulary 257 rows; it is not this model's")
+        assert refused(CheckpointError, copied, tmp_path).endswith("but the vocabulary 257 rows; give this model's tokenizer")
         return
     (tmp_path / ".tokenizer-in").mkdir()  # somebody's
     done = import_model(copied, tmp_path / "in", verify=True)

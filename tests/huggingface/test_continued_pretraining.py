@@ -79,5 +79,5 @@ def test_a_model_that_was_typed_wrongly_is_named_by_its_keys_and_the_file_to_inc
         assert main([*train[train.index("--config") :], *SMALL, *mode]) == 1
         [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
         assert "run.init_from=imported holds another model: " in line and "model.dim was 32 and is 384" in line
-        assert "include imported/model.yaml in the configuration, in place of what it says of the model" in line
+        assert "include imported/model.yaml in the configuration, in place of its section `model`" in line
         assert "query_scalar" not in line and "head_dim" not in line

@@ -108,7 +108,7 @@ def test_more_tokens_than_the_context_are_sampled_and_said(run, capsys):
     """M-D14: 97 tokens were refused where the model knows 96 positions; nanoGPT crops."""
     [line], said = answers(capsys, "--model", run, "--prompt", "ab", "--max-tokens", "100", "--greedy")
     assert (
-        "the model knows 96 positions, and prompt and continuation may have 102: beyond, each token follows from the last 96"
+        "the model knows 96 positions, but prompt and continuation may have 102: beyond, each token follows from the last 96"
         in said
     )
     assert len(line["tokens"]) == 100 or 256 not in line["tokens"]

@@ -121,7 +121,7 @@ def test_a_parallel_strategy_with_one_process_names_the_command(monkeypatch, str
 
 def test_single_with_several_processes_is_refused():
     message = refused(LaunchError, 4, "parallel.strategy=single")
-    assert "parallel.strategy=single runs in one process and 4 were started" in message
+    assert "parallel.strategy=single runs in one process, but 4 were started" in message
     assert "python pretrain/run.py" in message and "ddp, fsdp or auto" in message
 
 

@@ -36,7 +36,7 @@ ABSENT = "data.sources=[{path: /nowhere}]"
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.text.input=[x.txt]", "data.sources and data.text both say what is trained on"),
+        ("data.text.input=[x.txt]", "data.sources and data.text both name the training data"),
         (
             "data.stages=[{until_tokens: 500}, {until_tokens: 400}]",
             "data.stages.1.until_tokens=400 is not beyond the stage before",
@@ -47,7 +47,7 @@ ABSENT = "data.sources=[{path: /nowhere}]"
             "batch.ramp.1.until_tokens=9 is not beyond",
         ),
         ("schedule={name: wsd, decay_steps: 99}", "do not fit in run.steps"),
-        ("run.accept_changes=[model.dim]", "run.accept_changes=model.dim: a change of it cannot be accepted"),
+        ("run.accept_changes=[model.dim]", "run.accept_changes=model.dim: a change of this key cannot be accepted"),
         ("model.attention_backend=flex", "model.attention_backend=flex has no effect"),
         ("data.objective=span_corruption", "data.objective=span_corruption needs an encoder-decoder"),
         ("model.family=hf", "model.hf_config"),
@@ -138,7 +138,7 @@ def test_a_batch_that_does_not_divide_names_both_keys_and_the_nearest_legal_valu
 @pytest.mark.parametrize(("ranks", "overrides", "message"), [
     (1, ("parallel.strategy=ddp",), "expects several processes, 1 started; start them with: torchrun --nproc-per-node 2"),
     (1, ("parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"), "expects 4 processes, 1 started"),
-    (2, ("parallel.strategy=single",), "runs in one process and 2 were started"),
+    (2, ("parallel.strategy=single",), "runs in one process, but 2 were started"),
     (2, ("parallel.strategy=fsdp", "parallel.shard=4"), "2 processes do not divide by 4"),
     (2, ("parallel.strategy=ddp", "parallel.shard=2"), "cannot shard"),
     (2, ("parallel.strategy=ddp", "parallel.offload=true"), "parallel.offload=true has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp"),

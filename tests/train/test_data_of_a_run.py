@@ -142,7 +142,7 @@ def test_weights_and_sources_change_in_a_run_under_way_when_the_past_stays_as_it
     code, printed = run_main(str(config_file), "run.steps=10")
     assert code == 1
     assert "the share of data.sources.0 in part 0 of the mixture was 75.0000% and is 50.0000%" in printed
-    assert "a stage of data.stages until_tokens=3072 with the old weights, then one with the new" in printed
+    assert "give data.stages a stage until_tokens=3072 with the old weights, then one with the new" in printed
     third = {"path": str(write_prepared(config_file.parent / "new", prepared / "tokenizer", 9, 50)), "name": "c", "weight": 0}
     set_data(
         config_file,
@@ -202,7 +202,7 @@ def test_budgets_of_tokens_are_shares_and_the_end_of_the_data(config_file, prepa
     assert "run.steps=21 reads 10752 tokens, more than the 10240 of all data.sources[].tokens; run.steps at most 20" in printed
     set_data(config_file, sources=[budget[0], {"path": str(other), "name": "b"}])
     code, printed = run_main(str(config_file), "--check")
-    assert code == 2 and "data.sources.1 has no tokens, and data.sources.0 has" in printed
+    assert code == 2 and "data.sources.1 has no tokens, but data.sources.0 has" in printed
 
 
 def test_a_source_too_small_for_its_weight_is_repeated_as_often_as_it_may_and_then_left(config_file, prepared, other):
@@ -228,9 +228,9 @@ def test_a_change_of_what_decides_the_order_is_an_error_until_it_is_accepted_by_
     keys = ["run.steps=6", "data.seed=3", "data.packing=best_fit"]
     code, printed = run_main(str(config_file), *keys)
     assert code == 1
-    assert "data.packing was concatenate and is best_fit (samples would be cut elsewhere" in printed
-    assert "data.seed was 7 and is 3 (the samples to come would be in another order" in printed
-    assert "if it is meant, run.accept_changes=[data.packing, data.seed]" in printed
+    assert "data.packing was concatenate and is best_fit (samples would be cut at other places" in printed
+    assert "data.seed was 7 and is 3 (the next samples would come in another order" in printed
+    assert "if you mean it, set run.accept_changes=[data.packing, data.seed]" in printed
     assert run_main(str(config_file), *keys, "run.accept_changes=[data.seed]")[0] == 1
     assert [json.loads(line)["step"] for line in (run / "starts.jsonl").read_text().splitlines()] == [0]
     code, printed = run_main(str(config_file), *keys, "run.accept_changes=[data.seed, data.packing]")
@@ -245,7 +245,7 @@ def test_only_some_keys_can_be_accepted(config_file):
     code, printed = run_main(str(config_file), "run.accept_changes=[model.dim]")
     assert (
         code == 2
-        and "run.accept_changes=model.dim: a change of it cannot be accepted; those that can are run.seed, run.steps" in printed
+        and "run.accept_changes=model.dim: a change of this key cannot be accepted; choose from run.seed, run.steps" in printed
     )
 
 
@@ -335,7 +335,7 @@ def test_text_is_read_exactly_after_a_resume_on_another_number_of_ranks(pool, te
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.text.input=[]", "give one of input (files and globs) and dataset"),
+        ("data.text.input=[]", "give either input (files and globs) or dataset"),
         ("data.text.tokenizer=null", "data.text.tokenizer is missing"),
         ("data.exact_resume=true", "data.exact_resume is no key any more: every run resumes exactly now"),
         ("data.text.input=[absent.txt]", "data.text: absent.txt"),
@@ -368,7 +368,7 @@ def test_a_step_without_any_target_is_refused(pool, config_file, prepared):
         writer.add(np.full(100, tokenizer.eod_id), np.ones(100, dtype=np.int64))
     set_data(config_file, sources=[{"path": str(empty)}], packing="padded")
     [(code, printed)] = pool.launch(1, run_main, str(config_file))
-    assert code == 1 and "step 1: none of its targets carries a loss" in printed
+    assert code == 1 and "step 1: no target carries a loss" in printed
 
 
 # ---- what is wrong is named, and what has no effect is refused ---------------------------------------------------------

@@ -224,7 +224,7 @@ def test_data_that_were_changed_since_are_noticed(record, mixed, tmp_path, byte_
     assert tool("inspect_data").main(arguments) == 1
     out, err = capsys.readouterr()
     assert "DIFFERS from metrics.jsonl" in out
-    assert err.count("\n") == 1 and "the samples shown are not those that the step read" in err
+    assert err.count("\n") == 1 and "the step read other samples than those shown" in err
     with pytest.raises(DataError, match="changed since"):
         check_digest(inspect_step(History.read(runs(mixed)), 1))
     assert PreparedData.open(copy).documents == 300

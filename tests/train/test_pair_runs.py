@@ -155,7 +155,7 @@ def test_another_batch_size_or_other_pairs_make_another_run(pool, pair_config, t
     (["batch.sequences=8"], "batch.sequences=8 has no effect with data.pairs"),
     (["data.sequence_length=64"], "data.sequence_length=64 has no effect with data.pairs"),
     (["model.family=llama"], "data.pairs needs an encoder-decoder, but model.family=llama is decoder-only"),
-    (["data.sources=[{path: x}]"], "data.sources and data.pairs both say what is trained on; keep one"),
+    (["data.sources=[{path: x}]"], "data.sources and data.pairs both name the training data; keep one"),
     (["data.validation=[]", "validation.translation.every_steps=2"], "validation.translation.every_steps=2 has no effect without data.validation"),
     (["data.validation=[]", "validation.every_steps=2"], "validation.every_steps=2 has no effect without data.validation"),
     (["model.vocab_size=100"], "model.vocab_size=100 is below the 257 tokens"),

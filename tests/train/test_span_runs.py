@@ -102,7 +102,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(pool, span_config, bef
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (["data.span_corruption={noise_density: 0.3, mean_span_length: 4}"], "data.objective.noise was 6 and is 12 (another task would be learnt than in the steps before)"),
+    (["data.span_corruption={noise_density: 0.3, mean_span_length: 4}"], "data.objective.noise was 6 and is 12 (the model would learn another task than in the steps before)"),
     (["data.span_corruption.sentinels=5", "model.vocab_size=270"], "data.objective.first_sentinel was 260 and is 261"),
     (["data.seed=8"], "data.seed was 7 and is 8"),
 ])  # fmt: skip

@@ -105,7 +105,7 @@ def test_what_changes_the_numbers_needs_consent_by_name(config_file, run):
     for key in ("optim.lr", "run.steps", "batch.ramp"):
         code, line = check(config_file, NEEDS_CONSENT[key])
         assert code == 1 and (f"{key} was" in line or f"{key}.0.sequences was None and is 4" in line)
-        assert line.endswith(f"restore these values; if it is meant, run.accept_changes=[{key}]")
+        assert line.endswith(f"restore these values; if you mean it, set run.accept_changes=[{key}]")
         code, printed = check(config_file, NEEDS_CONSENT[key], f"run.accept_changes=[{key}]")
         assert code == 0 and "would resume from step 4" in printed
     assert content(run) == before
@@ -118,7 +118,7 @@ def test_all_changes_are_listed_at_once_with_what_to_type(config_file, run):
         "loss.z_loss=0.1 run.seed=77 data.seed=3"
     ).split()
     code, line = check(config_file, *changes)
-    assert code == 1 and "holds another run: data.seed was 7 and is 3 (the samples to come" in line
+    assert code == 1 and "holds another run: data.seed was 7 and is 3 (the next samples" in line
     keys = "data.seed, run.seed, run.steps, batch.sequences, loss.z_loss, optim.lr, optim.weight_decay, schedule.name, precision.compute"
     accepted = line.rpartition("run.accept_changes=[")[2].removesuffix("]")
     assert set(accepted.split(", ")) == set(keys.split(", "))
@@ -228,7 +228,7 @@ def test_another_model_is_named_by_what_was_typed(config_file, run):
     code, line = check(config_file, *changed)
     assert code == 1 and "model.dim was 32 and is 64" in line and "model.layers was 2 and is 3" in line
     assert not [key for key in ("query_scalar", "head_dim", "run.name") if key in line]
-    assert "copy the section `model` of" in line
+    assert "copy `model` of" in line
 
 
 def test_check_assumes_as_many_processes_as_it_is_told(config_file, capsys, monkeypatch):
@@ -304,14 +304,14 @@ def test_a_checkpoint_takes_twelve_bytes_per_parameter(trained_run, config_file)
     (("data.seed=3",), "data.seed was 7 and is 3"),
     (("model.dim=64",), "model.dim was 32 and is 64"),
     (("run.name=new", "run.init_from=RUN", "model.rope.theta=77"), "run.init_from=RUN/checkpoints/step-00000004 holds another model: "
-     "model.rope.theta was 10000.0 and is 77.0; copy the section `model` of RUN/checkpoints/step-00000004/config.yaml"),
-    (("run.dir=CONFIG",), "run.dir=CONFIG: CONFIG is a file, and a folder is needed there"),
-    (("run.dir=CONFIG/below",), "run.dir=CONFIG/below: CONFIG is a file, and a folder is needed there"),
+     "model.rope.theta was 10000.0 and is 77.0; copy `model` of RUN/checkpoints/step-00000004/config.yaml to the configuration"),
+    (("run.dir=CONFIG",), "run.dir=CONFIG: CONFIG is a file; give a folder"),
+    (("run.dir=CONFIG/below",), "run.dir=CONFIG/below: CONFIG is a file; give a folder"),
     (("run.name=../elsewhere",), "run.name=../elsewhere"),
-    (("run.name=a/../../elsewhere",), "a run lies below run.dir"),
-    (("run.name=/tmp/elsewhere",), "a run lies below run.dir"),
-    (("run.name=.",), "a run lies below run.dir"),
-    (("run.dir=''",), "a run lies below run.dir"),
+    (("run.name=a/../../elsewhere",), "the run must lie below run.dir"),
+    (("run.name=/tmp/elsewhere",), "the run must lie below run.dir"),
+    (("run.name=.",), "the run must lie below run.dir"),
+    (("run.dir=''",), "the run must lie below run.dir"),
 ])  # fmt: skip
 def test_check_refuses_what_a_start_would_refuse(pool, config_file, run, overrides, message):
     """T-D13: "the configuration is valid" was said of runs that the start refuses, after hours in a queue."""

@@ -15,12 +15,12 @@ from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.storage import sealed_json, unsealed
 
-_MEAN_LOG, _DEVIATION = 6.2, 1.2  # of document lengths: a median of 490 tokens and a mean of 1,010, as of text on the web
+_MEAN_LOG, _DEVIATION = 6.2, 1.2  # document lengths: a median of 490 tokens and a mean of 1,010, like text on the web
 _GROUP = 4096
 
 
 def byte_tokenizer(work: Path) -> Tokenizer:
-    """The tokenizer of bytes, made in the folder `work` if it is not there."""
+    """The byte tokenizer, made in the folder `work` if it is missing."""
     path = work / "byte_tokenizer"
     if not path.is_dir():
         train_tokenizer([], path, "byte")
@@ -33,7 +33,7 @@ def document_lengths(random: np.random.Generator, count: int) -> np.ndarray:
 
 
 def write_tokens(path: Path, tokenizer: Tokenizer, tokens: int, shard_tokens: int) -> Path:
-    """A new prepared directory of about so many random tokens."""
+    """Write a new prepared directory with about this many random tokens."""
     random = np.random.default_rng(0)
     with ShardWriter.create(path, tokenizer, shard_tokens) as writer:
         while writer.tokens < tokens:
@@ -47,8 +47,9 @@ def write_tokens(path: Path, tokenizer: Tokenizer, tokens: int, shard_tokens: in
 
 
 def link_shards(original: Path, path: Path, shards: int) -> Path:
-    """A new prepared directory of `shards` shards, which are links to those of another in turn. It passes `open` but not `verify`: token
-    hashes are made up, because shards of one content would be one file in a cache.
+    """Make a prepared directory of `shards` shards, which are links to another directory's shards in turn.
+
+    It passes `open` but not `verify`: token hashes are invented, because shards with equal content would be one file in a cache.
     """
     content = unsealed((original / "manifest.json").read_bytes())
     written, content["shards"] = content["shards"], []
@@ -68,5 +69,5 @@ def link_shards(original: Path, path: Path, shards: int) -> Path:
 
 
 def _renamed(name: str, number: int) -> str:
-    """A file of one shard as that of another."""
+    """The name of one shard's file, renamed for another shard."""
     return re.sub(r"\d{5}", f"{number:05d}", name, count=1)

@@ -1,4 +1,4 @@
-"""What tools/bench.py data measures, part by part."""
+"""The parts that tools/bench.py data measures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS: dict[str, Callable[[Options], list[Row]]] = {
 
 
 def measure(parts: Sequence[str], options: Options) -> list[Row]:
-    """The rows of these parts, in this order. Raises DataError when something computes a wrong result; slow is no error."""
+    """The rows of these parts, in this order. Raises DataError if something computes a wrong result; slowness is no error."""
     rows = []
     for part in parts:
         options.say(f"{part}: {(PARTS[part].__doc__ or '').splitlines()[0]}")

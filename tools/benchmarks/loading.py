@@ -48,7 +48,7 @@ def loader(options: Options) -> list[Row]:
     options.say(f"loader: writing {2 * size / MILLION:.0f} MB of tokens")
     path = write_tokens(options.work / "loader", byte_tokenizer(options.work), size, max(1 << 16, size // 16))
     data = PreparedData.open(path)
-    data.verify()  # which also brings it into the page cache
+    data.verify()  # also loads it into the page cache
     raw = data.read(0, BATCH_TOKENS + 1).astype(np.uint16)
     rows = []
     for length in (1024, 2048, 8192):
@@ -79,7 +79,7 @@ def loader(options: Options) -> list[Row]:
 
 
 def shards(options: Options) -> list[Row]:
-    """Tokens per second of one process by the number of shards: random reads of the same bytes, of few files and of many."""
+    """Tokens per second of one process by the number of shards: random reads of the same bytes, from few files and from many."""
     size = options.scaled(128 << 20, 1 << 20)
     counts = dict.fromkeys(options.scaled(count, number) for number, count in enumerate(SHARD_COUNTS, 16))
     first: dict[int, float] = {}
@@ -122,7 +122,7 @@ def _kind(packing: str, mask: bool) -> str:
 
 
 def _check_batches(loaders: dict[str, Loader]) -> None:
-    """A mask changes no token, and the tokens are those of the files."""
+    """Check that a mask changes no token, and that the tokens are those of the files."""
     for packing in ("concatenate", "best_fit"):
         plain, masked = (loaders[_kind(packing, mask)].read(0) for mask in (False, True))
         require(plain.digest == masked.digest, f"{packing}: other tokens under a document mask")
@@ -139,7 +139,7 @@ def _is_as_stored(batch: SampleBatch, stream: Stream) -> bool:
 
 
 def _profile(one: Loader, batches: int = 8) -> str:
-    """Where the time of a loader goes, in shares, as a profiler sees it."""
+    """How a loader spends its time, in shares, by a profiler."""
     iterator, profiler = one.batches(0), cProfile.Profile()
     next(iterator)
     profiler.enable()
@@ -163,7 +163,7 @@ def _profile(one: Loader, batches: int = 8) -> str:
 
 
 def start(options: Options) -> list[Row]:
-    """From a directory of 10^4 shards to the first batch, in a process of its own, and what that takes of memory."""
+    """From a directory of 10^4 shards to the first batch, in a separate process, and the memory that this takes."""
     shards = options.scaled(10_000, 10)
     options.say(f"start: making {shards:,} shards")
     path = options.work / "start"
@@ -181,7 +181,7 @@ def start(options: Options) -> list[Row]:
             "open",
             2.0,
             "listing",
-            "its JSON parsed and the sizes of the files asked for, by nothing but the standard library",
+            "the standard library alone parses its JSON and asks for the sizes of the files",
         ),
         (
             "opened to first batch of 512 x 1,024 tokens",
@@ -219,7 +219,7 @@ def start(options: Options) -> list[Row]:
 
 
 def measure_start(path: str) -> None:
-    """Print as JSON what the start took in this process: seconds, and bytes of memory."""
+    """Print as JSON the seconds and the bytes of memory that the start took in this process."""
     before, begin = resident_bytes(), time.perf_counter()
     data = PreparedData.open(path)
     opened = time.perf_counter()

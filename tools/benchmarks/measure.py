@@ -1,8 +1,9 @@
-"""How the benchmarks measure, and how they say what they found.
+"""How the benchmarks measure and report.
 
-What is compared is run in turns, so that a disturbance of the machine meets all of it; of the turns the shortest and the median are
-reported. Work on one thread is timed in CPU seconds ("cpu"), which a busy machine disturbs less, everything else in seconds of
-the clock ("wall"). Processes that share a physical core still slow each other down in CPU seconds: look at the load average.
+Compared programs run in turns, so that a disturbance of the machine affects all of them. The shortest and the median turn are
+reported. Work on one thread is timed in CPU seconds ("cpu"), because a busy machine disturbs these less. Everything else is timed
+in seconds of the clock ("wall"). Processes that share a physical core slow each other down even in CPU seconds: look at the load
+average.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _VERSIONS = ("numpy", "torch", "tokenizers", "tiktoken", "sentencepiece", "datas
 
 @dataclass(frozen=True)
 class Row:
-    """One number. `value`: the best turn, `median`: the middle one; `target`: at least that for "higher", less than that for
-    "lower"; `baseline`: the same of what it is compared with, in the same turns, named in `note`.
+    """One number. `value`: the best turn; `median`: the middle one; `target`: the least value for "higher", the limit for
+    "lower". `baseline`: the same number for the comparison that `note` names, in the same turns.
     """
 
     part: str
@@ -49,7 +50,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the best turn reaches the target; None where there is no target."""
+        """Whether the best turn reaches the target; None without a target."""
         if self.target is None:
             return None
         return self.value >= self.target if self.better == "higher" else self.value < self.target
@@ -57,9 +58,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Options:
-    """`seconds`: for each group of things compared; `scale`: size of what is generated, 1 for results, less for trying out;
-    `work`: a folder for what is generated; `source`: globs of text for the preparation, () for this interpreter's libraries;
-    `cores`: processes where many work together.
+    """`seconds`: time for each group of compared programs; `scale`: size of the generated data, 1 for results, less for trying
+    out; `work`: a folder for generated data; `source`: globs of text for the preparation, () for this interpreter's libraries;
+    `cores`: the number of processes that work together.
     """
 
     work: Path
@@ -71,7 +72,7 @@ class Options:
 
     @property
     def turns(self) -> int:
-        """The least number of times that everything is measured."""
+        """The least number of turns."""
         return 3 if self.scale >= 0.1 else 1
 
     def scaled(self, count: int, least: int = 1) -> int:
@@ -94,7 +95,7 @@ class Turns:
         return statistics.median(self.seconds)
 
     def rate(self, count: float) -> tuple[float, float]:
-        """Units per second in the best and in the median turn, of turns with `count` units each."""
+        """Units per second in the best and in the median turn. Each turn has `count` units."""
         return count / self.best, count / self.median
 
 
@@ -120,20 +121,20 @@ def rate_row(part: str, name: str, turns: Turns, count: float, unit: str, clock:
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raise DataError when a result is wrong: a benchmark of something else is worth nothing."""
+    """Raise DataError if a result is wrong: the speed of a wrong result is worth nothing."""
     if not holds:
         raise DataError(f"the benchmark stops: {otherwise}")
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """For processes that are measured: this checkout, offline, so many threads for tensors, none of the tokenizer's own."""
+    """The environment of measured processes: this checkout, offline, this many threads for tensors and no threads of the tokenizer."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {**os.environ, **offline, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine that the numbers were measured on."""
     versions = {name: importlib.metadata.version(name) for name in _VERSIONS if _is_installed(name)}
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -165,7 +166,7 @@ def resident_bytes() -> int:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """What to type to measure this again."""
+    """The command that measures this again."""
     return shlex.join(["python", *arguments])
 
 

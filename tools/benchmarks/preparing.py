@@ -1,4 +1,4 @@
-"""Speed and memory of preparing text, beside the tokenizers' own libraries and what people otherwise use.
+"""Speed and memory of preparing text, beside the tokenizers' own libraries and other common programs.
 
 Rates are megabytes (10^6) of text as UTF-8. With one process they are per CPU second, so per core.
 """
@@ -31,7 +31,7 @@ from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 
 _BYTES = 40 * 10**6
-_PART = 5  # slow programs get every so manieth document
+_PART = 5  # slow programs get every fifth document
 _PIECES = 3000  # of 2 kB, for training the tokenizers
 _BATCH_CHARACTERS = 1 << 19
 _UNITS = 20  # of work, of about 2 MB as in any preparation of less than 512 MB
@@ -43,7 +43,7 @@ _SPEED = 8.0  # MB/s/core
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in memory and, the same, as JSON lines."""
+    """Documents in memory, and the same ones as JSON lines."""
 
     texts: list[str]
     path: Path
@@ -53,7 +53,7 @@ class Corpus:
         return sum(len(text.encode()) for text in self.texts) / MILLION
 
     def every(self, step: int) -> Corpus:
-        """Every so manieth document."""
+        """Every `step`-th document."""
         return Corpus.write(self.texts[::step], self.path.with_stem(f"{self.path.stem}-every-{step}"))
 
     @classmethod
@@ -149,8 +149,8 @@ def _speed(kind: str, path: Path, corpus: Corpus, options: Options) -> list[Row]
 def _rows(name: str, turns: dict[str, Turns], clock: Any, unit: str, corpus: Corpus, part: Corpus) -> list[Row]:
     size, least = corpus.megabytes, part.megabytes
     library = turns["library"].rate(size)
-    # Start-up and the proof of the engine cost the same here and there: what a further megabyte takes is the speed of a large
-    # corpus, of which the proof reads no more than of one of 128 MB.
+    # Start-up and the engine's proof cost the same at both sizes, so a further megabyte shows the speed of a large corpus. The
+    # proof reads no more of a large corpus than of 128 MB.
     whole, begin = turns["whole"], turns["part"]
     best = (size - least) / max(whole.best - begin.best, 1e-9)
     median = (size - least) / max(whole.median - begin.median, 1e-9)
@@ -179,14 +179,14 @@ def _rows(name: str, turns: dict[str, Turns], clock: Any, unit: str, corpus: Cor
 
 def _prepare(corpus: Corpus, tokenizer: Path, workers: int, output: Path) -> Path:
     """Prepare and read back: every hash is compared."""
-    # As many units of work whatever the size: the engine's proof reads a sample of each, and so costs the same.
+    # The number of units does not depend on the size. So the engine's proof, which reads a sample of each, costs the same.
     prepare([str(corpus.path)], tokenizer, output, workers=workers, unit_bytes=corpus.path.stat().st_size // _UNITS)
     PreparedData.open(output).verify()
     return output
 
 
 def _check_ids(path: Path, corpus: Corpus, prepared: Path) -> None:
-    """What is in the shards is what the tokenizer's own library makes of each document."""
+    """Check that the shards hold the ids that the tokenizer's own library gives for each document."""
     data, library = PreparedData.open(prepared), load_tokenizer(path)
     require(data.documents == len(corpus.texts), f"{data.documents:,} documents were prepared of {len(corpus.texts):,}")
     for number, text in enumerate(corpus.texts):
@@ -254,7 +254,7 @@ def _datasets_map(path: Path, part: Corpus, work: Path) -> Callable[[], object]:
         return {"ids": tokenizer(rows["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]}
 
     def run() -> None:
-        name = f"bench-{next(numbers)}"  # or a turn would find the result of the one before
+        name = f"bench-{next(numbers)}"  # else a turn would find the result of the one before
         file = str(cache / f"{name}.arrow")
         loaded.map(encode, batched=True, remove_columns=["text"], new_fingerprint=name, cache_file_name=file)
 
@@ -265,7 +265,7 @@ def _datasets_map(path: Path, part: Corpus, work: Path) -> Callable[[], object]:
 
 
 def _memory(tokenizer: Path, corpus: Corpus, options: Options) -> list[Row]:
-    """The corpus once and so many times over, as files of which each is the whole corpus."""
+    """Memory for the corpus once and for many copies of it. Each file is the whole corpus."""
     times, peaks = options.scaled(_TIMES, 2), []
     for copies in (1, times):
         options.say(f"preparation: memory at {copies} x {corpus.megabytes:.1f} MB")
@@ -275,7 +275,7 @@ def _memory(tokenizer: Path, corpus: Corpus, options: Options) -> list[Row]:
             os.link(corpus.path, folder / f"{number:03d}.jsonl")
         peaks.append(_peak_memory(folder, tokenizer, options.work / f"prepared-{copies}", options.cores) / MILLION)
         shutil.rmtree(options.work / f"prepared-{copies}")
-    note = "resident memory of all processes added up, what they share counted in each"
+    note = "resident memory of all processes added up; shared memory counts in each"
     return [
         Row(
             "preparation",
@@ -312,7 +312,7 @@ def _peak_memory(folder: Path, tokenizer: Path, output: Path, workers: int) -> i
 
 
 def _resident_of_tree(root: int) -> int:
-    """Resident bytes of a process and of all below it (Linux)."""
+    """Resident bytes of a process and of all its descendants (Linux)."""
     parents, resident = {}, {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():

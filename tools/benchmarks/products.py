@@ -12,7 +12,7 @@ from benchmarks.measure import Options, Row, in_turns
 SIZES = ((1024, 256, 1024), (1024, 1024, 256))
 """Tokens, inputs and outputs of the products in a block of the quickstart."""
 LEAST_GAIN = 1.2
-"""bf16 has to be so many times as fast: what is no matrix product gains nothing, and rounding costs a little quality."""
+"""bf16 must be this many times as fast: other operations gain nothing, and rounding costs a little quality."""
 
 
 def products(options: Options) -> list[Row]:
@@ -43,7 +43,7 @@ def _product(tokens: int, inputs: int, outputs: int, dtype: torch.dtype):
 
 
 def fastest(rows: list[Row]) -> str:
-    """`bf16` where its products are faster by `LEAST_GAIN`, in the best and the median turn; else `fp32`."""
+    """`bf16` if its products are faster by `LEAST_GAIN`, in the best and the median turn; else `fp32`."""
     fp32, bf16 = rows
     gains = bf16.value / fp32.value, bf16.median / fp32.median
     return "bf16" if min(gains) >= LEAST_GAIN else "fp32"

@@ -18,7 +18,7 @@ _QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
 def wait(options: Options) -> list[Row]:
-    """The share of a run's time in which a step waits for its batch: the quickstart's model and batch, on random tokens."""
+    """The share of a run's time that steps wait for their batches, with the quickstart's model and batch, on random tokens."""
     run = _train(options)
     records = read_metrics(run)
     first, *rest = records
@@ -66,7 +66,7 @@ def inspect(options: Options) -> list[Row]:
 
 
 def _train(options: Options) -> Path:
-    """A run of the quickstart's configuration on random tokens, in a process of its own; its directory. Made once."""
+    """Run the quickstart's configuration on random tokens, once, in a separate process. Return the run's directory."""
     run = options.work / "runs" / "quickstart"
     if run.is_dir():
         return run

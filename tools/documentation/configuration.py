@@ -25,13 +25,13 @@ def configuration_page() -> str:
         "```\npython pretrain/run.py --config configs/quickstart.yaml --print-config           # resolved, loads back\n"
         "python pretrain/run.py --config configs/quickstart.yaml --print-config --origins # with the origin of every value\n"
         "python pretrain/run.py --config configs/quickstart.yaml --check optim.lr=1e-3    # validate and stop\n```",
-        "`null` means derived: the key's text says from what. Numbers are YAML 1.2's: `1e-4` is a number, and `010` in a "
+        "`null`: the value is derived, as the key's text says. Numbers are YAML 1.2's: `1e-4` is a number, and `010` in a "
         "number's place is refused. `${run.seed}` refers to another key; nothing else is read that way.",
-        "The last column says what a value that differs from the checkpoint's means when a run is resumed. Every difference is printed; "
-        "`free` ones need nothing more. `accept`: the steps to come would be computed otherwise, so the run stops unless "
-        "`run.accept_changes` names the key. `schedule`: like `accept` where the steps already taken would have had another learning rate, "
-        "else like `free`; so `run.steps` may be raised freely with `constant`, `inverse_sqrt` and a `wsd` that has not begun to fall. "
-        "`content`: judged by what it made of the samples already taken ([data.md](data.md#what-makes-a-run-this-run)). `never`: another run.",
+        "The last column says what happens at a resume if the value differs from the checkpoint's. Every difference is printed; "
+        "`free` ones need nothing more. `accept`: the next steps would be computed differently, so the run stops unless "
+        "`run.accept_changes` names the key. `schedule`: like `accept` if the steps already taken would have had another learning rate, "
+        "else like `free`. So `run.steps` may be raised freely with `constant`, `inverse_sqrt` and a `wsd` that has not begun to fall. "
+        "`content`: judged by its effect on the samples already taken ([data.md](data.md#what-makes-a-run-this-run)). `never`: another run.",
     ]
     for section in dataclasses.fields(Config):
         hint = typing.get_type_hints(Config)[section.name]

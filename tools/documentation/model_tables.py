@@ -1,6 +1,6 @@
-"""Tables within pages: of docs/models.md, from the families and the files of configs/models/; of docs/metrics.md, from `StepRecord`.
+"""Tables within pages: docs/models.md from the families and the files of configs/models/, docs/metrics.md from `StepRecord`.
 
-A table stands between the markers `<!-- NAME -->` and `<!-- /NAME -->`; the rest of the page is left alone.
+A table stands between the markers `<!-- NAME -->` and `<!-- /NAME -->`; the rest of the page is not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pretrain.observe.metrics import StepRecord
 
 
 def family_table() -> str:
-    """Every family with what it fixes and what it has by default."""
+    """Every family with its fixed switches and its defaults."""
     rows = ["| `model.family` | transformers | always | unless set |", "|---|---|---|---|"]
     for family in families():
         defaults = {name: value for name, value in family.defaults.items() if name not in family.fixed}
@@ -56,7 +56,7 @@ def read_preset(path: Path) -> Model:
 
 
 def published_parameters(model: Model) -> int:
-    """Parameters as those count who publish them: a tied head once, and not the corrections that balance experts."""
+    """Parameters by the count of their publishers: a tied head once, and without the corrections that balance experts."""
     with torch.device("meta"):
         return sum(p.numel() for p in build_network(model).parameters() if p.requires_grad)
 

@@ -1,8 +1,8 @@
-"""How much of each source a run has read, in which shares, and what it has not read: arithmetic, without reading the data.
+"""How much of each source a run has read, in which shares, and how much is left: by arithmetic, without reading the data.
 
-A source's samples are numbered in the order in which they are drawn, over all epochs, so what a run has drawn is a range of numbers
-for each stretch of it. Within one order, ranges say how many samples are distinct; only where a run changed its order in mid-epoch
-(run.accept_changes) are samples listed to find out.
+A source's samples are numbered in the order in which they are drawn, over all epochs. So each stretch of a run has drawn a range of
+numbers. Within one order, ranges say how many samples are distinct. Samples are listed only if a run changed its order in mid-epoch
+(run.accept_changes).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _LISTED = 1 << 22  # samples listed at a time
 
 @dataclass(frozen=True)
 class SourceCoverage:
-    """What was drawn of a source. `distinct`: different samples among those `drawn`, of `samples` that it has.
+    """The samples drawn from a source. It has `samples`; `distinct` are the different ones among those `drawn`.
 
-    Samples are of `sequence_length` inputs. `tokens` (inputs that are not padding), `targets` (those with a loss) and `padding` are of the drawn samples, exactly where
-    `exact`, else in proportion to an epoch. `left_out`: tokens at the end of the source that fill no sample.
+    Samples have `sequence_length` inputs. `tokens` (inputs that are not padding), `targets` (those with a loss) and `padding`
+    cover the drawn samples. They are exact if `exact`, else in proportion to an epoch. `left_out`: tokens at the end of the
+    source that fill no sample.
     """
 
     name: str
@@ -69,7 +70,7 @@ class SegmentCoverage:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a run has read after `step` steps."""
+    """The samples that a run has read after `step` steps."""
 
     run: str
     step: int
@@ -86,7 +87,7 @@ class Coverage:
 
 @dataclass
 class _Drawn:
-    """What several stretches drew of one source that they cut alike: ranges of numbers, by the orders they are in."""
+    """The samples that several stretches drew from a source that they cut alike: ranges of numbers by their order."""
 
     source: Samples
     packing: str
@@ -94,11 +95,11 @@ class _Drawn:
 
 
 def measure_coverage(history: History, step: int | None = None) -> Coverage:
-    """What a run has read after `step` steps, as many as it has made by default. Raises DataError for a step it does not have."""
+    """Measure what a run has read after `step` steps (default: all that it has made). Raises DataError for a step that it lacks."""
     step = history.current if step is None else step
     if step < 1:
         raise DataError(f"{history.name} has made no step; give --step N to see what it will have read then")
-    history.stretch_of(step)  # refuses a step that there is not
+    history.stretch_of(step)  # refuses a step that does not exist
     drawn: dict[tuple, _Drawn] = {}
     inputs = 0
     for stretch in history.stretches:
@@ -149,7 +150,7 @@ def _in_proportion(total: int, drawn: int, size: int) -> int:
 
 
 def _distinct(one: _Drawn) -> int:
-    """How many different samples the ranges have."""
+    """The number of different samples in the ranges."""
     size = len(one.source)
     parts: list[tuple[Shuffle, int, int, int]] = []  # order, epoch, places [begin, end) in it
     for shuffle, ranges in one.ranges.items():

@@ -1,7 +1,7 @@
 """Which configuration decided, or will decide, each step of a run.
 
-A run directory has a line in starts.jsonl for each start of its processes. A start goes on from a checkpoint, perhaps an earlier
-one than the run had reached, and from there on it alone decides:
+A run directory has a line in starts.jsonl for each start of its processes. A start continues from a checkpoint, perhaps an
+earlier one than the run had reached. From there on it alone decides:
 
     starts      0 ───────────────────▶ 60          the run went back to step 40 with another batch size
                               40 ───────────▶ 100
@@ -33,9 +33,9 @@ STARTS_FILE = "starts.jsonl"
 
 @dataclass(frozen=True)
 class Start:
-    """Where processes began to work: after `step` steps, which had taken `samples`. Paths in `config` are absolute.
+    """The point where processes began to work: after `step` steps and `samples`. Paths in `config` are absolute.
 
-    `fingerprints`: what the content of each source was; empty for a plan.
+    `fingerprints`: the content of each source; empty for a plan.
     """
 
     step: int
@@ -50,7 +50,7 @@ class Stretch:
 
     def __init__(self, start: Start, last: int, opened: dict[str, list[Samples]]) -> None:
         self.start, self.last, self.config = start, last, start.config
-        self._opened = opened  # shared by the stretches of a run, which mostly cut the same data alike
+        self._opened = opened  # shared by the stretches of a run, because most cut the same data alike
 
     @property
     def first(self) -> int:
@@ -62,7 +62,7 @@ class Stretch:
 
     @functools.cached_property
     def stream(self) -> Stream:
-        """Opened when first needed. Raises ConfigError for a run on pairs, and DataError for data that is not there."""
+        """The stream, opened on first use. Raises ConfigError for a run on pairs, and DataError for missing data."""
         data = self.config.data
         if data.pairs is not None:
             raise ConfigError(
@@ -75,13 +75,13 @@ class Stretch:
         for source, fingerprint in zip(self._opened[key], self.start.fingerprints):
             if source.data.fingerprint != fingerprint:
                 raise DataError(
-                    f"{source.data.path}: is not what steps {self.first} to {self.last} were read from; it was prepared again since: "
+                    f"{source.data.path}: steps {self.first} to {self.last} read other data; it was prepared again since: "
                     "restore it to see them"
                 )
         return open_stream(config, self._opened[key])
 
     def consumed(self, step: int) -> int:
-        """Samples before the end of a step of this stretch, `first` - 1 included."""
+        """Samples before the end of a step of this stretch; step `first` - 1 is allowed."""
         return self.schedule.after(self.start.samples, step - self.start.step)
 
     def step_of(self, position: int) -> int:
@@ -91,7 +91,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class History:
-    """A run, or one that is planned. `current`: steps that it has made; `folder`: None for a plan."""
+    """A run, or a planned one. `current`: the steps that it has made; `folder`: None for a plan."""
 
     name: str
     stretches: list[Stretch]
@@ -110,15 +110,15 @@ class History:
             last = stretches[0].start.step if stretches else start.config.run.steps
             if start.step < last:
                 stretches.insert(0, Stretch(start, last, opened))
-        if not stretches:  # the only start is of a run that was finished elsewhere
+        if not stretches:  # the only start belongs to a run that was finished elsewhere
             stretches = [Stretch(starts[-1], starts[-1].config.run.steps, opened)]
         return cls(str(folder), stretches, _current_step(folder, starts[-1].step), folder)
 
     @classmethod
     def planned(cls, config: Config, ranks: int | None = None) -> History:
-        """A run that has not started, on so many data-parallel ranks; by default as many as `parallel` says, or one.
+        """A run that has not started, on `ranks` data-parallel ranks (default: as `parallel` says, or one).
 
-        Raises ConfigError for batches that so many ranks cannot share.
+        Raises ConfigError if the ranks cannot share the batches.
         """
         ranks = ranks or (config.parallel.replicate or 1) * (config.parallel.shard or 1)
         check_micro_steps(config, ranks)
@@ -131,7 +131,7 @@ class History:
 
     @property
     def last(self) -> int:
-        """The run's last step, made or to come."""
+        """The run's last step, past or future."""
         return self.stretches[-1].last
 
     def stretch_of(self, step: int) -> Stretch:
@@ -142,14 +142,14 @@ class History:
             raise DataError(f"step {step} is beyond the last step of {self.name}, {self.last}; the run ends there (run.steps)")
         if step < self.stretches[0].first:
             raise DataError(
-                f"step {step}: {self.name} begins at step {self.stretches[0].first}, with a checkpoint of another run; ask that run"
+                f"step {step}: {self.name} begins at step {self.stretches[0].first}, with a checkpoint of another run; inspect that run"
             )
         return next(stretch for stretch in self.stretches if step <= stretch.last)
 
     def logged(self, step: int) -> dict[str, Any] | None:
-        """What metrics.jsonl says of a step that was made; None where it was not logged.
+        """The record of a past step in metrics.jsonl; None if it was not logged.
 
-        Read from the end: a run that went back logs steps again, and the last word counts.
+        The file is read from its end: a run that went back logs steps again, and the last record counts.
         """
         path = None if self.folder is None else self.folder / METRICS_FILE
         if path is None or step > self.current or not path.exists():
@@ -162,7 +162,7 @@ class History:
 
 
 def _record(line: bytes, until: int) -> dict[str, Any] | None:
-    """The record of a line of metrics.jsonl if its step is at most `until`; decoded only then, because there may be millions."""
+    """The record of a line of metrics.jsonl if its step is at most `until`. Other lines are not decoded: there may be millions."""
     prefix, comma = b'{"step": ', line.find(b",")
     if line.startswith(prefix) and line[len(prefix) : comma].isdigit() and int(line[len(prefix) : comma]) > until:
         return None
@@ -179,10 +179,10 @@ def _read_starts(path: Path) -> list[Start]:
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read: {error.strerror}; a run directory has it from its first start on "
-            "(of a run that is only planned, give --config)"
+            "(for a planned run, give --config)"
         ) from error
     starts = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line's end was torn before any step was made
+    for number, line in enumerate(lines[:-1], start=1):  # text after the last line's end was torn before any step was made
         place = f"{path}:{number}"
         try:
             record = json.loads(line)
@@ -200,7 +200,7 @@ def _read_starts(path: Path) -> list[Start]:
 
 
 def _absolute(config: Config, folder: Path) -> Config:
-    """The configuration with the paths of its data made absolute: they were relative to the folder the run was started in."""
+    """The configuration with absolute paths of its data. They were relative to the folder in which the run was started."""
     data = config.data
     cache = dataclasses.replace(data.cache, dir=None if data.cache.dir is None else str(folder / data.cache.dir))
     moved = {
@@ -216,7 +216,7 @@ def _absolute(config: Config, folder: Path) -> Config:
 
 
 def _found(starts: list[Start]) -> list[Start]:
-    """The starts with sources that were moved since at the places where later starts had them."""
+    """The starts; a source that was moved since gets the place where later starts had it."""
     places = {f: source.path for start in starts for f, source in zip(start.fingerprints, start.config.data.sources)}
 
     def moved(start: Start) -> Start:
@@ -236,7 +236,7 @@ def _placed(path: str, folder: Path) -> str:
 
 
 def _current_step(folder: Path, started: int) -> int:
-    """How far the run is, as its status says."""
+    """The steps that the run has made, by its status."""
     path = folder / "status.json"
     try:
         return int(json.loads(path.read_bytes())["step"])

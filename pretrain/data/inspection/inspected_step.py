@@ -1,4 +1,4 @@
-"""What the batch of a step is made of: samples, the documents in them, tokens, text.
+"""The content of a step's batch: samples, the documents in them, tokens, text.
 
 step --history--> stretch --schedule--> stream positions --stream--> samples --pieces--> documents --tokenizer--> text
 """
@@ -28,9 +28,9 @@ _ROWS = 64  # samples in memory at a time: batches may be of 10^7 tokens
 class DocumentPiece:
     """A stretch of one document in a sample.
 
-    `input`, `row`: the file that the document came from, and its line or row there, from 0; `offset`: of the first token in the
-    document, which has `document_tokens`, its end-of-document token included; `place`: of the first token in the sample.
-    `text` is without the end-of-document token; `ends`: whether that token is here.
+    `input`, `row`: the file that the document came from, and its line or row there, from 0. `offset`, `place`: where the first
+    token lies in the document and in the sample. `document_tokens`: the document's length with its end-of-document token. `text`
+    is without that token; `ends`: whether it is here.
     """
 
     document: int
@@ -46,8 +46,9 @@ class DocumentPiece:
 
 @dataclass(frozen=True)
 class InspectedSample:
-    """A sample of a batch. Ranks, micro-steps, samples and epochs are counted from 0. `targets`: what follows each token, None where there
-    is no loss; with span corruption, where that is not taken out.
+    """A sample of a batch. Ranks, micro-steps, samples and epochs are counted from 0.
+
+    `targets`: the token after each token, None without a loss; with span corruption, None if that token is not taken out.
     """
 
     position: int
@@ -64,9 +65,10 @@ class InspectedSample:
 
 @dataclass(frozen=True)
 class InspectedStep:
-    """The batch of a step. `shown`: the samples that were asked for; everything else is about the whole batch.
+    """The batch of a step. `shown`: the requested samples; everything else is about the whole batch.
 
-    `tokenizer`: directory of the data's; `digest`: see stream.digest, over all ranks; `logged_digest`: that of metrics.jsonl, None where the step was not logged.
+    `tokenizer`: directory of the data's tokenizer; `digest`: see stream.digest, over all ranks; `logged_digest`: that of
+    metrics.jsonl, None if the step was not logged.
     """
 
     run: str
@@ -95,7 +97,7 @@ class InspectedStep:
 
     @property
     def matches(self) -> bool | None:
-        """Whether this is what the step read; None where it was not logged."""
+        """Whether the step read these samples; None if it was not logged."""
         return None if self.logged_digest is None else self.logged_digest == self.digest
 
     def to_json(self) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class InspectedStep:
 
 
 def inspect_step(history: History, step: int, rank: int | None = None, most: int | None = None) -> InspectedStep:
-    """The batch of a step, of one data-parallel rank or all. `most`: how many of its samples to take apart; None: all.
+    """The batch of a step, of one data-parallel rank or all. `most`: the number of samples to take apart; None: all.
 
     Raises DataError or ConfigError for a step or rank that the run does not have, and for data that cannot be read.
     """
@@ -123,7 +125,7 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
         tokens_BT, targets_BT = np.empty((2, len(positions), stream.sequence_length), dtype=np.int64)
         stream.read(positions, tokens_BT, targets_BT)
         total += digest(positions, tokens_BT, targets_BT)
-        if spans is not None:  # what is taken out is what is learnt
+        if spans is not None:  # the model learns the tokens that are taken out
             lost_BT = spans.masks(stretch.stream.shuffle.seed, positions)[:, 1:]
             targets_BT[:, -1] = IGNORED
             targets_BT[:, :-1] = np.where(lost_BT, tokens_BT[:, 1:], IGNORED)
@@ -161,11 +163,11 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
 
 
 def check_digest(step: InspectedStep) -> None:
-    """Raise DataError unless the step, if it was logged, read what is shown."""
+    """Raise DataError if the step was logged and read other samples than those shown."""
     if step.matches is False:
         raise DataError(
-            f"step {step.step}: the samples shown are not those that the step read: their digest is {step.digest}, and "
-            f"{step.logged_digest} in metrics.jsonl; the data, or the program, was changed since"
+            f"step {step.step}: the step read other samples than those shown: their digest is {step.digest}, but metrics.jsonl has "
+            f"{step.logged_digest}; the data or the program was changed since"
         )
 
 

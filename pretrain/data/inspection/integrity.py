@@ -1,4 +1,4 @@
-"""Whether the files of prepared data, and the packing indices of a run, are what was written: every file is hashed, every one named."""
+"""Checks that prepared data and a run's packing indices are intact: every file is hashed, and every damaged one named."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Integrity:
-    """What was looked at, and what of it is damaged."""
+    """The files that were checked, and the damaged ones."""
 
     files: int
     bytes: int
@@ -73,7 +73,7 @@ class _Listed:
 
 @dataclass(frozen=True)
 class _Remote:
-    """The files of one shard behind a URL; they are fetched, which checks them, unless they are in the cache."""
+    """The files of one shard behind a URL. Files that are not in the cache are downloaded, which checks them."""
 
     path: str
     data: PreparedData
@@ -93,9 +93,9 @@ class _Remote:
 
 
 def check_integrity(path: str) -> Integrity:
-    """Hash every file of a prepared directory (or of both its splits), or of all that a run reads; progress on standard error.
+    """Hash every file of a prepared directory (or of both its splits), or of all data that a run reads. Shows progress on standard error.
 
-    Raises DataError when `path` is neither.
+    Raises DataError if `path` is neither.
     """
     damaged: list[Damage] = []
     listed: dict[str, _Listed | _Remote] = {}  # splits share a tokenizer, and a run may read a directory twice
@@ -115,7 +115,7 @@ def refuse_damage(integrity: Integrity) -> None:
         first = integrity.damaged[0]
         raise DataError(
             f"{len(integrity.damaged)} damaged: {first.file}: {first.problem}; restore them or prepare the data again "
-            "(of a packing index, remove its directory: it is made again)"
+            "(if it is a packing index, remove its directory: it is made again)"
         )
 
 
@@ -130,7 +130,7 @@ def _of_directory(path: str) -> Iterator[_Found]:
     splits = [folder / name for name in ("train", "validation") if (folder / name / "manifest.json").is_file()]
     if (folder / "manifest.json").exists() or not splits:
         splits = [folder]
-        read_manifest(folder)  # says what is wrong with a path that is no prepared directory
+        read_manifest(folder)  # raises the error for a path that is not a prepared directory
     for split in splits:
         yield _of_prepared(str(split), Config().data)
 
@@ -159,13 +159,13 @@ def _of_run(folder: Path) -> Iterator[_Found]:
 
 
 def _of_index(path: str, data: Data) -> _Found:
-    """The files of a packing index; one that is not there is no damage, because it is made again."""
+    """The files of a packing index. A missing index is no damage, because it is made again."""
     if data.packing == "concatenate":
         return [], None
     try:
         prepared = open_prepared(path, data) if is_url(path) else PreparedData(Path(path), read_manifest(path))
     except DataError:
-        return [], None  # reported as the directory's
+        return [], None  # reported as damage of the directory
     index = index_path(prepared, data.packing, data.sequence_length, cache_folder(data))
     if not index.exists():
         return [], None

@@ -1,6 +1,7 @@
-"""The batch of a step as one HTML file: no scripts, nothing from outside, and text of which nothing is taken for markup.
+"""The batch of a step as one HTML file, without scripts or anything from outside. No text is taken for markup.
 
-Tokens are shaded in turn; those that are not targets in their sample are struck grey, and documents are set apart by a coloured bar.
+Tokens are shaded in turn. Tokens that are not targets in their sample are grey and struck through, and a coloured bar marks each
+document.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ s { text-decoration: none; color: var(--none); opacity: .55; } s::before { conte
 .pad { margin: 0 1rem 1rem; color: var(--soft); font-size: .82rem; }
 """
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # should some text become markup in spite of all, it can do nothing
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # if some text became markup in spite of all, it could do nothing
 _KEY = (
     '<p class="key"><span><span class="a">to</span><span class="b">kens</span> shaded in turn</span>'
     '<span><span class="a n">not a target</span> in this sample</span>'
@@ -123,7 +124,7 @@ def _piece(sample: InspectedSample, piece: DocumentPiece, decode: Decode) -> Ite
 
 
 def token_texts(decode: Decode, ids: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """The text that each token adds, as (number of tokens, text): tokens that are parts of one character come together."""
+    """The text that each token adds, as (number of tokens, text). Tokens that are parts of one character stand together."""
     before: tuple[int, ...] = ()
     start = 0
     for end in range(1, len(ids) + 1):
@@ -136,7 +137,7 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> Iterator[tuple[int, str]]
 
 
 def _token(text: str) -> str:
-    """A token's text as HTML, with marks at line ends and tabs that are not part of what is copied."""
+    """A token's text as HTML. Line ends and tabs have marks, which are not copied with the text."""
     lines = ["<s class=tab></s>\t".join(_text(part) for part in line.split("\t")) for line in text.split("\n")]
     return "<s></s>\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""The inverse: where in a run a document comes. document --samples.find--> samples --stream.positions--> positions --> steps, ranks."""
+"""The inverse: when a run reads a document. document --samples.find--> samples --stream.positions--> positions --> steps, ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pretrain.errors import DataError
 
 @dataclass(frozen=True)
 class Sighting:
-    """A sample with tokens of the document, and when it comes. `made`: whether the run has made that step."""
+    """A sample with tokens of the document, and its step. `made`: whether the run has made that step."""
 
     step: int
     rank: int
@@ -28,7 +28,9 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Sightings:
-    """Sightings of a document up to step `until`, all where `complete`. `samples`: those with tokens of it, as the data are cut last."""
+    """Sightings of a document up to step `until`; `complete`: whether these are all. `samples`: those with its tokens, in the last cut
+    of the data.
+    """
 
     run: str
     source: str
@@ -48,10 +50,10 @@ class Sightings:
 def find_document(
     history: History, document: int, source: str | None = None, epochs: int | None = None, most: int | None = None
 ) -> Sightings:
-    """At which steps a document of a source (which need not be named where there is one) is seen as an input.
+    """The steps that see a document of a source as an input. A single source need not be named.
 
-    Up to the run's last step, or, with `epochs`, until the source has come so often, were the run as long. `most`: stop after so many.
-    Raises DataError for a document or source that there is not.
+    It looks up to the run's last step. With `epochs` it looks until the source has come so often, as if the run were that long.
+    `most`: stop after so many. Raises DataError for a document or source that does not exist.
     """
     samples = _source(history.stretches[-1], source)
     data = samples.data
@@ -87,7 +89,7 @@ def _source(stretch: Stretch, name: str | None) -> Samples:
 
 
 def _is_same(one: Samples, other: Samples) -> bool:
-    return one.data.fingerprint == other.data.fingerprint  # under another name, or in another place, it is the same
+    return one.data.fingerprint == other.data.fingerprint  # a source is the same under another name or in another place
 
 
 def _seen_in(stretch: Stretch, source: int, start: int, end: int, current: int, epochs: int | None) -> Iterator[Sighting]:

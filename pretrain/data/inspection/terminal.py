@@ -1,4 +1,4 @@
-"""What inspection found, as lines of plain text that a person reads. JSON is the exact form; here, what cannot be printed is escaped."""
+"""Results of inspection as lines of plain text for a person. JSON is the exact form; here unprintable characters are escaped."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pretrain.data.inspection.sightings import Sighting, Sightings
 
 def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
     """The batch as a whole, as (subject, text); the first lines of every view."""
-    state = "made" if step.made else f"to come: the run is at step {step.current_step}"
+    state = "made" if step.made else f"future: the run is at step {step.current_step}"
     micro = step.sequences // step.ranks // step.micro_sequences
     drawn = ", ".join(f"{name} {count:,}" for name, count in step.samples_of.items())
     inputs = step.sequences * step.sequence_length
     digest = {
         True: "matches metrics.jsonl",
-        False: f"DIFFERS from metrics.jsonl, {step.logged_digest}: these are not the samples that the step read",
-        None: "not in metrics.jsonl: the step was not logged" if step.made else "the step is to come",
+        False: f"DIFFERS from metrics.jsonl, {step.logged_digest}: the step read other samples",
+        None: "not in metrics.jsonl: the step was not logged" if step.made else "the step is in the future",
     }[step.matches]
     return [
         ("step", f"{step.step:,} of {step.last_step:,} of {step.run}, {state}"),
@@ -58,7 +58,7 @@ def heading_of(sample: InspectedSample) -> str:
 
 
 def label_of(piece: DocumentPiece) -> str:
-    """Which part of which document a piece is."""
+    """The document of a piece, and which part of it the piece is."""
     where = f" from {escaped(piece.input)} row {piece.row:,}"
     last = piece.offset + piece.length
     part = "whole" if piece.length == piece.document_tokens else f"tokens {piece.offset:,}..{last - 1:,}"
@@ -66,7 +66,7 @@ def label_of(piece: DocumentPiece) -> str:
 
 
 def notes_of(sample: InspectedSample, objective: str) -> str:
-    """What of the sample carries no loss; empty where all does. Of spans, where they are."""
+    """How many targets carry no loss, empty if all do. For spans: where they are."""
     if objective == "span_corruption":
         return f"taken out: tokens {', '.join(_ranges(i + 1 for i, target in enumerate(sample.targets) if target is not None))}"
     ignored = sample.targets.count(None)
@@ -77,7 +77,7 @@ def notes_of(sample: InspectedSample, objective: str) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> list[str]:
-    """Rising numbers as first..last of each run of neighbours."""
+    """Rising numbers as text: first..last for each run of neighbours."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -88,13 +88,13 @@ def _ranges(numbers: Iterable[int]) -> list[str]:
 
 
 def unshown_of(step: InspectedStep) -> str:
-    """How many samples were not shown; empty where all are."""
+    """How many samples were not shown; empty if all were."""
     left = step.asked - len(step.shown)
     return f"{_count(left, 'more sample')} not shown (--samples 0 shows all)" if left else ""
 
 
 def step_lines(step: InspectedStep, width: int, most_lines: int, ids: bool) -> Iterator[str]:
-    """The batch of a step. `most_lines`: of a document's text, 0 for all; `ids`: show token ids too."""
+    """The batch of a step. `most_lines`: lines of a document's text, 0 for all; `ids`: show token ids too."""
     yield from _table(summary_of(step), width)
     for sample in step.shown:
         yield ""
@@ -115,7 +115,7 @@ def step_lines(step: InspectedStep, width: int, most_lines: int, ids: bool) -> I
 
 
 def sightings_lines(found: Sightings, width: int) -> Iterator[str]:
-    """Where a document comes in a run."""
+    """The steps of a run that read a document."""
     origin = f", from {escaped(found.input)} row {found.row:,}"
     yield from _table(
         [
@@ -125,7 +125,7 @@ def sightings_lines(found: Sightings, width: int) -> Iterator[str]:
         width,
     )
     if not found.samples:
-        yield "it is in no sample: it lies in the tail of the source, which fills none"
+        yield "it is in no sample: it lies in the tail of the source, which is too short for one"
     elif not found.seen:
         yield f"no step up to {found.until:,} of {found.run} reads it; --epochs K looks beyond"
     else:
@@ -142,7 +142,7 @@ def _sighting(one: Sighting) -> list[str]:
 
 
 def coverage_lines(coverage: Coverage, width: int) -> Iterator[str]:
-    """What a run has read."""
+    """How much a run has read of each source."""
     yield from _table(
         [
             ("run", f"{coverage.run}, step {coverage.step:,} of {coverage.last_step:,}"),
@@ -177,7 +177,7 @@ def _source_row(source: SourceCoverage) -> list[str]:
 
 
 def integrity_lines(integrity: Integrity) -> Iterator[str]:
-    """Every damaged file, and how much was looked at."""
+    """Every damaged file, and how many files were checked."""
     for damage in integrity.damaged:
         yield f"damaged  {escaped(damage.file)}: {damage.problem}"
     yield f"{_count(integrity.files, 'file')} hashed, {integrity.bytes:,} bytes: {len(integrity.damaged) or 'none'} damaged"
@@ -194,14 +194,14 @@ def escaped(text: str) -> str:
 
 
 def columns(character: str) -> int:
-    """How many columns of a terminal a printable character takes."""
+    """The number of terminal columns that a printable character takes."""
     if unicodedata.combining(character):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def _text_lines(text: str, width: int) -> Iterator[str]:
-    """The lines of a text; a line too long goes on after a dotted bar."""
+    """The lines of a text. A line that is too long continues after a dotted bar."""
     for line in text.split("\n") if text else []:
         line = escaped(line)
         if line.isascii() and len(line) <= width - 2:
@@ -253,7 +253,7 @@ def _rule(text: str, width: int) -> str:
 
 
 def _grid(head: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """A table whose first column is set to the left and whose others to the right."""
+    """A table. The first column is aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows)]
     for row in [head, *rows]:
         cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]

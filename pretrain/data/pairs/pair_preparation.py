@@ -1,7 +1,7 @@
 """Preparing sentence pairs: parallel files of lines become two prepared directories with the same number of documents.
 
-Line i of the sources and line i of the targets are a pair. A pair of which a side is empty is left out, and so is one that is longer
-than the limits; both are counted, in the manifest and in what is printed. Anything else that does not fit is an error.
+Line i of the sources and line i of the targets are a pair. A pair with an empty side is left out, and so is one that is longer than
+the limits. Both are counted, in the manifest and on the console. Anything else that does not fit is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BATCH = 4096  # pairs that are encoded at a time
 
 @dataclass
 class PairOptions:
-    """How text becomes tokens. Limits count tokens with the end token; 0: none."""
+    """How text becomes tokens. Limits count tokens with the end token; 0: no limit."""
 
     lowercase: bool = False
     max_source_length: int = 0
@@ -35,14 +35,14 @@ class PairOptions:
 
 @dataclass
 class PairCounts:
-    """What became of the lines."""
+    """The numbers of lines and pairs, and of those left out."""
 
     lines: int = 0
     pairs: int = 0
     empty: int = 0
     too_long: int = 0
     altered: int = 0
-    """Targets that the tokenizer does not give back as they were: scores against them are of what it gives back."""
+    """Targets that a round trip through the tokenizer changes. Scores compare with the changed text."""
     source_tokens: int = 0
     target_tokens: int = 0
 
@@ -56,7 +56,7 @@ class PairCounts:
 
 @dataclass
 class Split:
-    """Parallel files: the lines of all `source` files in order, and those of all `target` files."""
+    """Parallel files: the lines of all `source` files in order, and the lines of all `target` files."""
 
     source: Sequence[str]
     target: Sequence[str]
@@ -71,10 +71,10 @@ def prepare_pairs(
     target_tokenizer: str | Path | None = None,
     options: PairOptions | None = None,
 ) -> list[str]:
-    """Write the new directory `output`, or with `validation` its two parts `train` and `validation`; a line about each.
+    """Write the new directory `output`, or with `validation` its parts `train` and `validation`. Return a line about each.
 
-    Without `target_tokenizer` both languages share one. Raises DataError, naming file and line, for text that is not UTF-8, for
-    files of different numbers of lines and for characters that a tokenizer cannot express; nothing is left behind then.
+    Without `target_tokenizer` both languages share one. Raises DataError, naming file and line, for text that is not UTF-8, files
+    with different numbers of lines, and characters that a tokenizer cannot express. Nothing is left behind then.
     """
     refuse_url("--output", output)
     source = load_tokenizer(source_tokenizer)
@@ -101,7 +101,7 @@ def _prepare_split(directory: Path, split: Split, source: Tokenizer, target: Tok
             _add(batch, source, target, sources, targets, counts, options)
         counts.source_tokens, counts.target_tokens = sources.tokens, targets.tokens
         if not counts.pairs:
-            raise DataError(f"{split.source[0]}: no pair is left of {counts.lines} lines ({counts.describe(directory)})")
+            raise DataError(f"{split.source[0]}: none of its {counts.lines} lines gives a pair ({counts.describe(directory)})")
     names = {"sources": ", ".join(map(str, split.source)), "targets": ", ".join(map(str, split.target))}
     write_pairs(directory, counts.pairs, {**names, **asdict(options), **asdict(counts)})
 
@@ -134,7 +134,7 @@ def _encode(tokenizer: Tokenizer, lines: list[Line]) -> list[np.ndarray]:
     try:
         return tokenizer.encode_arrays([line.text for line in lines])
     except DataError:
-        for line in lines:  # whose fault it is
+        for line in lines:  # finds the line at fault
             try:
                 tokenizer.encode(line.text)
             except DataError as error:
@@ -143,7 +143,7 @@ def _encode(tokenizer: Tokenizer, lines: list[Line]) -> list[np.ndarray]:
 
 
 def _pairs(split: Split, options: PairOptions) -> Iterator[tuple[Line, Line]]:
-    """Pairs of which no side is empty. The last lines of both sides must meet."""
+    """The pairs without an empty side. Both sides must have the same number of lines."""
     counts = split.counts
     sides = [read_lines(files, options.lowercase) for files in (split.source, split.target)]
     for source, target in itertools.zip_longest(*sides):
@@ -151,7 +151,7 @@ def _pairs(split: Split, options: PairOptions) -> Iterator[tuple[Line, Line]]:
             longer, shorter = (split.target, split.source) if source is None else (split.source, split.target)
             more = counts.lines + 1 + sum(1 for _ in sides[source is None])
             raise DataError(
-                f"{', '.join(map(str, longer))}: {more} lines, and {', '.join(map(str, shorter))}: {counts.lines}; line i of one is "
+                f"{', '.join(map(str, longer))}: {more} lines, but {', '.join(map(str, shorter))}: {counts.lines}; line i of one is "
                 "the translation of line i of the other, so give files that match"
             )
         counts.lines += 1
@@ -162,9 +162,9 @@ def _pairs(split: Split, options: PairOptions) -> Iterator[tuple[Line, Line]]:
 
 
 def read_lines(files: Sequence[str], lowercase: bool) -> Iterator[Line]:
-    """The lines of the files, without white space around them. Raises DataError naming file and line for what is not UTF-8.
+    """The lines of the files, without white space around them. Raises DataError naming file and line for bytes that are not UTF-8.
 
-    Lines end with a line feed and nothing else, so that no character inside a sentence shifts what follows it.
+    Only a line feed ends a line, so that no character inside a sentence shifts the lines after it.
     """
     for file in files:
         for number, raw in enumerate(lines_of(InputFile.found_at(str(file)), 0, -1, Tally()), 1):

@@ -26,10 +26,10 @@ from pretrain.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class PairBatch:
-    """What one rank computes in one optimizer step, on the host. `micro_inputs`: of each micro-step, the network's inputs by name.
+    """The pairs of one rank in one optimizer step, on the host. `micro_inputs`: the network's inputs by name, per micro-step.
 
-    `positions`: of its rows in the stream, in order, -1 of one that fills up; `sequences`: pairs of the step over all ranks; `digest`,
-    `target_tokens`: as in data/loader.py.
+    `positions`: the places of its rows in the stream, in order, -1 for a row that only fills up; `sequences`: pairs of the step over
+    all ranks; `digest`, `target_tokens`: as in data/loader.py.
     """
 
     positions: np.ndarray
@@ -39,7 +39,7 @@ class PairBatch:
     micro_inputs: list[dict[str, Tensor]]
 
     def micro_steps(self, sequences: int) -> int:
-        """Equal on all ranks."""
+        """The number of micro-steps; equal on all ranks."""
         return len(self.micro_inputs)
 
     def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
@@ -48,8 +48,9 @@ class PairBatch:
 
 
 def pair_inputs(pairs: PreparedPairs, numbers: np.ndarray, start_id: int) -> dict[str, np.ndarray]:
-    """These pairs as inputs of models/encoder_decoder.py, int64, padded to the longest of them: inputs are [start, y1, ... yn], targets
-    [y1, ... yn, end]. Without numbers, one row that carries no loss.
+    """These pairs as inputs of models/encoder_decoder.py, int64, padded to the longest. Without numbers, one row that carries no loss.
+
+    Inputs are [start, y1, ... yn], targets [y1, ... yn, end].
     """
     sources, targets = pairs.read(numbers) if len(numbers) else ([np.array([pairs.source.eod_id])], [np.empty(0, np.int64)])
     width = max(1, *map(len, targets))
@@ -70,13 +71,13 @@ def pair_inputs(pairs: PreparedPairs, numbers: np.ndarray, start_id: int) -> dic
 
 
 def to_tensors(inputs: dict[str, np.ndarray], pin: bool) -> dict[str, Tensor]:
-    """On the host, in page-locked memory where `pin` says so."""
+    """Tensors on the host; `pin`: in page-locked memory."""
     tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors
 
 
 def pair_digest(pairs: PreparedPairs, numbers: np.ndarray, positions: np.ndarray) -> int:
-    """52 bits that name these pairs at these positions, whatever they are padded to: see stream.digest."""
+    """52 bits that identify these pairs at these positions, independent of padding: see stream.digest."""
     if not len(numbers):
         return 0
     width = max(pairs.longest)
@@ -101,7 +102,7 @@ class PairTraining:
 
     @classmethod
     def open(cls, config: Config, start_id: int | None) -> PairTraining:
-        """Open the pairs and check what goes with them. Raises ConfigError or DataError."""
+        """Open the pairs and check them with their settings. Raises ConfigError or DataError."""
         pairs = PreparedPairs.open(config.data.pairs)
         micro = config.batch.micro_tokens
         if micro is not None and sum(pairs.longest) > micro:
@@ -110,7 +111,7 @@ class PairTraining:
                 f"{pairs.longest[0]} + {pairs.longest[1]}; raise it"
             )
         validation = open_each("data.validation", config.data.validation, lambda source: _open_validation(source, pairs))
-        # The target's end token is also what decoding starts from, as in fairseq, unless the model says otherwise.
+        # Decoding starts from the target's end token, as in fairseq, unless the model says otherwise.
         start = pairs.target.eod_id if start_id is None else start_id
         return cls(config, pairs, PairOrder(pairs, config.batch.tokens, config.data.seed), start, validation)
 
@@ -137,7 +138,7 @@ class PairTraining:
 
     @property
     def lengths(self) -> tuple[float, float]:
-        """End tokens included."""
+        """The mean lengths of sources and targets, end tokens included."""
         return self.pairs.source.tokens / len(self.pairs), self.pairs.target.tokens / len(self.pairs)
 
     @property
@@ -155,7 +156,7 @@ class PairTraining:
         return self.order.after(consumed, steps)
 
     def check_suffices(self, step: int, samples: int) -> None:
-        """Pairs are repeated for as long as a run lasts."""
+        """Pairs always suffice: they are repeated for as long as a run lasts."""
 
     def shares(self, until: int) -> dict[str, float]:
         return {}
@@ -188,12 +189,12 @@ class PairTraining:
 
 
 def pair_attachments(pairs: PreparedPairs) -> dict[str, Path]:
-    """What a checkpoint keeps a copy of: `tokenizer` is that of the targets."""
+    """The files that a checkpoint copies; `tokenizer` is that of the targets."""
     return {"tokenizer": pairs.target.tokenizer_path, "source_tokenizer": pairs.source.tokenizer_path}
 
 
 def _open_validation(source: ValidationSource, trained_on: PreparedPairs) -> PreparedPairs:
-    """Pairs to validate on. Raises DataError unless they were prepared with the tokenizers of those that are trained on."""
+    """The validation pairs. Raises DataError unless they were prepared with the tokenizers of the training pairs."""
     pairs = PreparedPairs.open(source.path, source.name)
     for side in ("source", "target"):
         own, other = getattr(pairs, side), getattr(trained_on, side)
@@ -204,7 +205,7 @@ def _open_validation(source: ValidationSource, trained_on: PreparedPairs) -> Pre
 
 @dataclass(frozen=True)
 class PairLoader:
-    """Batches of `data_rank` among `data_size`. `micro_tokens`: most of a micro-step on one rank, padding included; 0: no limit."""
+    """Batches of `data_rank` among `data_size`. `micro_tokens`: the most tokens of a micro-step on one rank, padding included; 0: no limit."""
 
     data: PairTraining
     data_rank: int

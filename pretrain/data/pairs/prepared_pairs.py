@@ -1,18 +1,18 @@
-"""Prepared sentence pairs on disk: two prepared directories, in which documents of one number belong together, and what ties them.
+"""Prepared sentence pairs on disk: two prepared directories whose documents of one number belong together, and a file that ties them.
 
 DIR/pairs.json           counts, how they were made, and the sha256 of both manifests
 DIR/source/              a prepared directory (data/shards): a document per sentence, closed by the end-of-document token
 DIR/target/              likewise
 
-Their order, and how it falls into batches of a number of tokens:
+Their order, and how it is cut into batches of a number of tokens:
 
     epoch     a permutation of all pairs, in windows                      |----- window 0 -----|----- window 1 -----|
     window    its pairs by length, cut where a batch is full of tokens    |..|....|......|...|
     batches   of the window, permuted                                     |......|..|...|....|
 
-Pairs of one batch are of about one length, so little of it is padding. The batch of a step is a pure function of the pairs that came
-before it, of (seed, fingerprint of the pairs) and of the tokens per batch; who computes which part of it is decided later. Memory
-and the cost of seeking are those of a window, whatever the size of the corpus.
+Pairs of one batch have similar lengths, so little of it is padding. The batch of a step is a pure function of the pairs before it,
+(seed, fingerprint of the pairs) and the tokens per batch. Which rank computes which part is decided later. Memory and the cost of
+seeking depend on the window, not on the size of the corpus.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEYS = {"format", "version", "pairs", "source_sha256", "target_sha256", "prepar
 
 
 def write_pairs(directory: Path, pairs: int, preparation: dict[str, Any]) -> None:
-    """Write `directory`/pairs.json over the two prepared directories that are there."""
+    """Write `directory`/pairs.json for the two prepared directories there."""
     content = {"format": FORMAT, "version": VERSION, "pairs": pairs}
     content |= {f"{side}_sha256": sha256_of(directory / side / "manifest.json") for side in SIDES}
     (directory / NAME).write_text(sealed_json(content | {"preparation": preparation}), encoding="utf-8")
@@ -79,13 +79,13 @@ class PreparedPairs:
 
     @classmethod
     def open(cls, path: str | Path, name: str | None = None) -> PreparedPairs:
-        """Read the manifests and check that the two sides belong together. Raises DataError naming what does not."""
+        """Read the manifests and check that the two sides belong together. Raises DataError naming a file that does not."""
         path = Path(path)
         content = _read_pairs(path)
         sides = [PreparedData.open(path / side) for side in SIDES]
         for side, data in zip(SIDES, sides):
             if data.documents != content["pairs"]:
-                raise DataError(f"{path / NAME}: pairs is {content['pairs']!r}, and {side} has {data.documents} documents")
+                raise DataError(f"{path / NAME}: pairs is {content['pairs']!r}, but {side} has {data.documents} documents")
             data.check_tokenizer()
         split = path.name in ("train", "validation") and path.parent.name
         return cls(name or split or path.name, path, *sides, content["preparation"])
@@ -95,11 +95,11 @@ class PreparedPairs:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The content's identity, wherever it lies."""
+        """The identity of the content, independent of its place."""
         return hashlib.sha256(f"{self.source.fingerprint}\n{self.target.fingerprint}".encode()).hexdigest()
 
     def identity(self, number: int) -> dict[str, str]:
-        """As of samples (data/samples.py)."""
+        """See `Samples.identity` (data/samples.py)."""
         key = f"sources.{number}"
         ends = f"{self.source.documents_fingerprint}\n{self.target.documents_fingerprint}"
         documents = hashlib.sha256(ends.encode()).hexdigest()
@@ -121,7 +121,7 @@ class PreparedPairs:
 
     @property
     def holdings(self) -> list[PreparedData]:
-        """What a run reads, with manifests of its own."""
+        """The parts of the data that have their own manifests."""
         return [self.source, self.target]
 
 
@@ -138,14 +138,14 @@ WINDOW = 1 << 16  # pairs; part of the definition of the order
 
 @dataclass(frozen=True)
 class PairWindow:
-    """Pairs in the order in which they come, batch after batch: batch i is `pairs[ends[i - 1] : ends[i]]`."""
+    """Pairs in their order, batch after batch: batch i is `pairs[ends[i - 1] : ends[i]]`."""
 
     pairs: np.ndarray
     ends: np.ndarray
 
 
 class PairOrder:
-    """Batches of at most `tokens` tokens, a pair's count being the longest source plus the longest target of its batch."""
+    """Batches of at most `tokens` tokens. Each pair counts as the longest source plus the longest target of its batch."""
 
     def __init__(self, pairs: PreparedPairs, tokens: int, seed: int, window: int = WINDOW) -> None:
         if sum(pairs.longest) > tokens:
@@ -158,7 +158,7 @@ class PairOrder:
         self.window = functools.lru_cache(4)(self._window)
 
     def batch(self, consumed: int) -> np.ndarray:
-        """The pairs of the step that begins after `consumed` pairs. Raises ValueError where no step begins."""
+        """The pairs of the step that begins after `consumed` pairs. Raises ValueError if no step begins there."""
         epoch, place = divmod(consumed, len(self.pairs))
         number = self._window_at(place)
         window = self.window(epoch, number)
@@ -172,7 +172,7 @@ class PairOrder:
         return len(self.batch(consumed))
 
     def consumed(self, steps: int) -> int:
-        """About how many pairs the first `steps` steps take: as many in each as on average in the first window."""
+        """About how many pairs the first `steps` steps take, if each takes the average of the first window."""
         window = self.window(0, 0)
         return round(steps * len(window.pairs) / len(window.ends))
 
@@ -181,7 +181,7 @@ class PairOrder:
         return consumed + self.consumed(steps)
 
     def _start(self, number: int) -> int:
-        # Windows of an epoch are of equal size, as far as that is possible: none is a small rest.
+        # Windows of an epoch have nearly equal sizes, so that no small rest remains.
         return number * len(self.pairs) // self.windows
 
     def _window_at(self, place: int) -> int:
@@ -202,7 +202,7 @@ class PairOrder:
 
 
 def cut(sources: np.ndarray, targets: np.ndarray, tokens: int) -> np.ndarray:
-    """Where runs end of at most `tokens` tokens, padding included, that each take as many pairs as they can; at least one."""
+    """The ends of runs that each take as many pairs as fit into `tokens` tokens, padding included; at least one."""
     ends, count, source, target = [], 0, 0, 0
     for i, (s, t) in enumerate(zip(sources.tolist(), targets.tolist())):
         longest = max(source, s), max(target, t)
@@ -214,10 +214,10 @@ def cut(sources: np.ndarray, targets: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def shares(sources: np.ndarray, targets: np.ndarray, ranks: int, tokens: int) -> list[list[np.ndarray]]:
-    """Which pairs of a batch each rank computes in each micro-step: indices into the batch, [rank][micro-step].
+    """The pairs of a batch that each rank computes in each micro-step: indices into the batch, [rank][micro-step].
 
-    Ranks get neighbouring shares of the batch, and every rank the same number of micro-steps, as few as keep each of them to `tokens`
-    tokens (0: one). Empty where there are fewer pairs than that: the rank fills up, for the others wait for it.
+    Ranks get neighbouring shares of the batch. All have the same number of micro-steps: the fewest that keep each to `tokens` tokens
+    (0: one). With too few pairs an entry is empty; the rank then fills up, because the others wait for it.
     """
     parts = np.array_split(np.arange(len(sources)), ranks)
     count = 1

@@ -2,8 +2,8 @@
 
     parts, in order ──one process: which documents go where──▶ shards ──N processes: copy, hash──▶ files ──N processes──▶ verified
 
-What each shard holds follows from the lengths of the documents and their order alone, so the shards can be written by any
-number of processes in any order.
+The content of each shard follows from the lengths and order of the documents alone. So any number of processes can write the
+shards, in any order.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class PartSegment:
-    """Documents [first, last) of a unit, as far as they belong to the split at hand.
+    """Documents [first, last) of a unit, if they belong to the current split.
 
-    `token` is where `first` begins in the unit's tokens, `document` the number of `first` in the corpus, `row` what to add to
-    the rows of its pieces.
+    `first` begins at `token` in the unit's tokens, and its number in the corpus is `document`. `row` is added to the rows of the
+    unit's pieces.
     """
 
     unit: int
@@ -66,7 +66,7 @@ class Selection:
     duplicates: Path | None
 
     def mask(self, records: np.ndarray, document: int) -> np.ndarray:
-        """Which of the `records`, the first of which is number `document` of the corpus, belong to it."""
+        """Which of the `records` belong to it. The first has the number `document` in the corpus."""
         kept = np.ones(len(records), bool) if self.validation is None else records["validation"] == self.validation
         if self.duplicates is not None:
             kept &= np.fromfile(self.duplicates, np.uint8, len(records), offset=document) == 0
@@ -86,7 +86,7 @@ class ShardJob:
 def plan_shards(
     selection: Selection, units: Sequence[PartSummary], rows: Sequence[int], shard_tokens: int
 ) -> Iterator[tuple[PartSegment, ...]]:
-    """The segments of each shard, in order; `rows` are those ahead of each unit in its file. Memory is a block of records."""
+    """The segments of each shard, in order. `rows`: the rows before each unit in its file. Memory is a block of records."""
     segments: list[PartSegment] = []
     filled = base = 0
     for number, unit in enumerate(units):
@@ -165,7 +165,7 @@ def verify_shard(job: tuple[Path, Shard], report: Callable[[int], None]) -> None
 
 @dataclass(frozen=True)
 class Description:
-    """What a manifest says beside its shards. `tokenizer_files`: its directory; `invalid`: (where, why) of rows that were left out."""
+    """The content of a manifest beside its shards. `tokenizer_files`: the tokenizer's directory; `invalid`: (where, why) of rows left out."""
 
     tokenizer: TokenizerIdentity
     tokenizer_files: Path
@@ -185,9 +185,9 @@ def assemble(
     pool: ProcessPool,
     on_tokens: Callable[[int], None],
 ) -> Manifest | None:
-    """Write one prepared directory into `directory`, which is new, and check what is on the disk against its hashes.
+    """Write one prepared directory into the new `directory`, and compare the files on the disk with their hashes.
 
-    None when the selection is empty. Raises DataError when the disk is full or gives back something else.
+    Returns None if the selection is empty. Raises DataError if the disk is full or returns other bytes.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Inputs that are not text: rows of Parquet and Arrow files, and ids that were made elsewhere (.npy, .bin, lists of ids in rows).
+"""Inputs that are not text: rows of Parquet and Arrow files, and ids from elsewhere (.npy, .bin, lists of ids in rows).
 
 Rows are read a batch at a time, and files are cut into parts of about equal size. Ids are cut into documents at one id.
 
-A part is a range [start, stop): of row groups in Parquet, of record batches in an Arrow IPC file, of bytes at record batch
-boundaries in an Arrow IPC stream (which is what `datasets` writes).
+A part is a range [start, stop). It counts row groups in Parquet and record batches in an Arrow IPC file. In an Arrow IPC stream
+(which `datasets` writes) it counts bytes, at record batch boundaries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def column_batches(
 
 
 def rows_before(file: InputFile, kind: str, start: int) -> int:
-    """Rows ahead of the part that begins at `start`: for messages."""
+    """Rows before the part that begins at `start`, for messages."""
     if not start:
         return 0
     if kind == "parquet":
@@ -57,17 +57,17 @@ def rows_before(file: InputFile, kind: str, start: int) -> int:
 
 
 def column_parts(file: InputFile, kind: str, part_bytes: int) -> list[tuple[int, int]]:
-    """The parts of a file, each of about `part_bytes` of it where its inner structure allows that."""
+    """The parts of a file, each of about `part_bytes` if its inner structure allows that."""
     with reading(file):
         if kind == "parquet":
             with _parquet(file) as content:
                 groups = [content.metadata.row_group(number).total_byte_size for number in range(content.num_row_groups)]
-            scale = file.size / max(sum(groups), 1)  # what the metadata says is the size before compression
+            scale = file.size / max(sum(groups), 1)  # the metadata has the size before compression
             return _grouped(list(range(len(groups) + 1)), [size * scale for size in groups], part_bytes)
         with _source(file) as source:
             if _is_stream(file):
                 if _has_dictionaries(_stream_schema(source)):
-                    return [(0, WHOLE)]  # a dictionary is sent once, ahead of the batches that need it
+                    return [(0, WHOLE)]  # a dictionary comes once, before the batches that need it
                 places = _stream_places(source)
                 return _grouped(places, [end - begin for begin, end in zip(places, places[1:])], part_bytes)
             import pyarrow as pa
@@ -91,7 +91,7 @@ def _parquet(file: InputFile) -> Iterator[Any]:
     import pyarrow.parquet
 
     with _source(file) as source:
-        # A buffer, because pyarrow otherwise reads a column of a whole row group at once.
+        # With a buffer, because pyarrow otherwise reads a column of a whole row group at once.
         with pyarrow.parquet.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False) as content:
             yield content
 
@@ -153,7 +153,7 @@ def _arrow_schema(file: InputFile) -> Any:
 
 @contextlib.contextmanager
 def _source(file: InputFile) -> Iterator[Any]:
-    """The file for pyarrow. It is not mapped: a mapping of a file that is cut short ends the process with SIGBUS."""
+    """The file for pyarrow. It is not mapped, because truncating a mapped file ends the process with SIGBUS."""
     import pyarrow as pa
 
     if not file.is_remote:
@@ -170,7 +170,7 @@ def _is_stream(file: InputFile) -> bool:
 
 
 def _stream_schema(source: Any) -> Any:
-    """The schema of an Arrow stream, which `source` is left just after."""
+    """The schema of an Arrow stream. Afterwards `source` is just behind it."""
     import pyarrow as pa
 
     source.seek(0)
@@ -188,7 +188,7 @@ def _has_dictionaries(schema: Any) -> bool:
 
 
 def _stream_places(source: Any) -> list[int]:
-    """Where each record batch of a stream begins, and where the last one ends; only their headers are read from the disk."""
+    """The beginning of each record batch of a stream, and the end of the last. Only their headers are read from the disk."""
     import pyarrow as pa
 
     _stream_schema(source)
@@ -222,7 +222,7 @@ _CHUNK = 1 << 20  # ids
 
 
 def cut_at(ids: np.ndarray, end_id: int) -> list[np.ndarray]:
-    """The stretches of `ids` between the occurrences of `end_id`, without them; empty ones included, but not after a last one."""
+    """The stretches of `ids` between the occurrences of `end_id`. Empty ones are included, except after the last occurrence."""
     ends = np.flatnonzero(ids == end_id)
     if not len(ends):
         return [ids]
@@ -239,7 +239,9 @@ class IdFile:
         if file.suffix != ".npy":
             self.dtype = np.dtype(ids_dtype).newbyteorder("<")
             if file.size % self.dtype.itemsize:
-                raise DataError(f"{file.name}: {file.size} bytes are no whole number of {ids_dtype}; see --ids-dtype")
+                raise DataError(
+                    f"{file.name}: {file.size} bytes are not a multiple of the size of {ids_dtype}; see --ids-dtype"
+                )
             self._length = file.size // self.dtype.itemsize
             return
         with reading(file), file.open(at_random=True) as stream:
@@ -277,15 +279,15 @@ class IdFile:
 
 
 def id_documents(file: InputFile, ids_dtype: str, end_id: int, start: int, stop: int, tally: Tally) -> Iterator[np.ndarray]:
-    """The documents of a file whose first id lies in [start, stop), to the end for a negative `stop`; some may be empty.
+    """The documents of a file whose first id lies in [start, stop); a negative `stop` means the end. Some may be empty.
 
-    Memory is one document, or a stretch of 4 MB at the least.
+    Memory is one document, or at least a stretch of 4 MB.
     """
     ids = IdFile(file, ids_dtype)
     stop = len(ids) if stop < 0 else stop
     with ids.opened() as read:
         position = start if not start else _after_end(read, end_id, start - 1, stop)
-        place, open_parts = position, []  # what was read, and what of it is of a document that goes on
+        place, open_parts = position, []  # what was read, and the part of it that belongs to an unfinished document
         while position < stop:
             chunk, begin = read(place, min(place + _CHUNK, len(ids))), 0
             place += len(chunk)
@@ -305,7 +307,7 @@ def id_documents(file: InputFile, ids_dtype: str, end_id: int, start: int, stop:
 
 
 def documents_before(file: InputFile, ids_dtype: str, end_id: int, start: int) -> int:
-    """Documents of a file that begin before the first one in a range at `start`: for messages."""
+    """Documents of a file that begin before the first one in a range at `start`, for messages."""
     if not start:
         return 0
     ids, count = IdFile(file, ids_dtype), 1
@@ -327,7 +329,7 @@ def _after_end(read: Callable[[int, int], np.ndarray], end_id: int, position: in
 
 
 def ids_of(value: Any) -> np.ndarray | None:
-    """One dimension of integers from what a JSON field held; None for anything else."""
+    """The value of a JSON field as one dimension of integers; None for anything else."""
     try:
         ids = np.array(value if isinstance(value, list) else None)
     except (ValueError, OverflowError):  # lists of different lengths

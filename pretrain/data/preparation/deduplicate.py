@@ -1,4 +1,4 @@
-"""Exact duplicates: of documents with the same 128-bit hash the first one stays.
+"""Exact duplicates: the first of all documents with the same 128-bit hash stays.
 
     records of all parts ──by the hash's last bits──▶ buckets on disk ──each sorted in memory──▶ one byte per document on disk
 
@@ -26,9 +26,9 @@ _ENTRY = np.dtype([("hash", "<u8", (2,)), ("number", "<u8")])
 def find_duplicates(
     parts: UnitParts, units: Sequence[PartSummary], directory: Path, *, bucket_documents: int = _BUCKET
 ) -> tuple[Path, int]:
-    """(file, count): one byte per document, in document order, 1 for a repetition of an earlier one; and how many there are.
+    """(file, count): a file with one byte per document in order, 1 for a repetition of an earlier one; and their number.
 
-    `units` are those that `parts` holds, in order; the new `directory` is worked in.
+    `units` are the units in `parts`, in order. Temporary files go to the new `directory`.
     """
     shutil.rmtree(directory, ignore_errors=True)
     with writing(directory):
@@ -44,7 +44,7 @@ def find_duplicates(
                 numbers = _repetitions(np.fromfile(path, _ENTRY))
                 path.unlink()
                 count += len(numbers)
-                for number in numbers.tolist():  # ascending, so that writes are mostly in one page
+                for number in numbers.tolist():  # ascending, so that most writes stay in one page
                     file.seek(number)
                     file.write(b"\x01")
     return marks, count

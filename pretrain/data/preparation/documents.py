@@ -1,7 +1,7 @@
 """The documents of a piece of input, in one fixed order, a bounded amount at a time.
 
-JSON lines are read by ranges of bytes and parsed here: a reader of tables guesses types (a corpus of dates arrives as dates),
-wants one schema for the fields that nobody reads, and cannot say on which line an error is.
+JSON lines are read by ranges of bytes and parsed here. A reader of tables would guess types (a corpus of dates arrives as dates)
+and need one schema even for fields that nobody reads. It could not name the line of an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pretrain.errors import DataError
 
 TEXT_MODES = ("file", "line")
 FIELD_SEPARATOR = "\n\n"
-"""What several text fields are joined by: a blank line."""
+"""The separator of several text fields: a blank line."""
 
 Content = str | np.ndarray
 """A document: its text, or its ids without the end-of-document id."""
@@ -39,7 +39,7 @@ Content = str | np.ndarray
 
 @dataclass(frozen=True)
 class DocumentOptions:
-    """Which part of the input is a document; the command line describes each. `max_invalid`: rows that may be left out."""
+    """The options that say which part of the input is a document (see the command line). `max_invalid`: rows that may be left out."""
 
     text_field: str = "text"
     text_mode: str = "file"
@@ -54,9 +54,9 @@ class DocumentOptions:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one input file. `start` and `stop` count what the kind of file is cut by (`columns`, bytes, ids).
+    """A part of one input file. The kind of file decides what `start` and `stop` count (parts of tables, bytes, ids).
 
-    `size` is about how many bytes of the file it is, for progress.
+    `size` is about the number of its bytes in the file, for progress.
     """
 
     file: InputFile
@@ -77,7 +77,7 @@ class PieceReader:
         """(document, row) in order, empty documents included; rows count from 0 at the start of the piece.
 
         Afterwards `tally.rows` is the number of rows in the piece. Raises DataError naming the file, and the line or row, for
-        anything that cannot be read; rows that cannot be used are left out, as many as the options allow.
+        anything that cannot be read. Unusable rows are left out, as many as the options allow.
         """
         self._tally.rows = 0
         if self._options.ids_field and self._kind in ("text", "csv", "warc"):
@@ -91,7 +91,7 @@ class PieceReader:
         return {"ids": self._id_file, "csv": self._texts_in_csv, "warc": self._texts_in_archive}[self._kind]()
 
     def origin(self, row: int) -> str:
-        """Where a row is, for people: they count lines and rows from 1 and from the start of the file."""
+        """The place of a row for people, who count lines and rows from 1 and from the start of the file."""
         if self._kind == "text" and self._options.text_mode == "file":
             return self._file.name
         unit = {"ids": "document", "parquet": "row", "arrow": "row", "csv": "row", "warc": "record"}.get(self._kind, "line")
@@ -99,7 +99,7 @@ class PieceReader:
 
     @functools.cached_property
     def _rows_before(self) -> int:
-        """Rows of the file ahead of the piece."""
+        """Rows of the file before the piece."""
         if self._kind == "ids":
             return documents_before(self._file, self._options.ids_dtype, self._end_id, self._start)
         if self._kind in ("parquet", "arrow"):
@@ -107,10 +107,10 @@ class PieceReader:
         return lines_before(self._file, self._start)
 
     def leave_out(self, row: int, reason: str) -> None:
-        """Count a row that cannot be used where there may be more such; otherwise raise DataError with its place and the reason."""
+        """Count an unusable row if the options allow one more; otherwise raise DataError with its place and the reason."""
         origin = self.origin(row)
         if self._tally.invalid >= self._options.max_invalid:
-            before = f" (after {self._tally.invalid} that were left out)" if self._tally.invalid else ""
+            before = f" (after {self._tally.invalid} rows that were left out)" if self._tally.invalid else ""
             raise DataError(
                 f"{origin}: {reason}{before}; correct it, or leave such rows out, up to a number, with --max-invalid"
             )
@@ -128,7 +128,7 @@ class PieceReader:
 
     def _lines(self) -> Iterator[tuple[str, int]]:
         for row, line in self._numbered_lines():
-            # Only a line feed ends a line, and a carriage return just before it belongs to the end.
+            # Only a line feed ends a line; a carriage return just before it belongs to the line end.
             end = -2 if line.endswith(b"\r\n") else -1 if line.endswith(b"\n") else None
             text = self._decoded(line[:end], row)
             if text is not None:
@@ -141,12 +141,12 @@ class PieceReader:
             yield row, line
 
     def _decoded(self, data: bytes, row: int) -> str | None:
-        """Text without a byte order mark, or None for what is not text and is left out."""
+        """Text without a byte order mark, or None if it is not text and is left out."""
         first = row == self._start == 0
         if first and self._kind == "text" and (other := known_as(data[:SIGNATURE_BYTES])):
             reason = other
         elif self._kind == "text" and b"\0" in data:
-            more = "; of token ids say their type with --ids-dtype" if self._file.suffix == ".bin" else ""
+            more = "; if it holds token ids, give their type with --ids-dtype" if self._file.suffix == ".bin" else ""
             reason = f"a binary file, not text{more}"
         else:
             try:
@@ -212,7 +212,7 @@ class PieceReader:
     # Parquet and Arrow.
 
     def _column_batches(self, fields: list[str]) -> Iterator[tuple[int, list[Any]]]:
-        """Batches with the row that each begins at."""
+        """Batches, each with its first row."""
         for arrays in column_batches(self._file, self._kind, self._start, self._stop, fields, self._tally):
             first = self._tally.rows
             self._tally.rows += len(arrays[0])
@@ -265,7 +265,7 @@ class PieceReader:
 
 
 def _is_broken(text: str) -> bool:
-    """Whether bytes in it were not UTF-8."""
+    """Whether some of its bytes were not UTF-8."""
     return not text.isascii() and any("\udc80" <= character <= "\udcff" for character in text)
 
 
@@ -277,7 +277,7 @@ def _id_lists(array: Any, file: InputFile, name: str) -> Iterator[np.ndarray | N
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not types.is_integer(kind.value_type):
         raise DataError(f"{file.name}: column {name!r} is {kind}, not lists of integers; see --ids-field")
-    flat = array.flatten()  # of the lists that are there
+    flat = array.flatten()  # flattens the lists that exist
     if flat.null_count:
         yield from (None if ids is None or None in ids else np.array(ids, np.int64) for ids in array.to_pylist())
         return
@@ -292,7 +292,7 @@ def _id_lists(array: Any, file: InputFile, name: str) -> Iterator[np.ndarray | N
 
 @dataclass(frozen=True)
 class Document:
-    """One text, the name of the file it comes from and, where that holds several, its line or row (from 1)."""
+    """One text, the name of its file and, if that holds several, its line or row (from 1)."""
 
     text: str
     file: str
@@ -300,14 +300,14 @@ class Document:
 
     @property
     def origin(self) -> str:
-        """Where it is, for people."""
+        """Its place, for people."""
         return f"{self.file}, {self.place}" if self.place else self.file
 
 
 def read_documents(
     files: Iterable[str | Path | InputFile], text_field: str = "text", text_mode: str = "file"
 ) -> Iterator[Document]:
-    """Every text of `files` in order, empty ones included, in one process: for training tokenizers, and training on text.
+    """Every text of `files` in order, empty ones included, in one process, for training tokenizers.
 
     See `DocumentOptions`. Raises DataError naming the file, and the line or row, for anything that cannot be read.
     """

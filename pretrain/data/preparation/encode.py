@@ -1,4 +1,4 @@
-"""Texts to ids, documents end to end: the one place where the ids of a document are made."""
+"""From texts to ids, documents end to end. Only this file makes the ids of a document."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FIM_SEED = 0
 
 
 class Encoder:
-    """A tokenizer, the end-of-document id after each document, and fill-in-the-middle where it is asked for.
+    """A tokenizer, with the end-of-document id after each document, and fill-in-the-middle on request.
 
-    The ids of a document depend on its text alone, whatever batch it comes in; memory is a few times the text of the longest one.
-    `seconds` is the time spent inside the tokenizer so far.
+    The ids of a document depend on its text alone, not on its batch. Memory is a few times the longest text. `seconds` is the
+    time spent inside the tokenizer so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, fim_rate: float = 0.0, fim_spm_rate: float = 0.0) -> None:
@@ -37,7 +37,7 @@ class Encoder:
             self._encode = FillInMiddle(texts, fim_rate, fim_spm_rate, FIM_SEED).encode
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, lengths): the documents end to end, each closed, and how many tokens each has with its end.
+        """(tokens, lengths): the documents end to end, each closed, and the number of tokens of each with its end.
 
         Raises DataError for text that the vocabulary cannot express.
         """
@@ -47,7 +47,7 @@ class Encoder:
         return self._joined(encoded, np.uint32)
 
     def check(self, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """`encode` for documents that are ids already. Raises DataError when one is outside the vocabulary."""
+        """`encode` for documents that are ids already. Raises DataError for an id outside the vocabulary."""
         tokens, lengths = self._joined(documents, np.int64)
         size = self.tokenizer.vocab_size
         if len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < size):
@@ -66,7 +66,7 @@ class Encoder:
 
 @functools.lru_cache(maxsize=1)
 def load_encoder(path: str, expected: TokenizerIdentity, engine: str, fim_rate: float, fim_spm_rate: float) -> Encoder:
-    """The encoder of this process. Raises DataError when the tokenizer at `path` is no longer the expected one."""
+    """The encoder of this process. Raises DataError if the tokenizer at `path` is no longer the expected one."""
     tokenizer = load_tokenizer(path, engine)
     if identity_of(tokenizer) != expected:
         raise DataError(f"{path}: the tokenizer was changed during the preparation; start again with --restart")
@@ -74,14 +74,14 @@ def load_encoder(path: str, expected: TokenizerIdentity, engine: str, fim_rate: 
 
 
 def check_fim_rates(fim_rate: float, fim_spm_rate: float) -> None:
-    """Raise ConfigError for a rate that is no probability."""
+    """Raise ConfigError for a rate that is not a probability."""
     for option, rate in (("--fim-rate", fim_rate), ("--fim-spm-rate", fim_spm_rate)):
         if not 0 <= rate <= 1:
             raise ConfigError(f"{option} {rate}: expected a number from 0 to 1")
 
 
 def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """The tokenizer's own files in the new `directory`. Raises DataError when they cannot be written."""
+    """Copy the tokenizer's own files to the new `directory`. Raises DataError if they cannot be written."""
     try:
         tokenizer.save(directory)
     except OSError as error:

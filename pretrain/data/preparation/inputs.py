@@ -1,4 +1,4 @@
-"""What a preparation reads: files by name, folder, pattern, URL or data set, each with its kind and the state it was found in.
+"""The inputs of a preparation: files by name, folder, pattern, URL or data set, each with its kind and its state when found.
 
 *.jsonl *.ndjson *.json              one JSON object per line
 *.csv *.tsv                          rows under a line with the names of the columns
@@ -8,7 +8,7 @@
 *.npy, and *.bin with a --ids-dtype  token ids, an end-of-document id after each document
 anything else                        plain text: a document per file, or per line
 
-All but Parquet, Arrow and ids may be compressed: .gz .bz2 .xz .zst.
+All kinds except Parquet, Arrow and ids may be compressed: .gz .bz2 .xz .zst.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _remote = Remote()
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file, and its size and state when it was found: a later difference is an error, not other data.
+    """One file, with its size and state when it was found. A later difference is an error.
 
-    `name` is what the user gave and what errors and provenance say; `path` is where it is read on this machine, or its URL. `modified`
-    is the time of change (ns), of a URL a number made of what its server says (ETag, time), and 0 for a file whose path already
-    stands for its content (a download cache), where machines differ in the time.
+    `name` is what the user gave; errors and provenance use it. `path` is its place on this machine, or its URL. `modified` is the
+    modification time (ns), or for a URL a number from what its server says (ETag, time). It is 0 if the path already identifies the
+    content (a download cache), because its times differ between machines.
     """
 
     name: str
@@ -67,7 +67,7 @@ class InputFile:
 
     @classmethod
     def found_at(cls, path: str, name: str | None = None, *, check_time: bool = True) -> InputFile:
-        """The file as it is now. Raises DataError when it is not there."""
+        """The file as it is now. Raises DataError if it is missing."""
         if is_url(path):
             return cls(name or shown(path), path, *_persistently(path, lambda: _state_of(path)))
         try:
@@ -89,7 +89,7 @@ class InputFile:
 
     @property
     def suffix(self) -> str:
-        """The ending that says what it holds, in lower case: that before the compression's."""
+        """The suffix that says what it holds, in lower case, without that of the compression."""
         return self._suffixes[-2] if self.compression else self._suffixes[-1]
 
     @property
@@ -104,24 +104,24 @@ class InputFile:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether it can be read from any place on: https has servers that cannot."""
+        """Whether it can be read from any position: some https servers cannot do that."""
         return not self.compression and not self.path.startswith(("http://", "https://"))
 
     def open(self, at_random: bool = False) -> BinaryIO:
-        """The file's bytes, unbuffered where it is local. `at_random`: for readers that jump. Errors are for `lines.reading`."""
+        """The file's bytes, unbuffered if it is local. `at_random`: for readers that jump. `lines.reading` handles the errors."""
         if self.is_remote:
             return _remote.open(self.path, at_random or self.is_divisible)
         return open(self.path, "rb", buffering=0)
 
     def refuse_changes(self) -> None:
-        """Raise DataError unless the file is as it was found."""
+        """Raise DataError if the file was changed since it was found."""
         now = InputFile.found_at(self.path, self.name, check_time=bool(self.modified))
         if now.size != self.size or now.modified != self.modified:
             raise DataError(f"{self.name}: was changed during the preparation; leave the input alone and start with --restart")
 
 
 def _state_of(url: str) -> tuple[int, int]:
-    """Size, and a number that changes with the content as far as the server tells."""
+    """The size, and a number that changes with the content if the server shows that."""
     system, path = _remote.system(url)
     system.invalidate_cache()
     found = system.info(path)
@@ -132,7 +132,7 @@ def _state_of(url: str) -> tuple[int, int]:
 
 
 def _persistently(url: str, ask: Callable[[], Any]) -> Any:
-    """What a server answers, asked again while it may still answer. Raises DataError."""
+    """A server's answer, with retries after failures that may pass. Raises DataError."""
 
     def attempt() -> Any:
         try:
@@ -147,18 +147,17 @@ def _persistently(url: str, ask: Callable[[], Any]) -> Any:
 
 
 def find_inputs(patterns: Sequence[str], log: Callable[[str], None] | None = None) -> list[InputFile]:
-    """The files that `patterns` name, each once, sorted: a file, a glob (`**` descends), or a folder with all its files; or URLs of
-    such, as fsspec reads them.
+    """The files that `patterns` name, each once, sorted. A pattern is a file, a glob (`**` descends), a folder, or a URL of one of these.
 
-    In a folder hidden files and folders are left out, and links to folders are not followed; `log` (default: a line on
-    standard error) is told when that left something out. Raises DataError for a pattern that gives no file.
+    Hidden files and folders in a folder are left out, and links to folders are not followed. `log` (default: a line on standard
+    error) reports what was left out. Raises DataError for a pattern that gives no file.
     """
     found: set[str] = set()
     for pattern in patterns:
         if is_url(pattern):
             found.update(_persistently(pattern, lambda pattern=pattern: _remote_files(pattern)))
             continue
-        # A name that exists is taken literally, so that a file called "a[1].txt" can be given at all.
+        # An existing name is taken literally. Otherwise nobody could give a file called "a[1].txt".
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         files = [os.path.normpath(match) for match in matches if os.path.isfile(match)]
         if os.path.isdir(pattern):
@@ -175,7 +174,7 @@ def _remote_files(pattern: str) -> list[str]:
     system, path = _remote.system(pattern)
     if "::" in pattern:
         return [pattern]
-    # A query of https (a signed URL, say) has question marks that mean nothing else.
+    # An https query (a signed URL, say) has question marks that are not patterns.
     if glob.has_magic(path) and not (path.startswith("http") and not {"*", "["} & set(path)):
         paths = [name for name, found in system.glob(path, detail=True).items() if found["type"] == "file"]
     elif not path.startswith("http") and system.isdir(path):
@@ -233,7 +232,7 @@ SIGNATURE_BYTES = 512
 
 
 def known_as(head: bytes) -> str | None:
-    """What the first bytes of a file that is read as plain text show it to be instead, and what to do; None for what may be text."""
+    """The binary format that a file's first bytes show, and what to do; None if the file may be plain text."""
     for signature, what in _SIGNATURES:
         if head.startswith(signature) and (signature != b"ORC" or b"\0" in head):
             return what
@@ -248,15 +247,15 @@ def known_as(head: bytes) -> str | None:
 def dataset_files(
     dataset: str, config: str | None = None, split: str = "train", revision: str | None = None
 ) -> list[InputFile]:
-    """The files of one split of a Hugging Face dataset, in the order of its rows; named `dataset` and then their place in it.
+    """The files of one split of a Hugging Face dataset, in the order of its rows. Their names are `dataset` and their place in it.
 
-    NAME                       downloaded into the cache of `datasets`, as Arrow files: here, and nowhere else
+    NAME                       downloaded into the cache of `datasets`, as Arrow files: only here
     a `save_to_disk` directory its Arrow files, as they are
     any other directory        the files that `datasets` would take for the split: Parquet, Arrow, JSON lines, text
 
     `revision`: a branch, tag or commit of a dataset on the Hub.
 
-    Raises DataError when there is no such dataset, configuration or split, or when the rows are not files as they are.
+    Raises DataError if the dataset, configuration or split does not exist, or if its rows are not those of its files.
     """
     import datasets
 
@@ -277,7 +276,7 @@ def dataset_files(
         raise DataError(f"{dataset}: cannot be loaded ({_line(error)}); check the name and the network") from error
     paths = _files_of(loaded, dataset)
     label = "/".join(filter(None, (dataset, config, split)))
-    # The cache is addressed by content; the time at which a machine downloaded it means nothing to the others.
+    # The cache is addressed by content, so the time of a machine's download does not matter.
     return [InputFile.found_at(path, f"{label}/{Path(path).name}", check_time=False) for path in paths]
 
 
@@ -300,7 +299,7 @@ def _saved(dataset: str, config: str | None, split: str) -> list[str]:
 def _files_of(loaded: Any, dataset: str) -> list[str]:
     paths = [entry["filename"] for entry in loaded.cache_files]
     if not paths or loaded._indices is not None:
-        raise DataError(f"{dataset}: its rows are not those of its files in their order; save it anew with save_to_disk")
+        raise DataError(f"{dataset}: its rows differ from those of its files in their order; save it again with save_to_disk")
     return paths
 
 

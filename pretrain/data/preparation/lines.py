@@ -1,4 +1,4 @@
-"""Files as bytes and as lines: plain or compressed, whole or the lines that begin in a range of bytes."""
+"""Files as bytes and as lines, plain or compressed: whole, or only the lines that begin in a range of bytes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _ZSTD_WINDOW = 1 << 31  # what `zstd --long=31` needs
 
 
 LISTED = 1000
-"""How many of the rows of a unit of work that are left out are listed, with their places; all are counted."""
+"""How many left-out rows of a unit of work are listed with their places; all are counted."""
 
 
 @dataclass
 class Tally:
-    """What a reader counts as it goes: rows of the piece at hand, bytes of input used, documents left out, byte order marks removed."""
+    """The counts of a reader: rows of the current piece, bytes of input used, documents left out, byte order marks removed."""
 
     rows: int = 0
     consumed: int = 0
     empty: int = 0
     invalid: int = 0
     invalid_rows: list[tuple[str, str]] = field(default_factory=list)
-    """(where, why) of the first of them."""
+    """(where, why) of the first invalid rows."""
     marks: int = 0
 
     def leave_out(self, origin: str, reason: str) -> None:
@@ -45,7 +45,7 @@ class Tally:
 
 @contextlib.contextmanager
 def reading(file: InputFile) -> Iterator[None]:
-    """Turns whatever a library says of an unreadable or damaged file into one line that names it."""
+    """Turns a library's error about an unreadable or damaged file into one line that names the file."""
     try:
         yield
     except (UserError, GeneratorExit):
@@ -68,7 +68,7 @@ def reading(file: InputFile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_bytes(file: InputFile, tally: Tally) -> Iterator[BinaryIO]:
-    """The content of `file`, decompressed. `tally` learns how many bytes of the file itself have been used."""
+    """The content of `file`, decompressed. `tally` counts the bytes of the file itself."""
     with reading(file):
         raw: Any = file.open()
     with raw:
@@ -85,15 +85,15 @@ def open_bytes(file: InputFile, tally: Tally) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def open_at_random(file: InputFile) -> Iterator[BinaryIO]:
-    """The bytes of a file for a reader that jumps; an answer that ends early is asked for again, or an error."""
+    """The bytes of a file for a reader that jumps. A short answer of a server is requested again, or becomes an error."""
     with file.open(at_random=True) as raw:
         yield io.BufferedReader(_Counted(raw, Tally(), file.size), 1 << 16)
 
 
 def lines_of(file: InputFile, start: int, stop: int, tally: Tally) -> Iterator[bytes]:
-    """The lines, with their ends, whose first byte lies in [start, stop); to the end of the file for a negative `stop`.
+    """The lines, with their ends, whose first byte lies in [start, stop). A negative `stop` means the end of the file.
 
-    Ranges that meet share no line and lose none. Memory is one line.
+    Adjacent ranges share no line and lose no line. Memory is one line.
     """
     with open_bytes(file, tally) as stream, reading(file):
         position = start
@@ -113,7 +113,7 @@ def lines_of(file: InputFile, start: int, stop: int, tally: Tally) -> Iterator[b
 
 
 def lines_before(file: InputFile, start: int) -> int:
-    """The number of lines of an uncompressed file that begin before the first one in a range at `start`: for messages."""
+    """The number of lines of an uncompressed file that begin before the first one in a range at `start`, for messages."""
     if not start:
         return 0
     count, left = 0, start - 1
@@ -125,7 +125,7 @@ def lines_before(file: InputFile, start: int) -> int:
 
 
 def _after_line_feed(stream: BinaryIO, position: int, stop: int) -> int:
-    """Read past the next line feed, or to `stop` at the least; where that is."""
+    """Read past the next line feed, or at least to `stop`. Return the position."""
     while position < stop:
         part = stream.readline(_BUFFER)
         position += len(part)
@@ -135,7 +135,7 @@ def _after_line_feed(stream: BinaryIO, position: int, stop: int) -> int:
 
 
 class _Counted(io.RawIOBase):
-    """A file that tells a tally what is read of it, and that does not end before its `size`, as an answer of a server may."""
+    """A file that counts the bytes read in a tally. It raises an error if it ends before its `size`, as a server's answer may."""
 
     def __init__(self, raw: BinaryIO, tally: Tally, size: int):
         self._raw, self._tally, self._size, self._place = raw, tally, size, 0
@@ -163,7 +163,7 @@ class _Counted(io.RawIOBase):
 
 
 class _Zstandard(io.RawIOBase):
-    """zstd frames one after the other. The package's own stream reader takes a frame that stops short for a whole one."""
+    """zstd frames one after the other. The package's own stream reader accepts a truncated frame as a whole one."""
 
     def __init__(self, raw: BinaryIO):
         try:
@@ -174,7 +174,7 @@ class _Zstandard(io.RawIOBase):
         self._error = zstandard.ZstdError
         self._raw = raw
         self._frame: Any = None
-        self._rest = b""  # compressed, of the next frame
+        self._rest = b""  # compressed bytes of the next frame
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:

@@ -1,20 +1,20 @@
-"""Ids of documents of any length, in memory that does not grow with what a library needs for each byte of a text.
+"""Ids of documents of any length, in bounded memory beside the text and its ids.
 
     text ──cut where the tokenizer cuts anyway──▶ stretches of 250,000 characters ──▶ ids of each, joined
 
 A library takes 17 (tiktoken) to 130 (tokenizers) times the size of a text while it encodes it. So a long text is cut, at places where
-the ids on both sides are those of the whole: between a word and the space after it, say, where almost every tokenizer begins a piece of
-its own. What holds for a tokenizer is not believed but tried, when its first long text comes: every kind of place is cut in hundreds of
-awkward texts, in every text of the vocabulary that has one, and in thousands of random ones, and a kind that changes a single id is
-not used. No token crosses a place of a kind that is left: a BPE token that did would be in the vocabulary, and so in the trial.
+the ids on both sides are those of the whole. One such place is between a word and the space after it, where almost every tokenizer
+begins a new piece. Each kind of place is tried when a tokenizer's first long text comes. The trial cuts hundreds of awkward texts,
+every text of the vocabulary that has such a place, and thousands of random texts. A kind that changes a single id is not used. No token
+crosses a place of a remaining kind: such a BPE token would be in the vocabulary, and so in the trial.
 
-A text without any such place (a long run of letters, of one character) is spliced, where a trial shows that this is exact: the tokens of
-a stretch, up to one near its end, are followed by those of the next stretch, which begins there. The ids of BPE are right as soon as
-every two neighbours are (van Antwerpen and Neubeck, "So many tokens, so little time", 2024), and the next stretch must begin with the
-tokens that the first one had there. Where neither is exact, the text is encoded whole.
+A text without any such place (a long run of letters, of one character) is spliced, if a trial shows that this is exact. The tokens of a
+stretch, up to one near its end, are followed by those of the next stretch, which begins there. The ids of BPE are right as soon as every
+two neighbours are (van Antwerpen and Neubeck, "So many tokens, so little time", 2024). So the next stretch must begin with the tokens
+that the first one had there. If neither way is exact, the text is encoded whole.
 
-SentencePiece's unigram adds up scores in 32 bits over a whole text: beyond a million characters its own ids suffer from that, and those
-of the stretches are the better ones; up to there they are its own.
+SentencePiece's unigram adds up scores in 32 bits over a whole text. Beyond a million characters its own ids suffer from that, and the
+ids of the stretches are better. Up to there both are equal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pretrain.errors import DataError
 LONGEST = 1 << 20
 """Characters; longer texts are cut, ..."""
 STRETCH = 1 << 18
-"""... into stretches of about so many."""
+"""... into stretches of about this many."""
 _SEARCHED = 1 << 14  # characters at the end of a stretch in which a place is looked for first
 _MARGIN = (
     64  # characters around a place that must be free of added tokens, and tokens that must agree where stretches are spliced
@@ -48,7 +48,7 @@ _SIGNS = f"{_LETTERS}0-9\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3"
 
 
 class CutPlace(NamedTuple):
-    """A kind of place: a match is what is left out between two stretches, a space that the tokenizer puts before every text, or nothing."""
+    """A kind of place. A match is left out between two stretches: the space that the tokenizer puts before every text, or nothing."""
 
     name: str
     pattern: re.Pattern[str]
@@ -64,7 +64,7 @@ PLACES = (
 
 
 class LongTexts:
-    """A tokenizer as the preparation uses it, whose `encode_arrays` takes texts of any length. `dtype`: of the ids of long ones."""
+    """A tokenizer for the preparation, whose `encode_arrays` takes texts of any length. `dtype`: the type of the ids of long texts."""
 
     def __init__(
         self, tokenizer: Tokenizer, dtype: np.dtype | type = np.uint32, longest: int = LONGEST, stretch: int = STRETCH
@@ -104,7 +104,7 @@ class LongTexts:
         return np.concatenate(parts)
 
     def _place(self, text: str, begin: int, end: int) -> tuple[int, int] | None:
-        """The last place in [begin, end) where a text can be cut: where the left part ends, and where the right one begins."""
+        """The last place in [begin, end) where a text can be cut: the end of the left part, and the beginning of the right one."""
         for first in (max(begin + 1, end - _SEARCHED), begin + 1):
             for place in self.places:
                 for match in reversed(list(place.pattern.finditer(text, first, end))):
@@ -113,11 +113,11 @@ class LongTexts:
         return None
 
     def _is_near_added(self, text: str, position: int) -> bool:
-        """Whether an added token, which may take white space or words around it into account, is near."""
+        """Whether an added token is near. It may take white space or words around it into account."""
         return bool(self._added and self._added.search(text[max(position - _MARGIN, 0) : position + _MARGIN]))
 
     def _spliced(self, text: str, begin: int, end: int) -> tuple[np.ndarray, int] | None:
-        """Ids of a stretch up to a place near its end, and the place, where the ids that follow do not depend on those before."""
+        """Ids of a stretch up to a place near its end, and that place. The ids after it do not depend on those before."""
         if not self.can_splice:
             return None
         ids = self._ids(text[begin:end])
@@ -142,11 +142,11 @@ class LongTexts:
         return (place - first) % 12 == 0
 
     def _goes_on(self, text: str, place: int, expected: np.ndarray) -> bool:
-        """Whether the stretch that begins at `place` begins with the tokens that were there."""
+        """Whether the stretch at `place` begins with the same tokens that were there before."""
         first = min(_MARGIN, len(expected) // 2)
         return first > 0 and np.array_equal(self._ids(text[place : place + self._stretch])[:first], expected[:first])
 
-    # What is exact, tried once.
+    # The trials: each is made once.
 
     @functools.cached_property
     def places(self) -> tuple[CutPlace, ...]:
@@ -165,7 +165,7 @@ class LongTexts:
 
     @functools.cached_property
     def _added(self) -> re.Pattern[str] | None:
-        """Finds tokens that the library looks for inside text before anything else."""
+        """A pattern of the tokens that the library looks for in text before anything else."""
         specification = getattr(getattr(self._tokenizer, "library", self._tokenizer), "specification", None)
         added = [] if specification is None else specification()["added_tokens"]
         contents = sorted(item["content"] for item in added if not item["special"] and item["content"])
@@ -188,7 +188,7 @@ class LongTexts:
         return tried > 0
 
     def _encoded(self, texts: list[str]) -> list[np.ndarray | None]:
-        """The ids of each text; None for one that the vocabulary cannot express."""
+        """The ids of each text; None for a text that the vocabulary cannot express."""
         expressible = [all(map(self._knows, set(text))) for text in texts]
         encoded = iter(self._tokenizer.encode_arrays([text for text, is_known in zip(texts, expressible) if is_known]))
         return [next(encoded) if is_known else None for is_known in expressible]
@@ -207,7 +207,7 @@ class LongTexts:
         return functools.cache(knows)
 
     def _trial_texts(self) -> Iterator[str]:
-        """Awkward texts, all that the vocabulary can spell, every neighbourhood of a place, and random words."""
+        """Awkward texts, all texts of the vocabulary, every neighbourhood of a place, and random words."""
         for texts in (_neighbourhoods(), TORTURE_TEXTS, vocabulary_texts(self._tokenizer)):
             for text in texts:
                 if self._added is None or not self._added.search(text):
@@ -215,7 +215,7 @@ class LongTexts:
 
 
 def _neighbourhoods() -> Iterator[str]:
-    """Two characters of every kind before and after each kind of place."""
+    """Texts with two characters of every kind before and after each kind of place."""
     kinds = ("a", "Z", "é", "中", "1", " ", "\n", "\t", ".", "'", "s", "-", "\u0301", "👍")
     for first, second, third, fourth in product(kinds, repeat=4):
         yield f"{first}{second} {third}{fourth}"

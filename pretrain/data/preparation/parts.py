@@ -1,12 +1,12 @@
-"""What one finished unit of work leaves behind: a file that is on the disk for good, whole, or not there.
+"""The result of one finished unit of work: a file that is durable and whole, or does not exist.
 
     parts/00000042.part     the ids of its documents end to end, in the final type
                             one fixed record per document
                             counts, and the sha256 of every MiB so far, as JSON
                             the sha256 of that JSON, and how long it is
 
-One file, because flushing each of several to the disk would take a fifth of the time. Parts may lie for days on shared storage before
-they are merged: whoever reads a stretch of one hashes the blocks that it lies in.
+It is one file, because flushing each of several to the disk would take a fifth of the time. Parts may lie on shared storage for days
+before they are merged, so every read hashes the blocks that it touches.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def document_dtype(deduplicate: bool) -> np.dtype:
 
 @dataclass(frozen=True)
 class PartSummary:
-    """The counts of one part. `rows` is those of its last piece; `marks`: byte order marks that were removed; `invalid_rows`: where
-    and why, of the first of the invalid; `seconds` and `encode_seconds` are only reported.
+    """The counts of one part. `rows`: those of its last piece; `marks`: byte order marks that were removed; `invalid_rows`: place
+    and reason of the first invalid rows. `seconds` and `encode_seconds` are only reported.
     """
 
     documents: int = 0
@@ -66,7 +66,7 @@ def writing(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            message = "no space left; what is finished is kept: make room and start the same command again"
+            message = "no space left; finished work is kept: make room and start the same command again"
         else:
             message = f"cannot be written ({error.strerror})"
         raise DataError(f"{directory}: {message}") from error
@@ -77,7 +77,7 @@ class PartWriter:
 
     def __init__(self, directory: Path, unit: int, token_dtype: np.dtype, deduplicate: bool) -> None:
         self._directory, self._file = directory, directory / part_name(unit)
-        # Named by the process: one that outlives its killed parent for a moment must not write into its successor's file.
+        # The name has the process number: a process that outlives its killed parent must not write into its successor's file.
         self._aside = directory / f".{part_name(unit)}.{os.getpid()}"
         self._token_dtype, self._dtype = token_dtype, document_dtype(deduplicate)
         self._hashes: list[str] = []
@@ -94,12 +94,12 @@ class PartWriter:
 
     def __exit__(self, *_: object) -> None:
         for file in (self._stream, self._records):
-            with contextlib.suppress(OSError):  # closing flushes, which fails on a full disk: that has been reported
+            with contextlib.suppress(OSError):  # closing flushes, which fails on a full disk: that error was reported already
                 file.close()
         self._aside.unlink(missing_ok=True)
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, **columns: Any) -> None:
-        """Append documents: their `tokens` end to end, and the values of every other field of `document_dtype`."""
+        """Append documents: their `tokens` end to end, and the values of the other fields of `document_dtype`."""
         records = np.empty(len(lengths), self._dtype)
         records["length"] = lengths
         for name, values in columns.items():
@@ -112,7 +112,7 @@ class PartWriter:
         self.bytes += int(records["bytes"].sum())
 
     def _write(self, content: memoryview | bytes) -> None:
-        """Append to the file, and to the hash of the block at hand."""
+        """Append to the file, and to the hash of the current block."""
         self._stream.write(content)
         content = memoryview(content)
         while len(content):
@@ -140,7 +140,7 @@ class PartWriter:
             self._stream.write(text + hashlib.sha256(text).digest() + len(text).to_bytes(_LENGTH_BYTES, "little"))
             self._stream.flush()
             os.fsync(self._stream.fileno())
-            # The directory is not flushed: should a crash of the machine undo the renaming, the unit is done once more.
+            # The directory is not flushed. If a crash of the machine undoes the renaming, the unit is done once more.
             os.replace(self._aside, self._file)
         return summary
 
@@ -168,7 +168,7 @@ class Part:
         self._stream.close()
 
     def tokens(self, first: int, count: int) -> np.ndarray:
-        """`count` tokens from number `first` on."""
+        """The `count` tokens from number `first` on."""
         size = self._token_dtype.itemsize
         return np.frombuffer(self._read(first * size, count * size), self._token_dtype)
 
@@ -187,7 +187,7 @@ class Part:
         return content
 
     def _checked(self, number: int) -> bytes:
-        """A block of the content, hashed. The last one read is kept: the next stretch begins in it."""
+        """A block of the content, checked by its hash. The last block is kept, because the next read begins in it."""
         if self._held[0] != number:
             try:
                 content = os.pread(self._stream.fileno(), min(_BLOCK, self._size - number * _BLOCK), number * _BLOCK)
@@ -202,13 +202,13 @@ class Part:
         with contextlib.suppress(OSError):
             os.replace(self._file, self._file.with_suffix(".damaged"))
         raise DataError(
-            f"{self._file}: damaged: {what} are not what was written; it was set aside, and the command that prepares it makes it anew: "
-            f"start the same command again, or of several tasks the one that does unit {int(self._file.stem)}, then merge"
+            f"{self._file}: damaged: {what} are not what was written; it was set aside. Start the same command again, which makes it anew "
+            f"(with several tasks the one that does unit {int(self._file.stem)}, then merge)"
         )
 
 
 def _footer(stream: BinaryIO) -> tuple[PartSummary, list[str]] | None:
-    """Counts, and the hashes of the blocks; None where the end of the file is not what was written."""
+    """The counts and the hashes of the blocks; None if the end of the file is damaged."""
     ending = _HASH_BYTES + _LENGTH_BYTES
     size = stream.seek(0, os.SEEK_END)
     stream.seek(max(size - ending, 0))
@@ -232,7 +232,7 @@ class UnitParts:
         self.document_dtype = document_dtype(deduplicate)
 
     def finished(self) -> dict[int, PartSummary]:
-        """unit -> counts, of every part that is whole."""
+        """The counts of every whole part, by unit."""
         found = {}
         for file in sorted(self.directory.glob("*.part")):
             if (summary := self._summary(file)) is not None:
@@ -251,12 +251,12 @@ class UnitParts:
         return summary if size == content + ending else None
 
     def open(self, unit: int) -> Part:
-        """The part of a finished unit. Reading it raises DataError where it is not what was written, and sets it aside."""
+        """The part of a finished unit. If it is damaged, reading it raises DataError and sets it aside."""
         return Part(self.directory / part_name(unit), self.token_dtype, self.document_dtype)
 
     def remove_leftovers(self, units: Collection[int]) -> None:
-        """Remove what processes that were killed had begun of `units`."""
-        for path in self.directory.glob(".*"):  # NFS has files of its own there: what is removed while it is open
+        """Remove the unfinished files that killed processes left of `units`."""
+        for path in self.directory.glob(".*"):  # NFS has its own files there, for files that are removed while open
             if (found := _LEFTOVER.match(path.name)) and int(found[1]) in units:
                 path.unlink(missing_ok=True)
 

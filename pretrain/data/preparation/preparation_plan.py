@@ -1,4 +1,4 @@
-"""What a preparation is to do: its inputs as they are now, the options that decide the content, and the units of work.
+"""The plan of a preparation: its inputs as they are now, the options that decide the content, and the units of work.
 
 A unit is read, tokenized and written by one process, and kept once it is finished:
 
@@ -6,9 +6,9 @@ A unit is read, tokenized and written by one process, and kept once it is finish
                       ├─▶ unit 0, unit 1, unit 2, ... in the order of the documents
     one large file  ──┘   (cut at lines, row groups, record batches or ids; compressed files, csv and web archives are never cut)
 
-The cuts depend on the names, sizes and inner structure of the files alone: never on processes or machines, so that these may
-change from one run to the next. Units are about 1/256 of the input between 2 and 32 MB, so that few files still occupy all
-processes, and larger again when there would be more than 65,536 of them.
+The cuts depend only on the names, sizes and inner structure of the files, never on processes or machines. So these may change
+from one run to the next. Units are about 1/256 of the input, between 2 and 32 MB, so that even a few files occupy all processes.
+They are larger again if there would be more than 65,536 of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def unit_size(files: Sequence[InputFile]) -> int:
 
 
 def plan_units(files: Sequence[InputFile], options: DocumentOptions, unit_bytes: int) -> list[list[Span]]:
-    """The pieces of each unit. A file that is cut shares none of its units with another file."""
+    """The pieces of each unit. A file that is cut shares no unit with another file."""
     units: list[list[Span]] = []
     group: list[Span] = []
     size = 0
@@ -76,7 +76,7 @@ def _parts(file: InputFile, options: DocumentOptions, unit_bytes: int) -> list[t
 
 _FORMAT, _VERSION = "pretrain-preparation", 2
 _NO_CONTENT = ("max_invalid",)
-"""Settings that decide whether there is an output, and nothing in it: they may change while the work is under way."""
+"""Settings that decide whether the output is made, but not its content. They may change before the work is finished."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Settings:
         return DocumentOptions(self.text_field, self.text_mode, self.ids_field, self.ids_dtype, self.max_invalid)
 
     def difference(self, before: Mapping[str, object]) -> str | None:
-        """An option that was another one in what a manifest says of its preparation, as a phrase; None where none is known to be."""
+        """A phrase for an option that differs from a manifest's record of its preparation; None if no difference is known."""
         for field in dataclasses.fields(self):
             now = getattr(self, field.name)
             if field.name not in _NO_CONTENT and field.name in before and before[field.name] != now:
@@ -123,13 +123,13 @@ class Settings:
 
 
 def option_of(setting: str) -> str:
-    """How the command line calls a setting."""
+    """The name of a setting on the command line."""
     return "--documents" if setting == "text_mode" else f"--{setting.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """Equal plans give equal output, byte for byte, however often the work is interrupted and whoever does it."""
+    """Equal plans give equal output, byte for byte, however often the work is interrupted and whichever process does it."""
 
     settings: Settings
     tokenizer: TokenizerIdentity
@@ -153,16 +153,14 @@ class PreparationPlan:
             "settings": dataclasses.asdict(self.settings),
             "tokenizer": self.tokenizer,
             "unit_bytes": self.unit_bytes,
-            "inputs": [
-                (file.name, file.size, file.modified) for file in self.inputs
-            ],  # a path may be a URL with a password in it
+            "inputs": [(file.name, file.size, file.modified) for file in self.inputs],  # a path may be a URL with a password
             "units": self.units,
         }
         return json.dumps(content, separators=(",", ":")) + "\n"
 
     @classmethod
     def from_json(cls, text: bytes, name: str) -> PreparationPlan:
-        """Raises DataError, naming the file, for anything but what this version of `to_json` wrote."""
+        """Read the JSON of `to_json`. Raises DataError, naming the file, for anything that this version did not write."""
         try:
             content = json.loads(text)
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):
@@ -180,23 +178,23 @@ class PreparationPlan:
 
     @property
     def sha256(self) -> str:
-        """The same for all plans that give the same output."""
+        """A hash that is equal for all plans with the same output."""
         settings = dataclasses.replace(self.settings, **{name: getattr(Settings, name) for name in _NO_CONTENT})
         return hashlib.sha256(dataclasses.replace(self, settings=settings).to_json().encode()).hexdigest()
 
     @property
     def timeless_sha256(self) -> str:
-        """As `sha256`, but the same for inputs that differ in nothing but when they were changed."""
+        """Like `sha256`, but equal for inputs that differ only in their modification times."""
         return dataclasses.replace(self, inputs=tuple(dataclasses.replace(file, modified=0) for file in self.inputs)).sha256
 
     @property
     def cuts_tail(self) -> bool:
-        """Whether the corpus is one document, of plain text, of which the end is to be the validation split."""
+        """Whether the corpus is one document of plain text whose end becomes the validation split."""
         files = self.inputs if self.settings.validation_fraction else ()
         return len(files) == 1 and files[0].kind(self.settings.ids_dtype) == "text" and self.settings.text_mode == "file"
 
     def differences(self, now: PreparationPlan) -> Iterator[str]:
-        """What is not as it was in this plan, one phrase each."""
+        """The differences from this plan, one phrase each."""
         for field in dataclasses.fields(Settings):
             if field.name in _NO_CONTENT:
                 continue
@@ -205,7 +203,7 @@ class PreparationPlan:
                 yield f"{option_of(field.name)} was {before!r} and is {after!r}"
         if self.tokenizer != now.tokenizer:
             difference = self.tokenizer.difference(now.tokenizer)
-            yield f"they have {difference}" if difference and "one tokenizer" in difference else "the tokenizer is another one"
+            yield f"they have {difference}" if difference and "one tokenizer" in difference else "the tokenizer has changed"
         before_files = {file.name: file for file in self.inputs}
         after_files = {file.name: file for file in now.inputs}
         for name in sorted(before_files.keys() | after_files.keys()):
@@ -216,4 +214,4 @@ class PreparationPlan:
             elif before_files[name].modified != after_files[name].modified:
                 yield f"{name} was modified"
         if self.unit_bytes != now.unit_bytes or (self.units != now.units and self.inputs == now.inputs):
-            yield "the cut into units is another one"
+            yield "the cut into units has changed"

@@ -1,18 +1,18 @@
-"""Text -> tokens -> shards: from any corpus to a prepared directory, in pieces that may be interrupted and shared out.
+"""Text -> tokens -> shards: from any corpus to a prepared directory, in pieces that may be interrupted and distributed.
 
     inputs ──plan──▶ units of work ──N processes, M machines: read, tokenize──▶ parts ──assemble──▶ verified shards
 
-Each unit is read, tokenized and written by one process into files of its own (`unit_work`, `parts`), which a later start finds
-and keeps (`work_directory`); the shards are then put together from them (`assemble`). The order of documents is that of the
-sorted files and of the rows in them, and every cut depends on that order only: the output is the same byte for byte for any
-number of processes, machines and interruptions. Memory is a batch per process, plus the largest document.
+One process reads, tokenizes and writes each unit into its own file (`unit_work`, `parts`). A later start finds and keeps these
+files (`work_directory`). The shards are then put together from them (`assemble`). The order of documents is that of the sorted
+files and of the rows in them, and every cut depends only on that order. So the output is the same byte for byte for any number of
+processes, machines and interruptions. Memory is a batch per process, plus the largest document.
 
-A document goes to the validation split when the hash of its text, read as a number in [0, 1), is below the fraction.
-Nothing else decides: adding data never moves a document, duplicates land on the same side, and a larger fraction only
-adds to validation. A corpus that is one file of plain text, and so one document, is cut instead: its end is the validation split.
+A document goes to the validation split when the hash of its text, read as a number in [0, 1), is below the fraction. Nothing else
+decides: adding data never moves a document, duplicates land on the same side, and a larger fraction only adds to validation. A
+corpus of one plain text file is one document, and is cut instead: its end is the validation split.
 
-Rows that cannot be used (not UTF-8, not JSON, no text, ids or characters that the tokenizer does not have) are left out, up to
-`max_invalid` in the whole preparation, counted in the manifest and listed in invalid.jsonl.
+Unusable rows (not UTF-8, not JSON, no text, ids or characters that the tokenizer lacks) are left out, up to `max_invalid` in the
+whole preparation. They are counted in the manifest and listed in invalid.jsonl.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TIMELESS = "timeless_plan_sha256"
 
 @dataclass(frozen=True)
 class PreparedSplit:
-    """What one prepared directory holds."""
+    """The content of one prepared directory."""
 
     path: Path
     documents: int
@@ -67,9 +67,9 @@ class PreparedSplit:
 class Preparation:
     """The outcome of `prepare` or `merge`; `str()` of it is the closing line of the tool.
 
-    The counts are of the whole preparation; `byte_order_marks` were removed. `seconds`, the rates (MB of text) and `tokenizer_share`,
-    the part of the time of all processes that was spent inside the tokenizer, are of this start of it, and 0 when it tokenized nothing.
-    `repeated`: the output was there, made by the same command.
+    The counts cover the whole preparation; `byte_order_marks` were removed. `seconds`, the rates (MB of text) and `tokenizer_share`
+    cover this start, and are 0 if it tokenized nothing. `tokenizer_share` is the part of all processes' time inside the tokenizer.
+    `repeated`: the same command had made the output before.
     """
 
     splits: tuple[PreparedSplit, ...]
@@ -135,15 +135,15 @@ def prepare(
     """Tokenize `inputs` (files, globs, folders; or files found by `dataset_files`) into the prepared directory `output`.
 
     The `options` are those of `Settings`. With a `validation_fraction` above 0, `output` holds two prepared directories, `train`
-    and `validation`, which appear together. With `workers` above 1 the work is done in that many spawned processes, so the
-    calling script needs a main guard. With a `task` only the units with `number % tasks == task` are done, and left for `merge`.
+    and `validation`, which appear together. With `workers` above 1 that many spawned processes do the work, so the calling script
+    needs a main guard. With a `task` only the units with `number % tasks == task` are done, and left for `merge`.
 
-    What is finished when the process is killed, or fails, is kept in the `work` directory (default: hidden, beside `output`)
-    and found again by the next call with the same arguments; `restart` throws it away first. `engine` (see `tokenizer_engine`)
-    and `workers` change no byte of the output. `unit_bytes` is for tests.
+    If the process is killed or fails, finished work stays in the `work` directory (default: hidden, beside `output`). The next
+    call with the same arguments finds it; `restart` deletes it first. `engine` (see `tokenizer_engine`) and `workers` change no
+    byte of the output. `unit_bytes` is for tests.
 
-    Raises ConfigError for an argument out of range, DataError for anything wrong with the files, for an output that exists, and
-    for work that was begun with other inputs or options. `output` appears complete or not at all.
+    Raises ConfigError for an argument out of range. Raises DataError for a problem with the files, an output that exists, and
+    work that was begun with other inputs or options. `output` appears complete or not at all.
     """
     settings = Settings(**options)
     settings.check()
@@ -152,7 +152,7 @@ def prepare(
 
     def planned() -> tuple[PreparationPlan, Tokenizer]:
         loaded = load_tokenizer(tokenizer)
-        Encoder(loaded, settings.fim_rate, settings.fim_spm_rate)  # refuses a tokenizer without what fill-in-the-middle needs
+        Encoder(loaded, settings.fim_rate, settings.fim_spm_rate)  # refuses a tokenizer without their tokens
         return PreparationPlan.make(settings, identity_of(loaded), _found(inputs), unit_bytes), loaded
 
     if _is_there(output):
@@ -175,7 +175,7 @@ def prepare(
                 units.do(pool, range(task or 0, len(plan.units), tasks))
             except DataError:
                 if task is None and not parts.finished():
-                    directory.restart()  # nothing is lost, and nothing in the way of another attempt
+                    directory.restart()  # nothing is lost, and another attempt can begin
                 raise
             if task is not None:
                 return FinishedTask(task, tasks, len(units.mine), directory.path, time.monotonic() - begin)
@@ -187,9 +187,9 @@ def prepare(
 def merge(
     output: str | Path, *, work: str | Path | None = None, workers: int = 1, max_invalid: int | None = None
 ) -> Preparation:
-    """Put the output together that tasks have prepared. `max_invalid`: by default what the first of them was given.
+    """Put the tasks' work together into the output. `max_invalid`: by default that of the first task.
 
-    Raises DataError naming the tasks that have not finished, and for everything that `prepare` does.
+    Raises DataError naming the tasks that have not finished, and in the cases in which `prepare` does.
     """
     _check_division(workers, None, 1, False)
     begin = time.monotonic()
@@ -230,12 +230,12 @@ def _found(inputs: Sequence[str] | Sequence[InputFile]) -> list[InputFile]:
 
 
 def _is_there(output: str | Path) -> bool:
-    """Whether a prepared output is there: it is put there in one step."""
+    """Whether a prepared output exists: it appears in one step."""
     return any((Path(output) / name / "manifest.json").is_file() for name in (".", SPLITS[0]))
 
 
 def _repeated(output: str | Path, work: str | Path | None, plan: PreparationPlan | None, tidy: bool) -> Preparation:
-    """The outcome that is there, of the same `plan` (None: of that of the work that is left, if any); `tidy`: remove the work.
+    """The existing output of the same `plan` (None: of the plan in the remaining work, if any). `tidy`: remove the work.
 
     Raises DataError for an output of another plan.
     """
@@ -250,7 +250,7 @@ def _repeated(output: str | Path, work: str | Path | None, plan: PreparationPlan
         which = _why_not_repeated(plan, next(iter(manifests.values()))) if plan else ""
         raise DataError(f"{output}: already exists{which} and was left as it is; choose another output or remove it first")
     if tidy and left.exists():
-        # What a start has left that was killed between its last two steps; whoever holds it removes it itself.
+        # The work remains if a start was killed between its last two steps. A process that holds it removes it itself.
         with contextlib.suppress(DataError), WorkDirectory.locked(output, work) as directory:
             if directory.begun and directory.read_plan().sha256 in made_by:
                 directory.remove()
@@ -258,13 +258,13 @@ def _repeated(output: str | Path, work: str | Path | None, plan: PreparationPlan
 
 
 def _why_not_repeated(plan: PreparationPlan, before: Manifest) -> str:
-    """What `plan` has that the one of an output does not, as far as its manifest tells."""
+    """The difference between `plan` and that of an output, as far as the output's manifest shows it."""
     if before.plan_sha256 and (changed := plan.settings.difference(before.preparation)):
         return f", prepared with {changed},"
     if before.preparation.get(_TIMELESS) == plan.timeless_sha256:
         return (
-            ", prepared from these inputs with these options, but at least one of them was modified since (names and sizes are the same, a time "
-            "of modification is not; contents are not compared),"
+            ", prepared from these inputs with these options, but at least one of them was modified since (names and sizes are the same, a modification "
+            "time is not; contents are not compared),"
         )
     return ", prepared from other inputs or with other options,"
 
@@ -328,18 +328,18 @@ def _empty_split(name: str, documents: int, plan: PreparationPlan) -> str:
 
 
 def refuse_invalid(summaries: Sequence[PartSummary], most: int) -> None:
-    """Raise DataError where more rows cannot be used than may be left out."""
+    """Raise DataError if more rows are unusable than may be left out."""
     count = sum(summary.invalid for summary in summaries)
     if count > most:
         where, reason = next(row for summary in summaries for row in summary.invalid_rows)
         raise DataError(
-            f"{count} rows cannot be used, more than --max-invalid {most}, the first of them {where}: {reason}; what is finished is kept: "
+            f"{count} rows cannot be used, more than --max-invalid {most}, the first of them {where}: {reason}; finished work is kept: "
             "correct the input, or start again with a larger number"
         )
 
 
 def _rows_before(plan: PreparationPlan, summaries: Sequence[PartSummary]) -> list[int]:
-    """Of each unit the rows that its file has ahead of it: a unit that goes on in a file counts its rows from there."""
+    """For each unit, the rows before it in its file. A unit that continues a file counts its rows from there."""
     rows, before, last_input = [], 0, -1
     for spans, summary in zip(plan.units, summaries):
         before = before if spans[0][0] == last_input else 0
@@ -349,7 +349,7 @@ def _rows_before(plan: PreparationPlan, summaries: Sequence[PartSummary]) -> lis
 
 
 class _Units:
-    """Doing the units that are left, and what that took."""
+    """Does the remaining units, and measures the time."""
 
     def __init__(self, plan: PreparationPlan, parts: UnitParts, tokenizer_path: str, engine: str) -> None:
         self.mine: Sequence[int] = ()
@@ -359,7 +359,7 @@ class _Units:
         self._done: list[PartSummary] = []
 
     def do(self, pool: ProcessPool, units: Sequence[int]) -> None:
-        """Do those of `units` that are not finished."""
+        """Do the `units` that are not finished."""
         self._parts.remove_leftovers(units)
         finished = self._parts.finished()
         self.mine = units
@@ -369,7 +369,7 @@ class _Units:
             chosen = choose_engine(self._tokenizer_path, sample, self._engine)
             jobs = [dataclasses.replace(job, engine=chosen.engine) for job in jobs]
         if finished:
-            _say(f"going on: {len(finished)} of {len(self._plan.units)} units of work are finished")
+            _say(f"continuing: {len(finished)} of {len(self._plan.units)} units of work are finished")
         total = sum(piece.size for job in jobs for piece in job.pieces)
         with CorpusProgress("preparing", total=total) as progress:
 

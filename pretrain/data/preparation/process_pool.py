@@ -3,9 +3,9 @@
     parent ──job──▶ child        one pipe per child
     parent ◀─reports, result── child
 
-A child whose parent was killed reads the end of its pipe and leaves; a child that was killed ends the work with an error. (The
-pools of the standard library leave children behind for ever in the first case.) Jobs and results are small: what the jobs work
-on is in files.
+If the parent is killed, a child reads the end of its pipe and exits. If a child is killed, the work ends with an error. (The
+standard library's pools leave children behind forever in the first case.) Jobs and results are small, because the data is in
+files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _THREADS_VARIABLE = "TOKENIZERS_PARALLELISM"
 
 
 class ProcessPool:
-    """Up to `count` spawned processes, started when first needed; with a `count` of 1, this process itself.
+    """Up to `count` spawned processes, started on first use. With a `count` of 1, this process itself.
 
     The calling script needs a main guard. Use it in a `with` block.
     """
@@ -50,8 +50,8 @@ class ProcessPool:
     ) -> Iterator[tuple[int, Any]]:
         """(number of the job, `function(job, report)`) in the order in which they finish.
 
-        What a job passes to `report` reaches `on_report` here. Jobs start in order. The first error ends the work and is raised
-        here; DataError when a process dies.
+        Values that a job passes to `report` reach `on_report` here. Jobs start in order. The first error ends the work and is
+        raised here. Raises DataError if a process dies.
         """
         if self._count == 1 or len(jobs) <= 1:
             with _one_thread_per_process():
@@ -89,7 +89,7 @@ class ProcessPool:
     def _give(self, connection: Connection, function: Any, waiting: Iterator, under_way: dict[Connection, int]) -> None:
         number, job = next(waiting, (None, None))
         if number is not None:
-            with contextlib.suppress(BrokenPipeError):  # it died: reading from it says so
+            with contextlib.suppress(BrokenPipeError):  # it died: the next read from it shows that
                 connection.send((function, job))
             under_way[connection] = number
 
@@ -100,14 +100,14 @@ class ProcessPool:
             process = next(process for process, own in self._children if own is connection)
             process.join(10)
             raise DataError(
-                f"a worker process died (exit code {process.exitcode}), most likely for want of memory: use fewer --workers;"
-                " what is finished is kept, the same command goes on from there"
+                f"a worker process died (exit code {process.exitcode}), most likely because memory ran out: use fewer --workers;"
+                " finished work is kept, and the same command continues it"
             ) from error
 
 
 @contextlib.contextmanager
 def _one_thread_per_process() -> Iterator[None]:
-    """The processes are the parallelism: `tokenizers` would start threads of its own in each."""
+    """Keep `tokenizers` from starting threads in each process, because the processes already use all cores."""
     before = os.environ.get(_THREADS_VARIABLE)
     os.environ[_THREADS_VARIABLE] = "false"
     try:
@@ -132,10 +132,10 @@ def _outcome(function: Callable, job: Any, report: Callable[[Any], None]) -> tup
         return "result", function(job, report)
     except (BrokenPipeError, ConnectionResetError):
         raise
-    except Exception as error:  # whatever it is, the parent raises it
+    except Exception as error:  # the parent raises it
         text = traceback.format_exc()
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # an error that cannot travel goes as its text
+        except Exception:  # an error that cannot be pickled is sent as text
             error = RuntimeError(text)
         return "error", (error, text)

@@ -1,5 +1,5 @@
-"""Rows of CSV files, and the text records of web archives: files that are read from start to end, because their records cannot be
-found from the middle.
+"""Rows of CSV files, and the text records of web archives. Such files are read from start to end, because records cannot be found
+from the middle.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _PAGE_RECORDS = ("response", "resource", "revisit")
 
 
 def table_rows(file: InputFile, columns: Sequence[str], tally: Tally) -> Iterator[list[str] | str]:
-    """The values of `columns` in each row of a .csv or .tsv, or what is wrong with the row. The first line names the columns.
+    """The values of `columns` in each row of a .csv or .tsv, or the error in the row. The first line names the columns.
 
-    CSV is that of RFC 4180: commas separate values, and quotation marks around a value may hold separators and line ends. TSV is that
-    of IANA's text/tab-separated-values: a line is a row, and quotation marks are characters like any other. Empty lines are no rows.
-    Bytes that are not UTF-8 come as half surrogates. Raises DataError naming the file when it has no such column, and the lines of a
-    faulty CSV row that spans several: its quotation marks may have swallowed good rows, which nobody could count.
+    CSV follows RFC 4180: commas separate values, and quotation marks around a value may hold separators and line ends. TSV follows IANA's
+    text/tab-separated-values: a line is a row, and quotation marks are ordinary characters. Empty lines are not rows. Bytes that are not
+    UTF-8 become half surrogates. Raises DataError naming the file if it has no such column. It also raises for a faulty CSV row of several
+    lines, because its quotation marks may have swallowed good rows, which nobody could count.
     """
     is_csv = file.suffix != ".tsv"
     with open_bytes(file, tally) as stream, reading(file):
@@ -46,17 +46,17 @@ def table_rows(file: InputFile, columns: Sequence[str], tally: Tally) -> Iterato
             if len(row) == len(names) and isinstance(row, list):
                 yield [row[place] for place in places]
             elif row:  # else an empty line
-                wrong = row if isinstance(row, str) else f"has {len(row)} values, and the first line names {len(names)} columns"
+                wrong = row if isinstance(row, str) else f"has {len(row)} values, but the first line names {len(names)} columns"
                 if first != line:
                     raise DataError(
                         f"{file.name}, lines {first} to {line}: one row by its quotation marks, and {wrong}; one mark too many swallows good "
                         "rows, so --max-invalid never leaves such lines out: correct them (a quotation mark inside quotes is written twice)"
                     )
-                yield wrong if is_csv or '"' not in "".join(row) else f"{wrong}; in .tsv quotation marks hold nothing together"
+                yield wrong if is_csv or '"' not in "".join(row) else f"{wrong}; in .tsv quotation marks do not group values"
 
 
 def _csv_rows(stream: BinaryIO) -> Iterator[tuple[list[str] | str, int]]:
-    """Each row, or what is wrong with it, and the number of its last line, from 1."""
+    """Each row, or the error in it, and the number of its last line, from 1."""
     csv.field_size_limit(_LONGEST_FIELD)
     rows = csv.reader(io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline=""), strict=True)
     while True:
@@ -77,9 +77,9 @@ def _tsv_rows(stream: BinaryIO) -> Iterator[tuple[list[str], int]]:
 
 
 def archive_texts(file: InputFile, tally: Tally) -> Iterator[bytes]:
-    """The text records of a web archive: what Common Crawl publishes as WET files.
+    """The text records of a web archive, such as Common Crawl's WET files.
 
-    Raises DataError for an archive of pages as they were served: taking text out of HTML is another program's work.
+    Raises DataError for an archive of served pages: another program must extract the text from HTML.
     """
     try:
         from warcio.archiveiterator import ArchiveIterator
@@ -94,7 +94,7 @@ def archive_texts(file: InputFile, tally: Tally) -> Iterator[bytes]:
             for record in records:
                 length = record.rec_headers.get_header("Content-Length")
                 if records.err_count or length is None or not length.isdigit() or record.rec_type is None:
-                    raise ValueError("a record does not end where it says, or its head is cut short")
+                    raise ValueError("a record has another length than it says, or its head is truncated")
                 if record.rec_type in _PAGE_RECORDS:
                     raise DataError(
                         f"{file.name}: holds web pages as they were served ({record.rec_type} records), not text; take the WET files that "
@@ -110,7 +110,7 @@ def archive_texts(file: InputFile, tally: Tally) -> Iterator[bytes]:
 
 
 class _Loud:
-    """A stream whose EOFError, which says that a compressed file was cut short, is no EOFError: warcio takes that for the end."""
+    """A stream that turns EOFError into another error. It means a truncated compressed file, but warcio takes it for the end."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Does one unit of work: reads its documents, tokenizes them batch by batch, and leaves a part. Memory is a batch."""
+"""Does one unit of work: reads its documents, tokenizes them batch by batch, and writes a part. Memory is a batch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class UnitJob:
-    """All that a process needs to know to do one unit. `inputs` are the numbers of the pieces' files; with `cuts_tail` each document's
-    end belongs to the validation split, instead of some documents.
+    """One unit as a process gets it. `inputs`: the numbers of the pieces' files. `cuts_tail`: the end of each document belongs to the
+    validation split, instead of some documents.
     """
 
     unit: int
@@ -53,7 +53,7 @@ class UnitJob:
 
 @dataclass(frozen=True)
 class Work:
-    """What has been done since the last report; `consumed` counts bytes of input."""
+    """The work since the last report; `consumed` counts bytes of input."""
 
     documents: int = 0
     tokens: int = 0
@@ -80,7 +80,7 @@ class _Batch:
 def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
     """Read, tokenize and write one unit. Raises DataError naming the place in the input; nothing is left behind then.
 
-    Where a server or a network fails in a way that may pass, the unit is begun again, for as long as patience lasts.
+    If a server or network fails in a way that may pass, the unit is begun again, until the retries end.
     """
     done = Work()
 
@@ -91,7 +91,7 @@ def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
 
     def attempt() -> PartSummary:
         nonlocal done
-        report(Work(*(-number for number in dataclasses.astuple(done))))  # what an attempt before this one has reported
+        report(Work(*(-number for number in dataclasses.astuple(done))))  # takes back the reports of an earlier attempt
         done = Work()
         return _attempt(job, count)
 
@@ -107,7 +107,7 @@ def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
         consumed = 0
         for batch in unit.batches():
             tokens, lengths = unit.encoded(batch)
-            if not len(lengths):  # none that the vocabulary can express
+            if not len(lengths):  # the vocabulary can express no document
                 continue
             columns = {"bytes": batch.sizes, "input": batch.inputs, "row": batch.rows, "validation": unit.split(batch)}
             if job.deduplicate:
@@ -129,9 +129,9 @@ def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
 
 
 def sample_texts(jobs: Sequence[UnitJob], end_id: int) -> Iterator[str]:
-    """Some documents, or the beginnings of long ones, from the beginnings of up to 64 units, evenly spread: a look at the corpus.
+    """A sample of the corpus: some documents, or the beginnings of long ones, from the beginnings of up to 64 evenly spread units.
 
-    What cannot be read, or encoded by any engine, is left to the units, which say where it is.
+    Documents that cannot be read or encoded are skipped here; their units report them with their place.
     """
     for job in jobs[:: -(-len(jobs) // _SAMPLED_UNITS)]:
         characters, options = 0, dataclasses.replace(job.options, max_invalid=sys.maxsize)
@@ -154,7 +154,7 @@ class _Unit:
         self._hashed = bool(self._threshold) or job.deduplicate
 
     def batches(self) -> Iterator[_Batch]:
-        """The documents with text, grouped; white space alone is no document, and is counted."""
+        """The documents with text, grouped. White space alone is not a document; it is counted."""
         batch, size, before = _Batch(), 0, 0
         for number, piece in zip(self._job.inputs, self._job.pieces):
             piece.file.refuse_changes()
@@ -173,7 +173,7 @@ class _Unit:
             yield batch
 
     def _placed(self, reader: PieceReader) -> Iterator[tuple[Content, int, int | None]]:
-        """Documents with their rows, and where they lie between 0 and 2**64 if their content is not to decide that."""
+        """Documents with their rows, and their place between 0 and 2**64 unless their content decides it."""
         for content, row in reader.documents():
             if not self._job.cuts_tail or not isinstance(content, str):
                 yield content, row, None
@@ -186,7 +186,7 @@ class _Unit:
             yield tail, row + content.count("\n", 0, cut), 0
 
     def _refuse_blank(self, origin: str, head: str, tail: str) -> None:
-        """Raise DataError where a document with text is cut so that one of its two parts has none."""
+        """Raise DataError if a document with text is cut and one of its two parts has no text."""
         for name, part, which, change in (("train", head, "first", "smaller"), ("validation", tail, "last", "larger")):
             if _is_blank(part):
                 raise DataError(
@@ -195,7 +195,7 @@ class _Unit:
                 )
 
     def _add(self, batch: _Batch, content: Content, number: int, row: int, reader: PieceReader, place: int | None) -> int:
-        """The number of characters or ids added."""
+        """Add a document; return its number of characters or ids."""
         if isinstance(content, str):
             if _is_blank(content):
                 self.tally.empty += 1
@@ -225,13 +225,13 @@ class _Unit:
     def _utf8(self, text: str, row: int, reader: PieceReader) -> bytes | None:
         try:
             return text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is no character
+        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is not a character
             code = ord(text[error.start])
         reader.leave_out(row, f"U+{code:04X} is half of a surrogate pair, not valid text")
         return None
 
     def encoded(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and lengths of the documents of a batch; those that the vocabulary cannot express are taken out of it."""
+        """Tokens and lengths of the documents of a batch. Documents that the vocabulary cannot express are removed from it."""
         try:
             return self._encode(batch.contents)
         except DataError as error:
@@ -249,7 +249,7 @@ class _Unit:
         return self._encode(batch.contents)
 
     def _encode(self, contents: Sequence[Content]) -> tuple[np.ndarray, np.ndarray]:
-        """Runs of texts and of ids (a folder may hold both) in their order."""
+        """Encode runs of texts and of ids (a folder may hold both) in their order."""
         kinds = [isinstance(content, str) for content in contents]
         if all(kinds):
             return self._encoder.encode(contents)
@@ -268,7 +268,7 @@ def _is_blank(text: str) -> bool:
 
 
 def tail_begin(text: str, fraction: float) -> int:
-    """Where the last `fraction` of a text begins: where the next line does, or else the next word, or else right there."""
+    """The beginning of the last `fraction` of a text: at the next line, else at the next word, else right there."""
     place = int(len(text) * (1 - fraction))
     for end in ("\n", " "):
         begin = text.find(end, place) + 1
@@ -278,5 +278,5 @@ def tail_begin(text: str, fraction: float) -> int:
 
 
 def document_position(data: bytes) -> int:
-    """Where a document lies between 0 and 2**64: a hash of its text as UTF-8, or of its ids as little-endian uint32."""
+    """The place of a document between 0 and 2**64: a hash of its text as UTF-8, or of its ids as little-endian uint32."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

@@ -1,14 +1,14 @@
 """The unfinished work of a preparation: on disk, locked, and found again by the next start.
 
-.NAME.preparing/lock                  held by a preparation for itself alone, or shared by the tasks of one
-.NAME.preparing/task-00001-of-00004   held by that task; stays behind, to tell which tasks there are
-.NAME.preparing/plan.json             what is to be done; everybody compares
+.NAME.preparing/lock                  held by a preparation for itself alone, or shared by its tasks
+.NAME.preparing/task-00001-of-00004   held by that task; it stays, to show which tasks exist
+.NAME.preparing/plan.json             the plan; every process compares it
 .NAME.preparing/tokenizer/            a copy, for the output
-.NAME.preparing/parts/                what is finished
-.NAME.preparing/assembled/            the output while it is put together
+.NAME.preparing/parts-HASH/           the finished units of the plan with this hash
+.NAME.preparing/assembled.RANDOM/     the output while it is put together
 
-The two names that vary are for worker processes that outlive a killed parent until the end of what they were doing: what they
-still write reaches neither work on another plan nor another attempt at the output.
+The last two names vary, because worker processes may outlive a killed parent for a while. Their late writes then reach neither
+work on another plan nor another attempt at the output.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WorkDirectory:
 
     @staticmethod
     def place(output: Path, work: str | Path | None) -> Path:
-        """Where the work of `output` lies: `work`, by default a hidden folder beside the output."""
+        """The place of the work for `output`: `work`, by default a hidden folder beside the output."""
         whole = Path(os.path.abspath(output))
         return Path(os.path.abspath(work)) if work else whole.parent / f".{whole.name}.preparing"
 
@@ -55,10 +55,10 @@ class WorkDirectory:
     def locked(
         cls, output: str | Path, work: str | Path | None = None, task: tuple[int, int] | None = None
     ) -> Iterator[WorkDirectory]:
-        """Create the directory if need be and hold it: alone, or as `task` (number, of how many) beside other tasks.
+        """Create the directory if it is missing, and hold it: alone, or as `task` (number, of how many) beside other tasks.
 
-        `work` (default: a hidden folder beside `output`) must be on the same filesystem as `output`. Raises DataError at once
-        when another process holds it. It is removed again when it comes to hold no plan.
+        `work` (default: a hidden folder beside `output`) must be on the same filesystem as `output`. Raises DataError at once if
+        another process holds it. The directory is removed again if it gets no plan.
         """
         refuse_url("--output", output)
         refuse_url("--work", work)
@@ -85,17 +85,17 @@ class WorkDirectory:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a plan."""
+        """Whether it has a plan."""
         return self._plan.exists()
 
     def restart(self) -> None:
-        """Throw the work away. Call it with the whole directory locked."""
+        """Delete the work. Call it with the whole directory locked."""
         self._plan.unlink(missing_ok=True)
         self._remove_all_but("lock")
 
     def _remove_all_but(self, *kept: str) -> None:
         for path in list(self.path.iterdir()):
-            # Only what is ours: --work may name any directory.
+            # Delete only our own files: --work may name any directory.
             ours = path.name in _OURS or path.name.startswith((_BEGIN, _PARTS, _ASSEMBLED)) or _TASK.fullmatch(path.name)
             if path.name in kept or not ours:
                 continue
@@ -105,14 +105,14 @@ class WorkDirectory:
                 path.unlink()
 
     def _remove_tree(self, path: Path) -> None:
-        # Under another name first, where an orphan of a killed parent cannot put a file between listing and removing.
+        # Rename it first, so that an orphan of a killed parent cannot add a file between listing and removing.
         aside = Path(tempfile.mkdtemp(prefix=_BEGIN, dir=self.path))
         os.rename(path, aside / "removed")
         # On NFS a file that a process still has open stays, under another name, until that process ends.
         shutil.rmtree(aside, ignore_errors=True)
 
     def agree(self, plan: PreparationPlan, save_tokenizer: Callable[[Path], None]) -> None:
-        """Write the plan, or find it written. Raises DataError naming a difference when the work was begun with another one."""
+        """Write the plan, or compare with the existing one. Raises DataError naming a difference if the work was begun with another."""
         with writing(self.path):
             if not self.begun:
                 self._write_once(plan, save_tokenizer)
@@ -122,11 +122,11 @@ class WorkDirectory:
             more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
             raise DataError(
                 f"{self.path}: the work was begun with other inputs or options: {differences[0]}{more};"
-                " go back to those, or throw the work away with --restart"
+                " go back to those, or delete the work with --restart"
             )
 
     def _write_once(self, plan: PreparationPlan, save_tokenizer: Callable[[Path], None]) -> None:
-        # Several tasks may come here at once. Whatever each writes is the same, or `agree` tells.
+        # Several tasks may come here at once. All write the same, or `agree` raises an error.
         aside = Path(tempfile.mkdtemp(prefix=_BEGIN, dir=self.path))
         try:
             save_tokenizer(aside / "tokenizer")
@@ -142,7 +142,7 @@ class WorkDirectory:
             shutil.rmtree(aside, ignore_errors=True)
 
     def read_plan(self) -> PreparationPlan:
-        """The plan of the work. Raises DataError when there is none."""
+        """The plan of the work. Raises DataError if it is missing."""
         if not self.begun:
             raise DataError(f"{self.path}: no preparation was begun there; run the tasks first, or name theirs with --work")
         return PreparationPlan.from_json(self._plan.read_bytes(), str(self._plan))
@@ -155,16 +155,16 @@ class WorkDirectory:
         return UnitParts(self.parts_directory, token_dtype, plan.settings.deduplicate)
 
     def tasks(self) -> int | None:
-        """How many tasks the work was divided into, if it was, and always in the same way."""
+        """The number of tasks, if the work was divided, and always into the same number."""
         counts = {int(found[2]) for path in self.path.iterdir() if (found := _TASK.fullmatch(path.name))}
         return counts.pop() if len(counts) == 1 else None
 
     def begin_assembly(self) -> Path:
-        """A new place for the output; what a killed process has left half full is removed."""
+        """A new place for the output. An unfinished one from a killed process is removed."""
         with writing(self.path):
             for path in self.path.glob(_ASSEMBLED + "*"):
                 self._remove_tree(path)
-            # Inside, because the directory itself is private to its owner.
+            # A folder inside, because the directory itself is private to its owner.
             return Path(tempfile.mkdtemp(prefix=_ASSEMBLED, dir=self.path)) / "output"
 
     def publish(self, assembled: Path) -> None:
@@ -176,7 +176,7 @@ class WorkDirectory:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the work. Where that is interrupted, the output is there, and the next start finds it and goes on."""
+        """Remove the work. If that is interrupted, the output exists, and the next start finds it and continues."""
         self._remove_all_but()
         with contextlib.suppress(OSError):  # another process has just come, and will see the output
             self.path.rmdir()
@@ -184,7 +184,7 @@ class WorkDirectory:
 
 @contextlib.contextmanager
 def _lock(file: Path, output: Path, shared: bool) -> Iterator[bool]:
-    """Hold `file`; False when it was removed in the meantime. Raises DataError when another process holds it."""
+    """Hold `file`; False if it was removed in the meantime. Raises DataError if another process holds it."""
     try:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     except FileNotFoundError:
@@ -204,7 +204,7 @@ def _lock(file: Path, output: Path, shared: bool) -> Iterator[bool]:
         except FileNotFoundError:
             current = False
         if current:
-            # Among tasks that share it the last one to come is named.
+            # If tasks share it, the message names the last one that came.
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield current

@@ -1,8 +1,8 @@
-"""Prepared data behind a URL: the manifest and the tokenizer are fetched when it is opened, shards when they are read.
+"""Prepared data behind a URL: the manifest and the tokenizer are downloaded when it is opened, shards when they are read.
 
-Shards go through a `ShardCache`, and are checked against the manifest's hashes before anybody sees them. The small files carry no
-hash that is known beforehand: they are fetched at every opening, and kept in `CACHE/sets/`, in a folder named by their
-content, because the tokenizer is copied into checkpoints for as long as a run lasts.
+Shards go through a `ShardCache`, and are checked against the manifest's hashes before they can be read. The hashes of the small
+files are not known beforehand, so they are downloaded at every opening. They are kept in `CACHE/sets/`, in a folder named by
+their content, because checkpoints copy the tokenizer for as long as a run lasts.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class RemoteFiles:
         return shown(join(self.url, name))
 
     def open(self, file: StoredFile, cancelled: Callable[[], bool] = lambda: False) -> BinaryIO:
-        """The local copy of a file, open for reading; fetched where there is none. It stays readable whatever the cache drops.
+        """The local copy of a file, open for reading; it is downloaded if it is missing. It stays readable after the cache evicts it.
 
-        Raises DataError naming the URL, and what to do.
+        Raises DataError naming the URL and the remedy.
         """
 
         def download(descriptor: int) -> None:
@@ -70,23 +70,23 @@ class RemoteFiles:
         return self.cache.open(file.sha256, file.size, self.place(file.name), download)
 
     def open_files(self, open_file: Callable[[Any], OpenFile], file_of: Callable[[Any], StoredFile]) -> CachedFiles:
-        """The files that `open_file(key)` opens, kept open; `file_of(key)` is what the cache has of one."""
+        """The files that `open_file(key)` opens, kept open. `file_of(key)`: the file in the cache."""
         return CachedFiles(open_file, lambda key: file_of(key).sha256, self.cache)
 
     def prefetch(self, files: Iterable[StoredFile]) -> None:
-        """Bring files in the background, first come first served, as many as take half of the cache. Returns at once."""
+        """Download files in the background, in order, up to half of the cache. Returns at once."""
         chosen, total = [], 0
         for file in files:
             total += file.size
             if total > self.cache.limit_bytes // 2:
-                break  # more would drop what was brought, or what is being read
+                break  # more would evict files that were just downloaded or are being read
             if not self.cache.touch(file.sha256):
                 chosen.append(file)
         if chosen:
             self._prefetcher.add(chosen)
 
     def wait_prefetched(self) -> None:
-        """Until all that `prefetch` was asked for is here, or has failed."""
+        """Wait until all downloads of `prefetch` are done or have failed."""
         self._prefetcher.wait()
 
     def close(self) -> None:
@@ -94,23 +94,23 @@ class RemoteFiles:
         self._prefetcher.close()
 
     def verify(self, files: Iterable[StoredFile], fetch: bool) -> None:
-        """Hash the copies that are here, and with `fetch` bring the others, which checks them too.
+        """Hash the local copies, and with `fetch` download the others, which checks them too.
 
-        A damaged copy is dropped, with a warning, and fetched anew now or when it is read. Raises DataError when that fails.
+        A damaged copy is evicted with a warning, and downloaded again now or when it is read. Raises DataError if that fails.
         """
         for file in files:
             copy = self.cache.path(file.sha256)
-            with contextlib.suppress(FileNotFoundError):  # not fetched yet, or dropped meanwhile
+            with contextlib.suppress(FileNotFoundError):  # not downloaded yet, or evicted meanwhile
                 if sha256_of(copy) != file.sha256:
-                    log.warning("%s: its copy %s is damaged; it is fetched again", self.place(file.name), copy)
+                    log.warning("%s: its copy %s is damaged; it is downloaded again", self.place(file.name), copy)
                     self.cache.drop(file.sha256)
             if fetch:
                 self.open(file).close()
 
     def directory_with(self, name: str, sha256: str) -> Path:
-        """A local directory that holds the small file `name` of this content, fetched where it is not there yet.
+        """A local directory with the small file `name` of this content, downloaded if it is missing.
 
-        Raises DataError when it is missing or of another content.
+        Raises DataError if the file does not exist or has another content.
         """
         directory = self.cache.sets / sha256
         if not (directory / name).is_file():
@@ -124,15 +124,15 @@ class RemoteFiles:
 
     @functools.cached_property
     def _prefetcher(self) -> Prefetcher[StoredFile]:
-        # Not a method of self: the threads would keep alive what their end waits for.
+        # Not a method of self: the threads would keep alive the object whose end stops them.
         return Prefetcher(functools.partial(_prefetch, RemoteFiles(self.url, self.directory, self.cache, self.remote)))
 
 
 def open_remote(url: str, cache: ShardCache | None = None, remote: Remote | None = None) -> tuple[RemoteFiles, Manifest]:
-    """Fetch the manifest and the tokenizer of the prepared directory at `url`; no shard yet.
+    """Download the manifest and the tokenizer of the prepared directory at `url`, but no shard yet.
 
-    Raises DataError, naming the URL, for anything missing, damaged or of another version, and with the name of the package to
-    install for a protocol whose backend is not there.
+    Raises DataError, naming the URL, for anything missing, damaged or of another version. For a protocol without its backend, it names
+    the package to install.
     """
     cache, remote = cache or ShardCache(), remote or Remote()
     manifest = _required(
@@ -166,7 +166,7 @@ def _required(remote: Remote, url: str, hint: str = "upload it again") -> bytes:
 
 
 def _tokenizer_files(remote: Remote, url: str) -> Mapping[str, bytes]:
-    """The files that a tokenizer can consist of, by name: https has no listing that could be asked."""
+    """The names of the files that a tokenizer can have, because https cannot list a folder."""
     found = {}
     for name in (JSON_NAME, CONFIG_NAME):
         with contextlib.suppress(FileNotFoundError):
@@ -177,11 +177,11 @@ def _tokenizer_files(remote: Remote, url: str) -> Mapping[str, bytes]:
 
 
 def _keep(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files of a folder that is named by their content: complete or not there, whoever else writes it."""
+    """Write the files of a folder that is named by their content. It appears complete or not at all, whoever else writes it."""
     with contextlib.suppress(FileNotFoundError):
         if all((directory / name).read_bytes() == content for name, content in files.items()):
             return
-    shutil.rmtree(directory, ignore_errors=True)  # damaged, or not there
+    shutil.rmtree(directory, ignore_errors=True)  # damaged or missing
     _remove_old_stages(directory.parent)
     try:
         stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=directory.parent))
@@ -193,28 +193,28 @@ def _keep(directory: Path, files: Mapping[str, bytes]) -> None:
         finally:
             shutil.rmtree(stage, ignore_errors=True)
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # somebody else was first
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another process was first
             raise DataError(
                 f"data.cache.dir: {directory} cannot be written: {error.strerror}; choose another folder"
             ) from error
 
 
 def _remove_old_stages(folder: Path) -> None:
-    """What processes left that were killed while writing: a stage lives for milliseconds."""
+    """Remove what killed processes left while writing: a stage lives for milliseconds."""
     for stage in folder.glob(f"{_STAGE}*"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - stage.stat().st_mtime > 3600:
                 shutil.rmtree(stage, ignore_errors=True)
 
 
-# ---- ahead of those who will ask ----------------------------------------------------------------------------------------
+# ---- prefetching --------------------------------------------------------------------------------------------------------
 
 _JOIN_SECONDS = 2.0
 Item = TypeVar("Item")
 
 
 class _Queue(Generic[Item]):
-    """What the threads share. They hold this and not the Prefetcher, so that dropping it ends them."""
+    """The state of the threads. They hold this and not the Prefetcher, so that they end with it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -227,9 +227,9 @@ class _Queue(Generic[Item]):
 class Prefetcher(Generic[Item]):
     """Calls `fetch(item, cancelled)` in up to `threads` daemon threads, first asked first served. Safe between threads.
 
-    At most `longest` items wait: where more are asked for, those asked for first are given up (whoever needs them fetches them).
-    `fetch` should end with `Cancelled` soon after `cancelled()` is true. A DataError is logged and not raised: the reader that
-    needs the file meets it. After a fork the child starts with an empty queue and threads of its own.
+    At most `longest` items wait. Beyond that the oldest ones are given up, and the readers that need them download them. `fetch`
+    should end with `Cancelled` soon after `cancelled()` is true. A DataError is logged and not raised: the reader that needs the
+    file gets it again. After a fork the child starts with an empty queue and its own threads.
     """
 
     def __init__(self, fetch: Callable[[Item, Callable[[], bool]], None], threads: int = 2, longest: int = 64):
@@ -239,7 +239,7 @@ class Prefetcher(Generic[Item]):
         self._start()
 
     def add(self, items: Iterable[Item]) -> None:
-        """Fetch these soon. Returns at once."""
+        """Download these soon. Returns at once."""
         if os.getpid() != self._process:
             self._start()
         queue = self._queue
@@ -258,14 +258,14 @@ class Prefetcher(Generic[Item]):
             queue.changed.notify_all()
 
     def wait(self) -> None:
-        """Until nothing is left to do."""
+        """Wait until nothing is left to do."""
         if os.getpid() != self._process:
             return
         with self._queue.changed:
             self._queue.changed.wait_for(lambda: self._queue.closed or not (self._queue.waiting or self._queue.running))
 
     def close(self) -> None:
-        """Give up what waits, cancel what runs, and end the threads. Happens by itself when the object goes, or Python ends."""
+        """Give up waiting items, cancel running ones, and end the threads. This also happens when the object is deleted or Python ends."""
         self._finalizer()
 
     def _start(self) -> None:
@@ -288,7 +288,7 @@ def _work(queue: _Queue, fetch: Callable) -> None:
             return
         except DataError as error:
             log.warning("prefetch: %s", error)
-        except Exception:  # a defect of ours or of a backend; the reader meets it again, with its own traceback
+        except Exception:  # a defect of ours or of a backend; the reader gets it again, with its own traceback
             log.exception("prefetch of %s", item)
         finally:
             with queue.changed:
@@ -297,7 +297,7 @@ def _work(queue: _Queue, fetch: Callable) -> None:
 
 
 def _close(queue: _Queue, process: int) -> None:
-    if os.getpid() != process:  # a forked child: the threads are the parent's
+    if os.getpid() != process:  # a forked child: the threads belong to the parent
         return
     with queue.changed:
         queue.closed = True

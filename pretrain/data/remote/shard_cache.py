@@ -1,17 +1,17 @@
-"""A bounded folder of files fetched from elsewhere, shared by all processes of a node.
+"""A bounded folder of downloaded files, shared by all processes of a node.
 
     DIR/files/SHA256      complete and checked; its modification time is when it was last used
-    DIR/partial/SHA256    being fetched by the process that holds its lock, already as long as it is going to be
+    DIR/partial/SHA256    being downloaded by the process that holds its lock, already with its final length
     DIR/lock              held while room is made
-    DIR/sets/SHA256/      manifests and tokenizers, small and never dropped (see remote.py)
+    DIR/sets/SHA256/      manifests and tokenizers, small and never evicted (see remote_files.py)
 
-A file is named by its content, so that equal shards of two data sets are kept once and a shard that changed at its origin is another
-file. Locks are `flock`s: they end with the process, so one that is killed blocks nobody, and what it left is removed by whoever
-makes room next. A file that is dropped while a process has it open stays readable there (POSIX unlink); its space comes
-back when the process lets go, which readers do within seconds (`CachedFiles`).
+A file is named by its content. So equal shards of two data sets are kept once, and a shard that changed at its origin is another
+file. Locks are `flock`s, which end with their process: a killed process blocks nobody, and the next one that makes room removes its
+leftovers. An evicted file stays readable in a process that has it open (POSIX unlink). Its space is freed when the process closes
+it, which readers do within seconds (`CachedFiles`).
 
-There is no record of what is used: the folder itself is the record, read anew under the lock whenever room is made. So the count
-cannot drift, whatever was killed when.
+The folder itself is the only record of what is used. It is read anew under the lock whenever room is made, so the count cannot
+drift, even after a kill.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULT_LIMIT = 100 * 10**9
 _POLL_SECONDS = 0.05
 
 _locked: set[int] = set()
-"""Descriptors with a lock. A forked child would keep the lock of its parent's download for as long as the child lives."""
+"""Descriptors with a lock. A forked child closes them, or it would keep the lock of its parent's download."""
 
 
 def _close_locked() -> None:
@@ -57,7 +57,7 @@ def default_directory() -> Path:
 class ShardCache:
     """Files by their sha256, at most `limit_bytes` of them. Safe between threads, processes and forks; pickles.
 
-    `wait_seconds`: how long to wait for room that other downloads hold.
+    `wait_seconds`: how long to wait for space that other downloads hold.
     """
 
     def __init__(self, directory: str | Path | None = None, limit_bytes: int = DEFAULT_LIMIT, wait_seconds: float = 600.0):
@@ -83,11 +83,11 @@ class ShardCache:
         return self.directory / "sets"
 
     def path(self, sha256: str) -> Path:
-        """Where the file with this content lies, or would lie."""
+        """The path of the file with this content, whether it exists or not."""
         return self._files / sha256
 
     def touch(self, sha256: str) -> bool:
-        """Say that a file is in use, so that others are dropped before it. False when it is not here (any more)."""
+        """Mark a file as used, so that others are evicted before it. False if it is not here (any more)."""
         try:
             os.utime(self.path(sha256))
         except FileNotFoundError:
@@ -95,15 +95,15 @@ class ShardCache:
         return True
 
     def drop(self, sha256: str) -> None:
-        """Forget a file, for instance a damaged one."""
+        """Remove a file, for instance a damaged one."""
         self.path(sha256).unlink(missing_ok=True)
 
     def open(self, sha256: str, size: int, place: str, download: Callable[[int], None]) -> BinaryIO:
-        """The file with this content, open for reading; `download` brings it where it is not here.
+        """The file with this content, open for reading. If it is missing, `download` fetches it.
 
-        `download` gets a descriptor and must fill it with exactly `size` bytes of the content `sha256`, or raise. Of all who ask
-        for the same file at once, in whatever process, one downloads and the others wait. `place` is what errors call the file.
-        Raises DataError for a file above the limit, for a full disk, and when no room comes free in `wait_seconds`.
+        `download` gets a descriptor and must fill it with exactly `size` bytes of the content `sha256`, or raise. If several
+        readers of any process need the same file, one downloads it and the others wait. `place`: the name of the file in errors.
+        Raises DataError for a file above the limit, for a full disk, and if no space is freed within `wait_seconds`.
         """
         if size > self.limit_bytes:
             raise DataError(
@@ -119,7 +119,7 @@ class ShardCache:
                     return self._fetch(descriptor, sha256, size, place, download)
 
     def usage(self) -> int:
-        """Bytes of all files here, those being fetched at their final size."""
+        """Bytes of all files here. Files being downloaded count with their final size."""
         with _lock(self.directory / "lock"):
             return _total(_listing(self._files)) + _total(_listing(self._partial))
 
@@ -131,7 +131,7 @@ class ShardCache:
         actual = os.fstat(file.fileno()).st_size
         if actual != size:
             file.close()
-            log.warning("%s: its copy %s has %d bytes, not %d; fetching it again", place, self.path(sha256), actual, size)
+            log.warning("%s: its copy %s has %d bytes, not %d; downloading it again", place, self.path(sha256), actual, size)
             self.drop(sha256)
             return None
         self.touch(sha256)
@@ -140,12 +140,12 @@ class ShardCache:
     def _fetch(self, descriptor: int, sha256: str, size: int, place: str, download: Callable[[int], None]) -> BinaryIO:
         partial = self._partial / sha256
         try:
-            os.ftruncate(descriptor, 0)  # what a killed process left does not count twice
+            os.ftruncate(descriptor, 0)  # the leftovers of a killed process must not count twice
             self._make_room(descriptor, size, place)
             download(descriptor)
-            os.fsync(descriptor)  # or a power cut could leave a file of the right name and size, and other content
+            os.fsync(descriptor)  # else a power cut could leave a file with the right name and size but other content
             file = partial.open("rb")
-            with _lock(self.directory / "lock"):  # or whoever counts meanwhile could see it in neither folder
+            with _lock(self.directory / "lock"):  # else a process that counts meanwhile could see it in neither folder
                 os.rename(partial, self.path(sha256))
             return file
         except BaseException as error:
@@ -157,7 +157,7 @@ class ShardCache:
             raise
 
     def _make_room(self, descriptor: int, size: int, place: str) -> None:
-        """Drop the least recently used files until `size` bytes fit, and take them by giving the partial file its length."""
+        """Evict the least recently used files until `size` bytes fit. Reserve these by giving the partial file its length."""
         deadline = time.monotonic() + self.wait_seconds
         while True:
             with _lock(self.directory / "lock"):
@@ -169,7 +169,7 @@ class ShardCache:
                         break
                     path.unlink(missing_ok=True)
                     total -= length
-                    log.debug("%s: dropped, to make room for %s", path, place)
+                    log.debug("%s: evicted, to make room for %s", path, place)
                 if total + size <= self.limit_bytes:
                     os.ftruncate(descriptor, size)
                     return
@@ -181,7 +181,7 @@ class ShardCache:
             time.sleep(_POLL_SECONDS)
 
     def _remove_abandoned(self) -> None:
-        """Partial files that no living process holds."""
+        """Remove partial files that no living process holds."""
         for _, _, path in _listing(self._partial):
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -190,28 +190,28 @@ class ShardCache:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                pass  # being fetched
+                pass  # being downloaded
             else:
-                # Somebody may be about to lock it: they look whether the name is still that file.
+                # Another process may be about to lock it; it then checks whether the name is still that file.
                 if _is_at(descriptor, path):
                     path.unlink()
-                    log.info("%s: removed what a process left that ended while fetching", path)
+                    log.info("%s: removed the partial file of a process that ended while downloading", path)
             finally:
                 os.close(descriptor)
 
     @contextlib.contextmanager
     def _sole_downloader(self, sha256: str) -> Iterator[int | None]:
-        """The descriptor of the partial file, when nobody else has it; None when somebody else had it meanwhile."""
+        """The descriptor of the partial file once no other process has it; None if another process had it meanwhile."""
         path = self._partial / sha256
         with _lock(path) as descriptor:
             yield descriptor if _is_at(descriptor, path) else None
-            if _is_at(descriptor, path):  # not used: the file came from elsewhere
+            if _is_at(descriptor, path):  # the partial file was not used: the file came from elsewhere
                 path.unlink()
 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[int]:
-    """Create `path` if need be, and hold its lock alone."""
+    """Create `path` if it is missing, and hold its lock alone."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -222,7 +222,7 @@ def _lock(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         _locked.discard(descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # said aloud, because a forked child may hold a copy of the descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit, because a forked child may hold a copy of the descriptor
         os.close(descriptor)
 
 
@@ -242,7 +242,7 @@ def _listing(folder: Path) -> list[tuple[int, int, Path]]:
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # dropped or renamed since
+            with contextlib.suppress(FileNotFoundError):  # evicted or renamed since
                 status = entry.stat(follow_symlinks=False)
                 found.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
     return found
@@ -260,9 +260,9 @@ os.register_at_fork(before=_all_lock.acquire, after_in_parent=_all_lock.release,
 class CachedFiles(OpenFiles):
     """The open copies of one data set. Safe between threads.
 
-    While data is read, every few seconds: mark the files used since the last sweep, so that the cache evicts others first. Where a
-    file was evicted that is open, close all files, in every data set of this process: an open file holds its space.
-    `sha256_of`: the content of the file with a key.
+    While data is read, every few seconds: mark the files used since the last sweep, so that the cache evicts others first. If an
+    open file was evicted, close all files, in every data set of this process: an open file keeps its disk space. `sha256_of`: the
+    content of the file with a key.
     """
 
     def __init__(self, open_file: Callable[[Any], OpenFile], sha256_of: Callable[[Any], str], cache: ShardCache) -> None:
@@ -285,7 +285,7 @@ class CachedFiles(OpenFiles):
         return super().get(key)
 
     def sweep(self) -> None:
-        """Touch what was used since the last time, and close all files if one of them was evicted."""
+        """Mark the files used since the last sweep, and close all files if one of them was evicted."""
         used, self._used = self._used, set()
         for key in used.copy():
             self._cache.touch(self._sha256_of(key))

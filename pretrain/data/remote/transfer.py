@@ -1,9 +1,9 @@
-"""Bytes from any fsspec URL, with patience for what passes and none for what does not.
+"""Bytes from any fsspec URL, with retries for failures that may pass.
 
-A connection that breaks, a server that answers 5xx, a body that ends early or a transfer that stands still is tried again, after a
-wait that doubles each time and is drawn at random in its upper half, until `Patience.give_up_seconds` have passed since the
-first failure. What will not get better by waiting (not found, not allowed, no credentials) fails at once. Each retry is logged;
-the libraries' own silent retries are switched off where they can be.
+After a broken connection, a 5xx answer, a truncated body or a stalled transfer, the download is tried again. The wait doubles each
+time and is drawn at random from its upper half. Retries end `Patience.give_up_seconds` after the first failure. Errors that
+waiting cannot mend (not found, not allowed, no credentials) fail at once. Each retry is logged; the libraries' own silent retries
+are switched off if possible.
 
 Credentials and endpoints come from the environment, as each library defines them: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
 AWS_PROFILE, AWS_ENDPOINT_URL and FSSPEC_S3_ANON (s3fs), GOOGLE_APPLICATION_CREDENTIALS (gcsfs), HF_TOKEN and HF_ENDPOINT
@@ -54,10 +54,10 @@ _NO_CREDENTIALS = {
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """How long to go on. Seconds, but for `contents`.
+    """How long to retry, in seconds except for `contents`.
 
-    `stall`: longest wait for the next 8 MiB (so 140 kB/s is the slowest that counts as moving); `first_delay`, `longest_delay`: between attempts;
-    `give_up`: from the first failure on; `contents`: how often a file is fetched that turns out to be another one.
+    `stall`: longest wait for the next 8 MiB (so a transfer slower than 140 kB/s is stalled); `first_delay`, `longest_delay`: between attempts;
+    `give_up`: from the first failure on; `contents`: how often a file with wrong content is downloaded.
     """
 
     stall: float = 60.0
@@ -72,11 +72,11 @@ class Cancelled(Exception):
 
 
 class PassingError(DataError):
-    """A failure of a server or a network that may pass: worth another attempt."""
+    """A failure of a server or a network that may pass, so another attempt is made."""
 
 
 class _WrongContent(Exception):
-    """All bytes arrived, and they are not those of the manifest."""
+    """All bytes arrived, but they are not those of the manifest."""
 
 
 def is_url(path: object) -> bool:
@@ -94,7 +94,7 @@ def join(url: str, name: str) -> str:
 
 
 def shown(url: str) -> str:
-    """The URL without what it may hold of secrets: user, password and query."""
+    """The URL without possible secrets: user, password and query."""
     return re.sub(r"\?[^:]*", "", re.sub(r"//[^/@]*@", "//", url))
 
 
@@ -111,7 +111,7 @@ class Remote:
     def download(
         self, url: str, size: int, sha256: str, descriptor: int, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
-        """Write the file into `descriptor` and check its hash on the way. Raises DataError naming the URL and what to do."""
+        """Write the file into `descriptor` and check its hash on the way. Raises DataError naming the URL and the remedy."""
 
         def attempt() -> None:
             digest, received = hashlib.sha256(), 0
@@ -130,11 +130,11 @@ class Remote:
         self.persist(url, attempt, cancelled)
 
     def read(self, url: str) -> bytes:
-        """A small file whole. Raises FileNotFoundError where there is none, else DataError."""
+        """The content of a small file. Raises FileNotFoundError if it is missing, else DataError."""
         return self.persist(url, lambda: b"".join(self._chunks(url, lambda: False)), lambda: False)
 
     def persist(self, url: str, attempt: Callable[[], Any], cancelled: Callable[[], bool] = lambda: False) -> Any:
-        """The result of `attempt`, which is made again where it raises PassingError, by the rules above. `url`: for messages."""
+        """The result of `attempt`, which is repeated by the rules above if it raises PassingError. `url`: for messages."""
         patience, first_failure, delay, contents = self.patience, None, self.patience.first_delay, 0
         while True:
             try:
@@ -143,7 +143,7 @@ class Remote:
                 contents += 1
                 if contents >= patience.contents:
                     raise DataError(
-                        f"{shown(url)}: fetched {contents} times, each time {error}; restore the file there, or prepare the data again"
+                        f"{shown(url)}: downloaded {contents} times, each time {error}; restore the file there, or prepare the data again"
                     ) from error
                 reason = str(error)
             except PassingError as error:
@@ -162,7 +162,7 @@ class Remote:
             delay = min(2 * delay, patience.longest_delay)
 
     def _chunks(self, url: str, cancelled: Callable[[], bool]) -> Iterator[bytes]:
-        """The content, piece by piece, read by a thread of its own: a backend that hangs can be left to itself."""
+        """The content, piece by piece. A thread of its own reads it, so that a backend that hangs can be abandoned."""
         pieces: queue.Queue[bytes | BaseException] = queue.Queue(maxsize=2)
         left = threading.Event()
         threading.Thread(target=self._produce, args=(url, pieces, left), daemon=True, name="transfer").start()
@@ -195,11 +195,11 @@ class Remote:
                     piece = _fill(file, left)
                     if not _put(pieces, piece, left) or not piece:
                         return
-        except BaseException as error:  # raised in the thread that asked
+        except BaseException as error:  # raised in the calling thread
             _put(pieces, error, left)
 
     def open(self, url: str, at_random: bool = False) -> Any:
-        """The file as fsspec opens it: to be read from start to end, or `at_random`. What it raises is for `judged` to judge."""
+        """The file as fsspec opens it, to be read from start to end, or `at_random`. `judged` handles its errors."""
         system, path = self.system(url)
         opening = {} if at_random or "::" in url else _options(_protocol(url), self.patience.stall)[1]
         return system.open(path, "rb", **opening)
@@ -208,7 +208,7 @@ class Remote:
         """The fsspec file system of a URL, and the path in it."""
         import fsspec
 
-        if "::" in url:  # what the links of a chain need is for fsspec to say
+        if "::" in url:  # fsspec decides the options of the links of a chain
             return fsspec.core.url_to_fs(url)
         protocol, place = _protocol(url), (os.getpid(), url.rsplit("/", 1)[0])
         system = self._systems.get(place)
@@ -221,13 +221,13 @@ class Remote:
 
 
 def _options(protocol: str, stall: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of the file system, and of opening a file, for backends whose defaults do not fit reading once from start to end."""
+    """Options of the file system and of opening a file, for backends whose defaults do not fit one read from start to end."""
     if protocol in ("s3", "s3a"):
         config = {
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": stall,
             "retries": {"total_max_attempts": 1},
-            "response_checksum_validation": "when_required",  # the manifest's sha256 is stronger, and its error says more
+            "response_checksum_validation": "when_required",  # the manifest's sha256 is stronger, and its error is clearer
         }
         return {"config_kwargs": config, "use_listings_cache": False}, {"block_size": _CHUNK, "cache_type": "none"}
     if protocol in ("http", "https"):
@@ -248,7 +248,7 @@ def _protocol(url: str) -> str:
 
 
 def _fill(file: Any, left: threading.Event) -> bytes:
-    """The next chunk, whole unless the file ends. A trickle must not look like a transfer that moves."""
+    """The next chunk, whole unless the file ends. A trickle must not look like progress."""
     parts, missing = [], _CHUNK
     while missing and not left.is_set():
         part = file.read(missing)
@@ -284,7 +284,7 @@ def _sleep(seconds: float, cancelled: Callable[[], bool]) -> None:
 
 
 def judged(url: str, error: BaseException) -> BaseException:
-    """What to raise for a backend's error: DataError for what waiting cannot mend, PassingError for what it may."""
+    """The error to raise for a backend's error: PassingError if waiting may help, else DataError."""
     status = _status(error)
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     what = what.replace(url, shown(url))
@@ -297,7 +297,7 @@ def judged(url: str, error: BaseException) -> BaseException:
             f"run {install_command('remote')}"
         )
     if isinstance(error, (FileNotFoundError, NotADirectoryError)) or status in (404, 410):
-        return FileNotFoundError(f"{shown(url)}: not found there; check the URL, and that the upload was complete")
+        return FileNotFoundError(f"{shown(url)}: not found; check the URL, and whether the upload was complete")
     if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ in _NO_CREDENTIALS:
         return DataError(
             f"{shown(url)}: access refused ({what}); set the credentials in the environment "
@@ -311,7 +311,7 @@ def judged(url: str, error: BaseException) -> BaseException:
 
 
 def _status(error: BaseException) -> int:
-    """The HTTP status behind an error of aiohttp, gcsfs, httpx or requests; 0 where there is none."""
+    """The HTTP status behind an error of aiohttp, gcsfs, httpx or requests; 0 without one."""
     response = getattr(error, "response", None)
     for status in (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None)):
         if isinstance(status, int) and 100 <= status < 600:

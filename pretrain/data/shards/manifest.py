@@ -1,6 +1,7 @@
-"""The manifest of a prepared directory: what is in it, how it was made, and the sha256 of every file and of itself.
+"""The manifest of a prepared directory: its content, how it was made, and the sha256 of every file and of itself.
 
-Plain JSON, every key checked. Version 2, of before 2026-12, had no seal, no plan and no list of invalid rows; it is read as it is.
+It is plain JSON, and every key is checked. Version 2, from before 2026-12, had no seal, no plan and no list of invalid rows; it is
+read as it is.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ INVALID_NAME = "invalid.jsonl"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 INDEX_DTYPE = np.dtype("<u8")
 ORIGIN_DTYPE = np.dtype([("input", "<u4"), ("row", "<u4")])
-"""Where a document comes from: the number of its input file, and the line or row there, from 0."""
+"""The origin of a document: the number of its input file, and the line or row there, from 0."""
 
 Scalar = str | int | float | bool | None
 _HASH = re.compile("[0-9a-f]{64}")
@@ -46,7 +47,8 @@ class StoredFile(NamedTuple):
 class Shard:
     """Three files, as the manifest describes them.
 
-    `bytes` is the size of the documents' text as UTF-8, 0 for what came as ids; `longest` the tokens of the longest document.
+    `bytes`: the size of the documents' text as UTF-8, 0 for documents that came as ids; `longest`: the tokens of the longest
+    document.
     """
 
     file: str
@@ -62,22 +64,22 @@ class Shard:
 
     @property
     def files(self) -> tuple[tuple[str, str], ...]:
-        """(name, sha256) of each."""
+        """(name, sha256) of each file."""
         return (self.file, self.sha256), (self.index_file, self.index_sha256), (self.origin_file, self.origin_sha256)
 
     def stored(self, dtype: np.dtype) -> tuple[StoredFile, StoredFile, StoredFile]:
-        """Tokens, document index and origins, where tokens are stored as `dtype`."""
+        """Tokens, document index and origins; tokens are stored as `dtype`."""
         sizes = self.tokens * dtype.itemsize, self.documents * INDEX_DTYPE.itemsize, self.documents * ORIGIN_DTYPE.itemsize
         return tuple(StoredFile(name, size, sha256) for (name, sha256), size in zip(self.files, sizes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The whole of `manifest.json` but for its format and version.
+    """All of `manifest.json` except its format and version.
 
-    `preparation` says how the data were made (options and counts), for people: nothing is decided by it. `plan_sha256` names the
-    inputs and options, so that the same command finds its work done; None where there was no such plan. `eod_token`: see
-    TokenizerIdentity. `invalid_sha256`: that of the list of rows that were left out, where there is one.
+    `preparation` says how the data were made (options and counts). It is for people and decides nothing. `plan_sha256` names the
+    inputs and options, so that the same command finds its work done; None without a plan. `eod_token`: see TokenizerIdentity.
+    `invalid_sha256`: the hash of the list of rows that were left out, if it exists.
     """
 
     dtype: str
@@ -102,7 +104,7 @@ _SHARD_KEYS = {field.name for field in dataclasses.fields(Shard)}
 
 
 def tokenizer_keys(tokenizer: TokenizerIdentity) -> dict[str, Any]:
-    """What a manifest says of its tokenizer."""
+    """The manifest's keys about its tokenizer."""
     return {
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
@@ -130,7 +132,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def read_described(file: Path, format_name: str, readable: tuple[int, ...], remedy: str) -> dict[str, Any]:
-    """The JSON object in `file`, of this format and one of these versions, all but the first of which have a seal (`storage.sealed_json`).
+    """The JSON object in `file`, of this format and one of these versions. All versions but the first have a seal (`storage.sealed_json`).
 
     Raises DataError, naming the file, for anything else.
     """
@@ -155,10 +157,10 @@ _NEWER = ("eod_token", "plan_sha256", "invalid_sha256")
 
 
 def _parse_manifest(file: Path, content: dict) -> Manifest:
-    """Exact keys, exact types, and counts that add up."""
+    """Check keys, types, and that counts add up."""
     keys = {"format", "version", *(field.name for field in dataclasses.fields(Manifest))}
     _check_keys(file, "", content, keys.difference(_NEWER) if content["version"] < 3 else keys)
-    if content["dtype"] not in tuple(DTYPES):  # a tuple, so that an unhashable value is just not in it
+    if content["dtype"] not in tuple(DTYPES):  # a tuple, because an unhashable value would fail in a set
         raise DataError(f"{file}: dtype must be one of {', '.join(DTYPES)}, got {content['dtype']!r}")
     if not isinstance(content["shards"], list) or not content["shards"]:
         raise DataError(f"{file}: shards must be a non-empty list")
@@ -231,14 +233,14 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def write_inputs(directory: Path, names: Sequence[str]) -> str:
-    """Write the names of the input files to `directory`/inputs.json; the sha256 of that file."""
+    """Write the names of the input files to `directory`/inputs.json. Return the sha256 of that file."""
     content = (json.dumps(list(names), indent=0) + "\n").encode()
     (directory / INPUTS_NAME).write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
 
 def write_invalid(directory: Path, rows: Sequence[tuple[str, str]]) -> str | None:
-    """List rows that were left out, (where, why) each, in `directory`/invalid.jsonl; the sha256 of that file, None where there are none."""
+    """Write the rows that were left out, (where, why) each, to `directory`/invalid.jsonl. Return its sha256, None without such rows."""
     if not rows:
         return None
     content = "".join(json.dumps({"where": where, "why": why}) + "\n" for where, why in rows).encode()
@@ -253,7 +255,7 @@ def read_inputs(directory: Path, sha256: str) -> list[str]:
 
 
 def check_content(file: Path, sha256: str) -> None:
-    """Raise DataError, naming `file`, unless it has the content that the manifest says."""
+    """Raise DataError, naming `file`, unless it has the content that the manifest gives."""
     try:
         actual = sha256_of(file)
     except OSError as error:

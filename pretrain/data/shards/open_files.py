@@ -1,10 +1,10 @@
-"""Files that are read at random positions, kept open while the system's limit of open files allows it.
+"""Files that are read at random positions. They stay open while the system's limit of open files allows it.
 
     reader ──(shard, which file)──▶ OpenFiles ──▶ OpenFile.read(size, offset)        one pread, no mapping
 
 All data sets of a process share one budget, half of the limit of open files. The soft limit (`ulimit -n`, often 1,024) is raised
-where it is too low for the data, up to the hard one. Beyond the budget, what was opened first is closed first, and opened again
-when it is read again, which takes three calls more.
+up to the hard one if the data need it. Beyond the budget, the file that was opened first is closed first. It is opened again when
+it is read again, which takes three more calls.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pretrain.errors import DataError
 _LEAST, _MOST = 64, 1 << 16
 _lock = threading.Lock()
 _opened: collections.deque[tuple[weakref.ref[OpenFiles], Hashable]] = collections.deque()
-"""What is open in this process, the oldest first; some of it may be gone."""
+"""The open files of this process, the oldest first; some may be gone."""
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class OpenFile:
-    """A file that can be read at any position, by any thread. It is closed when nobody holds it any more."""
+    """A file that any thread can read at any position. It is closed when nobody holds it any more."""
 
     __slots__ = ("_close", "_descriptor", "name")
 
     def __init__(self, descriptor: int, name: object) -> None:
         self._descriptor, self.name = descriptor, name
-        self._close = os.close  # held, because the module may be gone when Python ends
+        self._close = os.close  # kept here, because the module may be gone when Python ends
 
     @classmethod
     def at(cls, path: Path, size: int) -> OpenFile:
-        """Open a local file. Raises DataError unless it has `size` bytes; OSError only where too many files are open."""
+        """Open a local file. Raises DataError unless it has `size` bytes, and OSError only if too many files are open."""
         try:
             file = cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
             if os.fstat(file._descriptor).st_size == size:
@@ -54,7 +54,7 @@ class OpenFile:
         raise DataError(f"{path}: was replaced while it was opened; leave the data alone while a run reads it")
 
     def read(self, size: int, offset: int) -> bytes:
-        """The `size` bytes from `offset` on. Raises DataError naming the file where they cannot be had."""
+        """The `size` bytes from `offset` on. Raises DataError naming the file if they cannot be read."""
         try:
             content = os.pread(self._descriptor, size, offset)
             while len(content) < size:  # more than the system reads at once, or the end of the file
@@ -81,7 +81,7 @@ class OpenFiles:
         self._files: dict[Hashable, OpenFile] = {}
 
     def get(self, key: Hashable) -> OpenFile:
-        """The file of this key. Raises DataError where it cannot be opened."""
+        """The file of this key. Raises DataError if it cannot be opened."""
         file = self._files.get(key)
         return file if file is not None else self._add(key)
 
@@ -116,12 +116,12 @@ def _close_down_to(count: int) -> None:
 
 
 def _budget(wanted: int) -> int:
-    """How many files may be open, where `wanted` are."""
+    """How many files may be open, if `wanted` are needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST
     if wanted > soft // 2 and soft < 2 * _MOST:
-        # The soft limit is low for the sake of programs that call select(), which no library here does.
+        # The soft limit is low for programs that call select(), which no library here does.
         raised = min(2 * _MOST, 4 * wanted, hard if hard != resource.RLIM_INFINITY else 2 * _MOST)
         if raised > soft:
             with contextlib.suppress(OSError, ValueError):
@@ -131,7 +131,7 @@ def _budget(wanted: int) -> int:
 
 
 def check_size(file: Path, expected: int) -> None:
-    """Raise DataError, saying what is wrong, unless `file` is there and has so many bytes."""
+    """Raise DataError unless `file` exists and has this many bytes."""
     if not file.is_file():
         raise DataError(f"{file}: missing, though manifest.json lists it")
     size = file.stat().st_size

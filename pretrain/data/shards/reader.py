@@ -1,17 +1,17 @@
 """Prepared data on disk: a manifest, shards of little-endian tokens with a document index, and a copy of the tokenizer.
 
-    DIR/manifest.json        what is here: dtype, vocabulary, counts, how it was made, and the sha256 of every file
-    DIR/inputs.json          the names of the files it was made from
+    DIR/manifest.json        the content: dtype, vocabulary, counts, how it was made, and the sha256 of every file
+    DIR/inputs.json          the names of the files that it was made from
     DIR/tokenizer/           the tokenizer that made the ids, self-contained
     DIR/shard-00000.bin      tokens, uint16 or uint32; one end-of-document token closes each document
     DIR/shard-00000.idx      uint64 per document: the position in this shard just after its end-of-document token
     DIR/shard-00000.src      two uint32 per document: its number in inputs.json, and its line or row there, from 0
 
 Positions: a *shard position* counts tokens from the start of one file, a *stream position* from the start of shard 0. Documents
-never straddle shards. Reading needs numpy alone and can execute nothing: the files are raw integers and JSON.
+never straddle shards. Reading needs only numpy and can execute nothing: the files are raw integers and JSON.
 
-Files are read by position and never mapped: a file that is cut short, or a disk that fails, is then an error with a name, where
-a mapping would end the process with SIGBUS.
+Files are read by position and never mapped. So a truncated file or a failing disk gives an error with a name, while a mapping
+would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from pretrain.data.remote.remote_files import RemoteFiles
     from pretrain.data.remote.shard_cache import ShardCache
 
-_DENSE = 512  # bytes of a document index that are cheaper to read through than to skip with one more call
+_DENSE = 512  # bytes of a document index: reading up to this many is cheaper than skipping them with another call
 
 
 class Holding(Protocol):
-    """Files that a run reads, with a local manifest that has their hashes. `content`: equal where they hold the same, wherever they lie."""
+    """Files that a run reads, with a local manifest that has their hashes. `content` is equal for equal files, wherever they lie."""
 
     @property
     def path(self) -> Path | str: ...
@@ -61,7 +61,7 @@ class Holding(Protocol):
     def manifest_file(self) -> Path: ...
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Hash this part of the files. Raises DataError naming the first whose content is not what was written."""
+        """Hash this part of the files. Raises DataError naming the first damaged one."""
 
 
 class PreparedData:
@@ -87,14 +87,14 @@ class PreparedData:
 
     @classmethod
     def open(cls, path: str | Path, cache: ShardCache | None = None) -> PreparedData:
-        """Read the manifest of the directory `path` and check that every file is there with the right size; map nothing yet.
+        """Read the manifest of the directory `path` and check that every file exists with the right size; open none yet.
 
-        `path` may be a URL that fsspec reads (s3://, gs://, hf://, https://, ...): the manifest and the tokenizer are fetched now,
-        each shard when it is first read or prefetched, and kept in `cache` (by default ShardCache(), 100 GB). Whether the shards
-        are there is then seen when they are read.
+        `path` may be a URL that fsspec reads (s3://, gs://, hf://, https://, ...). Then the manifest and the tokenizer are
+        downloaded now, and each shard when it is first read or prefetched. They are kept in `cache` (by default ShardCache(), 100
+        GB). A missing shard is noticed only when it is read.
 
         Raises DataError, naming the file, for anything missing, empty, truncated, of another version or inconsistent. Contents
-        are not hashed here: that is `verify`, and `verify_documents`.
+        are not hashed here; `verify` and `verify_documents` do that.
         """
         if is_url(path):
             from pretrain.data.remote.remote_files import open_remote
@@ -113,12 +113,12 @@ class PreparedData:
         return cls(path, manifest)
 
     def __reduce__(self):
-        # Open files stay here; path and manifest are enough.
+        # Open files are not pickled; path and manifest are enough.
         return PreparedData, (self.path, self.manifest, self._remote)
 
     @property
     def is_remote(self) -> bool:
-        """Whether shards are fetched when they are read."""
+        """Whether shards are downloaded when they are read."""
         return self._remote is not None
 
     @property
@@ -127,7 +127,7 @@ class PreparedData:
         return (self._remote.directory if self._remote else self.path) / "tokenizer"
 
     def check_tokenizer(self) -> None:
-        """Raise DataError unless the copy of the tokenizer is the one that the data were prepared with."""
+        """Raise DataError unless the copy is the tokenizer that the data were prepared with."""
         if difference := copy_difference(self.tokenizer_path, self.tokenizer):
             raise DataError(
                 f"{self.tokenizer_path} is not the tokenizer that {self.path} was prepared with: {difference}; restore it or prepare again"
@@ -135,19 +135,19 @@ class PreparedData:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes of text that a token stands for; None for data that came as ids, whose text nobody measured."""
+        """Mean bytes of text per token; None for data that came as ids, because the size of its text is unknown."""
         sizes = [shard.bytes for shard in self.manifest.shards]
         return sum(sizes) / self.tokens if all(sizes) else None
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """sha256 of the dtype and of the shards' token hashes in order: the content's identity, wherever it lies."""
+        """sha256 of the dtype and of the shards' token hashes in order. It identifies the content, wherever it lies."""
         parts = [self.manifest.dtype, *(shard.sha256 for shard in self.manifest.shards)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     @property
     def content(self) -> str:
-        """What its tokens and documents are, and its tokenizer: equal where data are the same, wherever they lie."""
+        """A value for its tokens, documents and tokenizer. It is equal for equal data, wherever they lie."""
         return f"{self.fingerprint} {self.documents_fingerprint} {' '.join(map(str, self.tokenizer[:3]))}"
 
     @property
@@ -157,15 +157,15 @@ class PreparedData:
 
     @functools.cached_property
     def documents_fingerprint(self) -> str:
-        """sha256 of the hashes of the shards' document indices in order: where documents end, as packing and pairs cut them."""
+        """sha256 of the hashes of the shards' document indices in order. Packing and pairs depend on them."""
         parts = [str(INDEX_DTYPE), *(shard.index_sha256 for shard in self.manifest.shards)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) of the stream, as a fresh int64 array.
 
-        Finding the shard is O(log shards), and only the pages that are touched are read from disk. Raises IndexError outside
-        the stream, DataError when a shard has changed size since `open` or cannot be read.
+        Finding the shard is O(log shards), and only the needed pages are read from disk. Raises IndexError outside the stream,
+        and DataError if a shard has changed its size since `open` or cannot be read.
         """
         if count < 0 or start < 0 or start + count > self.tokens:
             raise IndexError(f"{self.path}: tokens {start}..{start + count} are outside 0..{self.tokens}")
@@ -174,7 +174,7 @@ class PreparedData:
     def read_joined(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """The tokens of these stretches of the stream, one stretch after the other, as they are stored: read-only, of `dtype`.
 
-        Several times faster than `read` where stretches are short; errors as there.
+        It is several times faster than `read` for short stretches, and raises the same errors.
         """
         if starts.size and not 0 <= starts.min() <= (starts + lengths).max() <= self.tokens:
             raise IndexError(f"{self.path}: tokens from {starts.min()} and {starts.max()} on are outside 0..{self.tokens}")
@@ -191,7 +191,7 @@ class PreparedData:
         return np.frombuffer(b"".join(parts), dtype=self.dtype)
 
     def _read(self, start: int, count: int) -> bytes:
-        """Tokens that may go on in the shards that follow."""
+        """Tokens that may continue in the next shards."""
         parts, shard = [], bisect.bisect_right(self._token_starts, start) - 1
         while count:
             first = start - self._token_starts[shard]
@@ -226,7 +226,7 @@ class PreparedData:
         return starts, ends
 
     def _bounds(self, shard: int, local: np.ndarray) -> np.ndarray:
-        """Shard positions [2, documents] where these documents of a shard start and end."""
+        """Shard positions [2, documents] of the start and end of these documents of a shard."""
         first, last = int(local.min()), int(local.max()) + 1
         if (last - first) * INDEX_DTYPE.itemsize <= _DENSE * len(local):
             ends = self._shard_ends(shard, max(first - 1, 0), last)
@@ -256,9 +256,9 @@ class PreparedData:
         return np.frombuffer(content, dtype=INDEX_DTYPE).astype(np.int64)
 
     def prefetch(self, start: int, count: int) -> None:
-        """Bring the shards that hold tokens [start, start + count) into the cache, in the background. Local data: nothing to do.
+        """Download the shards that hold tokens [start, start + count) into the cache, in the background. For local data it does nothing.
 
-        Positions outside the stream are left out, so that a reader may look ahead of its end. Returns at once.
+        Positions outside the stream are ignored, so that a reader may look beyond its end. Returns at once.
         """
         if self._remote is None:
             return
@@ -270,7 +270,7 @@ class PreparedData:
             )
 
     def origin(self, document: int) -> tuple[str, int]:
-        """The input file a document comes from, as it was named when it was prepared, and its line or row there, from 0.
+        """The input file of a document, by its name at the preparation, and its line or row there, from 0.
 
         Reads one record, and the list of inputs the first time. Raises IndexError outside the documents.
         """
@@ -289,12 +289,12 @@ class PreparedData:
         return read_inputs(folder, sha256)
 
     def verify(self, part: int = 0, parts: int = 1, fetch: bool = False) -> None:
-        """Hash the shards i with i % parts == part (so that ranks can share the work) against the manifest, and check their documents.
+        """Compare the shards i with i % parts == part (so that ranks can share the work) with their hashes, and check their documents.
 
-        Behind a URL, every file is checked when it is fetched, so only the copies in the cache are hashed here, and damaged ones
-        dropped; `fetch` brings the rest too, which checks what lies there now.
+        Behind a URL, every file is checked when it is downloaded. So only the copies in the cache are hashed here, and damaged
+        ones evicted. `fetch` downloads the rest too, which checks the present files.
 
-        Raises DataError naming the first file whose content is not what was written.
+        Raises DataError naming the first damaged file.
         """
         shards = range(part, len(self.manifest.shards), parts)
         if self._remote is not None:
@@ -307,9 +307,9 @@ class PreparedData:
             self._check_end(shard)
 
     def verify_documents(self) -> None:
-        """Hash the document index of every shard, and check it: before anything that is to last is built from them.
+        """Hash and check the document index of every shard. Call it before anything lasting is built from them.
 
-        Behind a URL this brings those that are not in the cache. Raises DataError naming the first that is not what was written.
+        Behind a URL this downloads those that are not in the cache. Raises DataError naming the first damaged one.
         """
         for shard, entry in enumerate(self.manifest.shards):
             if self._remote is not None:
@@ -319,7 +319,7 @@ class PreparedData:
             self._check_documents(shard)
 
     def _check_documents(self, shard: int) -> None:
-        """Raise DataError unless the ends of a shard's documents rise to the end of its tokens."""
+        """Raise DataError unless the ends of a shard's documents rise up to the end of its tokens."""
         entry, before = self.manifest.shards[shard], 0
         for first in range(0, entry.documents, 1 << 20):
             ends = self._shard_ends(shard, first, min(first + (1 << 20), entry.documents))
@@ -332,12 +332,12 @@ class PreparedData:
             )
 
     def _check_end(self, shard: int) -> None:
-        """Raise DataError unless the last document of a shard ends as the manifest says that documents do."""
+        """Raise DataError unless the last document of a shard ends with the manifest's end-of-document token."""
         entry, size = self.manifest.shards[shard], self.dtype.itemsize
         last = int.from_bytes(self._files.get((shard, False)).read(size, (entry.tokens - 1) * size), "little")
         if last != self.eod_id:
             raise DataError(
-                f"{self._place(entry.file)}: ends with token {last}, and manifest.json says that documents end with {self.eod_id}; "
+                f"{self._place(entry.file)}: ends with token {last}, but manifest.json says that documents end with {self.eod_id}; "
                 "restore or re-prepare it"
             )
 

@@ -1,4 +1,4 @@
-"""Directories that are complete or invisible: written aside under a hidden name, flushed to disk, then renamed into place."""
+"""Directories that are complete or invisible: written under a hidden name, flushed to disk, then renamed into place."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pretrain.storage import flush
 def staged_directory(output: Path) -> Iterator[Path]:
     """A hidden sibling of `output` to write into; it becomes `output` when the block ends, and vanishes if the block raises.
 
-    The name is random, so two processes that prepare the same output never see each other's files: the first to finish wins
-    and the other gets the error. A process killed inside the block leaves `.NAME.*.partial`, which nothing reads.
-    Raises DataError when `output` is a file or a non-empty directory, before any work and again at the rename.
+    The name is random, so two processes that prepare the same output never see each other's files. The first to finish wins, and
+    the other gets the error. A process that is killed inside the block leaves `.NAME.*.partial`, which nothing reads. Raises
+    DataError if `output` is a file or a non-empty directory, before any work and again at the rename.
     """
     output = Path(os.path.abspath(output))
     refuse_existing(output)
@@ -31,7 +31,7 @@ def staged_directory(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise DataError(f"{output}: cannot be created: {error.strerror}") from error
     try:
-        # mkdtemp makes the directory private; a data set is as readable as its owner's umask says.
+        # mkdtemp makes the directory private, but a data set must be as readable as its owner's umask says.
         stage.chmod(0o777 & ~_umask())
         yield stage
         flush_tree(stage)
@@ -42,7 +42,7 @@ def staged_directory(output: Path) -> Iterator[Path]:
 
 
 def refuse_url(option: str, path: object) -> None:
-    """Raise ConfigError for a URL where a directory is made: object stores cannot rename one into place."""
+    """Raise ConfigError for a URL in place of a directory: object stores cannot rename a directory into place."""
     if is_url(path):
         raise ConfigError(
             f"{option} {shown(str(path))}: is a URL; name a directory on a local or shared disk, and copy it when it is finished "
@@ -59,7 +59,7 @@ def refuse_existing(output: Path) -> None:
 
 
 def rename_into_place(stage: Path, output: Path) -> None:
-    """Rename the directory `stage` to `output`, durably. Raises DataError when something has come to be there."""
+    """Rename the directory `stage` to `output`, durably. Raises DataError if something appeared there in the meantime."""
     try:
         os.rename(stage, output)  # atomic; replaces an empty directory, never a filled one
     except OSError as error:

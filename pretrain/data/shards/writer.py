@@ -1,4 +1,4 @@
-"""Writing a prepared directory, shard by shard; `shards` describes the format."""
+"""Writing a prepared directory, shard by shard; reader.py describes the format."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _BUFFER = 1 << 20
 
 
 def cut_into_shards(lengths: np.ndarray, filled: int, shard_tokens: int) -> Iterator[tuple[int, int, bool]]:
-    """Runs (first, last, opens) of documents that go into one shard each; `opens` says that the run begins a new one.
+    """Runs (first, last, opens) of documents that go into one shard each; `opens`: the run begins a new shard.
 
-    `lengths` counts the tokens of each document, `filled` those already in the open shard. A shard is closed before the
-    document that would take it beyond `shard_tokens`; a longer document has one to itself.
+    `lengths` are the tokens of each document, `filled` the tokens already in the open shard. A shard is closed before the
+    document that would take it beyond `shard_tokens`; a longer document has a shard to itself.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     first = begin = 0
@@ -52,7 +52,7 @@ def cut_into_shards(lengths: np.ndarray, filled: int, shard_tokens: int) -> Iter
 
 
 class ShardFiles:
-    """The three files of a shard that is being written, hashed as they grow."""
+    """The three files of a shard during writing, hashed as they grow."""
 
     def __init__(self, directory: Path, number: int, dtype: np.dtype) -> None:
         self.tokens = 0
@@ -63,7 +63,7 @@ class ShardFiles:
         self._hashes = [hashlib.sha256() for _ in self._names]
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray, sizes: np.ndarray, origins: np.ndarray) -> None:
-        """Documents end to end in `tokens`; of each its tokens, its bytes of text and its record of `ORIGIN_DTYPE`."""
+        """Append documents, end to end in `tokens`: with the tokens, the bytes of text and the `ORIGIN_DTYPE` record of each."""
         index = (np.cumsum(lengths, dtype=np.int64) + self.tokens).astype(INDEX_DTYPE)
         arrays = (tokens.astype(self._dtype, copy=False), index, origins.astype(ORIGIN_DTYPE, copy=False))
         for file, digest, array in zip(self._files, self._hashes, arrays):
@@ -76,11 +76,11 @@ class ShardFiles:
         self._longest = max(self._longest, int(np.max(lengths)))
 
     def finish(self) -> Shard:
-        """Flush to the disk, and what the manifest says of the shard."""
+        """Flush the files to the disk. Return the manifest's entry for the shard."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # so that a later check of the hash reads the disk and not this memory
+            if hasattr(os, "posix_fadvise"):  # so that a later check of the hash reads the disk and not the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self.close()
         counts = (self._documents, self.tokens, self._bytes, self._longest)
@@ -88,14 +88,14 @@ class ShardFiles:
 
     def close(self) -> None:
         for file in self._files:
-            with contextlib.suppress(OSError):  # closing flushes, which fails on a full disk: writing has said so
+            with contextlib.suppress(OSError):  # closing flushes, which fails on a full disk: writing has reported that
                 file.close()
 
 
 class ShardWriter:
-    """Writes one prepared directory from documents in memory; `prepare` is the way for more than that.
+    """Writes one prepared directory from documents in memory; use `prepare` for larger corpora.
 
-    `ShardWriter.create` makes one. `documents`, `tokens` and `shards` say what has been written so far; `shards` is complete
+    `ShardWriter.create` makes one. `documents`, `tokens` and `shards` count what has been written so far; `shards` is complete
     when the block of `create` has ended.
     """
 
@@ -116,7 +116,7 @@ class ShardWriter:
     def create(cls, output: str | Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> Iterator[ShardWriter]:
         """A writer for the new directory `output`, which appears, complete, when the block ends without an error.
 
-        Raises DataError when `output` exists and is not empty, and when the block ends without a single document.
+        Raises DataError if `output` exists and is not empty, or if the block ends without a single document.
         """
         output = Path(output)
         with staged_directory(output) as directory:
@@ -131,7 +131,7 @@ class ShardWriter:
                     writer._files.close()
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents laid end to end in `tokens`; `lengths` counts the tokens of each with its end-of-document token.
+        """Append documents, end to end in `tokens`; `lengths` are the tokens of each with its end-of-document token.
 
         Raises ValueError for documents that are not closed and for ids outside the vocabulary.
         """

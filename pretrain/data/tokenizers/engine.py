@@ -1,6 +1,6 @@
-"""Which engine encodes the corpus: tiktoken where it provably gives the ids of the tokenizer's own library, the library elsewhere.
+"""Which engine encodes the corpus: tiktoken if it provably gives the ids of the tokenizer's own library, else the library.
 
-The choice is made once, in the process that starts the work, on a sample of the corpus; other processes get it by name:
+The choice is made once, in the process that starts the work, on a sample of the corpus. Other processes get it by name:
 
     tokenizer = choose_engine(path, sample)                     # one line on stderr says what was chosen, and why
     same_one = load_tokenizer(path, tokenizer.engine)           # in a worker
@@ -19,7 +19,7 @@ from pretrain.errors import ConfigError, DataError
 
 ENGINES = ("auto", "tiktoken", "library")
 SAMPLE_CHARACTERS = 8 << 20
-"""How much of a corpus the proof reads."""
+"""How many characters of a corpus the proof reads."""
 _BATCH_CHARACTERS = 1 << 18
 _RANDOM_TEXTS, _RANDOM_TOKENS = 4000, 16
 
@@ -56,16 +56,16 @@ TORTURE_TEXTS = (
     "中" * 3000,
     "9" * 3000,
 )
-"""Where encoders are known to differ: Unicode, white space, digits, contractions, marks, look-alikes of special tokens, long runs."""
+"""Texts on which encoders are known to differ: Unicode, white space, digits, contractions, marks, fake special tokens, long runs."""
 
 
 def choose_engine(
     path: str | Path, sample: Iterable[str] = (), engine: Literal["auto", "tiktoken", "library"] = "auto"
 ) -> Tokenizer:
-    """The tokenizer at `path` with the fastest engine that gives its ids, proven on the first 8M characters of `sample` too.
+    """The tokenizer at `path` with the fastest engine that gives its ids. The proof includes the first 8M characters of `sample`.
 
-    `engine` "library" asks for no proof; "tiktoken" raises DataError where "auto" would fall back to the library, and ConfigError
-    when tiktoken is not installed. "auto" says on stderr, in one line, what it chose and why.
+    `engine` "library" needs no proof. "tiktoken" raises DataError if "auto" would choose the library, and ConfigError if tiktoken
+    is not installed. "auto" says on stderr, in one line, what it chose and why.
     """
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine}: expected one of {', '.join(ENGINES)}")
@@ -73,16 +73,14 @@ def choose_engine(
     if engine == "library":
         return library
     if not isinstance(library, HuggingFaceTokenizer):
-        return library if engine == "auto" else load_tokenizer(path, engine)  # which says why it cannot
+        return library if engine == "auto" else load_tokenizer(path, engine)  # this raises the reason
     try:
         fast = TiktokenTokenizer(library)
         count = prove(fast, library, sample)
     except ImportError as error:
         if engine == "tiktoken":
             raise ConfigError("--engine tiktoken: tiktoken is not installed; pip install tiktoken") from error
-        _say(
-            "the tokenizers library; where the tokenizer is byte-level BPE, tiktoken is several times faster: pip install tiktoken"
-        )
+        _say("the tokenizers library; for byte-level BPE, tiktoken is several times faster: pip install tiktoken")
         return library
     except DataError as error:
         if engine == "tiktoken":
@@ -99,9 +97,9 @@ def _say(line: str) -> None:
 
 
 def prove(fast: TiktokenTokenizer, library: Tokenizer, sample: Iterable[str] = ()) -> int:
-    """Compare the ids that `fast` gives with the library's; how many texts were compared. DataError names the first difference.
+    """Compare the ids of `fast` with the library's, and return the number of texts. Raises DataError naming the first difference.
 
-    The texts: `TORTURE_TEXTS`, each token of the vocabulary, random sequences of tokens, and up to 8M characters of `sample`.
+    The texts are `TORTURE_TEXTS`, each token of the vocabulary, random sequences of tokens, and up to 8M characters of `sample`.
     """
     parts = {"awkward text": TORTURE_TEXTS, "vocabulary text": vocabulary_texts(library), "sample text": _first(sample)}
     count = 0
@@ -127,7 +125,7 @@ def _describe(library: Tokenizer, text: str, expected: list[int], actual: list[i
 
 
 def vocabulary_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of each token, then random sequences of tokens: a merge that one engine would not make shows here first."""
+    """The text of each token, then random sequences of tokens. A merge that one engine does not make shows here first."""
     tokens = [tokenizer.decode([id]) for id in range(tokenizer.vocab_size)]
     tokens = [token for token in tokens if "\ufffd" not in token]
     random = Random(0)

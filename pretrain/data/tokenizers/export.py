@@ -6,16 +6,15 @@
                             `tokenizers` resolves ties between pieces differently (2 % of documents)
     tokenizer.json          as it is
 
-The export is proved before it counts: AutoTokenizer loads the result and has to give the same ids. Two differences remain
-by design, and the proof leaves them out. transformers turns the text of a special token ("</s>") into its id, which chat
-formats rely on, and which we never do inside a document. And a U+2581 in the text, which SentencePiece would read as a
-space and which we keep, is read as a space.
+The export is proved before it is accepted: AutoTokenizer loads the result and must give the same ids. Two differences remain by
+design, and the proof leaves them out. First, transformers turns the text of a special token ("</s>") into its id. Chat formats
+rely on that, but we never do it inside a document. Second, transformers reads a U+2581 in the text as a space, while we keep it.
 
-The proof is about ids, which decide what a model sees and says. As for text, transformers' SentencePiece backend, which unigram
-needs, decodes more coarsely than we do: it trims white space at both ends and spells byte pieces out ("<0xF0>").
+The proof compares ids, because they decide what a model sees and says. Decoded text may differ: transformers' SentencePiece
+backend, which unigram needs, trims white space at both ends and spells byte pieces out ("<0xF0>").
 
-A tokenizer that names no beginning of text gets the end of document for it, as GPT-2 has it: that is what stands before a
-document in training. Programs that put a token first (lm-eval, generation without a prompt) then put one that the model knows.
+If a tokenizer names no beginning of text, it gets the end of document for it, like GPT-2. In training that token stands before a
+document. Programs that put a token first (lm-eval, generation without a prompt) then put one that the model knows.
 """
 
 import json
@@ -44,10 +43,10 @@ _BPE, _UNIGRAM = 2, 1  # model types in it
 UNIGRAM_NAME = "spiece.model"
 _TOKENIZER_FILES = (JSON_NAME, MODEL_NAME, UNIGRAM_NAME, CONFIG_NAME, "special_tokens_map.json")
 _SPACE_SYMBOL = "\u2581"
-# transformers 5 writes TokenizersBackend for it, which 4 does not know; it knows the older name.
+# transformers 5 writes TokenizersBackend for it. Version 4 does not know that name, but 5 knows the older one.
 _FAST_CLASS, _BACKEND = "PreTrainedTokenizerFast", "TokenizersBackend"
 _UNIGRAM_CLASS = "BertGenerationTokenizer"  # it adds and normalises nothing
-# Keys of a tokenizer_config.json that say where its files were, or name code that is not exported.
+# Keys of a tokenizer_config.json that name the places of its files, or code that is not exported.
 _LEFT_OUT = ("auto_map", "name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file", "is_local", "backend")
 EDGE_CASES = (
     "",
@@ -58,16 +57,16 @@ EDGE_CASES = (
     "def f(x):\n    return x + 1  # 12345\n",
     "emoji \U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 end",
     "\u4e2d\u6587\u6587\u672c \u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
-    "caf\u00e9 is not cafe\u0301",  # composed and decomposed: a normaliser that joins them is caught
+    "caf\u00e9 is not cafe\u0301",  # composed and decomposed: this catches a normaliser that joins them
     "<0x41> byte-like text",
 )
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of the tokens that begin, end and pad a text, as config.json and generation_config.json have to say them too.
+    """Ids of the tokens that begin, end and pad a text. config.json and generation_config.json must name the same ids.
 
-    `note`: what a user of the export should know of them.
+    `note`: what a user of the export should know about them.
     """
 
     bos: int | None
@@ -88,11 +87,11 @@ def export_tokenizer(
 ) -> SpecialIds:
     """Write the tokenizer of `tokenizer_dir` into the directory `output`.
 
-    `samples` are texts of the corpus on which the exported tokenizer has to agree, besides the edge cases above; `added`: special tokens
-    that follow its own, in the order of their ids; `longest`: the positions of the model; `begins`: whether a text may begin with a
-    token, which is so for all but encoder-decoders; `pad_id`: the token that pads, where the model has a say in it.
-    The model's config.json has to be in `output` before: AutoTokenizer reads the model type from it and gives some types a
-    tokenizer class of its own choice, which only then can be prevented and proved.
+    `samples`: texts of the corpus on which the exported tokenizer must agree, besides the edge cases above. `added`: special tokens
+    after its own, in the order of their ids. `longest`: the positions of the model. `begins`: whether a text may begin with a token
+    (false for encoder-decoders). `pad_id`: the token that pads, if the model decides it. The model's config.json must be in `output`
+    before. AutoTokenizer reads the model type from it and chooses its own tokenizer class for some types; only then can this be
+    prevented and proved.
 
     Raises DataError naming the first text whose ids differ, or the reason why transformers cannot load the result.
     """
@@ -101,7 +100,7 @@ def export_tokenizer(
     if output.resolve() == tokenizer.file.parent.resolve():
         raise DataError(f"{output}: export the tokenizer to another directory than its own")
     output.mkdir(parents=True, exist_ok=True)
-    for name in _TOKENIZER_FILES:  # of an earlier export: whoever reads the directory would have to choose
+    for name in _TOKENIZER_FILES:  # files of an earlier export would be ambiguous
         (output / name).unlink(missing_ok=True)
     if isinstance(tokenizer, SentencePieceTokenizer):
         content, tokens = _export_sentencepiece(tokenizer, output)
@@ -124,7 +123,7 @@ def export_tokenizer(
 
 
 def _export_sentencepiece(tokenizer: SentencePieceTokenizer, output: Path) -> tuple[dict[str, Any], list[str]]:
-    """Writes the files that give ids; the contents of tokenizer_config.json, and the tokens."""
+    """Write the files that decide ids. Return the contents of tokenizer_config.json, and the tokens."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.file.read_bytes())
@@ -134,22 +133,22 @@ def _export_sentencepiece(tokenizer: SentencePieceTokenizer, output: Path) -> tu
         _save_bpe(proto, content, output)
         content |= {"tokenizer_class": _FAST_CLASS, "add_prefix_space": proto.normalizer_spec.add_dummy_prefix}
     elif proto.trainer_spec.model_type == _UNIGRAM:
-        # Not as tokenizer.model: llama.cpp's converter would take it for BPE, without a word.
+        # Not as tokenizer.model: llama.cpp's converter would silently take it for BPE.
         shutil.copyfile(tokenizer.file, output / UNIGRAM_NAME)
         content |= {"tokenizer_class": _UNIGRAM_CLASS, "sep_token": None}
-        content.setdefault("pad_token", None)  # the class has tokens of its own for these two
+        content.setdefault("pad_token", None)  # the class has its own tokens for these two
     else:
         raise DataError(f"{tokenizer.file}: only SentencePiece models of type bpe and unigram can be exported")
     return content, [piece.piece for piece in proto.pieces]
 
 
 def _special_tokens(proto: Any) -> dict[str, Any]:
-    """The special tokens of a model by transformers' names. Its own beginning of text is none of them: training never uses it."""
+    """The special tokens of a model by transformers' names, without its own beginning of text, which training never uses."""
     spec = proto.trainer_spec
     ids = {"unk_token": spec.unk_id, "eos_token": spec.eos_id, "pad_token": spec.pad_id}
     named = {name: proto.pieces[id].piece for name, id in ids.items() if id >= 0}
     extra = [piece.piece for piece in proto.pieces if piece.type == _CONTROL and piece.piece not in named.values()]
-    # transformers 5 has another name for them and reads this one; 4 fails on the newer.
+    # transformers 5 has another name for them and reads this one too; 4 fails on the newer name.
     return {**named, "additional_special_tokens": extra} if extra else named
 
 
@@ -162,7 +161,7 @@ def _save_bpe(proto: Any, content: dict[str, Any], output: Path) -> None:
     fast = Tokenizer(model)
     spaces = [normalizers.Replace(" ", _SPACE_SYMBOL)]
     fast.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_SYMBOL), *spaces] if dummy_prefix else spaces)
-    # Spaces first: a U+2581 that comes out of the bytes was one in the text.
+    # Spaces come first: a U+2581 that comes from the bytes was a U+2581 in the text.
     decoding = [decoders.Replace(_SPACE_SYMBOL, " "), decoders.ByteFallback(), decoders.Fuse()]
     fast.decoder = decoders.Sequence([*decoding, decoders.Strip(" ", 1, 0)] if dummy_prefix else decoding)
     special = [p.piece for id, p in enumerate(proto.pieces) if p.type == _CONTROL or id == proto.trainer_spec.unk_id]
@@ -173,8 +172,8 @@ def _save_bpe(proto: Any, content: dict[str, Any], output: Path) -> None:
 def bpe_merges(proto: Any) -> list[tuple[str, str]]:
     """The merges that make the pieces of a SentencePiece BPE model, best first.
 
-    A model stores pieces with scores, not merges: every way to cut a piece into two known pieces is a merge with the
-    piece's score, and the stable sort keeps the order of the pieces among equals.
+    A model stores pieces with scores, not merges. Every way to cut a piece into two known pieces is a merge with the piece's
+    score. The stable sort keeps the order of the pieces among equals.
     """
     ids = {piece.piece: id for id, piece in enumerate(proto.pieces) if piece.type in (_NORMAL, _USER_DEFINED)}
     merges: list[tuple[float, str, str]] = []
@@ -193,7 +192,7 @@ def bpe_merges(proto: Any) -> list[tuple[str, str]]:
 
 
 def _export_json(tokenizer: Tokenizer, output: Path, samples: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Writes the files that give ids; the contents of tokenizer_config.json, and the tokens."""
+    """Write the files that decide ids. Return the contents of tokenizer_config.json, and the tokens."""
     from tokenizers import Tokenizer as FastTokenizer
 
     tokenizer.save(output)
@@ -203,14 +202,14 @@ def _export_json(tokenizer: Tokenizer, output: Path, samples: Sequence[str]) -> 
     if isinstance(content.get("extra_special_tokens"), list):
         content["additional_special_tokens"] = content.pop("extra_special_tokens")
     if (output / MODEL_NAME).is_file() and (text := _first_difference(tokenizer, output / MODEL_NAME, samples)) is not None:
-        log.warning("%s is left out: it encodes %r otherwise than %s", MODEL_NAME, text[:80], JSON_NAME)
+        log.warning("%s is left out: it encodes %r differently from %s", MODEL_NAME, text[:80], JSON_NAME)
         (output / MODEL_NAME).unlink()
     known = FastTokenizer.from_file(str(output / JSON_NAME))
     return content, [known.id_to_token(id) for id in range(tokenizer.vocab_size)]
 
 
 def _first_difference(tokenizer: Tokenizer, model: Path, samples: Sequence[str]) -> str | None:
-    """The first text of which a SentencePiece model beside the tokenizer.json makes other ids; "" where it cannot be read."""
+    """The first text that a SentencePiece model beside the tokenizer.json encodes differently; "" if the model cannot be read."""
     try:
         other = SentencePieceTokenizer(model)
     except DataError:
@@ -223,10 +222,10 @@ def _first_difference(tokenizer: Tokenizer, model: Path, samples: Sequence[str])
 
 
 def _add_tokens(tokens: list[str], content: dict[str, Any], output: Path, added: Sequence[str]) -> None:
-    """Special tokens beyond the tokenizer's own, in every file that lists them."""
+    """Add special tokens beyond the tokenizer's own to every file that lists them."""
     if double := next((token for token in added if token in tokens), None):
         raise DataError(
-            f"{output}: the tokenizer has {double} as token {tokens.index(double)} already; where it has the sentinels itself, set "
+            f"{output}: the tokenizer has {double} as token {tokens.index(double)} already; if it has the sentinels itself, set "
             "data.span_corruption.first_sentinel"
         )
     content["additional_special_tokens"] = [*content.get("additional_special_tokens", ()), *added]
@@ -247,18 +246,18 @@ def _write(content: dict[str, Any], output: Path) -> None:
 
 
 def _keep_class(content: dict[str, Any], output: Path) -> None:
-    """Keep AutoTokenizer from replacing the tokenizer's class by the one it registers for the model type.
+    """Keep AutoTokenizer from replacing the tokenizer's class by the one that it registers for the model type.
 
-    For some types (qwen2) transformers 5 takes the class named in tokenizer_config.json for a mistake and rebuilds the
-    tokenizer with splitting rules of its own: other ids, without a word. For others it knows no SentencePiece. An `auto_map` that names
-    no code makes both versions keep the class, unless they are told to run code from elsewhere, for which there is none.
+    For some types (qwen2) transformers 5 takes the class named in tokenizer_config.json for a mistake. It then rebuilds the tokenizer
+    with its own splitting rules and silently gives other ids. For other types it knows no SentencePiece. An `auto_map` that names no
+    code makes both versions keep the class, unless they are told to run remote code, which does not exist here.
     """
     if not (output / "config.json").is_file():
         return
     wanted = content["tokenizer_class"].removesuffix("Fast")
     try:
         made = type(_load(output)).__name__.removesuffix("Fast")
-    except Exception:  # whatever a class does that is not for these files; the proof comes after this
+    except Exception:  # a class that does not fit these files may raise anything; the proof comes later
         made = ""
     if made not in (wanted, _BACKEND if wanted == _FAST_CLASS.removesuffix("Fast") else wanted):
         _write({**content, "auto_map": {"AutoTokenizer": ["", ""]}}, output)
@@ -289,7 +288,7 @@ def _prove(tokenizer: Tokenizer, output: Path, samples: Sequence[str], begins: b
 
 
 def _note(tokenizer: Tokenizer, exported: Any) -> str | None:
-    """What a tokenizer from elsewhere does, and prepared documents have not."""
+    """A note on what a foreign tokenizer adds to texts, which prepared documents do not have."""
     if extra := exported.convert_ids_to_tokens(exported.encode("")):
         return (
             f"the tokenizer adds {' and '.join(extra)} to every text that transformers encodes; prepared documents have only "
@@ -306,7 +305,7 @@ def _note(tokenizer: Tokenizer, exported: Any) -> str | None:
 def _compare(tokenizer: Tokenizer, exported: Any, output: Path, text: str) -> None:
     try:
         expected = tokenizer.encode(text)
-    except DataError:  # a vocabulary of characters need not know those of the edge cases
+    except DataError:  # a character vocabulary may lack characters of the edge cases
         return
     actual = exported.encode(text, add_special_tokens=False, verbose=False)
     if actual != expected:
@@ -318,17 +317,17 @@ def _compare(tokenizer: Tokenizer, exported: Any, output: Path, text: str) -> No
 
 
 def save_trimmed(tokenizer: Tokenizer, rows: int, directory: Path) -> list[str]:
-    """Copy a tokenizer's files into `directory` without the tokens from id `rows` on; their texts.
+    """Copy a tokenizer's files into `directory` without the tokens from id `rows` on. Return the texts of these tokens.
 
     Gemma 3's text models, for instance, come with the image token of the larger ones, and have no row for it.
 
-    Only special tokens that were added to the vocabulary can go: no text is made of them. Raises DataError where others are beyond it.
+    Only special tokens that were added to the vocabulary can go, because no text produces them. Raises DataError for any other.
     """
     tokenizer.save(directory)
     if tokenizer.vocab_size <= rows:
         return []
     problem = DataError(
-        f"{tokenizer.file}: the tokenizer has {tokenizer.vocab_size} tokens and the vocabulary {rows} rows; it is not this model's"
+        f"{tokenizer.file}: the tokenizer has {tokenizer.vocab_size} tokens but the vocabulary {rows} rows; give this model's tokenizer"
     )
     if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.eod_id >= rows:
         raise problem
@@ -349,7 +348,7 @@ def save_trimmed(tokenizer: Tokenizer, rows: int, directory: Path) -> list[str]:
 
 
 def _without(value: Any, texts: list[str]) -> Any:
-    """JSON without these texts: as values, in lists, and as the `content` of an object."""
+    """JSON without these texts: neither as values, nor in lists, nor as the `content` of an object."""
 
     def is_gone(item: Any) -> bool:
         return (item.get("content") if isinstance(item, dict) else item) in texts

@@ -1,14 +1,14 @@
 """Fill-in-the-middle (Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", arXiv:2207.14255).
 
-A document is cut at two characters, and its parts change places, so that a left-to-right model learns to write what stands
-between two given texts. Two layouts, both of the paper:
+A document is cut at two characters, and its parts change places. So a left-to-right model learns to write the text between two
+given texts. There are two layouts, both from the paper:
 
     PSM   <|fim_prefix|> prefix <|fim_suffix|> suffix <|fim_middle|> middle
     SPM   <|fim_prefix|> <|fim_suffix|> suffix <|fim_middle|> prefix middle
 
-SPM is the paper's variant 2 (appendix D), the one of StarCoder and Code Llama. The three parts are encoded separately in both, so a
-cut is a token boundary. This is done to whole documents, before they are joined and split into samples: one that is longer
-than a sample is split like any other, and then a sample may hold a part without the others.
+SPM is the paper's variant 2 (appendix D), which StarCoder and Code Llama use. The three parts are encoded separately in both, so a
+cut is a token boundary. This is done to whole documents, before they are joined and split into samples. A document that is longer
+than a sample is split like any other, so a sample may hold one part without the others.
 """
 
 import hashlib
@@ -22,17 +22,17 @@ from pretrain.errors import ConfigError, DataError
 
 SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 MINIMUM_CHARACTERS = 10
-"""Shorter documents are left alone: there is nothing to learn from filling them."""
+"""Shorter documents are not changed: nothing can be learnt from filling them."""
 
 
 class FillInMiddle:
-    """Encodes documents as `tokenizer.encode_arrays` does, a share of `rate` of them rearranged, `spm_rate` of those as SPM.
+    """Encodes documents like `tokenizer.encode_arrays`, but rearranges a share `rate` of them, and of these `spm_rate` as SPM.
 
-    Which documents, where they are cut and how they are laid out depends on `seed` and the text of the document alone: not on
-    other documents, their order, the number of processes, or `rate`, so that a larger rate only adds documents.
-    `tokens` are the special tokens before prefix, suffix and middle.
+    The choice of documents, cuts and layouts depends only on `seed` and the text of each document. It does not depend on other
+    documents, their order, the number of processes or `rate`, so a larger rate only adds documents. `tokens` are the special
+    tokens before prefix, suffix and middle.
 
-    Raises ConfigError for a rate outside [0, 1], DataError when the tokenizer lacks one of the special tokens.
+    Raises ConfigError for a rate outside [0, 1], DataError if the tokenizer lacks one of the special tokens.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class FillInMiddle:
         ids = tokenizer.encode("def") if rate else []
         if tokenizer.decode([*ids, *ids]) != tokenizer.decode(ids) * 2:
             raise DataError(
-                f"{tokenizer.file}: puts a space before every text, so the parts of a document would not make the document;"
+                f"{tokenizer.file}: puts a space before every text, so the joined parts would differ from the document;"
                 " train a tokenizer without one (tools/train_tokenizer.py)"
             )
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, rearranged or not, as uint32; no end-of-document token is added."""
+        """The ids of each text, rearranged or not, as uint32, without an end-of-document token."""
         plans = [self._cut(text) for text in texts]
         parts = [part for text, plan in zip(texts, plans) for part in _parts(text, plan)]
         encoded = iter(self._tokenizer.encode_arrays(parts))
         return [next(encoded) if plan is None else self._arrange(plan[2], *(next(encoded) for _ in range(3))) for plan in plans]
 
     def _cut(self, text: str) -> tuple[int, int, bool] | None:
-        """Where the middle begins and ends, and whether the layout is SPM; None for a document that is left alone."""
+        """The begin and end of the middle, and whether the layout is SPM; None for a document that stays as it is."""
         refuse_surrogates(text)
         if len(text) < MINIMUM_CHARACTERS:
             return None

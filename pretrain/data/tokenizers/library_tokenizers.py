@@ -18,7 +18,7 @@ JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 """File names that transformers shares."""
 Engine = Literal["library", "tiktoken"]
-"""What encodes: the library that the file is made for, or tiktoken (`tokenizer_engine` says when that may be)."""
+"""The engines: the library that the file is made for, or tiktoken (engine.py says when that is allowed)."""
 
 
 class SentencePieceTokenizer:
@@ -26,8 +26,8 @@ class SentencePieceTokenizer:
 
     engine: Engine = "library"
 
-    # SentencePiece writes a space as U+2581 inside pieces, so that character in a text would come back as a space. Its three
-    # bytes, as byte pieces, come back as they were.
+    # SentencePiece writes a space as U+2581 inside pieces, so that character in a text would be decoded as a space. Its three
+    # bytes, as byte pieces, survive the round trip.
     _SPACE_MARK = "\u2581"
 
     def __init__(self, file: Path):
@@ -45,7 +45,7 @@ class SentencePieceTokenizer:
         if self.eod_id < 0:
             raise DataError(f"{file}: has no end-of-document token; train the model again with an eos piece (eos_id >= 0)")
         mark = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in self._SPACE_MARK.encode()]
-        # Not for a model that puts a space before every text: it would put one before every part too.
+        # Not for a model that puts a space before every text, because it would put one before every part too.
         exact = self._processor.normalize("a") == "a" and all(self._processor.is_byte(piece) for piece in mark)
         self._space_mark = mark if exact else None
 
@@ -99,7 +99,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{file}: not a tokenizer.json that `tokenizers` {tokenizers.__version__} can read") from error
-        # A tokenizer.json may ask for truncation or padding, which would cut documents without a word.
+        # A tokenizer.json may ask for truncation or padding, which would silently cut documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.eod_id: int = self._find_eod()
@@ -122,7 +122,7 @@ class HuggingFaceTokenizer:
         for text in texts:
             refuse_surrogates(text)
         try:
-            # "fast" leaves out the character offsets, which nobody reads here.
+            # "fast" leaves out the character offsets, which are not needed here.
             return self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self._describe_failure(texts)}; use a tokenizer trained on this text") from error
@@ -135,14 +135,14 @@ class HuggingFaceTokenizer:
         return next((id for id, entry in added.items() if entry.content == token and entry.special), None)
 
     def specification(self) -> dict:
-        """What a tokenizer.json holds, as the library understood this one."""
+        """The content of this tokenizer.json, as the library understood it."""
         return json.loads(self._tokenizer.to_str())
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self.file, directory / JSON_NAME)
         shutil.copyfile(self.file.parent / CONFIG_NAME, directory / CONFIG_NAME)
-        if (beside := self.file.parent / MODEL_NAME).is_file():  # the same pieces with the scores that llama.cpp needs
+        if (beside := self.file.parent / MODEL_NAME).is_file():  # it has the same pieces, with the scores that llama.cpp needs
             shutil.copyfile(beside, directory / MODEL_NAME)
 
     def _find_eod(self) -> int:
@@ -160,13 +160,13 @@ class HuggingFaceTokenizer:
         for character in dict.fromkeys("".join(texts)):
             try:
                 self._tokenizer.encode(character, add_special_tokens=False)
-            except Exception:  # what `tokenizers` raises, whatever went wrong
+            except Exception:  # `tokenizers` raises this class for every error
                 return f"character {character!r} (U+{ord(character):04X}) is not in the vocabulary of {self.file}"
         return f"{self.file}: cannot encode the text"
 
 
 def eos_token(config: Path) -> str | None:
-    """The eos token of a tokenizer_config.json, which is written as a string or as an object; None when it names none."""
+    """The eos token of a tokenizer_config.json, which writes it as a string or an object; None if it names no eos token."""
     if not config.is_file():
         return None
     try:
@@ -188,8 +188,8 @@ def byte_characters() -> list[str]:
 
 
 def refuse_surrogates(text: str) -> None:
-    """Half a surrogate pair (JSON can spell one: "\\ud800") has no UTF-8 form, and the libraries fail on it in many ways."""
-    if text.isascii():  # known without looking at the characters
+    """Refuse half a surrogate pair (JSON can spell one: "\\ud800"). It has no UTF-8 form, and the libraries fail on it in many ways."""
+    if text.isascii():  # Python knows this without looking at the characters
         return
     try:
         text.encode("utf-8")
@@ -199,7 +199,7 @@ def refuse_surrogates(text: str) -> None:
 
 
 def read_bytes(file: Path) -> bytes:
-    """The content of a file. Raises DataError where it cannot be read."""
+    """The content of a file. Raises DataError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:

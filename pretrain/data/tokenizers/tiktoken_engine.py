@@ -1,12 +1,14 @@
 """The fast engine for byte-level BPE: a `tokenizer.json` encoded by tiktoken, with the ids that `tokenizers` gives.
 
-tiktoken merges by the rank of the *result*, `tokenizers` by the rank of the *pair*. For vocabularies that BPE training made, or
-that list every pair of a token one after the other, the two agree. A file for which they could not is refused here, by what
-stands in it; whether the ids really are the same is then proven on text by `tokenizer_engine`, the only place to get this engine from.
+tiktoken merges by the rank of the *result*, `tokenizers` by the rank of the *pair*. The two agree for vocabularies from BPE training,
+and for those that list all pairs of a token one after the other. Other files are refused here by their content.
+Then engine.py, the only place that gives out this engine, proves on text that the ids are the same.
 
-Single documents that tiktoken might not encode exactly are left to the library, which has the same ids by definition: those that
-contain an added token which the library finds inside text, those that an NFC normaliser might change, those with a run of
-white space so long that tiktoken's regular expression overflows its stack, and those of which the split pattern leaves something out.
+Single documents that tiktoken might not encode exactly are left to the library:
+
+- documents with an added token that the library finds inside text, or that an NFC normaliser might change;
+- documents with a run of white space so long that tiktoken's regular expression overflows its stack;
+- documents in which the split pattern does not match every character.
 """
 
 import re
@@ -21,23 +23,23 @@ from pretrain.data.tokenizers.library_tokenizers import Engine, HuggingFaceToken
 from pretrain.errors import DataError
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What `ByteLevel(use_regex=True)` splits by (GPT-2's encoder.py)."""
+"""The pattern of `ByteLevel(use_regex=True)` (GPT-2's encoder.py)."""
 
-# Without a special token tiktoken searches for the empty string at every byte, which costs 40 % of its speed. This one is never
-# allowed, so that a text containing it is ordinary text.
+# Without a special token tiktoken searches for the empty string at every byte, which costs 40 % of its speed. This token is never
+# allowed, so a text with it is ordinary text.
 _NEVER = "<|never|>"
 _NONE, _ZERO = np.empty(0, dtype=np.uint32), np.zeros(1, dtype=np.uint32)
 # A run of white space as long as 97 strides holds 96 sampled positions in a row; the overflow was seen between 400,000 and 1,000,000.
 _STRIDE = 1024
 _LONG_WHITE_SPACE = re.compile(r"\s{96}")
-# Characters that NFC leaves alone whatever stands beside them: up to the first combining mark, dashes and quotes, Han.
+# Characters that NFC never changes, whatever their neighbours: up to the first combining mark, dashes and quotes, Han.
 _CHANGED_BY_NFC = re.compile("[^\\x00-\\u02ff\\u2010-\\u2027\\u4e00-\\u9fff]")
 
 
 class TiktokenTokenizer:
-    """A `HuggingFaceTokenizer` whose texts are encoded by tiktoken; everything else is the library's.
+    """A `HuggingFaceTokenizer` whose texts tiktoken encodes; the library does everything else.
 
-    Raises DataError with the reason when the file has something that tiktoken cannot express, ImportError without tiktoken.
+    Raises DataError with the reason if tiktoken cannot express the file, ImportError without tiktoken.
     """
 
     engine: Engine = "tiktoken"
@@ -45,9 +47,9 @@ class TiktokenTokenizer:
     def __init__(self, library: HuggingFaceTokenizer) -> None:
         self.library = library
         self.left_to_library = 0
-        """Texts so far that the library encoded, ..."""
+        """The number of texts so far that the library encoded, ..."""
         self.failures = 0
-        """... and those of them on which tiktoken failed."""
+        """... and how many of them made tiktoken fail."""
         self.file: Path = library.file
         self.vocab_size, self.eod_id, self.fingerprint = library.vocab_size, library.eod_id, library.fingerprint
         self.decode, self.save, self.special_id = library.decode, library.save, library.special_id
@@ -70,10 +72,10 @@ class TiktokenTokenizer:
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         ranks = [self._ranks(text) for text in texts]
-        # The tables are looked up once for all texts: with short ones that saves a quarter of the time.
+        # One look-up in the tables serves all texts. With short texts that saves a quarter of the time.
         joined = np.concatenate([*ranks, _ZERO])
         ids, lengths = self._ids.take(joined), self._lengths.take(joined)
-        lengths[-1] = 0  # of the one that is there for `reduceat`, which wants every begin to be inside
+        lengths[-1] = 0  # the extra text only keeps every begin inside, as `reduceat` needs
         ends = np.cumsum([0, *map(len, ranks)])
         covered = np.add.reduceat(lengths, ends[:-1]).tolist() if ranks else []
         encoded = []
@@ -86,13 +88,13 @@ class TiktokenTokenizer:
         return encoded
 
     def _ranks(self, text: str) -> np.ndarray:
-        """The merge order of each token; nothing for a text that is to be left to the library."""
+        """The merge order of each token; nothing for a text that the library must encode."""
         for needs_library in self._needs_library:
             if needs_library(text):
                 return _NONE
         try:
             return self._bpe.encode_to_numpy(text, disallowed_special=())
-        except BaseException as error:  # tiktoken may panic, and a panic of Rust derives from BaseException
+        except BaseException as error:  # tiktoken may panic, and a Rust panic derives from BaseException
             if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                 raise
             self.failures += 1
@@ -115,7 +117,7 @@ def _encoding(pattern: str, ranks: dict[bytes, int]) -> Any:
 def ranks_of(specification: dict) -> tuple[dict[bytes, int], np.ndarray]:
     """The bytes of each token -> merge order, and the table from merge order to id (uint32), of a parsed tokenizer.json.
 
-    Raises DataError when the merges cannot be expressed by one rank per token.
+    Raises DataError if one rank per token cannot express the merges.
     """
     model = specification["model"]
     if model["type"] != "BPE":
@@ -129,7 +131,7 @@ def ranks_of(specification: dict) -> tuple[dict[bytes, int], np.ndarray]:
     ranks = {bytes([value]): value for value in range(256)}
     previous = b""
     for merge in model["merges"]:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge  # files of before 2024 have strings
+        left, right = merge.split(" ") if isinstance(merge, str) else merge  # files from before 2024 have strings
         token = _bytes_of(left) + _bytes_of(right)
         if token in ranks and token != previous:
             raise DataError(f"its merges make {token!r} with two priorities")
@@ -141,21 +143,21 @@ def ranks_of(specification: dict) -> tuple[dict[bytes, int], np.ndarray]:
 
 
 def _add_whole_pieces(ranks: dict[bytes, int], known: dict[bytes, int]) -> None:
-    """With `ignore_merges` a token that no merge makes stands for a piece of text that equals it.
+    """Add tokens that no merge makes. With `ignore_merges` such a token stands for a piece of text that equals it.
 
-    tiktoken looks whole pieces up first too, but would also merge towards such a token: only if no two tokens make it, it never does.
+    tiktoken looks up whole pieces first too, but it would also merge towards such a token, unless no two tokens make it.
     """
     merged = set(ranks)
     for token in known:
         if token in merged:
             continue
         if any(token[:cut] in merged and token[cut:] in merged for cut in range(1, len(token))):
-            raise DataError(f"its token {token!r} is made by no merge, and tiktoken would merge towards it")
+            raise DataError(f"no merge makes its token {token!r}, but tiktoken would merge towards it")
         ranks[token] = len(ranks)
 
 
 def split_pattern(specification: dict) -> str:
-    """The regular expression that cuts text into pieces, from the pre-tokenizer of a parsed tokenizer.json; else DataError."""
+    """The regular expression that cuts text into pieces, from a parsed tokenizer.json. Raises DataError if it has none."""
     outer = specification["pre_tokenizer"] or {"type": "missing"}
     *before, byte_level = outer["pretokenizers"] if outer["type"] == "Sequence" else [outer]
     if byte_level["type"] != "ByteLevel":
@@ -166,7 +168,7 @@ def split_pattern(specification: dict) -> str:
         return GPT2_PATTERN
     if len(before) == 1 and before[0]["type"] == "Split" and not byte_level["use_regex"]:
         split = before[0]
-        # Both keep every match as a piece. They differ in what stands between matches, and `_encode` gives such texts to the library.
+        # Both keep every match as a piece. They differ in the text between matches, and `_encode` gives such texts to the library.
         usual = (split["behavior"], split["invert"]) in (("Isolated", False), ("Removed", True))
         if usual and "Regex" in split["pattern"]:
             return split["pattern"]["Regex"]
@@ -174,7 +176,7 @@ def split_pattern(specification: dict) -> str:
 
 
 def _exceptions(specification: dict) -> list[Callable[[str], object]]:
-    """Tests of a text, any of which being true sends it to the library."""
+    """Tests of a text. If any of them is true, the library encodes the text."""
     tests: list[Callable[[str], object]] = [_has_long_white_space]
     normalizer = specification["normalizer"]
     if normalizer is not None and normalizer["type"] != "NFC":
@@ -204,5 +206,5 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _token_bytes(vocabulary: dict[str, int]) -> dict[bytes, int]:
-    """Bytes -> id; tokens outside the alphabet of byte-level BPE, which no text gives, are left out."""
+    """Bytes -> id. Tokens outside the alphabet of byte-level BPE are left out, because no text produces them."""
     return {_bytes_of(token): id for token, id in vocabulary.items() if _BYTE_OF.keys() >= set(token)}

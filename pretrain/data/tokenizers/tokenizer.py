@@ -1,9 +1,8 @@
 """Text to token ids and back: one small protocol, over SentencePiece models and Hugging Face `tokenizer.json` files.
 
-Neither back-end ever adds a begin or end token by itself: ids come from the text alone, and whoever joins documents
-places `eod_id` between them. Text that merely looks like a special token (`</s>`, `<|endoftext|>`) is encoded as the characters it
-consists of, so a document cannot forge a document boundary. (A tokenizer exported for transformers does match such text: see
-`tokenizer_export`.)
+Neither back-end adds a begin or end token by itself: ids come from the text alone. The code that joins documents places `eod_id`
+between them. Text that merely looks like a special token (`</s>`, `<|endoftext|>`) is encoded as its characters, so a document
+cannot forge a document boundary. (A tokenizer exported for transformers does match such text: see export.py.)
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from pretrain.data.tokenizers.library_tokenizers import (
 from pretrain.errors import DataError
 
 ADDED_NAME = "added_tokens.json"
-"""Beside a tokenizer's own files, as transformers has it: special tokens that training added to them, with their ids."""
+"""A file beside a tokenizer's own files, as in transformers: special tokens that training added, with their ids."""
 
-_LARGEST = 1 << 26  # bytes; what is larger in the directory of an older tokenizer is no part of it
+_LARGEST = 1 << 26  # bytes; larger files in the directory of an older tokenizer are not part of it
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package knows of a tokenizer."""
+    """The interface of a tokenizer to the rest of the package."""
 
     vocab_size: int
-    """Every id is below this: the least size of an embedding table that serves them all."""
+    """Every id is below this: the least size of an embedding table for all of them."""
     eod_id: int
     """The id that closes a document."""
     fingerprint: str
@@ -47,26 +46,26 @@ class Tokenizer(Protocol):
     file: Path
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, nothing added. Raises DataError for text that the vocabulary cannot express."""
+        """The ids of `text`, without additions. Raises DataError for text that the vocabulary cannot express."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, faster."""
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text as uint32, which may be read-only: the fastest way, and the one that data preparation takes."""
+        """`encode` of each text as uint32, perhaps read-only: the fastest way, which data preparation uses."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are not valid UTF-8 become U+FFFD."""
 
     def special_id(self, token: str) -> int | None:
-        """The id of a special token, one that no text can produce; None for ordinary and unknown tokens."""
+        """The id of a special token, which no text can produce; None for ordinary and unknown tokens."""
 
     def save(self, directory: Path) -> None:
         """Copy the tokenizer's own files into `directory`, which `load_tokenizer` then reads by itself."""
 
 
 class Vocabulary(NamedTuple):
-    """Token ids that a network needs. `tokenizer`: its sha256; `place`: where it lies, for messages."""
+    """The vocabulary that a network needs. `tokenizer`: the tokenizer's sha256; `place`: its path, for messages."""
 
     size: int
     tokenizer: str
@@ -74,11 +73,11 @@ class Vocabulary(NamedTuple):
 
 
 class TokenizerIdentity(NamedTuple):
-    """What must be equal where token ids are to mean the same.
+    """The values that must be equal if token ids are to mean the same.
 
-    `sha256`: of the file that decides the ids, special tokens included; `eod_token`: the text of the token `eod_id` where a file beside
-    it names the token (tokenizer_config.json), which base and chat releases of one model do differently; None where the file itself
-    does, and for data of format version 2, which did not keep it.
+    `sha256`: the hash of the file that decides the ids, special tokens included. `eod_token`: the text of the token `eod_id`, if
+    another file names it (tokenizer_config.json), in which base and chat releases of one model differ. It is None if the file itself
+    names the token, and for data of format version 2, which did not keep it.
     """
 
     sha256: str
@@ -87,7 +86,7 @@ class TokenizerIdentity(NamedTuple):
     eod_token: str | None = None
 
     def difference(self, other: TokenizerIdentity) -> str | None:
-        """What keeps ids of the two from meaning the same, as a phrase about both in this order; None where nothing does."""
+        """Why ids of the two do not mean the same, as a phrase about both in this order; None if they do."""
         if self.sha256 != other.sha256:
             return "different tokenizers"
         if self.eod_id != other.eod_id:
@@ -110,9 +109,9 @@ def identity_of(tokenizer: Tokenizer) -> TokenizerIdentity:
 def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
     """The tokenizer at `path`: a file, or a directory that has a `tokenizer.json` or one `*.model`.
 
-    A directory with both gives `tokenizer.json`, as in transformers; one with neither is what `AutoTokenizer` makes of it. `engine` "tiktoken" is for those who had it proven by
-    `tokenizer_engine.choose_engine`, and load the same file again in another process. Raises DataError when there is none, when it
-    cannot be read, when it has no end-of-document token, or when tiktoken cannot express it.
+    If a directory has both, `tokenizer.json` is used, as in transformers; if it has neither, `AutoTokenizer` reads it. `engine`
+    "tiktoken" is for a file that `engine.choose_engine` has proven, to load it again in another process. Raises DataError if the
+    tokenizer is missing, cannot be read, has no end-of-document token, or cannot be expressed by tiktoken.
     """
     if "://" in str(path):
         raise DataError(f"{path}: tokenizers are read from local disks only; copy it here first")
@@ -133,8 +132,8 @@ def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
 def _converted(directory: Path) -> Path:
     """The tokenizer.json of a directory in an older format of transformers (vocab.json and merges.txt, vocab.txt, ...).
 
-    It is kept in the user's cache. Nothing is fetched and no code that comes with the tokenizer is run. Raises DataError for what transformers cannot read, or has
-    no fast tokenizer for.
+    It is kept in the user's cache. Nothing is downloaded, and no code that comes with the tokenizer is run. Raises DataError if
+    transformers cannot read the directory, or has no fast tokenizer for it.
     """
     import transformers
 
@@ -149,7 +148,7 @@ def _converted(directory: Path) -> Path:
     if not kept.is_dir():
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # whatever a reader of one of its many classes raises
+        except Exception as error:  # its many classes raise many kinds of errors
             reason = " ".join(str(error).split())[:200]
             raise DataError(
                 f"{directory}: no tokenizer.json, no *.model, and AutoTokenizer cannot read it ({reason}); "
@@ -161,7 +160,7 @@ def _converted(directory: Path) -> Path:
             with staged_directory(kept) as stage:
                 loaded.save_pretrained(stage)
         except DataError:
-            if not kept.is_dir():  # else another process was first, with the same content
+            if not kept.is_dir():  # else another process was first and wrote the same content
                 raise
     return kept / "tokenizer.json"
 
@@ -172,7 +171,7 @@ def tokenizer_fingerprint(path: str | Path) -> str:
 
 
 def copy_difference(path: str | Path, expected: TokenizerIdentity) -> str | None:
-    """What makes the files at `path` another tokenizer than `expected`, as a phrase about them; None where nothing does.
+    """How the files at `path` differ from the tokenizer `expected`, as a phrase about them; None if they do not.
 
     No tokenizer library is needed. Raises DataError for files that cannot be read.
     """
@@ -184,7 +183,7 @@ def copy_difference(path: str | Path, expected: TokenizerIdentity) -> str | None
     token = eos_token(file.parent / CONFIG_NAME)
     if expected.eod_token is not None:
         return None if token == expected.eod_token else f"{CONFIG_NAME} ends documents with {token}, not {expected.eod_token}"
-    # Data of format version 2 has kept the id alone. The library may number added tokens anew, so only a clear contradiction counts.
+    # Data of format version 2 has only the id. The library may number added tokens anew, so only a clear contradiction counts.
     content = json.loads(read_bytes(file))
     vocabulary = content["model"].get("vocab") or {}
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {piece[0]: id for id, piece in enumerate(vocabulary)}
@@ -200,7 +199,7 @@ def added_tokens_json(added: Sequence[str], vocab_size: int) -> str:
 
 
 def read_added_tokens(tokenizer: Tokenizer) -> list[str]:
-    """The special tokens that ADDED_NAME has beyond a tokenizer's own, in the order of their ids. Raises DataError where ids are left out."""
+    """The special tokens that ADDED_NAME adds to a tokenizer's own, in the order of their ids. Raises DataError if an id is left out."""
     file = tokenizer.file.parent / ADDED_NAME
     if not file.is_file():
         return []

@@ -1,13 +1,13 @@
 """Trains the tokenizers that ship without a download.
 
-    bpe, unigram   SentencePiece with byte fallback, lossless: what is decoded is what was encoded, to the last space
-    byte_bpe       BPE over bytes, as GPT-4 and Llama 3 have it; lossless, and the type that is encoded fastest
+    bpe, unigram   SentencePiece with byte fallback; lossless to the last space
+    byte_bpe       BPE over bytes, as in GPT-4 and Llama 3; lossless, and the fastest to encode
     byte           256 bytes and <|endoftext|>; id == byte value
     char           the characters of the corpus and <|endoftext|>; ids in code point order
 
-`bpe` and `unigram` are written as tokenizer.model, the others in the Hugging Face format (tokenizer.json).
-Special tokens are ids that no text gives, for the program that puts them between texts (see `fill_in_middle`).
-Everything is deterministic: the same corpus in the same order gives the same file.
+`bpe` and `unigram` are written as tokenizer.model, the others in the Hugging Face format (tokenizer.json). Special tokens are ids
+that no text produces. A program puts them between texts (see `fill_in_middle`). Everything is deterministic: the same corpus in
+the same order gives the same file.
 """
 
 import json
@@ -30,13 +30,13 @@ MODEL_TYPES = ("bpe", "unigram", "byte_bpe", "byte", "char")
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""The pieces inside which byte_bpe merges: words, up to 3 digits, punctuation, white space (cl100k_base; Llama 3's tokenizer.json)."""
+"""The pieces in which byte_bpe merges: words, up to 3 digits, punctuation, white space (cl100k_base; Llama 3's tokenizer.json)."""
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 PIECE_BYTES = 2048  # longest stretch of text handed to SentencePiece at once
 SAMPLE_PIECES = 200_000  # stretches kept of a larger corpus: at most 400 MB of text in memory
 _SENTENCEPIECE_TOKENS = ("<unk>", "<s>", "</s>")
-_SEED = 0  # of the sample
+_SEED = 0  # seed of the sample
 _THREADS = 16  # a constant, because unigram training rounds differently for another number of threads
 
 
@@ -69,10 +69,10 @@ def train_tokenizer(
 ) -> TrainedTokenizer:
     """Train on the files that the glob patterns `inputs` match and write the tokenizer into the new directory `output`.
 
-    `vocab_size` counts every id, those of `special_tokens` included. It is exact for bpe, unigram and byte_bpe, an upper limit for
-    char, and 257 plus the special tokens or None for byte, which learns nothing and needs no input. Of more than `sample_pieces`
-    stretches of 2 kB a uniform sample is learned from. `lowercase`: learn from the text in lower case, for data that is prepared so;
-    the tokenizer itself changes no text.
+    `vocab_size` counts every id, those of `special_tokens` included. It is exact for bpe, unigram and byte_bpe, and an upper limit
+    for char. For byte, which learns nothing and needs no input, it is None or 257 plus the special tokens. If the corpus has more
+    than `sample_pieces` stretches of 2 kB, a uniform sample of these is used. `lowercase`: learn from the text in lower case, for
+    data that is prepared in lower case; the tokenizer itself changes no text.
 
     Raises ConfigError for arguments that do not fit, DataError for the corpus; nothing is left behind then.
     """
@@ -119,7 +119,7 @@ def _check_special_tokens(tokens: Sequence[str], model_type: str) -> None:
     for token in tokens:
         if token in taken:
             raise ConfigError(f"--special-tokens {token}: named twice, or one that every {model_type} tokenizer has")
-        # Shorter ones would be mistaken for text by other programs, <0x..> is how SentencePiece writes a byte.
+        # Other programs would take shorter ones for text, and <0x..> is how SentencePiece writes a byte.
         if len(token) < 3 or not token.isascii() or not token.isprintable() or " " in token or re.fullmatch("<0x..>", token):
             raise ConfigError(
                 f"--special-tokens {token!r}: expected 3 or more visible ASCII characters, such as <|fim_prefix|>"
@@ -129,7 +129,7 @@ def _check_special_tokens(tokens: Sequence[str], model_type: str) -> None:
 
 def _counted(documents: Iterator[Document], progress: CorpusProgress, lowercase: bool) -> Iterator[str]:
     for document in documents:
-        # Half a surrogate pair, which JSON can spell, has no UTF-8; preparation refuses it with its line.
+        # JSON can spell half a surrogate pair, which has no UTF-8 form; preparation refuses it and names its line.
         text = document.text.encode("utf-8", "replace")
         progress.add(1, 0, len(text))
         yield text.decode().lower() if lowercase else text.decode()
@@ -155,9 +155,9 @@ def pieces(text: str, limit: int = PIECE_BYTES) -> Iterator[str]:
 
 
 def sample_of(texts: Iterable[str], limit: int) -> list[str]:
-    """`limit` of the `texts`, each with the same chance, the same ones every time (reservoir sampling, Vitter's algorithm R).
+    """`limit` of the `texts`, each with the same chance, and the same ones every time (reservoir sampling, Vitter's algorithm R).
 
-    SentencePiece samples too, but seeds itself anew in every process: two runs would give two tokenizers.
+    SentencePiece samples too, but with a new seed in every process: two runs would give two tokenizers.
     """
     random = Random(_SEED)
     sample: list[str] = []
@@ -195,7 +195,8 @@ def _save_sentencepiece(
                 eos_id=2,
                 pad_id=-1,
                 control_symbols=list(special_tokens),
-                # Lossless: no normalisation, no trimming, no added space, and bytes for what is not in the vocabulary.
+                # Lossless: no normalisation, no trimming, no added space, and bytes for characters that are not in the
+                # vocabulary.
                 byte_fallback=True,
                 character_coverage=0.9995,
                 normalization_rule_name="identity",
@@ -265,9 +266,9 @@ def _save_characters(directory: Path, documents: Iterator[str], limit: int | Non
     if not characters:
         raise DataError("the corpus is empty: the input files hold no text")
     if limit is not None and len(characters) + 1 + len(special_tokens) > limit:
-        needed = f"the corpus has {len(characters)} characters, and {1 + len(special_tokens)} ids are special tokens"
+        needed = f"the corpus has {len(characters)} characters, and special tokens take {1 + len(special_tokens)} ids"
         raise DataError(f"--vocab-size {limit} is too small: {needed}")
-    # The unknown token is deliberately not in the vocabulary: an unknown character is then an error instead of a loss.
+    # The unknown token is deliberately not in the vocabulary, so that an unknown character is an error and not a loss.
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -74,9 +74,9 @@ def test_each_language_can_have_its_own_tokenizer(tmp_path, byte_tokenizer):
 
 
 BAD = {
-    "more sources": (["a", "b", "c"], ["x", "y"], r"x\.source: 3 lines, and .*x\.target: 2; line i of one"),
-    "more targets": (["a"], ["x", "y", "z"], r"x\.target: 3 lines, and .*x\.source: 1; line i of one"),
-    "nothing left": (["", ""], ["x", "y"], "no pair is left of 2 lines|no documents to write"),
+    "more sources": (["a", "b", "c"], ["x", "y"], r"x\.source: 3 lines, but .*x\.target: 2; line i of one"),
+    "more targets": (["a"], ["x", "y", "z"], r"x\.target: 3 lines, but .*x\.source: 1; line i of one"),
+    "nothing left": (["", ""], ["x", "y"], "none of its 2 lines gives a pair|no documents to write"),
 }
 
 
@@ -132,7 +132,7 @@ def test_damage_is_found(tmp_path, byte_tokenizer):
     manifest.write_bytes(before)
     content = unsealed((path / "pairs.json").read_bytes())
     for change, message in (
-        ({"pairs": 39}, "pairs is 39, and source has 40 documents"), ({"version": 9}, "format version 9"),
+        ({"pairs": 39}, "pairs is 39, but source has 40 documents"), ({"version": 9}, "format version 9"),
         ({"extra": 1}, "extra is not a known key"), ({"format": "x"}, "not a pretrain-pairs manifest"),
     ):  # fmt: skip
         (path / "pairs.json").write_text(sealed_json(content | change))

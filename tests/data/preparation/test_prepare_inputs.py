@@ -263,7 +263,7 @@ def test_the_limit_of_invalid_rows_is_that_of_all_tasks_together(tmp_path, byte_
     (tmp_path / "d.jsonl").write_bytes(DIRTY)
     arguments = [[str(tmp_path / "d.jsonl")], byte_tokenizer, tmp_path / "out"]
     options = {"unit_bytes": 40, "engine": "library", "tasks": 3}
-    message = r"rows cannot be used, more than --max-invalid 4, the first of them .*d\.jsonl, line 2: not valid .*what is finished is kept"
+    message = r"rows cannot be used, more than --max-invalid 4, the first of them .*d\.jsonl, line 2: not valid .*finished work is kept"
     with pytest.raises(DataError, match=message):
         for task in range(3):
             prepare(*arguments, task=task, max_invalid=4, **options)
@@ -311,7 +311,7 @@ def test_binary_files_are_named_by_what_they_are(tmp_path, byte_tokenizer):
         "h.zip": (zipped.getvalue(), "a zip archive"),
         "i.ids": (npy.getvalue(), "a NumPy file: name it .npy"),
         "j.pdf": (b"%PDF-1.7\n", "a PDF: extract its text first"),
-        "k.bin": (b"ELF\0\1", "a binary file, not text; of token ids say their type with --ids-dtype"),
+        "k.bin": (b"ELF\0\1", "a binary file, not text; if it holds token ids, give their type with --ids-dtype"),
         "l.exe": (b"MZ\0\1", "a binary file, not text; "),
         "m.txt": ("x".encode("utf-16"), "UTF-16: convert it first"),
         "n.txt": (b"caf\xe9", "not valid UTF-8"),
@@ -367,7 +367,7 @@ def test_quotation_marks_in_tsv_are_text(prepared, tmp_path, byte_tokenizer):
     (tmp_path / "a.tsv.gz").write_bytes(gzip.compress((tmp_path / "a.tsv").read_bytes()))
     assert prepared(tmp_path / "a.tsv.gz")[0] == expected
     (tmp_path / "b.tsv").write_bytes(b'text\tid\n"of two\nlines"\t1\ncaf\xe9\t2\ngood\t3\n')
-    message = r"b\.tsv, row 1: has 1 values, and the first line names 2 columns; in \.tsv quotation marks hold nothing together"
+    message = r"b\.tsv, row 1: has 1 values, but the first line names 2 columns; in \.tsv quotation marks do not group values"
     with pytest.raises(DataError, match=message):
         prepared(tmp_path / "b.tsv")
     assert prepare([str(tmp_path / "b.tsv")], byte_tokenizer, tmp_path / "out", max_invalid=2).invalid_documents == 2
@@ -386,7 +386,7 @@ def test_rows_that_a_quotation_mark_swallows_are_never_left_out(tmp_path, byte_t
         assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["a.csv"]
     (tmp_path / "a.csv").write_text('id,text\n1,"a\n2,b\n3,c",d\n4,e\n')  # the marks are in order, the number of values is not
-    with pytest.raises(DataError, match=r"a\.csv, lines 2 to 4: .* and has 3 values, and the first line names 2 columns"):
+    with pytest.raises(DataError, match=r"a\.csv, lines 2 to 4: .* and has 3 values, but the first line names 2 columns"):
         prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out", max_invalid=1)
     (tmp_path / "a.csv").write_text('id,text\n1,a\n2,"stray')  # on the last line it takes that line alone
     assert prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out", max_invalid=1).invalid_documents == 1
@@ -394,7 +394,7 @@ def test_rows_that_a_quotation_mark_swallows_are_never_left_out(tmp_path, byte_t
 
 def test_dirty_csv_is_named_or_left_out(tmp_path, byte_tokenizer):
     (tmp_path / "a.csv").write_bytes(b'text,n\ngood,1\nshort\n"bad"x,3\ncaf\xe9,4\n\nlong,5,6\nfine,7\n')
-    with pytest.raises(DataError, match=r"a\.csv, row 2: has 1 values, and the first line names 2 columns"):
+    with pytest.raises(DataError, match=r"a\.csv, row 2: has 1 values, but the first line names 2 columns"):
         prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out")
     assert prepare([str(tmp_path / "a.csv")], byte_tokenizer, tmp_path / "out", max_invalid=4).invalid_documents == 4
     assert contents(tmp_path / "out")[0] == ["good", "fine"]

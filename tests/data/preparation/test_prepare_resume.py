@@ -277,7 +277,7 @@ def test_finished_units_are_not_done_again(inputs, trained, tmp_path, monkeypatc
         prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
     prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
     assert len(set(done[:4])) == 4 and not set(done[:4]) & set(done[5:])
-    assert re.search(r"going on: 4 of \d+ units of work are finished", capsys.readouterr().err)
+    assert re.search(r"continuing: 4 of \d+ units of work are finished", capsys.readouterr().err)
 
 
 def interrupted(inputs, trained, output, monkeypatch, **options) -> None:
@@ -312,7 +312,7 @@ def test_a_damaged_part_is_done_again(inputs, trained, straight, tmp_path, monke
         ({"validation_fraction": 0.3}, r"--validation-fraction was 0\.2 and is 0\.3; go back"),
         ({"text_mode": "line"}, "--documents was 'file' and is 'line'"),
         ({"deduplicate": False, "shard_tokens": 5000}, r"--deduplicate was True and is False \(and 1 more differences\)"),
-        ({"unit_bytes": 2000}, "the cut into units is another one"),
+        ({"unit_bytes": 2000}, "the cut into units has changed"),
     ],
 )
 def test_other_options_than_the_work_was_begun_with_are_refused(inputs, trained, tmp_path, monkeypatch, change, message):
@@ -337,7 +337,7 @@ def test_other_inputs_than_the_work_was_begun_with_are_refused(trained, tmp_path
             prepare([str(root)], trained[tokenizer], output, **{**OPTIONS, "unit_bytes": 300})
         return str(caught.value)
 
-    assert "the tokenizer is another one" in refusal("unigram")
+    assert "the tokenizer has changed" in refusal("unigram")
     (root / "x.txt").write_text("new")
     assert f"{root}/x.txt is new" in refusal()
     (root / "x.txt").unlink()
@@ -574,7 +574,7 @@ def test_a_full_disk_is_one_line_and_what_is_finished_is_kept(inputs, trained, s
 
     with monkeypatch.context() as patch:
         patch.setattr(f"{module}.open", open_until_full, raising=False)
-        with pytest.raises(DataError, match=r"no space left; what is finished is kept: make room and start the same") as caught:
+        with pytest.raises(DataError, match=r"no space left; finished work is kept: make room and start the same") as caught:
             prepare(inputs, trained["bpe"], tmp_path / "out", **OPTIONS)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     kept = len(list((tmp_path / ".out.preparing").glob("parts-*/*.part")))

@@ -155,7 +155,9 @@ def test_bytes_that_stay_wrong_name_the_url_what_is_expected_and_what_is_found(s
     server.faults[SHARD] = [fault] * 10
     shard = data.manifest.shards[1]
     expected = shard.sha256 if fault == "wrong" else str(2 * shard.tokens)
-    with pytest.raises(DataError, match=rf"{server.url}/train/{SHARD}: fetched 3 times, each time {found} where .* {expected}"):
+    with pytest.raises(
+        DataError, match=rf"{server.url}/train/{SHARD}: downloaded 3 times, each time {found} where .* {expected}"
+    ):
         whole(data)
     assert server.count(SHARD) == 3
     assert not cache.path(shard.sha256).exists() and list((cache.directory / "partial").iterdir()) == []
@@ -168,10 +170,10 @@ def test_a_shard_altered_during_the_run_never_reaches_the_reader(server, folder,
     changed = bytearray((folder / SHARD).read_bytes())
     changed[7] ^= 1
     (folder / SHARD).write_bytes(changed)
-    with pytest.raises(DataError, match=f"{SHARD}: fetched 3 times, each time sha256"):
+    with pytest.raises(DataError, match=f"{SHARD}: downloaded 3 times, each time sha256"):
         whole(data)
     data.verify()  # what is here is right
-    with pytest.raises(DataError, match=f"{SHARD}: fetched 3 times"):
+    with pytest.raises(DataError, match=f"{SHARD}: downloaded 3 times"):
         data.verify(fetch=True)
 
 
@@ -206,7 +208,7 @@ def test_verify_hashes_the_copies_and_brings_damaged_ones_anew(server, folder, c
     data.verify(part=0, parts=2)
     assert "is damaged" not in caplog.text  # shard 1 belongs to the other part
     data.verify(part=1, parts=2)
-    assert "is damaged; it is fetched again" in caplog.text
+    assert "is damaged; it is downloaded again" in caplog.text
     assert np.array_equal(whole(data), whole(PreparedData.open(folder))) and server.count(SHARD) == 2
 
 

@@ -155,7 +155,7 @@ def test_bytes_that_stay_wrong_name_the_url_and_both_hashes(proxy, cache):
     data = opened(cache)
     proxy.faults[SHARD] = ["wrong"] * 10
     expected = data.manifest.shards[1].sha256
-    with pytest.raises(DataError, match=f"{URL}/{SHARD}: fetched 3 times, each time sha256 (?!{expected}).* {expected}"):
+    with pytest.raises(DataError, match=f"{URL}/{SHARD}: downloaded 3 times, each time sha256 (?!{expected}).* {expected}"):
         whole(data)
 
 
@@ -192,7 +192,7 @@ def test_an_object_replaced_after_opening_never_reaches_the_reader(endpoint, env
     content = Path(prepared, SHARD).read_bytes()
     client.put_object(Bucket="corpus", Key=f"other/{SHARD}", Body=content[::-1])
     remote, manifest = open_remote("s3://corpus/other", cache, Remote(QUICK))
-    with pytest.raises(DataError, match=f"s3://corpus/other/{SHARD}: fetched 3 times, each time sha256"):
+    with pytest.raises(DataError, match=f"s3://corpus/other/{SHARD}: downloaded 3 times, each time sha256"):
         PreparedData("s3://corpus/other", manifest, remote).verify(fetch=True)
     client.put_object(Bucket="corpus", Key=f"other/{SHARD}", Body=content)
     assert np.array_equal(whole(data), whole(PreparedData.open(prepared)))

@@ -167,7 +167,7 @@ def test_a_copy_that_lost_bytes_is_fetched_again(tmp_path, caplog):
     fetch(cache, content(1), log)
     os.truncate(cache.path(sha(content(1))), 10)
     assert fetch(cache, content(1), log) == content(1) and len(log) == 2
-    assert "has 10 bytes, not 1000; fetching it again" in caplog.text
+    assert "has 10 bytes, not 1000; downloading it again" in caplog.text
 
 
 _STUCK = """

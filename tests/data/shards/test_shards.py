@@ -368,7 +368,7 @@ def test_a_manifest_of_version_2_is_read_and_checked_for_its_end_token(prepared)
     assert (data.fingerprint, data.manifest.plan_sha256, data.tokenizer.eod_token) == (fingerprint, None, None)
     (prepared / "manifest.json").write_text(json.dumps({**old, "version": 2, "eod_id": 3}))
     with pytest.raises(
-        DataError, match=r"shard-00000\.bin: ends with token 2, and manifest\.json says that documents end with 3"
+        DataError, match=r"shard-00000\.bin: ends with token 2, but manifest\.json says that documents end with 3"
     ):
         PreparedData.open(prepared).verify()
     (prepared / "manifest.json").write_text(json.dumps({**old, "version": 3}))

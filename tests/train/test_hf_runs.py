@@ -171,7 +171,7 @@ def test_weights_without_a_gradient_are_named_at_the_first_step(pool, hf_config_
 
 def test_masks_of_documents_are_refused(hf_config_file, tmp_path):
     code, printed = run_main(str(hf_config_file), of(tmp_path, "granite"), "data.document_mask=true", "--check")
-    assert code != 0 and "data.document_mask=true: models of model.family=hf take no masks of documents" in printed
+    assert code != 0 and "data.document_mask=true: models of model.family=hf take no document masks" in printed
 
 
 def test_the_check_describes_the_model_and_says_that_dropout_is_not_applied(hf_config_file, tmp_path):

@@ -28,8 +28,8 @@ from pretrain.errors import ConfigError, DataError
 class PairBatch:
     """The pairs of one rank in one optimizer step, on the host. `micro_inputs`: the network's inputs by name, per micro-step.
 
-    `positions`: the places of its rows in the stream, in order, -1 for a row that only fills up; `sequences`: pairs of the step over
-    all ranks; `digest`, `target_tokens`: as in data/loader.py.
+    `positions`: the places of its rows in the stream, in order, -1 for a row that only fills up. `sequences`: pairs of the step over
+    all ranks. `digest`, `target_tokens`: as in data/loader.py.
     """
 
     positions: np.ndarray

@@ -56,8 +56,8 @@ _NO_CREDENTIALS = {
 class Patience:
     """How long to retry, in seconds except for `contents`.
 
-    `stall`: longest wait for the next 8 MiB (so a transfer slower than 140 kB/s is stalled); `first_delay`, `longest_delay`: between attempts;
-    `give_up`: from the first failure on; `contents`: how often a file with wrong content is downloaded.
+    `stall`: longest wait for the next 8 MiB, so a transfer slower than 140 kB/s is stalled. `first_delay`, `longest_delay`: waits between
+    attempts. `give_up`: time from the first failure on. `contents`: how often a file with wrong content is downloaded.
     """
 
     stall: float = 60.0

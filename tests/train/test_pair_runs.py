@@ -220,7 +220,7 @@ def test_a_small_model_learns_to_reverse_digits_exactly_and_the_tools_agree(pool
         "generate": (["--model", run, "--prompt", "a", "--max-tokens", 3], "is an encoder-decoder; use tools/translate.py"),
         "convert_checkpoint": (["to-hf", "--checkpoint", run, "--output", tmp_path / "hf"], "cannot be exported as model.family=transformer"),
         "inspect_data": (["--run", run, "--step", 1], "reads sentence pairs (data.pairs), which inspection does not show"),
-        "translate": ([*words[:4], "--reference", tmp_path / "in"], "in: 3 lines, and"),
+        "translate": ([*words[:4], "--reference", tmp_path / "in"], "in has 3 lines, but"),
     }  # fmt: skip
     for name, (arguments, message) in refused.items():
         assert tool(name).main([str(w) for w in arguments]) in (1, 2)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pretrain.config.written import identity_of_today, of_today
 from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.storage import exists, flush, sha256_of, unrepeated
 
@@ -102,8 +103,15 @@ def _unreadable(path: Path, error: OSError) -> UnreadableError:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """state.json of a checkpoint."""
-    return read_json(checkpoint / STATE)
+    """state.json of a checkpoint, with the configuration keys of this version."""
+    state = read_json(checkpoint / STATE)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{checkpoint / STATE}: is not the state of a checkpoint; choose another checkpoint")
+    if isinstance(state.get("model"), dict):
+        state |= of_today({"model": state["model"]})
+    if isinstance(state.get("identity"), dict):
+        state["identity"] = identity_of_today(state["identity"])
+    return state
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:

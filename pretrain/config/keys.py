@@ -36,6 +36,14 @@ SET, UNSET = "set", "unset"
 REMOVED = {"data.exact_resume": "every run resumes exactly now, on text as well; remove the key"}
 """Keys of earlier versions, with what to do about each. Records of runs may have them; configurations may not."""
 
+RENAMED = {
+    "model.encoder_layers": "model.encoder.layers",
+    "model.source_vocab_size": "model.encoder.vocab_size",
+    "model.tie_source": "model.encoder.share_embedding",
+    "model.start_id": "model.encoder.decoder_start_id",
+}
+"""Keys of earlier versions, with their names of today. Records of runs may have the old ones (`written.py`); configurations may not."""
+
 
 @dataclass(frozen=True)
 class Except:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pretrain.config.foreign import answer_to, value_advice
-from pretrain.config.keys import REMOVED
+from pretrain.config.keys import REMOVED, RENAMED
 from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
@@ -196,6 +196,8 @@ def check_range(limits: Any, value: Any, where: str) -> None:
 def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -> str:
     if full in REMOVED:
         return f"{origin_of(full, origins)}: {full} is no key any more: {REMOVED[full]}"
+    if full in RENAMED:
+        return f"{origin_of(full, origins)}: {full} is called {RENAMED[full]} now; rename it"
     # A section that other tools have, such as `train`, is answered by what is in it.
     for path in [full, *(path for path in origins if path.startswith(f"{full}."))]:
         if answer := answer_to(path.rpartition(".")[2]):

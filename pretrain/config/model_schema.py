@@ -23,7 +23,7 @@ WIDEST, LONGEST, MOST_TOKENS = 2**24, 2**40, 2**26
 
 SCALED = {"model.rope.scaling": Except("none")}
 LLAMA3, YARN = {"model.rope.scaling": ("llama3",)}, {"model.rope.scaling": ("yarn",)}
-WINDOWED, ENCODER = {"model.attention.window": Except(0)}, {"model.encoder_layers": Except(0)}
+WINDOWED, ENCODER = {"model.attention.window": Except(0)}, {"model.encoder.layers": Except(0)}
 
 
 @dataclass
@@ -339,6 +339,32 @@ class ExpertsConfig:
 
 
 @dataclass
+class EncoderConfig:
+    """An encoder, whose output the decoder's blocks attend to. Trained on `data.pairs`, or with `data.objective: span_corruption`."""
+
+    layers: int | None = key(
+        None,
+        "Blocks of the encoder; 0: a decoder alone. `model.layers` by default with families `transformer` and `t5`, else 0.",
+        ge=0,
+        le=10_000,
+    )
+    vocab_size: int | None = key(
+        None,
+        "Token ids the encoder knows; those of the tokenizer of the sources by default.",
+        ge=2,
+        le=MOST_TOKENS,
+    )
+    share_embedding: bool | None = key(None, "Use one embedding for sources and targets; they then have one tokenizer.")
+    decoder_start_id: int | None = key(
+        None,
+        "Token that the decoder starts from; the end-of-document token of the targets' tokenizer by default. T5's own models start "
+        "from their padding token, 0.",
+        ge=0,
+        le=MOST_TOKENS,
+    )
+
+
+@dataclass
 class Model:
     """The network. Switches that are `null` are the family's."""
 
@@ -420,41 +446,13 @@ class Model:
         ge=0,
         le=1e6,
     )
-    encoder_layers: int | None = key(
-        None,
-        "Blocks of an encoder, whose output the decoder's blocks attend to; trained on `data.pairs` or with `data.objective: "
-        "span_corruption`. 0: a decoder alone. `layers` by default with families `transformer` and `t5`.",
-        ge=0,
-        le=10_000,
-    )
-    source_vocab_size: int | None = key(
-        None,
-        "Token ids the encoder knows; those of the tokenizer of the sources by default.",
-        ge=2,
-        le=MOST_TOKENS,
-        when=ENCODER,
-    )
-    tie_source: bool | None = key(
-        None,
-        "Use one embedding for sources and targets; they then have one tokenizer.",
-        when=ENCODER,
-    )
-    start_id: int | None = key(
-        None,
-        "Token that a decoder with an encoder starts from; the end-of-document token of the targets' tokenizer by default. T5's own "
-        "models start from their padding token, 0.",
-        ge=0,
-        le=MOST_TOKENS,
-        when=ENCODER,
-    )
     dropout: float = key(
         0.0,
-        "Share of zeroes in what a sublayer adds to the residual stream and in the embeddings (arXiv 1706.03762, section 5.4), in "
-        "training; of an encoder-decoder.",
+        "Share of zeroes in the embeddings and in what a sublayer adds to the residual stream, in training (arXiv 1706.03762, section 5.4). "
+        "No layout changes what is zeroed (docs/models.md).",
         ge=0,
         lt=1,
         resume="accept",
-        when=ENCODER,
     )
     predict_ahead: int = key(
         0,
@@ -463,6 +461,7 @@ class Model:
         ge=0,
         le=8,
     )
+    encoder: EncoderConfig = section(EncoderConfig, when=ENCODER)
     norm: Norm = section(Norm)
     rope: Rope = section(Rope, when={"model.positions": ("rope",)})
     relative: Relative = section(Relative, when={"model.positions": ("relative",)})

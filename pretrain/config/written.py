@@ -1,4 +1,7 @@
-"""A configuration as this program writes it: YAML that loads back, and JSON, which is read here. `load.py` reads what people write."""
+"""A configuration as this program writes it: YAML that loads back, and JSON, which is read here. `load.py` reads what people write.
+
+Records of earlier versions have other keys. `of_today` and `identity_of_today` are the only places that know them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from pretrain.config.keys import REMOVED
+from pretrain.config.keys import REMOVED, RENAMED
 from pretrain.config.read import Origin, dump, origin_of
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
@@ -45,16 +48,38 @@ def from_recorded(values: Any, place: str) -> Config:
     Raises ConfigError for values of which this program's `Config` does not consist.
     """
     try:
-        return build_section(Config, _without_removed(values))
+        return build_section(Config, of_today(values))
     except (TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{place}: not a configuration of this version of the program ({error})") from error
 
 
-def _without_removed(values: dict[str, Any], path: str = "") -> dict[str, Any]:
-    nested = {
-        name: _without_removed(value, f"{path}{name}.") if isinstance(value, dict) else value for name, value in values.items()
-    }
-    return {name: value for name, value in nested.items() if f"{path}{name}" not in REMOVED}
+def of_today(values: dict[str, Any]) -> dict[str, Any]:
+    """A recorded configuration, or some sections of one, with the keys of this version."""
+    moved: dict[str, Any] = {}
+
+    def kept(section: dict[str, Any], path: str) -> dict[str, Any]:
+        found = {}
+        for name, value in section.items():
+            full = f"{path}{name}"
+            if full in RENAMED:
+                moved[RENAMED[full]] = value
+            elif full not in REMOVED:
+                found[name] = kept(value, f"{full}.") if isinstance(value, dict) else value
+        return found
+
+    result = kept(values, "")
+    for full, value in moved.items():
+        *sections, name = full.split(".")
+        place = result
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return result
+
+
+def identity_of_today(identity: dict[str, Any]) -> dict[str, Any]:
+    """A recorded identity (`Plan.identity`) with the keys of this version."""
+    return {RENAMED.get(name, name): value for name, value in identity.items()}
 
 
 def build_section(kind: Any, values: Any) -> Any:

@@ -115,7 +115,8 @@ class PreparedTraining:
 
 def _objective(config: Config, stream: Stream, start_id: int | None) -> Objective:
     spans, eod_id = Spans.of_data(config.data), stream.eod_id
+    dropout_seed = config.run.seed if config.model.dropout else None
     if spans is None:
-        return NextToken(eod_id if config.data.document_mask else None)
+        return NextToken(eod_id if config.data.document_mask else None, dropout_seed)
     first = sentinel_ids(config.data, stream.vocab_size)[-1]
-    return SpanCorruption(spans, first, eod_id, eod_id if start_id is None else start_id, config.data.seed, config.run.seed)
+    return SpanCorruption(spans, first, eod_id, eod_id if start_id is None else start_id, config.data.seed, dropout_seed)

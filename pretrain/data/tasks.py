@@ -60,20 +60,26 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class NextToken:
-    """Predict every token from those before it. `mask_eod_id`: the token that closes a document, if attention ends there."""
+    """Predict every token from those before it.
+
+    `mask_eod_id`: the token that closes a document, if attention ends there; `dropout_seed`: the seed of dropout's masks, None without dropout.
+    """
 
     mask_eod_id: int | None = None
+    dropout_seed: int | None = None
 
     def inputs(self, tokens_BT: Tensor, targets_BT: Tensor, positions_B: np.ndarray) -> dict[str, Tensor]:
+        import torch
+
         inputs = {"tokens_BT": tokens_BT, "targets_BT": targets_BT}
         if self.mask_eod_id is not None:
-            import torch
-
             inputs["documents_BT"] = torch.from_numpy(documents_of(tokens_BT.numpy(), self.mask_eod_id))
+        if self.dropout_seed is not None:
+            inputs["keys_B"] = torch.from_numpy(sample_keys(self.dropout_seed, positions_B))
         return inputs
 
     def for_validation(self) -> NextToken:
-        return self
+        return replace(self, dropout_seed=None)
 
     def lengths(self, sequence_length: int) -> tuple[float, ...]:
         return (sequence_length,)

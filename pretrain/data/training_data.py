@@ -75,7 +75,7 @@ class TrainingData(Protocol):
     """A directory with the files of the tokenizer."""
     tokenizer: TokenizerIdentity
     vocabularies: dict[str, Vocabulary]
-    """The vocabularies by key of the section `model`: `vocab_size` and perhaps `source_vocab_size`."""
+    """The vocabularies by key of the section `model`: `vocab_size` and perhaps `encoder.vocab_size`."""
     added_tokens: list[str]
     """Tokens of training that the tokenizer lacks, which an export adds to it."""
     lengths: tuple[float, ...]

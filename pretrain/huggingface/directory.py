@@ -88,7 +88,7 @@ def plan_weights(model: Model) -> WeightPlan:
 def least_numbers(model: Model) -> int:
     """Weights that a model has at least, from its sizes alone: its table, and of each layer one projection, or its experts."""
     experts = model.experts.count or 0
-    dense = (model.layers + (model.encoder_layers or 0)) * model.dim * max(1, model.heads)
+    dense = (model.layers + (model.encoder.layers or 0)) * model.dim * max(1, model.heads)
     routed = (model.layers - len(model.experts.dense_layers or ())) * experts * model.dim * (model.experts.ffn_dim or 0)
     return model.vocab_size * model.dim + dense + routed
 
@@ -166,7 +166,7 @@ class HfDirectory:
 
     def _check_sizes(self) -> None:
         """Before a network of these sizes is built, on the meta device: that takes time and memory for every layer and every name."""
-        layers = self.model.layers + (self.model.encoder_layers or 0)
+        layers = self.model.layers + (self.model.encoder.layers or 0)
         if layers > max(64, len(self.files)):
             raise CheckpointError(
                 f"{self.directory}: config.json says {layers} layers, and the weights are {len(self.files)} tensors; it is not theirs"

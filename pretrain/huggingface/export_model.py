@@ -101,12 +101,12 @@ def write_description(
     # In this order: transformers chooses the tokenizer's class by the config.json beside it.
     files.write_json(directory / "config.json", config)
     ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": config.get("pad_token_id")}
-    if model.encoder_layers:  # a decoder starts from one token, which for T5 is also the one that pads
+    if model.encoder.layers:  # a decoder starts from one token, which for T5 is also the one that pads
         eod = load_tokenizer(tokenizer).eod_id if tokenizer else None
-        start = eod if model.start_id is None else model.start_id
+        start = eod if model.encoder.decoder_start_id is None else model.encoder.decoder_start_id
         ids |= {"pad_token_id": start, "decoder_start_token_id": start}
     if tokenizer:
-        longest, begins, pad = model.max_sequence_length, not model.encoder_layers, ids["pad_token_id"]
+        longest, begins, pad = model.max_sequence_length, not model.encoder.layers, ids["pad_token_id"]
         special = export_tokenizer(tokenizer, directory, SAMPLES, added, longest=longest, begins=begins, pad_id=pad)
         ids |= {"bos_token_id": special.bos, "eos_token_id": special.eos}
         if special.pad is not None:

@@ -55,7 +55,7 @@ def open_model(path: Path | str, device: torch.device | str = "cpu", dtype: str 
     else:
         model, weights, place = read_checkpoint(path, cast)
         tokens = place / "tokenizer"
-    if model.encoder_layers:
+    if model.encoder.layers:
         raise ConfigError(f"{place} is an encoder-decoder; use tools/translate.py")
     network = build(model, weights, MODEL_DTYPES[dtype]).to(device)
     tokenizer = load_tokenizer(tokens)
@@ -112,9 +112,9 @@ def open_translator(path: Path) -> tuple[nn.Module, Tokenizer, Tokenizer]:
     else:
         model, weights, place = read_checkpoint(path)
         source, target = place / "source_tokenizer", place / "tokenizer"
-        if model.tie_source and not source.is_dir():  # trained on spans, or imported
+        if model.encoder.share_embedding and not source.is_dir():  # trained on spans, or imported
             source = target
-    if not model.encoder_layers:
+    if not model.encoder.layers:
         raise ConfigError(f"{place} is a decoder alone; use tools/generate.py")
     return build(model, weights), load_tokenizer(source), load_tokenizer(target)
 

@@ -143,9 +143,9 @@ def compare_logits(directory: Path, model: Model, parameters: int, weights: Call
     dtype = torch.float64 if parameters <= MOST_IN_FP64 else torch.float32
     generator = torch.Generator().manual_seed(0)
     ids, source = (torch.randint(model.vocab_size, (sequences, length), generator=generator) for _ in range(2))
-    inputs = {"source_BS": source} if model.encoder_layers else {}
+    inputs = {"source_BS": source} if model.encoder.layers else {}
     with _computing_in(dtype):
-        theirs = _their_logits(directory, ids, source if model.encoder_layers else None, dtype)
+        theirs = _their_logits(directory, ids, source if model.encoder.layers else None, dtype)
     held = _cast(weights(), dtype)
     with torch.no_grad(), _computing_in(dtype):
         network = build(model, held, dtype)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pretrain.config.model_schema import Model
 from pretrain.models.attention import Attention
 from pretrain.models.cache import LayerCache
+from pretrain.models.dropout import BlockDropout
 from pretrain.models.experts import MixtureOfExperts
 from pretrain.models.latent_attention import LatentAttention
 from pretrain.models.layers import make_norm
@@ -26,6 +27,8 @@ class Block(nn.Module):
     reordered  x + output_norm(f(x))          attention_output_norm, mlp_output_norm
     sandwich   x + output_norm(f(norm(x)))    all four
     post       output_norm(x + f(x))          attention_output_norm, mlp_output_norm
+
+    Dropout acts on what a sublayer adds to x.
     """
 
     def __init__(self, config: Model, spec: LayerSpec) -> None:
@@ -50,6 +53,7 @@ class Block(nn.Module):
         mask: Mask | None = None,
         cache: LayerCache | None = None,
         counted_BT: Tensor | None = None,
+        dropout: BlockDropout | None = None,
     ) -> tuple[Tensor, RouterReport | None]:
         """The residual stream; the report of a router over the positions that are `counted_BT`, where there are both."""
         reports: list[RouterReport | None] = []
@@ -65,12 +69,15 @@ class Block(nn.Module):
             return y_BTD
 
         added = self._sublayer(x_BTD, attention, self.attention_norm, self.attention_output_norm)
-        if self.parallel:
-            x_BTD = x_BTD + added + self._sublayer(x_BTD, mlp, self.mlp_norm, self.mlp_output_norm)
-        else:
+        added = added if dropout is None else dropout["attention"](added)
+        if not self.parallel:
             x_BTD = self._joined(x_BTD, added, self.attention_output_norm)
-            added = self._sublayer(x_BTD, mlp, self.mlp_norm, self.mlp_output_norm)
-            x_BTD = self._joined(x_BTD, added, self.mlp_output_norm)
+        from_mlp = self._sublayer(x_BTD, mlp, self.mlp_norm, self.mlp_output_norm)
+        from_mlp = from_mlp if dropout is None else dropout["mlp"](from_mlp)
+        if self.parallel:
+            x_BTD = x_BTD + added + from_mlp
+        else:
+            x_BTD = self._joined(x_BTD, from_mlp, self.mlp_output_norm)
         return x_BTD, (reports[0] if reports else None)
 
     def _sublayer(

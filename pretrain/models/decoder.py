@@ -18,6 +18,7 @@ from pretrain.config.schema import Loss
 from pretrain.conventions import IGNORED
 from pretrain.models.block import Block
 from pretrain.models.cache import Cache
+from pretrain.models.dropout import Dropout, make_dropout
 from pretrain.models.experts import MixtureOfExperts
 from pretrain.models.head import OutputHead
 from pretrain.models.layers import Embedding, make_norm
@@ -99,17 +100,20 @@ class Decoder(nn.Module):
         with_cross_entropy: bool = False,
         positions_BT: Tensor | None = None,
         hidden: Hidden | None = None,
+        keys_B: Tensor | None = None,
     ) -> Tensor | Losses | Hidden:
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32, in training
         with the auxiliary losses of routers (`models/router.py`). `with_cross_entropy`: return that alone beside them.
 
         `documents_BT` [B, T] numbers the document of each position (equal neighbours are of one; padding has a number of its own): no
         position then attends to another document, and positions count from 0 in each. `positions_BT` [B, T] says them otherwise. With
-        a `cache` the tokens continue those that are in it, and are added to it. `hidden`: what the slice before returned.
+        a `cache` the tokens continue those that are in it, and are added to it. `hidden`: what the slice before returned. `keys_B`: see
+        `models/dropout.py`; without them nothing is dropped.
         """
         if self.takes_tokens == (hidden is not None):
             raise ValueError("the first slice of a network takes tokens alone, and the others what the slice before returned")
-        embedded_BTD, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT)
+        dropout = make_dropout(self.config.dropout, keys_B, self.config.dim)
+        embedded_BTD, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT, dropout)
         counted_BT = targets_BT != IGNORED if targets_BT is not None and torch.is_grad_enabled() else None
         auxiliary_B = list(hidden.auxiliary_B) if hidden else []
         # As a view, so that the gradients of the first block's two uses meet before those of multi-token prediction (see `Layer.forward` of
@@ -118,7 +122,8 @@ class Decoder(nn.Module):
         for name, block in self.layers.items():
             rope, mask = inputs[block.spec.window]
             layer_cache = cache.layers[int(name)] if cache else None
-            x_BTD, report = block(x_BTD, rope if block.spec.rope else None, mask, layer_cache, counted_BT)
+            dropped = dropout and dropout.of_block(f"layers.{name}")
+            x_BTD, report = block(x_BTD, rope if block.spec.rope else None, mask, layer_cache, counted_BT, dropped)
             auxiliary_B += self._keep_report(name, report)
         if self.output is None:
             return Hidden(x_BTD, tuple(auxiliary_B))
@@ -133,7 +138,7 @@ class Decoder(nn.Module):
             spec = self.multi_token.spec
             rope, mask = inputs[spec.window]
             rope = rope if spec.rope else None
-            ahead, reports = self.multi_token(hidden_BTD, embedded_BTD, rope, mask, counted_BT)
+            ahead, reports = self.multi_token(hidden_BTD, embedded_BTD, rope, mask, counted_BT, dropout)
             for depth, report in enumerate(reports):
                 auxiliary_B += self._keep_report(str(self.config.layers + depth), report)
             losses = self.multi_token.losses(self.output, x_BTD, ahead, targets_BT, documents_BT, tied)
@@ -163,7 +168,12 @@ class Decoder(nn.Module):
         return {name: block.mlp.router for name, block in blocks.items() if isinstance(block.mlp, MixtureOfExperts)}
 
     def _begin(
-        self, tokens_BT: Tensor, documents_BT: Tensor | None, cache: Cache | None, positions_BT: Tensor | None
+        self,
+        tokens_BT: Tensor,
+        documents_BT: Tensor | None,
+        cache: Cache | None,
+        positions_BT: Tensor | None,
+        dropout: Dropout | None,
     ) -> tuple[Tensor | None, Inputs]:
         """The embedded tokens, where this slice has the table; and what blocks get."""
         device = tokens_BT.device
@@ -191,7 +201,8 @@ class Decoder(nn.Module):
         if self.embedding is None or (not self.takes_tokens and self.multi_token is None):
             return None, inputs
         places = restarted_BT if positions_BT is None else positions_BT
-        return self._embed(tokens_BT, torch.arange(start, stop, device=device) if places is None else places), inputs
+        x_BTD = self._embed(tokens_BT, torch.arange(start, stop, device=device) if places is None else places)
+        return x_BTD if dropout is None else dropout.at("embedding")(x_BTD), inputs
 
     def _specs(self) -> list[LayerSpec]:
         return [block.spec for block in self.layers.values()] + ([self.multi_token.spec] if self.multi_token else [])

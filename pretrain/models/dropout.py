@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -25,27 +26,45 @@ _LEVELS = 1 << 16
 
 class Dropout:
     """Dropout of one forward pass. `keys_B`: an int64 per sample, see `conventions.sample_keys`; `rate`: share of zeroed elements, rounded to a
-    multiple of 2^-16; the others are scaled up by what is right for the rounded rate.
+    multiple of 2^-16; `dim`: the width of what is dropped.
     """
 
-    def __init__(self, rate: float, keys_B: Tensor) -> None:
+    def __init__(self, rate: float, keys_B: Tensor, dim: int) -> None:
         self.dropped = round(rate * _LEVELS)
-        self.keys_B = keys_B
-        self.scale = _LEVELS / (_LEVELS - self.dropped)
+        self.keys_B, self.dim = keys_B, dim
 
-    def __call__(self, x_BTD: Tensor, name: str) -> Tensor:
-        """`x_BTD` with elements zeroed. Every call of a forward pass has a name of its own."""
-        kept_BTD = self.kept(name, x_BTD.shape[1], x_BTD.shape[2])
+    def at(self, name: str) -> DropoutMask:
+        """The mask of one place in the network. Every place has a name of its own."""
+        columns = _columns(-(-self.dim // 2), self.keys_B.device)
+        return DropoutMask(self.dropped, _finalise(self.keys_B ^ _hash_of(name)), columns)
+
+    def of_block(self, block: str, sublayers: Sequence[str] = ("attention", "mlp")) -> BlockDropout:
+        """The masks of a block, by sublayer. They are made outside the block, so that one compiled function serves all blocks."""
+        return {sublayer: self.at(f"{block}.{sublayer}") for sublayer in sublayers}
+
+
+class DropoutMask:
+    """Dropout at one place in the network. `keys_B`: of the samples there; `columns`: a number per two components.
+
+    The elements that are kept are scaled up by what is right for the rounded rate.
+    """
+
+    def __init__(self, dropped: int, keys_B: Tensor, columns: Tensor) -> None:
+        self.dropped, self.keys_B, self.columns = dropped, keys_B, columns
+        self.scale = _LEVELS / (_LEVELS - dropped)
+
+    def __call__(self, x_BTD: Tensor) -> Tensor:
+        """`x_BTD` with elements zeroed."""
+        kept_BTD = self.kept(x_BTD.shape[1], x_BTD.shape[2])
         # The factor comes last: in bf16 a mask that is already scaled would be off by its rounding everywhere.
         return x_BTD * kept_BTD.to(x_BTD.dtype) * self.scale
 
-    def kept(self, name: str, length: int, dim: int) -> Tensor:
+    def kept(self, length: int, dim: int) -> Tensor:
         """False where an element is zeroed, [B, T, D]."""
-        keys_B = self.keys_B
-        steps_T = torch.arange(length, device=keys_B.device) * _STEP
-        rows_BT = _finalise(_finalise(keys_B ^ _hash_of(name))[:, None] + steps_T)
+        steps_T = torch.arange(length, device=self.keys_B.device) * _STEP
+        rows_BT = _finalise(self.keys_B[:, None] + steps_T)
         # Two elements to a hash, its halves; in place, because this is the whole cost.
-        z = rows_BT.to(torch.int32)[:, :, None] ^ _columns(-(-dim // 2), keys_B.device)
+        z = rows_BT.to(torch.int32)[:, :, None] ^ self.columns
         z.mul_(_THIRD)
         z ^= z >> 15
         z.mul_(_FOURTH)
@@ -54,9 +73,13 @@ class Dropout:
         return halves[..., :dim] >= self.dropped - _LEVELS // 2
 
 
-def make_dropout(rate: float, keys_B: Tensor | None) -> Dropout | None:
+BlockDropout = dict[str, DropoutMask]
+"""The masks of a block, by sublayer."""
+
+
+def make_dropout(rate: float, keys_B: Tensor | None, dim: int) -> Dropout | None:
     """None where nothing is dropped: at rate 0, and without keys, which is how a network is evaluated."""
-    return Dropout(rate, keys_B) if rate and keys_B is not None else None
+    return Dropout(rate, keys_B, dim) if rate and keys_B is not None else None
 
 
 def _finalise(z: Tensor) -> Tensor:

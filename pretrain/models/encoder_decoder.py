@@ -20,7 +20,7 @@ from pretrain.config.schema import Loss
 from pretrain.models.attend import attend
 from pretrain.models.attention import Attention
 from pretrain.models.cache import LayerCache
-from pretrain.models.dropout import Dropout, make_dropout
+from pretrain.models.dropout import BlockDropout, Dropout, make_dropout
 from pretrain.models.head import OutputHead
 from pretrain.models.layers import Embedding, Linear, make_norm
 from pretrain.models.loss import Losses, LossOptions
@@ -95,9 +95,8 @@ class Layer(nn.Module):
     post   norm(x + dropout(f(x)))
     """
 
-    def __init__(self, config: Model, name: str, cross: bool) -> None:
+    def __init__(self, config: Model, cross: bool) -> None:
         super().__init__()
-        self.name = name
         self.post = config.norm.placement == "post"
         self.attention_norm, self.attention = make_norm(config), Attention(config)
         self.cross_norm, self.cross = (make_norm(config), CrossAttention(config)) if cross else (None, None)
@@ -108,7 +107,7 @@ class Layer(nn.Module):
         self,
         x_BTD: Tensor,
         mask: Tensor | None,
-        dropout: Dropout | None,
+        dropout: BlockDropout | None,
         memory_BSD: Tensor | None = None,
         memory_mask: Tensor | None = None,
         cache: DecodingLayerCache | None = None,
@@ -126,11 +125,11 @@ class Layer(nn.Module):
         return self._add(x_BTD, self.mlp, self.mlp_norm, dropout, "mlp")
 
     def _add(
-        self, x_BTD: Tensor, run: Callable[[Tensor], Tensor], norm: nn.Module, dropout: Dropout | None, sublayer: str
+        self, x_BTD: Tensor, run: Callable[[Tensor], Tensor], norm: nn.Module, dropout: BlockDropout | None, sublayer: str
     ) -> Tensor:
         y_BTD = run(x_BTD if self.post else norm(x_BTD))
         if dropout is not None:
-            y_BTD = dropout(y_BTD, f"{self.name}.{sublayer}")
+            y_BTD = dropout[sublayer](y_BTD)
         return norm(x_BTD + y_BTD) if self.post else x_BTD + y_BTD
 
 
@@ -144,14 +143,14 @@ class EncoderDecoder(nn.Module):
         self.config = config
         post = config.norm.placement == "post"
         self.embedding = Embedding(config.vocab_size, config.dim)
-        self.source_embedding = None if config.tie_source else Embedding(config.source_vocab_size, config.dim)
+        self.source_embedding = None if config.encoder.share_embedding else Embedding(config.encoder.vocab_size, config.dim)
         relative, heads = config.relative, config.heads
         if config.positions == "relative":
             self.encoder_bias = RelativeBias(heads, relative.buckets, relative.max_distance, causal=False)
             self.decoder_bias = RelativeBias(heads, relative.buckets, relative.max_distance, causal=True)
-        self.encoder = nn.ModuleList(Layer(config, f"encoder.{i}", cross=False) for i in range(config.encoder_layers))
+        self.encoder = nn.ModuleList(Layer(config, cross=False) for _ in range(config.encoder.layers))
         self.encoder_norm = None if post else make_norm(config)
-        self.decoder = nn.ModuleList(Layer(config, f"decoder.{i}", cross=True) for i in range(config.layers))
+        self.decoder = nn.ModuleList(Layer(config, cross=True) for _ in range(config.layers))
         self.norm = None if post else make_norm(config)
         options = LossOptions.of(loss, config.logit_soft_cap, config.logit_multiplier)
         self.output = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
@@ -174,7 +173,7 @@ class EncoderDecoder(nn.Module):
         `models/dropout.py`; without them nothing is dropped. With a `cache` the tokens, one after the first call, continue those that
         are in it; the sources are then read in the first call only.
         """
-        dropout = make_dropout(self.config.dropout, keys_B)
+        dropout = make_dropout(self.config.dropout, keys_B, self.config.dim)
         memory_BSD, memory_mask = None, cache.source_mask if cache else None
         if memory_mask is None:
             memory_mask = _real(source_lengths_B, source_BS)
@@ -185,7 +184,8 @@ class EncoderDecoder(nn.Module):
         mask = self._causal(start, start + tokens_BT.shape[1], tokens_BT.device)
         x_BTD = self._embed(self.embedding, tokens_BT, start, dropout, "decoder.embedding")
         for i, layer in enumerate(self.decoder):
-            x_BTD = layer(x_BTD, mask, dropout, memory_BSD, memory_mask, cache.layers[i] if cache else None)
+            dropped = dropout and dropout.of_block(f"decoder.{i}", ("attention", "cross", "mlp"))
+            x_BTD = layer(x_BTD, mask, dropped, memory_BSD, memory_mask, cache.layers[i] if cache else None)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
         tied = self.embedding.weight if self.config.tie_embeddings else None
         return self.output(x_BTD, targets_BT, tied, with_cross_entropy=with_cross_entropy)
@@ -198,8 +198,8 @@ class EncoderDecoder(nn.Module):
             bias = self.encoder_bias(0, source_BS.shape[1], source_BS.device)
             # A mask of one row is that of sources without padding.
             mask = bias if len(mask) == 1 < len(source_BS) else bias.masked_fill(~mask, -torch.inf)
-        for layer in self.encoder:
-            x_BSD = layer(x_BSD, mask, dropout)
+        for i, layer in enumerate(self.encoder):
+            x_BSD = layer(x_BSD, mask, dropout and dropout.of_block(f"encoder.{i}"))
         return x_BSD if self.encoder_norm is None else self.encoder_norm(x_BSD)
 
     def _causal(self, start: int, stop: int, device: torch.device) -> Tensor | None:
@@ -215,7 +215,7 @@ class EncoderDecoder(nn.Module):
             x_BTD = x_BTD * config.embedding_multiplier
         if config.positions == "sinusoidal":
             x_BTD = x_BTD + sinusoids(start, start + tokens_BT.shape[1], config.dim, tokens_BT.device).to(x_BTD.dtype)
-        return x_BTD if dropout is None else dropout(x_BTD, name)
+        return x_BTD if dropout is None else dropout.at(name)(x_BTD)
 
     def units(self) -> list[Unit]:
         """See `models/network.py`. A table that is used at several places is in no unit."""
@@ -246,7 +246,7 @@ class EncoderDecoder(nn.Module):
         if "embedding" in name and config.embedding_multiplier != 1:
             return 0.0, 1 / config.embedding_multiplier
         if name.endswith(("attention.output.weight", "cross.output.weight", "mlp.down.weight")):
-            sublayers = 2 * config.encoder_layers if name.startswith("encoder") else 3 * config.layers
+            sublayers = 2 * config.encoder.layers if name.startswith("encoder") else 3 * config.layers
             return 0.0, config.init_std / math.sqrt(sublayers)
         return 0.0, config.init_std
 
@@ -268,7 +268,7 @@ class EncoderDecoder(nn.Module):
         """FLOPs of one forward and backward pass per target token, on sources and targets of on average so many tokens."""
         config, ratio = self.config, source_length / target_length
         total = sum(count * (ratio if of_sources else 1.0) for count, of_sources in self._matrices())
-        seen = config.encoder_layers * ratio * source_length + config.layers * (target_length + source_length)
+        seen = config.encoder.layers * ratio * source_length + config.layers * (target_length + source_length)
         return round(6 * total + 12 * config.heads * config.head_dim * seen)
 
     def _fan_in_scale(self, name: str) -> float:

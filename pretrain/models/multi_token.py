@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pretrain.conventions import IGNORED
+from pretrain.models.dropout import BlockDropout, Dropout
 from pretrain.models.head import OutputHead
 from pretrain.models.loss import Losses
 from pretrain.models.masks import Mask, document_numbers
@@ -40,14 +41,20 @@ class MultiTokenDepth(nn.Module):
         self.norm = make_norm()
 
     def forward(
-        self, hidden_BTD: Tensor, embedded_BTD: Tensor, rope: Tables | None, mask: Mask | None, counted_BT: Tensor | None
+        self,
+        hidden_BTD: Tensor,
+        embedded_BTD: Tensor,
+        rope: Tables | None,
+        mask: Mask | None,
+        counted_BT: Tensor | None,
+        dropout: BlockDropout | None = None,
     ) -> tuple[Tensor, Tensor, RouterReport | None]:
         """Hidden states for the next depth, the same normed for the head, and what the block's router reports.
 
         `embedded_BTD` are the tokens this depth adds; the others are what the trunk gives its blocks.
         """
         both = torch.cat((self.hidden_norm(hidden_BTD), self.token_norm(embedded_BTD)), dim=-1)
-        hidden_BTD, report = self.block(F.linear(both, self.projection.to(both.dtype)), rope, mask, None, counted_BT)
+        hidden_BTD, report = self.block(F.linear(both, self.projection.to(both.dtype)), rope, mask, None, counted_BT, dropout)
         return hidden_BTD, self.norm(hidden_BTD), report
 
 
@@ -64,7 +71,13 @@ class MultiTokenPrediction(nn.Module):
         self.depths = nn.ModuleList(MultiTokenDepth(dim, block, make_norm) for block in blocks)
 
     def forward(
-        self, hidden_BTD: Tensor, embedded_BTD: Tensor, rope: Tables | None, mask: Mask | None, counted_BT: Tensor | None
+        self,
+        hidden_BTD: Tensor,
+        embedded_BTD: Tensor,
+        rope: Tables | None,
+        mask: Mask | None,
+        counted_BT: Tensor | None,
+        dropout: Dropout | None = None,
     ) -> tuple[list[Tensor], list[RouterReport | None]]:
         """Hidden states of every depth, normed for the head, and the reports of their routers.
 
@@ -74,7 +87,8 @@ class MultiTokenPrediction(nn.Module):
         normed, reports = [], []
         for k, depth in enumerate(self.depths, start=1):
             # The last k positions are told of no token; later ones see nothing of them, and their targets are ignored.
-            hidden_BTD, out_BTD, report = depth(hidden_BTD, shift(embedded_BTD, k, 0.0), rope, mask, counted_BT)
+            dropped = dropout and dropout.of_block(f"multi_token.{k}")
+            hidden_BTD, out_BTD, report = depth(hidden_BTD, shift(embedded_BTD, k, 0.0), rope, mask, counted_BT, dropped)
             normed.append(out_BTD)
             reports.append(report)
         return normed, reports

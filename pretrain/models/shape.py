@@ -13,7 +13,7 @@ from pretrain.errors import ConfigError, nearest_multiples
 
 # Switches of a plain pre-norm decoder, where neither the configuration nor the family says anything.
 PLAIN: dict[str, Any] = {
-    "encoder_layers": 0, "tie_source": False, "tie_embeddings": False, "norm_eps": 1e-5, "init": "fixed", "init_std": 0.02, "positions": "rope", "parallel_residual": False, "embedding_multiplier": 1.0,
+    "encoder.layers": 0, "encoder.share_embedding": False, "tie_embeddings": False, "norm_eps": 1e-5, "init": "fixed", "init_std": 0.02, "positions": "rope", "parallel_residual": False, "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0, "logit_multiplier": 1.0, "logit_soft_cap": 0.0,
     "norm.kind": "rms", "norm.placement": "pre", "norm.qk": "none",
     "rope.theta": 10000.0, "rope.fraction": 1.0, "rope.layout": "half", "rope.pattern": [True], "rope.scaling": "none",
@@ -178,7 +178,7 @@ def _check_patterns(model: Model) -> None:
 
 def check_encoder(model: Model) -> None:
     """Raise ConfigError where an encoder-decoder is asked for what it is not built with, or a decoder for an encoder's."""
-    if not model.encoder_layers:
+    if not model.encoder.layers:
         _check_no_encoder(model)
         return
     plain: dict[str, Any] = {
@@ -192,13 +192,15 @@ def check_encoder(model: Model) -> None:
     for name, legal in (("norm.placement", ("pre", "post")), ("positions", ("sinusoidal", "relative", "none"))):
         if values[name] not in legal:
             raise ConfigError(f"model.{name}={values[name]} is not built for an encoder-decoder; legal: {', '.join(legal)}")
-    if model.tie_source and model.source_vocab_size not in (None, model.vocab_size):
+    encoder = model.encoder
+    if encoder.share_embedding and encoder.vocab_size not in (None, model.vocab_size):
         raise ConfigError(
-            f"model.tie_source=true with model.source_vocab_size={model.source_vocab_size} and model.vocab_size={model.vocab_size}: "
-            "one table has one size; remove source_vocab_size"
+            f"model.encoder.share_embedding=true with model.encoder.vocab_size={encoder.vocab_size} and "
+            f"model.vocab_size={model.vocab_size}: one table has one size; remove model.encoder.vocab_size"
         )
-    if model.start_id is not None and model.vocab_size is not None and model.start_id >= model.vocab_size:
-        raise ConfigError(f"model.start_id={model.start_id} is no token of model.vocab_size={model.vocab_size}")
+    start_id = encoder.decoder_start_id
+    if start_id is not None and model.vocab_size is not None and start_id >= model.vocab_size:
+        raise ConfigError(f"model.encoder.decoder_start_id={start_id} is no token of model.vocab_size={model.vocab_size}")
     if model.positions == "sinusoidal" and model.dim % 2:
         raise ConfigError(f"model.dim={model.dim} must be even: sinusoidal positions come in pairs")
 
@@ -210,7 +212,7 @@ def _check_no_encoder(model: Model) -> None:
     ):
         if given:
             raise ConfigError(
-                f"model.{name}={getattr(model, name)} is of an encoder-decoder; set model.encoder_layers, or remove it"
+                f"model.{name}={getattr(model, name)} is of an encoder-decoder; set model.encoder.layers, or remove it"
             )
 
 
@@ -270,7 +272,7 @@ def query_scalar(model: Model) -> float:
 
 def start_token(model: Model, eod_id: int) -> int:
     """What a decoder with an encoder starts from. `eod_id`: the end-of-document token of its tokenizer."""
-    return eod_id if model.start_id is None else model.start_id
+    return eod_id if model.encoder.decoder_start_id is None else model.encoder.decoder_start_id
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pretrain.models import build_network
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
-from pretrain.models.shape import check_encoder, resolved_switches
+from pretrain.models.shape import check_encoder, flat, resolved_switches, with_values
 from pretrain.observe.flops import flops_per_token
 from pretrain.observe.translation_scores import require_sacrebleu
 from pretrain.parallel.layout import Layout, plan_layout
@@ -76,7 +76,7 @@ class Plan:
 def make_plan(given: Config, world_size: int, device: torch.device) -> Plan:
     """Resolve the configuration, open the data, plan the layout. Raises ConfigError, DataError or LaunchError."""
     config = resolve(given)
-    data = open_data(config, config.model.start_id)
+    data = open_data(config, config.model.encoder.decoder_start_id)
     config = with_vocabularies(config, data)
     return Plan(config, *_lay_out(given, config, world_size, device), data)
 
@@ -85,8 +85,9 @@ def check_without_data(given: Config, world_size: int, device: torch.device) -> 
     """Make every check of a plan that needs no data. Raises ConfigError or LaunchError."""
     config = resolve(given)
     model = config.model
-    keys = ["vocab_size", "source_vocab_size"] if model.encoder_layers and not model.tie_source else ["vocab_size"]
-    model = dataclasses.replace(model, **{key: getattr(model, key) or STAND_IN_VOCABULARY for key in keys})
+    own_table = model.encoder.layers and not model.encoder.share_embedding
+    keys = ["vocab_size", "encoder.vocab_size"] if own_table else ["vocab_size"]
+    model = with_values(model, {key: flat(model)[key] or STAND_IN_VOCABULARY for key in keys})
     _lay_out(given, dataclasses.replace(config, model=model), world_size, device)
 
 
@@ -121,23 +122,24 @@ def with_vocabularies(config: Config, data: TrainingData) -> Config:
     """The configuration with the vocabularies of its data. Raises ConfigError for a network whose vocabulary is too small."""
     model, vocabularies = config.model, data.vocabularies
     for key, vocabulary in vocabularies.items():
-        size = getattr(model, key)
+        size = flat(model)[key]
         if size is not None and size < vocabulary.size:
             raise ConfigError(
                 f"model.{key}={size} is below the {vocabulary.size} tokens of the tokenizer of {vocabulary.place}; remove the key to "
                 "take the data's, or raise it"
             )
-    source, target = vocabularies.get("source_vocab_size"), vocabularies["vocab_size"]
-    if model.tie_source and source is not None and source.tokenizer != target.tokenizer:
+    source, target = vocabularies.get("encoder.vocab_size"), vocabularies["vocab_size"]
+    if model.encoder.share_embedding and source is not None and source.tokenizer != target.tokenizer:
         raise ConfigError(
-            f"model.tie_source=true, but {source.place} and {target.place} were prepared with different tokenizers; prepare the pairs with "
-            "one, or set it to false"
+            f"model.encoder.share_embedding=true, but {source.place} and {target.place} were prepared with different tokenizers; prepare "
+            "the pairs with one, or set it to false"
         )
     if model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=target.size)
-    if model.encoder_layers and model.source_vocab_size is None and not model.tie_source and source is not None:
-        model = dataclasses.replace(model, source_vocab_size=source.size)
-    if model.encoder_layers:
+    encoder = model.encoder
+    if encoder.layers and encoder.vocab_size is None and not encoder.share_embedding and source is not None:
+        model = with_values(model, {"encoder.vocab_size": source.size})
+    if encoder.layers:
         check_encoder(model)  # the checks that depend on the vocabulary
     return dataclasses.replace(config, model=model)
 

@@ -75,20 +75,20 @@ def _check_task(config: Config, model: Model) -> None:
     """Raise ConfigError unless the task fits the network: an encoder needs pairs or spans, and these need an encoder."""
     data, family = config.data, model.family
     has_data = data.pairs is None and (data.sources or data.text != Text())
-    if model.encoder_layers and has_data and data.objective != "span_corruption":
+    if model.encoder.layers and has_data and data.objective != "span_corruption":
         raise ConfigError(
-            f"model.encoder_layers={model.encoder_layers} is trained on sentence pairs or on spans; set data.pairs, or "
+            f"model.encoder.layers={model.encoder.layers} is trained on sentence pairs or on spans; set data.pairs, or "
             "data.objective=span_corruption"
         )
-    if not model.encoder_layers and data.pairs is not None:
+    if not model.encoder.layers and data.pairs is not None:
         raise ConfigError(
             f"data.pairs needs an encoder-decoder, but model.family={family} is decoder-only; set model.family to transformer or t5"
         )
-    if not model.encoder_layers and data.objective == "span_corruption":
+    if not model.encoder.layers and data.objective == "span_corruption":
         raise ConfigError(
             f"data.objective=span_corruption needs an encoder-decoder, but model.family={family} is decoder-only; set model.family to t5"
         )
-    if data.objective == "span_corruption" and not model.tie_source:
+    if data.objective == "span_corruption" and not model.encoder.share_embedding:
         raise ConfigError(
-            "data.objective=span_corruption has one vocabulary for sources and targets; set model.tie_source=true"
+            "data.objective=span_corruption has one vocabulary for sources and targets; set model.encoder.share_embedding=true"
         )

@@ -260,7 +260,7 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
     shares = f"{ramp}{batch.sequences} sequences = {layout.data_size} ranks x {layout.micro_steps} micro-steps x {batch.micro_sequences}"
     if batch.tokens:
         shares = f"{batch.tokens} tokens over {layout.data_size} ranks, each in micro-steps of at most {batch.micro_tokens or 'its share'}"
-    blocks = f"{model.encoder_layers} + {model.layers}" if model.encoder_layers else model.layers
+    blocks = f"{model.encoder.layers} + {model.layers}" if model.encoder.layers else model.layers
     return [
         f"run      {directory_of(config.run)}: {config.run.steps} steps of {tokens} tokens",
         f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "

@@ -15,7 +15,7 @@ from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.read import read_file
-from pretrain.config.written import build_section
+from pretrain.config.written import build_section, of_today
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
@@ -129,7 +129,7 @@ def _judge_weights(plan: Plan, source: Choice) -> None:
 
 def _config_of(path: Path) -> dict[str, Any]:
     """The configuration that a run recorded; empty if a checkpoint has none."""
-    return read_file(path).values if path.is_file() else {}
+    return of_today(read_file(path).values) if path.is_file() else {}
 
 
 def _difference(saved: dict[str, Any], plan: Plan, holder: Path) -> list[str]:

@@ -99,8 +99,9 @@ def model_section(random: Random, family: str) -> dict[str, Any]:
                              "ffn_dim": random.choice((5, 16, 33))}  # fmt: skip
     if random.random() < 0.4:
         model["tie_embeddings"] = random.random() < 0.5
+    model["dropout"] = random.choice((0, 0.1))
     if family in ("transformer", "t5"):
-        return model | {"tie_source": True, "encoder_layers": random.choice((1, 2)), "dropout": random.choice((0, 0.1))}
+        return model | {"encoder": {"layers": random.choice((1, 2)), "share_embedding": True}}
     if random.random() < 0.2:
         model["predict_ahead"] = random.choice((1, 2))
     if family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "minimax_m2") or (

@@ -47,8 +47,7 @@ BESIDE = {
     "model.rope.beta": YARN, "model.rope.attention_factor": YARN, "model.rope.mscale": YARN, "model.rope.truncate": YARN,
     "model.rope.local_theta": WINDOW, "model.rope.scale_local": WINDOW, "model.attention.window_pattern": WINDOW,
     "model.latent": LATENT, "model.experts.active_groups": [*EXPERTS, "model.experts.groups=4"], "model.experts": EXPERTS,
-    "model.relative": SPANS, "model.source_vocab_size": SPANS, "model.tie_source": SPANS, "model.start_id": SPANS,
-    "model.encoder_layers": SPANS, "model.dropout": SPANS, "model.init": SPANS, "data.span_corruption": SPANS,
+    "model.relative": SPANS, "model.encoder": SPANS, "model.init": SPANS, "data.span_corruption": SPANS,
     "parallel.replicate": [*BASE, "parallel.strategy=fsdp"], "parallel.shard": [*BASE, "parallel.strategy=fsdp"],
     "loss.predict_ahead_weight": [*BASE, "model.predict_ahead=1"],
     "schedule.decay_steps": [*BASE, "schedule.name=wsd"],
@@ -56,9 +55,9 @@ BESIDE = {
 }  # fmt: skip
 # Values for keys of which the next one of the type would not do.
 VALUES: dict[str, list[Any]] = {
-    "model.heads": [2], "model.vocab_size": [300], "model.source_vocab_size": [300], "model.max_sequence_length": [64],
+    "model.heads": [2], "model.vocab_size": [300], "model.encoder.vocab_size": [300], "model.max_sequence_length": [64],
     "model.rope.pattern": ["[true,false]"], "model.attention.bias": ["[query]"], "model.attention.window_pattern": ["[true,false]"],
-    "model.experts.dense_layers": ["[0]"], "model.encoder_layers": [1, 3], "batch.sequences": [32], "batch.micro_sequences": [2],
+    "model.experts.dense_layers": ["[0]"], "model.encoder.layers": [1, 3], "batch.sequences": [32], "batch.micro_sequences": [2],
     "batch.ramp": ["[{until_tokens: 1024, sequences: 8}]"], "optim.betas": ["[0.5,0.95]"], "parallel.shard": [2, 4],
     "parallel.replicate": [2, 4], "data.span_corruption.first_sentinel": [260], "data.span_corruption.sentinels": [5],
     "model.relative.max_distance": [64], "model.rope.fraction": [0.5],
@@ -82,8 +81,8 @@ SEEN = {
     "model.experts.correction": "models/test_experts.py::test_a_correction_changes_who_is_chosen_and_not_the_weights_and_is_not_trained",
     "model.experts.correction_rate": "models/test_experts.py::test_corrections_even_out_a_router_that_prefers_one_expert",
     "model.attention_backend": "models/test_document_mask.py::test_auto_takes_flex_on_cuda_and_sdpa_elsewhere",
-    "model.source_vocab_size": f"{PAIRS}::test_what_does_not_fit_is_refused_in_one_line",
-    "model.tie_source": f"{PAIRS}::test_what_does_not_fit_is_refused_in_one_line",
+    "model.encoder.vocab_size": f"{PAIRS}::test_what_does_not_fit_is_refused_in_one_line",
+    "model.encoder.share_embedding": f"{PAIRS}::test_what_does_not_fit_is_refused_in_one_line",
     "data.sources.0.path": f"{A_RUN}::test_sources_that_cannot_be_told_apart_are_refused",
     "data.sources.0.name": f"{A_RUN}::test_sources_that_cannot_be_told_apart_are_refused",
     "data.sources.0.weight": f"{A_RUN}::test_achieved_shares_are_within_half_a_percent_after_a_few_blocks",

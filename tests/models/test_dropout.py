@@ -1,18 +1,27 @@
-"""Dropout by hashing looks random in every direction: its rate, its neighbours, its layers, its samples."""
+"""Dropout by hashing looks random in every direction: its rate, its neighbours, its layers, its samples. Decoders have it in two places."""
+
+import copy
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 
+from pretrain.config.model_schema import ExpertsConfig, Model, Norm
 from pretrain.conventions import sample_keys
+from pretrain.data.tasks import NextToken
+from pretrain.models import build_network
 from pretrain.models.dropout import Dropout, make_dropout
+from pretrain.models.families import complete
+from pretrain.parallel.blocks import compile_blocks, recompute_blocks
+from pretrain.parallel.initialise import initialise
 
 SAMPLES, LENGTH, DIM = 400, 24, 64
 
 
 def zeroed(rate: float, name: str = "layer", seed: int = 0, samples: int = SAMPLES, length: int = LENGTH, dim: int = DIM):
     keys = torch.from_numpy(sample_keys(seed, np.arange(samples)))
-    return (~Dropout(rate, keys).kept(name, length, dim)).double()
+    return (~Dropout(rate, keys, dim).at(name).kept(length, dim)).double()
 
 
 def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -26,9 +35,9 @@ def test_the_rate_is_kept_and_the_mean_too(rate):
     mask = zeroed(rate)
     error = (rate * (1 - rate) / mask.numel()) ** 0.5
     assert abs(float(mask.mean()) - rate) < 4 * error
-    dropout = Dropout(rate, torch.from_numpy(sample_keys(0, np.arange(SAMPLES))))
+    dropout = Dropout(rate, torch.from_numpy(sample_keys(0, np.arange(SAMPLES))), DIM).at("layer")
     assert dropout.scale == pytest.approx(1 / (1 - rate), rel=2e-4)
-    mean = dropout(torch.ones(SAMPLES, LENGTH, DIM), "layer").double().mean()
+    mean = dropout(torch.ones(SAMPLES, LENGTH, DIM)).double().mean()
     assert abs(float(mean) - 1) < 4 * error / (1 - rate) + 1e-6
 
 
@@ -62,9 +71,10 @@ def test_the_mask_does_not_depend_on_padding_or_on_the_other_samples():
 def test_gradients_pass_where_values_do():
     keys = torch.from_numpy(sample_keys(3, np.arange(2)))
     x = torch.randn(2, 3, 8, requires_grad=True)
-    y = Dropout(0.5, keys)(x, "a")
+    mask = Dropout(0.5, keys, 8).at("a")
+    y = mask(x)
     y.sum().backward()
-    assert torch.equal(x.grad, Dropout(0.5, keys).kept("a", 3, 8) * 2.0) and torch.equal(y, x * x.grad)
+    assert torch.equal(x.grad, mask.kept(3, 8) * 2.0) and torch.equal(y, x * x.grad)
 
 
 def test_a_sample_has_another_key_in_every_epoch_and_run():
@@ -74,4 +84,120 @@ def test_a_sample_has_another_key_in_every_epoch_and_run():
 
 
 def test_nothing_is_dropped_without_keys_or_at_rate_0():
-    assert make_dropout(0.1, None) is None and make_dropout(0.0, torch.zeros(1, dtype=torch.int64)) is None
+    assert make_dropout(0.1, None, 8) is None and make_dropout(0.0, torch.zeros(1, dtype=torch.int64), 8) is None
+
+
+# ---- decoders ---------------------------------------------------------------------------------------------------------
+
+SIZES = {"dim": 32, "layers": 3, "heads": 4, "vocab_size": 61}
+DECODERS = {
+    "gpt2": Model(family="gpt2", **SIZES),
+    "llama": Model(family="llama", **SIZES),
+    "parallel": Model(family="gpt_neox", **SIZES),
+    "reordered": Model(family="custom", norm=Norm(placement="reordered"), residual_multiplier=0.5, **SIZES),
+    "sandwich": Model(family="custom", norm=Norm(placement="sandwich"), **SIZES),
+    "post": Model(family="custom", norm=Norm(placement="post"), **SIZES),
+    "experts": Model(family="custom", experts=ExpertsConfig(count=4, active=2), **SIZES),
+    "tokens ahead": Model(family="custom", predict_ahead=2, **SIZES),
+}
+KEYS = torch.from_numpy(sample_keys(5, np.arange(4)))
+
+
+def decoder_of(name: str, rate: float = 0.25):
+    network = build_network(complete(dataclasses.replace(DECODERS[name], dropout=rate), 20))
+    initialise(network, 3)
+    return network
+
+
+def tokens_of(rows: int = 4, length: int = 20) -> dict[str, torch.Tensor]:
+    ids = torch.randint(61, (rows, length + 1), generator=torch.Generator().manual_seed(2))
+    return {"tokens_BT": ids[:, :-1], "targets_BT": ids[:, 1:]}
+
+
+def gradients(network, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    network.zero_grad()
+    losses = network(**inputs)
+    losses.sum().backward()
+    return losses.detach(), {name: p.grad.clone() for name, p in network.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "parallel", "post"])
+def test_a_decoder_drops_embeddings_and_what_sublayers_add_and_nothing_else(name):
+    """The network written out, with masks times 1 / (1 - rate) where GPT-2 has embd_pdrop and resid_pdrop."""
+    network, tokens = decoder_of(name), tokens_of()["tokens_BT"]
+    dropout, place = Dropout(0.25, KEYS, 32), torch.arange(20)
+
+    def dropped(x, name):
+        return x * dropout.at(name).kept(20, 32) / 0.75
+
+    with torch.no_grad():
+        x = network.embedding(tokens)
+        if network.position_embedding is not None:
+            x = x + network.position_embedding(place)
+        x = dropped(x, "embedding")
+        _, inputs = network._begin(tokens, None, None, None, None)
+        for number, block in network.layers.items():
+            rope, mask = inputs[block.spec.window]
+            if name == "post":
+                x = block.attention_output_norm(x + dropped(block.attention(x, rope, mask, None), f"layers.{number}.attention"))
+                x = block.mlp_output_norm(x + dropped(block.mlp(x), f"layers.{number}.mlp"))
+                continue
+            added = dropped(block.attention(block.attention_norm(x), rope, mask, None), f"layers.{number}.attention")
+            middle = x if name == "parallel" else x + added
+            from_mlp = dropped(block.mlp(block.mlp_norm(middle)), f"layers.{number}.mlp")
+            x = x + added + from_mlp
+        tied = network.embedding.weight if network.config.tie_embeddings else None
+        expected = network.output(x if network.norm is None else network.norm(x), None, tied)
+        torch.testing.assert_close(network(tokens, keys_B=KEYS), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoders_masks_are_a_function_of_the_samples_key_alone(name):
+    network, batch = decoder_of(name), tokens_of()
+    losses, grads = gradients(network, **batch, keys_B=KEYS)
+    torch.rand(5)
+    assert not torch.isclose(gradients(network, **batch)[0], losses).any()
+    assert not torch.isclose(gradients(network, **batch, keys_B=KEYS + 3)[0], losses).any()
+    for row in range(4):  # alone as in a batch
+        one = gradients(network, **{n: t[row : row + 1] for n, t in batch.items()}, keys_B=KEYS[row : row + 1])[0]
+        torch.testing.assert_close(one, losses[row : row + 1], rtol=1e-5, atol=0)
+    recompute_blocks(network)
+    again, recomputed = gradients(network, **batch, keys_B=KEYS)
+    assert torch.equal(again, losses) and all(torch.equal(recomputed[n], g) for n, g in grads.items())
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_at_rate_0_and_in_evaluation_a_decoder_computes_what_it_does_without(name):
+    batch = tokens_of()
+    with_rate, without = decoder_of(name), decoder_of(name, rate=0.0)
+    losses, grads = gradients(without, **batch)
+    for network, keys in ((without, KEYS), (with_rate, None)):
+        found, own = gradients(network, **batch, keys_B=keys)
+        assert torch.equal(found, losses) and all(torch.equal(own[n], g) for n, g in grads.items())
+
+
+def test_slices_of_a_decoder_drop_what_the_whole_drops():
+    whole, batch = decoder_of("tokens ahead"), tokens_of()
+    first, last = (copy.deepcopy(whole).keep(*cut) for cut in ((0, 2), (2, 3)))
+    expected = whole(**batch, keys_B=KEYS)
+    assert torch.equal(last(**batch, keys_B=KEYS, hidden=first(**batch, keys_B=KEYS)), expected)
+
+
+def test_compiled_blocks_drop_the_same_and_are_compiled_once():
+    network, batch = decoder_of("llama"), tokens_of()
+    losses, _ = gradients(network, **batch, keys_B=KEYS)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(network, backend="aot_eager")
+    compiled, _ = gradients(network, **batch, keys_B=KEYS)
+    torch.testing.assert_close(compiled, losses, rtol=1e-6, atol=0)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_samples_carry_keys_in_training_with_dropout_only():
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    inputs = NextToken(dropout_seed=5).inputs(tokens, tokens, np.array([2, 0]))
+    assert torch.equal(inputs["keys_B"], KEYS[[2, 0]])
+    for objective in (NextToken(), NextToken(dropout_seed=5).for_validation()):
+        assert "keys_B" not in objective.inputs(tokens, tokens, np.array([0, 1]))

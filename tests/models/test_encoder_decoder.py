@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pretrain.config.model_schema import Model, Norm
+from pretrain.config.model_schema import EncoderConfig, Model, Norm
 from pretrain.config.schema import Loss
 from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
@@ -19,9 +19,10 @@ SOURCES, TARGETS = 29, 31
 
 
 def model_of(placement: str = "post", **changes) -> Model:
+    encoder = EncoderConfig(**{"layers": 2, "vocab_size": SOURCES, **changes.pop("encoder", {})})
     values = {
-        "family": "transformer", "dim": 32, "layers": 3, "encoder_layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": TARGETS,
-        "source_vocab_size": SOURCES, "norm": Norm(placement=placement), **changes,
+        "family": "transformer", "dim": 32, "layers": 3, "encoder": encoder, "heads": 4, "ffn_dim": 48, "vocab_size": TARGETS,
+        "norm": Norm(placement=placement), **changes,
     }  # fmt: skip
     return complete(Model(**values), 64)
 
@@ -38,7 +39,7 @@ def network_of(model: Model) -> EncoderDecoder:
 def batch_of(model: Model) -> dict[str, torch.Tensor]:
     """Three pairs of different lengths, padded."""
     generator = torch.Generator().manual_seed(2)
-    sources = model.source_vocab_size or model.vocab_size
+    sources = model.encoder.vocab_size or model.vocab_size
     targets_BT = torch.randint(model.vocab_size, (3, 7), generator=generator)
     targets_BT[1, 4:], targets_BT[2, 6:] = IGNORED, IGNORED
     return {
@@ -56,7 +57,7 @@ def torchs(network: EncoderDecoder) -> torch.nn.Transformer:
     options = {**shape, "norm_first": not post, "layer_norm_eps": model.norm_eps}
     norms = [None if post else torch.nn.LayerNorm(model.dim, model.norm_eps) for _ in range(2)]
     encoder = torch.nn.TransformerEncoder(
-        torch.nn.TransformerEncoderLayer(**options), model.encoder_layers, norms[0], enable_nested_tensor=False
+        torch.nn.TransformerEncoderLayer(**options), model.encoder.layers, norms[0], enable_nested_tensor=False
     )
     decoder = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(**options), model.layers, norms[1])
     theirs = torch.nn.Transformer(**shape, custom_encoder=encoder, custom_decoder=decoder)
@@ -104,7 +105,7 @@ def their_logits(theirs, network: EncoderDecoder, batch: dict[str, torch.Tensor]
 CASES = {
     "post": model_of("post"),
     "pre": model_of("pre"),
-    "post, one table for all": model_of("post", source_vocab_size=None, tie_source=True),
+    "post, one table for all": model_of("post", encoder={"vocab_size": None, "share_embedding": True}),
     "pre, own head": model_of("pre", tie_embeddings=False),
 }
 
@@ -222,7 +223,7 @@ def test_dropout_is_a_function_of_the_samples_key_and_nothing_else():
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"positions": "rope"}, "model.positions=rope is not built for an encoder-decoder"),
-    ({"tie_source": True}, "model.tie_source=true with model.source_vocab_size=29 and model.vocab_size=31"),
+    ({"encoder": {"share_embedding": True}}, "model.encoder.share_embedding=true with model.encoder.vocab_size=29 and model.vocab_size=31"),
     ({"norm": Norm(placement="sandwich")}, "model.norm.placement=sandwich is not built"),
 ])  # fmt: skip
 def test_what_is_not_built_is_refused(changes, message):

@@ -167,7 +167,7 @@ def test_a_model_of_transformers_generates_as_transformers_does(tmp_path):
     assert uncached_reason(ours) == "model.family=hf has none here"
 
 
-DECODERS = [family for family in FAMILIES if not cases(family)[next(iter(cases(family)))].encoder_layers]
+DECODERS = [family for family in FAMILIES if not cases(family)[next(iter(cases(family)))].encoder.layers]
 
 
 @pytest.mark.parametrize("family", some_slow(DECODERS, set(DECODERS) - {"llama", "gemma3", "gpt2", "gpt_oss", "deepseek_v3"}))

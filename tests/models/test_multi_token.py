@@ -24,7 +24,9 @@ class Block(nn.Module):
         super().__init__()
         self.past, self.now = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
 
-    def forward(self, x_BTD: Tensor, rope: None, mask_BTT: Tensor, cache: None, counted_BT: None) -> tuple[Tensor, None]:
+    def forward(
+        self, x_BTD: Tensor, rope: None, mask_BTT: Tensor, cache: None, counted_BT: None, dropout: None = None
+    ) -> tuple[Tensor, None]:
         past_BTD = (mask_BTT / mask_BTT.sum(dim=-1, keepdim=True)) @ x_BTD
         return x_BTD + torch.tanh(self.past(past_BTD) + self.now(x_BTD)), None
 

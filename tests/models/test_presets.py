@@ -57,7 +57,7 @@ def test_transformers_counts_the_same_from_our_config_json(name):
     model, _ = counted(name)
     fields = {k: v for k, v in family_of(model.family).to_hf(model).items() if k != "architectures"}
     with torch.device("meta"):
-        auto = AutoModelForSeq2SeqLM if model.encoder_layers else AutoModelForCausalLM
+        auto = AutoModelForSeq2SeqLM if model.encoder.layers else AutoModelForCausalLM
         theirs = auto.from_config(AutoConfig.for_model(**fields))
         if model.family == "t5" and not model.tie_embeddings:  # only a file with both unties T5's head
             theirs.lm_head.weight = torch.nn.Parameter(torch.empty_like(theirs.shared.weight))

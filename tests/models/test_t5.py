@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model, Norm, Relative, Rope
+from pretrain.config.model_schema import AttentionConfig, EncoderConfig, MlpConfig, Model, Norm, Relative, Rope
 from pretrain.conventions import IGNORED
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.huggingface.export_model import export
@@ -36,8 +36,8 @@ CASES = {
     "a gated MLP, tied": dataclasses.replace(SMALL, mlp=MlpConfig(activation="gelu_tanh", gated=True)),
     "gated by silu": dataclasses.replace(SMALL, mlp=MlpConfig(activation="silu", gated=True), tie_embeddings=False),
     "exact gelu": dataclasses.replace(SMALL, mlp=MlpConfig(activation="gelu")),
-    "more encoder": dataclasses.replace(SMALL, encoder_layers=3, layers=1),
-    "more decoder": dataclasses.replace(SMALL, encoder_layers=1, layers=3, **V11),
+    "more encoder": dataclasses.replace(SMALL, encoder=EncoderConfig(layers=3), layers=1),
+    "more decoder": dataclasses.replace(SMALL, encoder=EncoderConfig(layers=1), layers=3, **V11),
     "wide heads": dataclasses.replace(SMALL, head_dim=24, ffn_dim=40),
     "few buckets": dataclasses.replace(SMALL, relative=Relative(buckets=8, max_distance=20), heads=1),
     "odd buckets": dataclasses.replace(SMALL, relative=Relative(buckets=14, max_distance=9)),
@@ -145,7 +145,7 @@ def test_a_model_comes_back_from_config_json_and_from_what_transformers_writes(n
     for fields in (theirs.config.to_diff_dict(), theirs.config.to_dict()):
         fields = {**fields, "architectures": [family.architecture]}
         assert family_of_hf(fields) is family
-        assert family.from_hf(fields) == dataclasses.replace(model, start_id=0)
+        assert family.from_hf(fields) == with_values(model, {"encoder.decoder_start_id": 0})
 
 
 @every_case
@@ -235,7 +235,10 @@ def test_initial_weights_have_the_spread_of_transformers():
             "has no exact one that is gated; use gelu_tanh",
         ),
         (dataclasses.replace(SMALL, positions="sinusoidal"), "model.positions=sinusoidal is not what model.family=t5 computes"),
-        (dataclasses.replace(SMALL, tie_source=False), "model.tie_source=False is not what model.family=t5 computes"),
+        (
+            dataclasses.replace(SMALL, encoder=EncoderConfig(share_embedding=False)),
+            "model.encoder.share_embedding=False is not what model.family=t5 computes",
+        ),
         (dataclasses.replace(SMALL, logit_multiplier=1.0), "model.logit_multiplier=1.0 is not what model.family=t5 computes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -251,14 +254,17 @@ def test_what_t5_cannot_express_is_refused_by_name(model, problem):
     [
         (
             Model(vocab_size=61, positions="relative"),
-            "model.positions=relative is of an encoder-decoder; set model.encoder_layers",
+            "model.positions=relative is of an encoder-decoder; set model.encoder.layers",
         ),
         (Model(vocab_size=61, init="fan_in"), "model.init=fan_in is of an encoder-decoder"),
         (
             dataclasses.replace(SMALL, relative=Relative(max_distance=16)),
             "model.relative.max_distance=16 is within the 16 distances",
         ),
-        (dataclasses.replace(SMALL, start_id=61), "model.start_id=61 is no token of model.vocab_size=61"),
+        (
+            dataclasses.replace(SMALL, encoder=EncoderConfig(decoder_start_id=61)),
+            "model.encoder.decoder_start_id=61 is no token of model.vocab_size=61",
+        ),
         (
             dataclasses.replace(SMALL, positions="rope"),
             "model.positions=rope is not built for an encoder-decoder; legal: sinusoidal, relative",
@@ -284,7 +290,14 @@ def config_json(**changes) -> dict:
 
 def test_the_config_json_of_the_hub_is_read():
     old = family_of_hf(config_json()).from_hf(config_json())
-    assert (old.encoder_layers, old.layers, old.start_id, old.tie_embeddings, old.mlp.gated, old.mlp.activation) == (
+    assert (
+        old.encoder.layers,
+        old.layers,
+        old.encoder.decoder_start_id,
+        old.tie_embeddings,
+        old.mlp.gated,
+        old.mlp.activation,
+    ) == (
         2,
         2,
         0,
@@ -329,7 +342,14 @@ def test_a_config_json_that_is_not_computed_is_refused_by_name(changes, problem)
 
 def test_relative_positions_serve_the_original_transformer_as_well():
     base = Model(
-        family="transformer", dim=32, layers=2, heads=4, vocab_size=61, positions="relative", rope=Rope(), source_vocab_size=50
+        family="transformer",
+        dim=32,
+        layers=2,
+        heads=4,
+        vocab_size=61,
+        positions="relative",
+        rope=Rope(),
+        encoder=EncoderConfig(vocab_size=50),
     )
     model = complete(base, 64)
     network = build_network(model)
@@ -357,7 +377,7 @@ def test_hugging_face_to_ours_and_back_is_bit_equal(name, tmp_path):
     imported = import_model(tmp_path / "theirs", tmp_path / "ours", verify=True)
     assert imported.compared.difference <= 1e-5
     model, _, _ = read_checkpoint(tmp_path / "ours")
-    assert model == dataclasses.replace(ours.config, start_id=0)
+    assert model == with_values(ours.config, {"encoder.decoder_start_id": 0})
     done = export(tmp_path / "ours", tmp_path / "back", verify=True, shard_bytes=30_000)
     assert done.compared.difference <= 1e-5
     before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "back")

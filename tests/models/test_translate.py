@@ -9,7 +9,8 @@ from test_encoder_decoder import model_of, network_of
 from pretrain.models.translate import Search, translate
 
 END, VOCABULARY = 0, 5
-MODEL = model_of("pre", dim=16, heads=2, ffn_dim=24, layers=2, vocab_size=VOCABULARY, source_vocab_size=9, tie_embeddings=False)
+SIZES = {"dim": 16, "heads": 2, "ffn_dim": 24, "layers": 2, "vocab_size": VOCABULARY, "encoder": {"vocab_size": 9}}
+MODEL = model_of("pre", **SIZES, tie_embeddings=False)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretrain.config.schema import Model
+from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.models import build_network
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
@@ -95,10 +95,9 @@ def test_flops_of_an_encoder_decoder_are_those_that_torch_counts(tied):
             family="transformer",
             dim=64,
             layers=3,
-            encoder_layers=2,
+            encoder=EncoderConfig(layers=2, vocab_size=300),
             heads=4,
             vocab_size=500,
-            source_vocab_size=300,
             tie_embeddings=tied,
         )
     )

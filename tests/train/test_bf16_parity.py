@@ -61,7 +61,8 @@ def model_of(family: str, folder: Path) -> dict:
     if family == "hf":
         return {"family": "hf", "hf_config": str(write_config(folder, "stablelm"))}
     if family in ENCODER_DECODERS:
-        return {"family": family, "dim": 32, "layers": 2, "encoder_layers": 3, "heads": 4, "ffn_dim": 64, "tie_source": True}
+        encoder = {"layers": 3, "share_embedding": True}
+        return {"family": family, "dim": 32, "layers": 2, "encoder": encoder, "heads": 4, "ffn_dim": 64}
     model = next(iter(importlib.import_module(f"family_cases.{family}").CASES.values()))
     return without_nulls(dataclasses.asdict(model) | {"family": family, "vocab_size": None})
 

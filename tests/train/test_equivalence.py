@@ -4,7 +4,15 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-from running import gradients, largest_gradient_difference, largest_relative_difference, losses, some_slow, train
+from running import (
+    cut_after,
+    gradients,
+    largest_gradient_difference,
+    largest_relative_difference,
+    losses,
+    some_slow,
+    train,
+)
 
 from pretrain.config.keys import check_effects
 from pretrain.config.load import load_config
@@ -111,6 +119,33 @@ def test_every_switch_of_a_model_computes_the_same_in_every_layout(pool, config_
         assert min(float(g.norm()) for g in gradients(run).values()) > 0
         assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
         assert largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
+
+
+def test_dropout_is_the_same_in_every_layout_and_after_an_interruption(pool, trained_run, config_file, prepared):
+    options = (
+        "model.dropout=0.2", "model.predict_ahead=1", "run.steps=6", "log.gradients_at=[1]", "checkpoint.every_steps=3", "checkpoint.keep_last=0",
+        "run.deterministic=true", f"data.validation=[{{path: {prepared}, name: held_out}}]",
+    )  # fmt: skip
+    whole = train(pool, 1, config_file, "run.name=whole", *options)
+    layouts = {
+        "micro": (1, "batch.micro_sequences=16"),
+        "ddp": (2, "parallel.strategy=ddp", "batch.micro_sequences=2", "parallel.activation_checkpointing=true"),
+        "fsdp": (2, "parallel.strategy=fsdp", "batch.micro_sequences=8"),
+    }
+    for name, (world, *layout) in layouts.items():
+        run = train(pool, world, config_file, f"run.name={name}", *options, *layout)
+        assert largest_gradient_difference(gradients(run), gradients(whole)) <= GRADIENT_TOLERANCE
+        assert largest_relative_difference(losses(run), losses(whole)) <= METRIC_TOLERANCE
+    parts = cut_after(whole, 3)
+    train(pool, 1, config_file, "run.name=parts", *options)
+    assert losses(parts) == losses(whole)[3:]
+    # In validation nothing is dropped: weights that stay as they were drawn have one loss with dropout and without.
+    still = (*options, "run.steps=1", "schedule.warmup_steps=1", "optim.lr=1e-30")
+    [without], [dropped] = (
+        read_metrics(train(pool, 1, config_file, f"run.name=still-{rate}", *still, f"model.dropout={rate}"))
+        for rate in (0, 0.2)
+    )
+    assert without["validation"] == dropped["validation"] and abs(without["loss"] / dropped["loss"] - 1) > 1e-4
 
 
 def test_validation_reports_the_cross_entropy_alone(pool, config_file, prepared):

@@ -22,6 +22,8 @@ from running import (
     write_prepared,
 )
 
+from pretrain.checkpoint import files
+from pretrain.huggingface.open_model import read_checkpoint
 from pretrain.observe.metrics import read_metrics
 
 GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6
@@ -112,7 +114,7 @@ def test_another_objective_makes_another_run(pool, span_config, overrides, messa
 
 @pytest.mark.parametrize(("overrides", "message"), [
     (["model.family=llama", "model.dropout=0"], "data.objective=span_corruption needs an encoder-decoder, but model.family=llama is decoder-only"),
-    (["model.family=transformer", "model.head_dim=null", "model.tie_source=false"], "set model.tie_source=true"),
+    (["model.family=transformer", "model.head_dim=null", "model.encoder.share_embedding=false"], "set model.encoder.share_embedding=true"),
     (["data.packing=best_fit"], "does not support data.packing=best_fit"),
     (["data.document_mask=true"], "does not support data.document_mask=True"),
     (["data.boundary_loss=false"], "does not support data.boundary_loss=False"),
@@ -123,7 +125,7 @@ def test_another_objective_makes_another_run(pool, span_config, overrides, messa
     (["data.span_corruption={noise_density: 0.9, mean_span_length: 1}"], "leave no token between the spans"),
     (["data.span_corruption.noise_density=1"], "data.span_corruption.noise_density=1"),
     (["model.vocab_size=257"], "model.vocab_size=257 is below the 261"),
-    (["model.start_id=999"], "model.start_id=999 is no token of model.vocab_size=261"),
+    (["model.encoder.decoder_start_id=999"], "model.encoder.decoder_start_id=999 is no token of model.vocab_size=261"),
     (["data.objective=spans"], "data.objective=spans"),
     (["batch.tokens=100"], "batch.tokens=100 has no effect without data.pairs"),
 ])  # fmt: skip
@@ -172,7 +174,7 @@ def test_a_run_is_exported_generates_in_transformers_and_comes_back_for_another_
         *own,
         "run.name=again",
         f"run.init_from={tmp_path / 'imported'}",
-        f"model.start_id={eod}",
+        f"model.encoder.decoder_start_id={eod}",
     )
     assert losses(again)[0] < losses(run)[0]
     record = json.loads((tmp_path / "hf" / "pretrain_export.json").read_text())
@@ -212,7 +214,7 @@ def test_a_t5_of_the_hub_goes_on_with_its_own_tokenizer_and_sentinels(pool, span
     data = write_prepared(tmp_path / "data", tmp_path / "start" / "tokenizer", 0, 300)
     options = (
         *V11, f"data.sources=[{{path: {data}}}]", f"data.validation=[{{path: {data}}}]", "data.span_corruption.first_sentinel=129",
-        "model.vocab_size=160", "model.start_id=0", f"run.init_from={tmp_path / 'start'}",
+        "model.vocab_size=160", "model.encoder.decoder_start_id=0", f"run.init_from={tmp_path / 'start'}",
     )  # fmt: skip
     run = train(pool, 2, span_config, FSDP, *options)
     assert convert(["to-hf", "--checkpoint", str(run), "--output", str(tmp_path / "out"), "--verify"]) == 0
@@ -235,7 +237,7 @@ def test_the_loss_of_a_run_is_that_of_transformers_on_the_same_spans(pool, span_
     data = write_prepared(tmp_path / "data", tmp_path / "start" / "tokenizer", 0, 300)
     options = (
         *V11, f"data.sources=[{{path: {data}}}]", "data.validation=[]", "validation.sequences=64", "data.span_corruption.first_sentinel=129", "model.vocab_size=160",
-        "model.start_id=0", f"run.init_from={tmp_path / 'start'}", "model.dropout=0",
+        "model.encoder.decoder_start_id=0", f"run.init_from={tmp_path / 'start'}", "model.dropout=0",
     )  # fmt: skip
     run = train(pool, 1, span_config, *options)
     plan = make_plan(load_config(span_config, list(options))[0], 1, torch.device("cpu"))
@@ -316,3 +318,66 @@ def test_a_small_model_learns_to_fill_in_what_the_rest_determines(pool, tmp_path
     end = tokenizer.eod_id
     found = translate(network, sources, torch.full((64,), sources.shape[1]), 2, end, end, Search())
     assert sum(row == target[:-1] for row, target in zip(found, targets)) >= 60
+
+
+def write_with_names_of_before(run: Path) -> None:
+    """Give every record of a run the keys that it would have from before `model.encoder`."""
+
+    def model_of_before(model: dict) -> dict:
+        encoder = model.pop("encoder")
+        return model | {OLD[name]: value for name, value in encoder.items()}
+
+    [checkpoint] = (run / "checkpoints").iterdir()
+    for path in (run / "config.yaml", checkpoint / "config.yaml"):
+        config = yaml.safe_load(path.read_text())
+        path.write_text(yaml.safe_dump(config | {"model": model_of_before(config["model"])}))
+    start = json.loads((run / "starts.jsonl").read_text())
+    start["config"]["model"] = model_of_before(start["config"]["model"])
+    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    state = json.loads((checkpoint / "state.json").read_text())
+    identity = {
+        f"model.{OLD[n.removeprefix('model.encoder.')]}" if n.startswith("model.encoder.") else n: v
+        for n, v in state["identity"].items()
+    }
+    assert "model.encoder_layers" in identity and len(identity) == len(state["identity"])
+    (run / "identity.json").write_text(json.dumps(identity))
+    state |= {"model": model_of_before(state["model"]), "identity": identity}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / files.MANIFEST).read_text())
+    described = {name: files.describe_file(checkpoint / name) for name in ("state.json", "config.yaml")}
+    (checkpoint / files.MANIFEST).write_text(json.dumps(manifest | {"files": manifest["files"] | described}))
+
+
+OLD = {
+    "layers": "encoder_layers",
+    "vocab_size": "source_vocab_size",
+    "share_embedding": "tie_source",
+    "decoder_start_id": "start_id",
+}
+
+
+def test_a_run_whose_records_have_the_names_of_before_is_continued_inspected_and_opened(pool, span_config, tmp_path, capsys):
+    options = ("model.encoder={layers: 3, decoder_start_id: 0}", "schedule.name=constant", "run.deterministic=true")
+    whole = train(pool, 1, span_config, "run.name=whole", "run.steps=6", *options)
+    parts = train(pool, 1, span_config, "run.name=parts", "run.steps=3", *options)
+    model, _, _ = read_checkpoint(parts)
+    write_with_names_of_before(parts)
+    assert read_checkpoint(parts)[0] == model and (model.encoder.layers, model.encoder.decoder_start_id) == (3, 0)
+    assert tool("inspect_data").main(["--run", str(parts), "--step", "2"]) == 0
+    assert "matches" in capsys.readouterr().out
+    weights = (f"run.init_from={parts}", "run.name=from-weights", *options)
+    code, printed = run_main(str(span_config), "--check", *weights)
+    assert code == 0, printed
+    train(pool, 1, span_config, "run.name=parts", "run.steps=6", *options)
+    assert losses(parts) == losses(whole)
+    code, printed = run_main(str(span_config), "run.name=parts", "run.steps=7", *options, "model.encoder.layers=2")
+    assert code == 1 and "model.encoder.layers was 3 and is 2" in printed
+
+
+@pytest.mark.parametrize(("old", "now"), [
+    ("encoder_layers=3", "encoder.layers"), ("source_vocab_size=9", "encoder.vocab_size"), ("tie_source=true", "encoder.share_embedding"),
+    ("start_id=0", "encoder.decoder_start_id"),
+])  # fmt: skip
+def test_a_key_of_before_is_answered_with_its_name_of_today(span_config, old, now):
+    code, printed = run_main(str(span_config), f"model.{old}")
+    assert code == 2 and printed == f"error: command line: model.{old.partition('=')[0]} is called model.{now} now; rename it\n"

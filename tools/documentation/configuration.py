@@ -62,7 +62,8 @@ def _table(kind: type, path: str, resume: AtResume, outer: When | None = None) -
         shown = (
             "required" if default == "???" else f"`{dump(list(default) if isinstance(default, tuple) else default, flow=True)}`"
         )
-        help_text = f"{fld.metadata['help']} {describe_when(when)}".strip()
+        others = {name: wanted for name, wanted in when.items() if name != full}
+        help_text = f"{fld.metadata['help']} {describe_when(others)}".strip()
         rows.append(f"| `{full}` | {describe_type(hint)}{_range(fld.metadata)} | {shown} | {help_text} | {rule} |")
     return rows
 

@@ -38,7 +38,7 @@ def preset_table(presets: dict[str, tuple[Model, int]]) -> str:
         cells = [
             f"`{name}`",
             model.family,
-            f"{f'{model.encoder_layers} + ' if model.encoder_layers else ''}{model.layers} × {model.dim}",
+            f"{f'{model.encoder.layers} + ' if model.encoder.layers else ''}{model.layers} × {model.dim}",
             f"{model.heads} ({model.kv_heads}) of {model.head_dim}",
             f"{model.ffn_dim:,}",
             f"{model.vocab_size:,}",

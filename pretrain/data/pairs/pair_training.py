@@ -133,7 +133,7 @@ class PairTraining:
 
     @property
     def vocabularies(self) -> dict[str, Vocabulary]:
-        sides = {"vocab_size": self.pairs.target, "source_vocab_size": self.pairs.source}
+        sides = {"vocab_size": self.pairs.target, "encoder.vocab_size": self.pairs.source}
         return {key: Vocabulary(side.vocab_size, side.tokenizer.sha256, side.path) for key, side in sides.items()}
 
     @property

@@ -27,7 +27,7 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
 
 def has_encoder(model: Model) -> bool:
     """Whether a section, complete or not, describes an encoder-decoder."""
-    return bool(model.encoder_layers) or "encoder_layers" in family_of(model.family).defaults
+    return bool(model.encoder.layers) or "encoder.layers" in family_of(model.family).defaults
 
 
 def family_of_hf(config: dict[str, Any]) -> Family:

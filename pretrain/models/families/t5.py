@@ -77,7 +77,7 @@ T5 = Family(
     fields=(
         Field("vocab_size", "vocab_size"),
         Field("dim", "d_model"),
-        Field("encoder_layers", "num_layers"),
+        Field("encoder.layers", "num_layers"),
         Field("layers", "num_decoder_layers", None, back=lambda n, config: config.get("num_layers") if n is None else n),
         Field("heads", "num_heads"),
         Field("head_dim", "d_kv"),
@@ -92,7 +92,8 @@ T5 = Family(
         Field("mlp.gated", "feed_forward_proj", "relu", _projection,
               lambda _, config: str(config.get("feed_forward_proj")).startswith("gated-")),
         Field("tie_embeddings", "tie_word_embeddings", True, back=_tied),
-        Field("start_id", "decoder_start_token_id", None, back=lambda n, config: config.get("pad_token_id", 0) if n is None else n),
+        Field("encoder.decoder_start_id", "decoder_start_token_id", None,
+              back=lambda n, config: config.get("pad_token_id", 0) if n is None else n),
     ),
     weights=(
         entry("embedding.weight", "shared.weight"),
@@ -103,7 +104,7 @@ T5 = Family(
         entry("output.weight", "lm_head.weight"),
     ),
     defaults={
-        "encoder_layers": lambda model: model.layers,
+        "encoder.layers": lambda model: model.layers,
         "tie_embeddings": True,
         "norm_eps": 1e-6,
         "init": "fan_in",
@@ -113,7 +114,7 @@ T5 = Family(
     },
     fixed={
         "kv_heads": lambda model: model.heads,
-        "tie_source": True,
+        "encoder.share_embedding": True,
         "positions": "relative",
         "attention.query_scalar": 1.0,
         "logit_multiplier": lambda model: 1.0 if model.tie_embeddings is False else model.dim**-0.5,

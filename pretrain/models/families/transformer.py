@@ -15,7 +15,7 @@ TRANSFORMER = Family(
     fields=(),
     weights=(),
     defaults={
-        "encoder_layers": lambda model: model.layers,
+        "encoder.layers": lambda model: model.layers,
         "tie_embeddings": True,
         "positions": "sinusoidal",
         "embedding_multiplier": lambda model: model.dim**0.5,

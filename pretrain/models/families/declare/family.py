@@ -176,7 +176,7 @@ class Family:
 
     def build(self, model: Model, loss: Loss | None = None) -> nn.Module:
         """The network of a complete model: see `models.build_network`."""
-        if model.encoder_layers:
+        if model.encoder.layers:
             from pretrain.models.encoder_decoder import EncoderDecoder
 
             return EncoderDecoder(model, loss)

@@ -153,7 +153,7 @@ def resolve(entries: Sequence[Entry], model: Model, parameters: Sequence[str]) -
     """
     existing = {name for name in parameters if not name.startswith(TRAINING_ONLY)}
     resolved, owner = [], {}
-    depth = max(model.layers, model.encoder_layers)
+    depth = max(model.layers, model.encoder.layers)
     for line in entries:
         if line.when is not None and not line.when(model):
             continue

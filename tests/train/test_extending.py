@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import cut_after, run_main, state_of, train
+from running import cut_after, run_main, some_slow, state_of, train
 
 from pretrain.checkpoint.payload import Payload
 from pretrain.huggingface.open_model import open_model
@@ -167,7 +167,7 @@ def test_an_interrupted_run_stops_early_where_a_straight_one_does(pool, config_f
     assert [r["loss"] for r in read_metrics(parts)] == [r["loss"] for r in read_metrics(run)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some_slow(METHODS, ["start", "on_record", "close"]))
 def test_a_mistake_in_a_callback_ends_the_run_on_all_ranks_with_a_line(pool, config_file, method):
     results = pool.launch(2, run_extended, method, str(config_file), "run.steps=2", "parallel.strategy=ddp")
     line = f"the callback Failing.{method}: ZeroDivisionError: a mistake of mine; the traceback is in this rank's log"
@@ -186,7 +186,7 @@ def test_a_sink_that_fails_is_warned_of_and_the_run_goes_on(pool, config_file):
 
 
 @pytest.mark.parametrize(
-    "made, line",
+    ("made", "line"),
     [
         ("no validation", "the metric validation is never logged by this run; it has loss, evaluation/NAME"),
         ("no such source", "the metric validation/x is never logged by this run; it has loss"),

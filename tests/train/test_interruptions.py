@@ -160,7 +160,7 @@ def test_a_stop_within_validation_saves_first_and_ends_at_once(pool, config_file
     printed = ranks[0].printed()
     assert codes == [0, 0] and took < 25, printed  # torchrun would kill after 30
     assert status(run)["state"] == "preempted" and status(run)["checkpoint"] == "step-00000002", printed
-    assert "asked to stop: the validation of step 2 was left" in printed
+    assert "asked to stop: the validation of step 2 was abandoned" in printed
     last = read_metrics(run)[-1]
     assert last["step"] == 2 and last["loss"] > 0 and "validation" not in last
     # The same command finishes what is left, which is the validation of the last step.

@@ -273,7 +273,7 @@ def test_a_stop_within_a_translation_is_honoured_by_all_ranks(pool, pair_config,
     results = pool.launch(2, stopped_while_translating, str(pair_config), *options)
     run = pair_config.parent / "runs" / "run"
     assert [code for code, _ in results] == [0, 0], results
-    assert "asked to stop: the translation of step 4 was left" in results[0][1]
+    assert "asked to stop: the translation of step 4 was abandoned" in results[0][1]
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["checkpoint"]) == ("preempted", 4, "step-00000004")
     records = {record["step"]: record for record in read_metrics(run)}

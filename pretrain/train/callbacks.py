@@ -112,51 +112,56 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: RunHandle) -> None:
-        self.callbacks, self.run = callbacks, run
+        self.run = run
         self.problem: UserError | None = None
-        self._call("start", run)
+        self.started: list[Callback] = []
+        for callback in callbacks:
+            self._try(callback, "start", lambda one: one.start(run))
+            if self.problem is not None:
+                return
+            self.started.append(callback)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The numbers of all callbacks."""
         found: dict[str, float] = {}
-        for measured in self._call("evaluate", self.run, step):
+
+        def measure(callback: Callback) -> None:
+            measured = {name: float(value) for name, value in (callback.evaluate(self.run, step) or {}).items()}
             if twice := found.keys() & measured.keys():
-                self.problem = ConfigError(f"two callbacks measure '{min(twice)}'; give one of the numbers another name")
-            found |= measured
+                raise ConfigError(f"two callbacks measure '{min(twice)}'; give one of the numbers another name")
+            found.update(measured)
+
+        self._each("evaluate", measure)
         return found
 
     def on_record(self, record: StepRecord) -> None:
-        self._call("on_record", self.run, record)
+        self._each("on_record", lambda one: one.on_record(self.run, record))
 
     def on_save(self, step: int, checkpoint: Path) -> None:
-        self._call("on_save", self.run, step, checkpoint)
+        self._each("on_save", lambda one: one.on_save(self.run, step, checkpoint))
 
     def close(self) -> None:
-        """Close each callback once. This happens after a failure too, because they may hold files."""
-        callbacks, self.callbacks, problem = self.callbacks, (), self.problem
-        for callback in callbacks:
-            self._try(callback, "close")
-        self.problem = problem or self.problem
+        """Close what was started, once, even after a failure: a callback may hold files."""
+        started, self.started = self.started, []
+        for callback in started:
+            self._try(callback, "close", lambda one: one.close())
 
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        found = []
-        for callback in self.callbacks:
+    def _each(self, method: str, call: Callable[[Callback], None]) -> None:
+        for callback in self.started:
             if self.problem is None:
-                found.append(self._try(callback, method, *arguments))
-        return found if self.problem is None else []
+                self._try(callback, method, call)
 
-    def _try(self, callback: Callback, method: str, *arguments: Any) -> Any:
+    def _try(self, callback: Callback, method: str, call: Callable[[Callback], None]) -> None:
+        """Call it; the first failure is the problem."""
         try:
-            return getattr(callback, method)(*arguments)
+            call(callback)
         except UserError as error:
-            self.problem = error
+            self.problem = self.problem or error
         except Exception as error:
             name = f"{type(callback).__name__}.{method}"
             logging.getLogger(TRACEBACKS).exception("%s", name)
-            self.problem = TrainingError(
-                f"the callback {name}: {type(error).__name__}: {error}; the traceback is in this rank's log"
-            )
-        return None
+            line = f"the callback {name}: {type(error).__name__}: {error}; the traceback is in this rank's log"
+            self.problem = self.problem or TrainingError(line)
 
 
 # ---- callbacks that many runs need ------------------------------------------------------------------------------------

@@ -45,6 +45,11 @@ class Failing(Callback):
         raise ZeroDivisionError("a mistake of mine")
 
 
+class NoNumber(Callback):
+    def evaluate(self, run: RunHandle, step: int) -> dict[str, str]:
+        return {"quality": "high"}
+
+
 class FailingSink(Sink):
     def write(self, record: StepRecord) -> None:
         if record.step == 1:
@@ -65,6 +70,7 @@ MADE = {
     "no validation": lambda: ([KeepBest()], []),
     "no such source": lambda: ([EarlyStopping(2, "validation/x")], []),
     "no metric": lambda: ([EarlyStopping(2, "lr")], []),
+    "no number": lambda: ([NoNumber()], []),
     "twice": lambda: ([Given(), Given()], []),
     "never measured": lambda: ([KeepBest(1, "evaluation/typo")], []),
     "one rank's own": lambda: ([Given()] if os.environ["RANK"] == "0" else [Failing("close")], []),
@@ -191,12 +197,13 @@ def test_a_sink_that_fails_is_warned_of_and_the_run_goes_on(pool, config_file):
         ("no validation", "the metric validation is never logged by this run; it has loss, evaluation/NAME"),
         ("no such source", "the metric validation/x is never logged by this run; it has loss"),
         ("no metric", "the metric lr is never logged by this run"),
+        ("no number", "the callback NoNumber.evaluate: ValueError: could not convert string to float: 'high'"),
         ("twice", "two callbacks measure 'given'; give one of the numbers another name"),
     ],
 )
-def test_a_metric_that_is_never_logged_is_refused(pool, config_file, made, line):
+def test_what_is_never_logged_or_no_number_is_refused(pool, config_file, made, line):
     [(code, printed)] = pool.launch(1, run_extended, made, str(config_file))
-    assert code == 2 and line in printed and "Traceback" not in printed
+    assert code == (1 if made == "no number" else 2) and line in printed and "Traceback" not in printed
 
 
 def test_a_metric_that_nobody_measured_is_said_at_the_end(pool, config_file):

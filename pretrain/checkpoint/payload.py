@@ -23,7 +23,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
@@ -213,7 +212,11 @@ def read_metadata(directory: Path) -> Metadata:
         file = getattr(stored, "relative_path", None)
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
             raise CheckpointError(f"{path}: refused: it names a file that is not in the checkpoint: {file}")
+    if not isinstance(metadata.state_dict_metadata, dict):
+        raise CheckpointError(f"{path}: refused: it has no table of tensors")
     for name, item in metadata.state_dict_metadata.items():
-        if isinstance(item, BytesStorageMetadata):
+        if not isinstance(item, TensorStorageMetadata):
             raise CheckpointError(f"{path}: refused: item {name} is not a tensor, and reading it could execute code")
+        if sum(chunk.sizes.numel() for chunk in item.chunks) != item.size.numel():
+            raise CheckpointError(f"{path}: refused: the pieces of {name} do not make the whole of it")
     return metadata

@@ -30,7 +30,7 @@ class Dropout:
     """
 
     def __init__(self, rate: float, keys_B: Tensor, dim: int) -> None:
-        self.dropped = round(rate * _LEVELS)
+        self.dropped = max(1, min(_LEVELS - 1, round(rate * _LEVELS)))  # a rate is never nothing, nor everything
         self.keys_B, self.dim = keys_B, dim
 
     def at(self, name: str) -> DropoutMask:

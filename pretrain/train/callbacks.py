@@ -108,7 +108,7 @@ class Callbacks:
     """The callbacks of a run, called one after the other.
 
     A failure becomes `problem`, and no callback is called any more. All ranks raise it together before the next step, so that none waits
-    for this one in vain.
+    for this one in vain. Only a failure in `evaluate`, where ranks compute together, ends this rank at once, and the others with it.
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: RunHandle) -> None:
@@ -131,7 +131,12 @@ class Callbacks:
                 raise ConfigError(f"two callbacks measure '{min(twice)}'; give one of the numbers another name")
             found.update(measured)
 
-        self._each("evaluate", measure)
+        # Also after the main rank's failure in `on_save`, of which the others do not know yet: they compute together here.
+        for callback in self.started:
+            if not self._try(callback, "evaluate", measure):
+                # At once: the others may be in a collective of this callback, and would take this rank's next one for it.
+                ranks = self.run.mesh.ranks
+                raise self.problem.on_rank(ranks.rank) if ranks.world_size > 1 else self.problem
         return found
 
     def on_record(self, record: StepRecord) -> None:
@@ -151,10 +156,11 @@ class Callbacks:
             if self.problem is None:
                 self._try(callback, method, call)
 
-    def _try(self, callback: Callback, method: str, call: Callable[[Callback], None]) -> None:
-        """Call it; the first failure is the problem."""
+    def _try(self, callback: Callback, method: str, call: Callable[[Callback], None]) -> bool:
+        """Call it; the first failure is the problem. Whether it succeeded."""
         try:
             call(callback)
+            return True
         except UserError as error:
             self.problem = self.problem or error
         except Exception as error:
@@ -162,6 +168,7 @@ class Callbacks:
             logging.getLogger(TRACEBACKS).exception("%s", name)
             line = f"the callback {name}: {type(error).__name__}: {error}; the traceback is in this rank's log"
             self.problem = self.problem or TrainingError(line)
+        return False
 
 
 # ---- callbacks that many runs need ------------------------------------------------------------------------------------
@@ -188,6 +195,9 @@ class Watched:
     def of(self, record: StepRecord) -> float | None:
         """Its value in a record, with a sign so that lower is better. None if it is missing or not finite."""
         numbers = record.numbers()
+        group = getattr(record, self.metric, None)
+        if isinstance(group, dict) and None in group.values():  # a loss that was not finite, read back
+            return None
         found = [value for name, value in numbers.items() if name == self.metric or name.startswith(f"{self.metric}/")]
         mean = sum(found) / len(found) if found else math.nan
         self.was_seen |= bool(found)
@@ -251,6 +261,19 @@ class KeepBest(Callback):
         self.values = {step: value for step, value in measured.items() if value is not None}
         if run.is_main:
             files.discard_unfinished(self.folder)
+            self._keep_history(run.directory / "checkpoints")
+
+    def _keep_history(self, checkpoints: Path) -> None:
+        """Of the steps before this start only those count that have a copy, or a checkpoint to make one of."""
+        wanted = self._best()
+        names = {step: files.directory_of(step) for step in self.values}
+        kept = {step for step, name in names.items() if exists(self.folder / name) or exists(checkpoints / name)}
+        self.values = {step: value for step, value in self.values.items() if step in kept}
+        if lost := [step for step in wanted if step not in kept]:
+            log.warning("KeepBest: steps %s were among the best, but their checkpoints are gone, so they do not count", lost)
+        for step in self._best():
+            if exists(checkpoints / names[step]):
+                self._keep(checkpoints / names[step])
 
     def on_record(self, run: RunHandle, record: StepRecord) -> None:
         value = self.watched.of(record)

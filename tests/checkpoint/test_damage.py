@@ -160,6 +160,15 @@ def test_a_payload_lies_in_its_checkpoint(run, file):
         read_metadata(newest(run))
 
 
+def test_pieces_that_do_not_cover_a_tensor_are_refused(run):
+    """The rest of the tensor would have kept whatever was in memory."""
+    metadata = read_metadata(newest(run))
+    next(iter(metadata.state_dict_metadata.values())).chunks.clear()
+    (newest(run) / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused: the pieces of .* do not make the whole of it"):
+        read_metadata(newest(run))
+
+
 @pytest.mark.parametrize("how", ["shorter", "other", "gone"])
 def test_a_payload_that_does_not_fit_its_table_of_contents_is_an_error_in_one_line(run, how):
     """What verification would have found: a reader that comes after it ends in a line as well."""

@@ -7,10 +7,12 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from launch_pool import RankProcess, start_ranks
 from running import cut_after, run_main, some_slow, state_of, train
 
 from pretrain.checkpoint.payload import Payload
@@ -45,6 +47,15 @@ class Failing(Callback):
         raise ZeroDivisionError("a mistake of mine")
 
 
+class OneRankFails(Callback):
+    """Rank 1 fails while the other is in a sum."""
+
+    def evaluate(self, run: RunHandle, step: int) -> dict[str, float]:
+        if run.mesh.data_rank == 1:
+            raise ZeroDivisionError("a mistake of mine")
+        return {"sum": float(run.mesh.sum_over_data("sum of a callback", torch.ones(1, dtype=torch.float64)))}
+
+
 class NoNumber(Callback):
     def evaluate(self, run: RunHandle, step: int) -> dict[str, str]:
         return {"quality": "high"}
@@ -66,6 +77,9 @@ MADE = {
         [extending.Counting(every_steps=2), KeepBest(count=2, metric="evaluation/counting")],
         [extending.CsvFile()],
     ),
+    "one rank fails": lambda: ([OneRankFails()], []),
+    "measured only": lambda: ([Given()], []),
+    "later": lambda: ([Given(), KeepBest(1, GIVEN)], []),
     "failing sink": lambda: ([], [FailingSink()]),
     "no validation": lambda: ([KeepBest()], []),
     "no such source": lambda: ([EarlyStopping(2, "validation/x")], []),
@@ -84,6 +98,25 @@ def run_extended(made: str, config_file: str, *overrides: str) -> tuple[int, str
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = main(["--config", config_file, *SHORT, *overrides], callbacks, sinks)
     return code, printed.getvalue()
+
+
+def run_rank(made: str, config_file: str, *overrides: str) -> int:
+    callbacks, sinks = MADE[made]()
+    return main(["--config", config_file, *SHORT, *overrides], callbacks, sinks)
+
+
+@pytest.fixture
+def started(tmp_path, config_file) -> Iterator[Callable[..., list[RankProcess]]]:
+    """Two ranks in processes of their own, for what ends a process."""
+    ranks: list[RankProcess] = []
+
+    def start(made: str, *overrides: str) -> list[RankProcess]:
+        ranks.extend(start_ranks(tmp_path, 2, run_rank, made, str(config_file), *overrides))
+        return ranks
+
+    yield start
+    for rank in ranks:
+        rank.process.kill()
 
 
 def kept(run: Path) -> list[str]:
@@ -177,12 +210,32 @@ def test_an_interrupted_run_stops_early_where_a_straight_one_does(pool, config_f
 def test_a_mistake_in_a_callback_ends_the_run_on_all_ranks_with_a_line(pool, config_file, method):
     results = pool.launch(2, run_extended, method, str(config_file), "run.steps=2", "parallel.strategy=ddp")
     line = f"the callback Failing.{method}: ZeroDivisionError: a mistake of mine; the traceback is in this rank's log"
-    assert [code for code, _ in results] == [1, 1] and f"error: rank 0: {line}" in results[0][1], results
+    assert [code for code, _ in results] == [1, 1] and line in results[0][1], results
     assert "Traceback" not in results[0][1] + results[1][1]
     run = config_file.parent / "runs" / "run"
     log = (run / "logs" / "rank-0.log").read_text()
     assert "ZeroDivisionError: a mistake of mine" in log and "Traceback" in log
     assert status(run)[0] == "failed"
+
+
+def test_a_rank_that_fails_alone_while_the_others_sum_ends_the_run_with_its_line(started):
+    zero, one = started("one rank fails", "parallel.strategy=ddp")
+    assert one.wait(60) == 1 and zero.wait(60) == 1
+    line = "rank 1: the callback OneRankFails.evaluate: ZeroDivisionError: a mistake of mine"
+    assert line in one.printed() and line in zero.printed(), zero.printed()
+    assert "Traceback" not in zero.printed() + one.printed()
+
+
+def test_steps_without_a_checkpoint_do_not_count_among_the_best(pool, config_file):
+    """A callback that is added to a run later would otherwise keep nothing that is worse than what is gone."""
+    [(code, _)] = pool.launch(1, run_extended, "measured only", str(config_file), "run.steps=4")
+    run = config_file.parent / "runs" / "run"
+    assert code == 0
+    lines = [json.loads(line) | {"evaluation": {"given": 0.1}} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:3]))
+    [(code, printed)] = pool.launch(1, run_extended, "later", str(config_file), "run.steps=6")
+    assert code == 0 and "steps [1] were among the best, but their checkpoints are gone" in printed
+    assert kept(run) == ["step-00000006"]
 
 
 def test_a_sink_that_fails_is_warned_of_and_the_run_goes_on(pool, config_file):

@@ -29,15 +29,16 @@ def _lines(values: dict[str, Any], path: str, origins: dict[str, Origin], indent
     lines = []
     for name, value in values.items():
         full = f"{path}.{name}" if path else name
-        if isinstance(value, dict):
-            lines += [f"{indent}{name}:", *_lines(value, full, origins, indent + "  ")]
+        key = dump(name, flow=True)  # a source's name may be any text
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{key}:", *_lines(value, full, origins, indent + "  ")]
         elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            lines.append(f"{indent}{name}:")
+            lines.append(f"{indent}{key}:")
             for i, item in enumerate(value):
                 first, *rest = _lines(item, f"{full}.{i}", origins, indent + "    ")
                 lines += [f"{indent}  - {first.lstrip()}", *rest]
         else:
-            text = f"{indent}{name}: {dump(value, flow=True)}"
+            text = f"{indent}{key}: {dump(value, flow=True)}"
             lines.append(f"{text:<48} # {origin_of(full, origins)}")
     return lines
 

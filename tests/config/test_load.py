@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pretrain.config.data_schema import Data, Source
+from pretrain.config.data_schema import Data, MixtureStage, Source
 from pretrain.config.load import load_config
 from pretrain.config.read import dump, origin_of
 from pretrain.config.schema import Config, Model, Run
@@ -479,6 +479,14 @@ configs = st.builds(
         sources=st.lists(
             st.builds(Source, path=texts.filter(bool), name=st.none() | texts, weight=st.floats(0, 1e15)), max_size=3
         ),
+        stages=st.lists(
+            st.builds(
+                MixtureStage,
+                until_tokens=st.none() | st.integers(1, 2**62),
+                weights=st.dictionaries(texts, st.floats(0, 1e15), max_size=2),
+            ),
+            max_size=2,
+        ),
     ),
 )
 
@@ -494,5 +502,6 @@ def test_any_printed_configuration_loads_back_equal(tmp_path, config, with_origi
 
 @settings(max_examples=10, deadline=None)
 @given(texts)
+@example("\xa0")
 def test_any_text_can_be_given_on_the_command_line(text):
     assert loaded(f"run.name={dump(text, flow=True)}") == Config(run=dataclasses.replace(Run(), name=text))

@@ -25,8 +25,7 @@ from benchmarks.measure import MILLION, ROOT, Options, Row, Turns, environment, 
 
 from pretrain.data.preparation.prepare import prepare
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.tokenizers.engine import choose_engine
-from pretrain.data.tokenizers.tiktoken_engine import ranks_of, split_pattern
+from pretrain.data.tokenizers.engine import choose_engine, ranks_of, split_pattern
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 

@@ -6,16 +6,18 @@ the limits. Both are counted, in the manifest and on the console. Anything else 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from pretrain.data.pairs.prepared_pairs import write_pairs
+from pretrain.data.pairs.prepared_pairs import SIDES, write_pairs
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.preparation.lines import Tally, lines_of
+from pretrain.data.preparation.text_inputs import Tally, lines_of
 from pretrain.data.shards.staging import refuse_url, staged_directory
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -78,7 +80,7 @@ def prepare_pairs(
     """
     refuse_url("--output", output)
     source = load_tokenizer(source_tokenizer)
-    target = load_tokenizer(target_tokenizer) if target_tokenizer else source
+    tokenizers = source, load_tokenizer(target_tokenizer) if target_tokenizer else source
     options = options or PairOptions()
     if min(options.max_source_length, options.max_target_length) < 0:
         raise ConfigError("--max-source-length and --max-target-length: expected at least 1, or 0 for no limit")
@@ -86,53 +88,46 @@ def prepare_pairs(
     splits = {"": train} if validation is None else {"train": train, "validation": validation}
     with staged_directory(output) as stage:
         for name, split in splits.items():
-            _prepare_split(stage / name, split, source, target, options)
+            _prepare_split(stage / name, split, tokenizers, options)
     return [split.counts.describe(output / name) for name, split in splits.items()]
 
 
-def _prepare_split(directory: Path, split: Split, source: Tokenizer, target: Tokenizer, options: PairOptions) -> None:
-    counts = split.counts
-    with (
-        ShardWriter.create(directory / "source", source) as sources,
-        ShardWriter.create(directory / "target", target) as targets,
-    ):
-        lines = _pairs(split, options)
-        while batch := list(itertools.islice(lines, _BATCH)):
-            _add(batch, source, target, sources, targets, counts, options)
-        counts.source_tokens, counts.target_tokens = sources.tokens, targets.tokens
+class Line(NamedTuple):
+    """A sentence. `origin`: its file and line, for messages."""
+
+    text: str
+    origin: str
+
+
+def _prepare_split(directory: Path, split: Split, tokenizers: tuple[Tokenizer, Tokenizer], options: PairOptions) -> None:
+    counts, limits = split.counts, (options.max_source_length, options.max_target_length)
+    with contextlib.ExitStack() as stack:
+        create = zip(SIDES, tokenizers)
+        writers = [stack.enter_context(ShardWriter.create(directory / side, tokenizer)) for side, tokenizer in create]
+        pairs = _pairs(split, options.lowercase)
+        while batch := list(itertools.islice(pairs, _BATCH)):
+            sides = [_encode(tokenizer, lines) for tokenizer, lines in zip(tokenizers, zip(*batch))]
+            fits = [not any(limit and len(ids) > limit for ids, limit in zip(pair, limits)) for pair in zip(*sides)]
+            for writer, documents in zip(writers, sides):
+                kept = list(itertools.compress(documents, fits))
+                if kept:
+                    writer.add(np.concatenate(kept), np.array([len(ids) for ids in kept]))
+            for (_, line), ids in itertools.compress(zip(batch, sides[1]), fits):
+                counts.altered += tokenizers[1].decode(ids[:-1].tolist()) != line.text
+            counts.too_long += len(fits) - sum(fits)
+            counts.pairs += sum(fits)
+        counts.source_tokens, counts.target_tokens = (writer.tokens for writer in writers)
         if not counts.pairs:
             raise DataError(f"{split.source[0]}: none of its {counts.lines} lines gives a pair ({counts.describe(directory)})")
     names = {"sources": ", ".join(map(str, split.source)), "targets": ", ".join(map(str, split.target))}
     write_pairs(directory, counts.pairs, {**names, **asdict(options), **asdict(counts)})
 
 
-@dataclass(frozen=True)
-class Line:
-    """A sentence."""
-
-    text: str
-    origin: str
-    """File and line, for messages."""
-
-
-def _add(batch, source: Tokenizer, target: Tokenizer, sources: ShardWriter, targets: ShardWriter, counts, options) -> None:
-    """Encode a batch of pairs and write those that are not too long."""
-    encoded = [_encode(tokenizer, [pair[i] for pair in batch]) for i, tokenizer in enumerate((source, target))]
-    limits = options.max_source_length, options.max_target_length
-    fits = [not any(limit and len(ids) + 1 > limit for ids, limit in zip(pair, limits)) for pair in zip(*encoded, strict=True)]
-    counts.too_long += len(fits) - sum(fits)
-    counts.pairs += sum(fits)
-    for ids, tokenizer, writer in zip(encoded, (source, target), (sources, targets)):
-        closed = [np.append(x, tokenizer.eod_id).astype(np.int64) for x, fit in zip(ids, fits) if fit]
-        if closed:
-            writer.add(np.concatenate(closed), np.array([len(x) for x in closed]))
-    kept = [(ids, line[1].text) for ids, line, fit in zip(encoded[1], batch, fits) if fit]
-    counts.altered += sum(target.decode(ids.tolist()) != text for ids, text in kept)
-
-
-def _encode(tokenizer: Tokenizer, lines: list[Line]) -> list[np.ndarray]:
+def _encode(tokenizer: Tokenizer, lines: Sequence[Line]) -> list[np.ndarray]:
+    """The ids of each line with the end-of-document id."""
     try:
-        return tokenizer.encode_arrays([line.text for line in lines])
+        encoded = tokenizer.encode_arrays([line.text for line in lines])
+        return [np.append(ids, tokenizer.eod_id).astype(np.int64) for ids in encoded]
     except DataError:
         for line in lines:  # finds the line at fault
             try:
@@ -142,10 +137,10 @@ def _encode(tokenizer: Tokenizer, lines: list[Line]) -> list[np.ndarray]:
         raise
 
 
-def _pairs(split: Split, options: PairOptions) -> Iterator[tuple[Line, Line]]:
+def _pairs(split: Split, lowercase: bool) -> Iterator[tuple[Line, Line]]:
     """The pairs without an empty side. Both sides must have the same number of lines."""
     counts = split.counts
-    sides = [read_lines(files, options.lowercase) for files in (split.source, split.target)]
+    sides = [read_lines(files, lowercase) for files in (split.source, split.target)]
     for source, target in itertools.zip_longest(*sides):
         if source is None or target is None:
             longer, shorter = (split.target, split.source) if source is None else (split.source, split.target)

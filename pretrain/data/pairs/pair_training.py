@@ -117,7 +117,7 @@ class PairTraining:
 
     @property
     def attachments(self) -> dict[str, Path | str]:
-        return pair_attachments(self.pairs)
+        return {"tokenizer": self.tokenizer_path, "source_tokenizer": self.pairs.source.tokenizer_path}
 
     @property
     def tokenizer_path(self) -> Path:
@@ -153,7 +153,7 @@ class PairTraining:
         return values
 
     def samples_after(self, consumed: int, steps: int) -> int:
-        return self.order.after(consumed, steps)
+        return consumed + self.order.consumed(steps)
 
     def check_suffices(self, step: int, samples: int) -> None:
         """Pairs always suffice: they are repeated for as long as a run lasts."""
@@ -186,11 +186,6 @@ class PairTraining:
 
     def bytes_per_token(self, source: PreparedPairs) -> float | None:
         return source.target.bytes_per_token
-
-
-def pair_attachments(pairs: PreparedPairs) -> dict[str, Path]:
-    """The files that a checkpoint copies; `tokenizer` is that of the targets."""
-    return {"tokenizer": pairs.target.tokenizer_path, "source_tokenizer": pairs.source.tokenizer_path}
 
 
 def _open_validation(source: ValidationSource, trained_on: PreparedPairs) -> PreparedPairs:

@@ -176,10 +176,6 @@ class PairOrder:
         window = self.window(0, 0)
         return round(steps * len(window.pairs) / len(window.ends))
 
-    def after(self, consumed: int, steps: int) -> int:
-        """About how many pairs are consumed `steps` steps after `consumed`."""
-        return consumed + self.consumed(steps)
-
     def _start(self, number: int) -> int:
         # Windows of an epoch have nearly equal sizes, so that no small rest remains.
         return number * len(self.pairs) // self.windows

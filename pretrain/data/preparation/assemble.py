@@ -4,10 +4,18 @@
 
 The content of each shard follows from the lengths and order of the documents alone. So any number of processes can write the
 shards, in any order.
+
+Exact duplicates go before that: the first of all documents with the same 128-bit hash stays.
+
+    records of all parts ──by the hash's last bits──▶ buckets on disk ──each sorted in memory──▶ one byte per document on disk
+
+Memory is one bucket and one block of records: constant up to 10^8 documents, and 1/512 of all hashes beyond. With 10^12
+documents the chance that any two different ones share a hash (BLAKE2b) is below 2^-48.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.preparation.deduplicate import blocks
 from pretrain.data.preparation.parts import PartSummary, UnitParts, writing
+from pretrain.data.preparation.preparation_plan import PreparationPlan
 from pretrain.data.preparation.process_pool import ProcessPool
 from pretrain.data.shards.manifest import (
     ORIGIN_DTYPE,
@@ -31,14 +39,74 @@ from pretrain.data.shards.manifest import (
     write_manifest,
 )
 from pretrain.data.shards.writer import ShardFiles, cut_into_shards
-from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, copy_difference
+from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import DataError
 
 _BLOCK = 1 << 16  # documents at a time
+_BUCKET = 1 << 18  # documents in a bucket, on average
+_MOST_BUCKETS = 512  # open files
+_ENTRY = np.dtype([("hash", "<u8", (2,)), ("number", "<u8")])
 _CHUNK_TOKENS = 1 << 20  # tokens at a time, or one document
 _MOST_ROWS = 2**32
 
 SPLITS = ("train", "validation")
+
+
+def find_duplicates(parts: UnitParts, units: Sequence[PartSummary], directory: Path) -> tuple[Path, int]:
+    """(file, count): a file with one byte per document in order, 1 for a repetition of an earlier one; and their number.
+
+    `units` are the units in `parts`, in order. Temporary files go to the new `directory`.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    with writing(directory):
+        directory.mkdir(parents=True)
+        total = sum(unit.documents for unit in units)
+        count = max(1, min(_MOST_BUCKETS, -(-total // _BUCKET)))
+        buckets = [directory / f"bucket-{number:03d}" for number in range(count)]
+        _distribute(parts, units, buckets)
+        marks, count = directory / "duplicates", 0
+        with open(marks, "wb") as file:
+            file.truncate(total)
+            for bucket in buckets:
+                numbers = _repetitions(np.fromfile(bucket, _ENTRY))
+                bucket.unlink()
+                count += len(numbers)
+                for number in numbers.tolist():  # ascending, so that most writes stay in one page
+                    file.seek(number)
+                    file.write(b"\x01")
+    return marks, count
+
+
+def _blocks(parts: UnitParts, number: int, unit: PartSummary) -> Iterator[tuple[int, np.ndarray]]:
+    """(first, records) of the documents of a unit, a bounded number at a time."""
+    with parts.open(number) as part:
+        for first in range(0, unit.documents, _BLOCK):
+            yield first, part.records(first, min(_BLOCK, unit.documents - first))
+
+
+def _distribute(parts: UnitParts, units: Sequence[PartSummary], buckets: Sequence[Path]) -> None:
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(bucket, "wb")) for bucket in buckets]
+        base = 0
+        for number, unit in enumerate(units):
+            for first, records in _blocks(parts, number, unit):
+                entries = np.empty(len(records), _ENTRY)
+                entries["hash"] = records["hash"]
+                entries["number"] = np.arange(base + first, base + first + len(records), dtype=np.uint64)
+                which = (entries["hash"][:, 1] % np.uint64(len(files))).astype(np.int64)
+                order = np.argsort(which, kind="stable")
+                bounds = np.searchsorted(which[order], np.arange(len(files) + 1))
+                for bucket in np.flatnonzero(np.diff(bounds)).tolist():
+                    files[bucket].write(entries[order[bounds[bucket] : bounds[bucket + 1]]].tobytes())
+            base += unit.documents
+
+
+def _repetitions(entries: np.ndarray) -> np.ndarray:
+    """The numbers of the documents that are not the first of their hash, ascending."""
+    low, high = entries["hash"][:, 0], entries["hash"][:, 1]
+    order = np.lexsort((entries["number"], low, high))
+    same = (low[order][1:] == low[order][:-1]) & (high[order][1:] == high[order][:-1])
+    return np.sort(entries["number"][order[1:][same]])
 
 
 @dataclass(frozen=True)
@@ -91,7 +159,7 @@ def plan_shards(
     filled = base = 0
     for number, unit in enumerate(units):
         token = 0
-        for begin, records in blocks(selection.parts, number, unit, _BLOCK):
+        for begin, records in _blocks(selection.parts, number, unit):
             starts = np.concatenate(([0], np.cumsum(records["length"], dtype=np.int64)))
             kept = np.flatnonzero(selection.mask(records, base + begin))
             lengths = records["length"][kept].astype(np.int64)
@@ -163,56 +231,55 @@ def verify_shard(job: tuple[Path, Shard], report: Callable[[int], None]) -> None
     report(shard.tokens)
 
 
-@dataclass(frozen=True)
-class Description:
-    """The content of a manifest beside its shards. `tokenizer_files`: the tokenizer's directory; `invalid`: (where, why) of rows left out."""
-
-    tokenizer: TokenizerIdentity
-    tokenizer_files: Path
-    inputs: Sequence[str]
-    preparation: dict[str, Scalar]
-    plan_sha256: str
-    invalid: Sequence[tuple[str, str]]
-
-
 def assemble(
     directory: Path,
     selection: Selection,
+    plan: PreparationPlan,
     units: Sequence[PartSummary],
-    rows: Sequence[int],
-    shard_tokens: int,
-    description: Description,
+    tokenizer_files: Path,
+    preparation: dict[str, Scalar],
     pool: ProcessPool,
     on_tokens: Callable[[int], None],
 ) -> Manifest | None:
     """Write one prepared directory into the new `directory`, and compare the files on the disk with their hashes.
 
-    Returns None if the selection is empty. Raises DataError if the disk is full or returns other bytes.
+    `preparation` is the manifest's record of how it was made. Returns None if the selection is empty. Raises DataError if the disk
+    is full or returns other bytes.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        segments = list(plan_shards(selection, units, rows, shard_tokens))
-    if not segments:
+        segments = plan_shards(selection, units, _rows_before(plan, units), plan.settings.shard_tokens)
+        jobs = [ShardJob(directory, number, selection, own) for number, own in enumerate(segments)]
+    if not jobs:
         return None
-    jobs = [ShardJob(directory, number, selection, own) for number, own in enumerate(segments)]
     found = dict(pool.run(write_shard, jobs, on_tokens))
     shards = tuple(found[number] for number in range(len(jobs)))
     with writing(directory):
-        shutil.copytree(description.tokenizer_files, directory / "tokenizer")
-        if difference := copy_difference(directory / "tokenizer", description.tokenizer):
-            raise DataError(f"{description.tokenizer_files}: damaged ({difference}); start again with --restart")
+        shutil.copytree(tokenizer_files, directory / "tokenizer")
+        if difference := copy_difference(directory / "tokenizer", plan.tokenizer):
+            raise DataError(f"{tokenizer_files}: damaged ({difference}); start again with --restart")
         manifest = Manifest(
-            **tokenizer_keys(description.tokenizer),
-            dtype=dtype_for(description.tokenizer.vocab_size),
+            **tokenizer_keys(plan.tokenizer),
+            dtype=dtype_for(plan.tokenizer.vocab_size),
             documents=sum(shard.documents for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
-            inputs_sha256=write_inputs(directory, description.inputs),
-            preparation=description.preparation,
+            inputs_sha256=write_inputs(directory, [file.name for file in plan.inputs]),
+            preparation=preparation,
             shards=shards,
-            plan_sha256=description.plan_sha256,
-            invalid_sha256=write_invalid(directory, description.invalid),
+            plan_sha256=plan.sha256,
+            invalid_sha256=write_invalid(directory, [row for unit in units for row in unit.invalid_rows]),
         )
         write_manifest(directory, manifest)
     for _ in pool.run(verify_shard, [(directory, shard) for shard in shards], on_tokens):
         pass
     return manifest
+
+
+def _rows_before(plan: PreparationPlan, units: Sequence[PartSummary]) -> list[int]:
+    """For each unit, the rows before it in its file. A unit that continues a file counts its rows from there."""
+    rows, before, last_input = [], 0, -1
+    for spans, unit in zip(plan.units, units):
+        before = before if spans[0][0] == last_input else 0
+        rows.append(before)
+        before, last_input = before + unit.rows, spans[-1][0]
+    return rows

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.preparation.lines import Tally, open_at_random, reading
-from pretrain.errors import ConfigError, DataError
+from pretrain.data.preparation.text_inputs import Tally, open_at_random, reading, require_columns
+from pretrain.errors import DataError
 
 WHOLE = -1
 _BATCH_BYTES = 4 << 20
@@ -24,59 +24,52 @@ _BATCH_ROWS = 4096
 _ARROW_MAGIC = b"ARROW1"
 
 
-def column_batches(
-    file: InputFile, kind: str, start: int, stop: int, columns: Sequence[str], tally: Tally
-) -> Iterator[list[Any]]:
-    """Arrow arrays of `columns`, all of one length, for the rows of part [start, stop) of the file, in order.
+def column_rows(
+    file: InputFile, kind: str, start: int, stop: int, columns: Sequence[str], as_ids: bool, tally: Tally
+) -> Iterator[Any]:
+    """The values of `columns` in each row of part [start, stop) of the file, in order.
 
-    Raises DataError naming the file when it is damaged or has no such column.
+    `as_ids`: the lists of the only column instead, each as integers; None for a missing list, and for one with missing ids. Raises
+    DataError naming the file when it is damaged or has no such column.
     """
-    read = _parquet_batches if kind == "parquet" else _arrow_batches
+    batches = _parquet_batches if kind == "parquet" else _arrow_batches
     with reading(file):
-        yield from read(file, start, stop, columns, tally)
+        for arrays in batches(file, start, stop, columns, tally):
+            yield from _id_lists(arrays[0], file, columns[0]) if as_ids else zip(*[array.to_pylist() for array in arrays])
+
+
+def _id_lists(array: Any, file: InputFile, name: str) -> Iterator[np.ndarray | None]:
+    import pyarrow.types as types
+
+    kind = array.type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not is_list or not types.is_integer(kind.value_type):
+        raise DataError(f"{file.name}: column {name!r} is {kind}, not lists of integers; see --ids-field")
+    flat = array.flatten()  # flattens the lists that exist
+    if flat.null_count:
+        yield from (None if ids is None or None in ids else np.array(ids, np.int64) for ids in array.to_pylist())
+        return
+    values, begin = flat.to_numpy(zero_copy_only=False), 0
+    for length in array.value_lengths().to_pylist():
+        if length is None:
+            yield None
+            continue
+        yield values[begin : begin + length]
+        begin += length
 
 
 def rows_before(file: InputFile, kind: str, start: int) -> int:
     """Rows before the part that begins at `start`, for messages."""
-    if not start:
-        return 0
     if kind == "parquet":
         with _parquet(file) as content:
             return sum(content.metadata.row_group(number).num_rows for number in range(start))
-    with _source(file) as source:
-        if _is_stream(file):
-            rows = 0
-            schema = _stream_schema(source)
-            while source.tell() < start:
-                rows += _next_batch(source, schema).num_rows
-            return rows
-        import pyarrow as pa
-
-        batches = pa.ipc.open_file(source)
-        return sum(batches.get_batch(number).num_rows for number in range(start))
+    return sum(batch.num_rows for batch, _ in _record_batches(file, 0, start))
 
 
 def column_parts(file: InputFile, kind: str, part_bytes: int) -> list[tuple[int, int]]:
     """The parts of a file, each of about `part_bytes` if its inner structure allows that."""
     with reading(file):
-        if kind == "parquet":
-            with _parquet(file) as content:
-                groups = [content.metadata.row_group(number).total_byte_size for number in range(content.num_row_groups)]
-            scale = file.size / max(sum(groups), 1)  # the metadata has the size before compression
-            return _grouped(list(range(len(groups) + 1)), [size * scale for size in groups], part_bytes)
-        with _source(file) as source:
-            if _is_stream(file):
-                if _has_dictionaries(_stream_schema(source)):
-                    return [(0, WHOLE)]  # a dictionary comes once, before the batches that need it
-                places = _stream_places(source)
-                return _grouped(places, [end - begin for begin, end in zip(places, places[1:])], part_bytes)
-            import pyarrow as pa
-
-            count = pa.ipc.open_file(source).num_record_batches
-            return _grouped(list(range(count + 1)), [file.size / max(count, 1)] * count, part_bytes)
-
-
-def _grouped(bounds: list[int], sizes: Sequence[float], part_bytes: int) -> list[tuple[int, int]]:
+        bounds, sizes = _parquet_structure(file) if kind == "parquet" else _arrow_structure(file)
     parts, begin, size = [], 0, 0.0
     for number, more in enumerate(sizes):
         if size and size + more > part_bytes:
@@ -84,6 +77,31 @@ def _grouped(bounds: list[int], sizes: Sequence[float], part_bytes: int) -> list
             begin, size = number, 0.0
         size += more
     return [*parts, (bounds[begin], bounds[len(sizes)])]
+
+
+def _parquet_structure(file: InputFile) -> tuple[Sequence[int], Sequence[float]]:
+    """Where the file can be cut, and the bytes between these places."""
+    with _parquet(file) as content:
+        groups = [content.metadata.row_group(number).total_byte_size for number in range(content.num_row_groups)]
+    scale = file.size / max(sum(groups), 1)  # the metadata has the size before compression
+    return range(len(groups) + 1), [size * scale for size in groups]
+
+
+def _arrow_structure(file: InputFile) -> tuple[Sequence[int], Sequence[float]]:
+    with _arrow(file) as (content, source):
+        if source is None:
+            count = content.num_record_batches
+            return range(count + 1), [file.size / max(count, 1)] * count
+        if any(map(_has_dictionary, content.schema.types)):
+            return (0, WHOLE), (file.size,)  # a dictionary comes once, before the batches that need it
+        places = [source.tell(), *(source.tell() for _ in content)]
+        return places, [end - begin for begin, end in zip(places, places[1:])]
+
+
+def _has_dictionary(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return types.is_dictionary(kind) or any(_has_dictionary(kind.field(number).type) for number in range(kind.num_fields))
 
 
 @contextlib.contextmanager
@@ -100,9 +118,8 @@ def _parquet_batches(file: InputFile, start: int, stop: int, columns: Sequence[s
     with _parquet(file) as content:
         require_columns(file, columns, content.schema_arrow.names)
         metadata = content.metadata
-        groups = range(start, metadata.num_row_groups if stop == WHOLE else stop)
         bytes_per_group = file.size / max(metadata.num_row_groups, 1)
-        for number in groups:
+        for number in range(start, metadata.num_row_groups if stop == WHOLE else stop):
             group = metadata.row_group(number)
             rows = max(1, int(_BATCH_BYTES * group.num_rows / max(group.total_byte_size, 1)))
             rows = min(rows, _BATCH_ROWS)
@@ -111,44 +128,41 @@ def _parquet_batches(file: InputFile, start: int, stop: int, columns: Sequence[s
                 yield [batch.column(name) for name in columns]
 
 
+@contextlib.contextmanager
+def _arrow(file: InputFile) -> Iterator[tuple[Any, Any]]:
+    """The reader of an Arrow IPC file, and None; or the reader of a stream, and the open file, whose place that reader follows."""
+    import pyarrow as pa
+
+    with _source(file) as source:
+        is_stream = source.read(len(_ARROW_MAGIC)) != _ARROW_MAGIC
+        source.seek(0)
+        yield (pa.ipc.open_stream(source), source) if is_stream else (pa.ipc.open_file(source), None)
+
+
 def _arrow_batches(file: InputFile, start: int, stop: int, columns: Sequence[str], tally: Tally) -> Iterator[list[Any]]:
-    with _source(file) as source:
-        require_columns(file, columns, _arrow_schema(file).names)
-        share = file.size
-        for batch, share in _record_batches(file, source, start, stop):
-            tally.consumed += share
-            indices = [batch.schema.get_field_index(name) for name in columns]
-            for first in range(0, batch.num_rows, _BATCH_ROWS):
-                part = batch.slice(first, _BATCH_ROWS)
-                yield [part.column(index) for index in indices]
+    for batch, size in _record_batches(file, start, stop, columns):
+        tally.consumed += size
+        indices = [batch.schema.get_field_index(name) for name in columns]
+        for first in range(0, batch.num_rows, _BATCH_ROWS):
+            part = batch.slice(first, _BATCH_ROWS)
+            yield [part.column(index) for index in indices]
 
 
-def _record_batches(file: InputFile, source: Any, start: int, stop: int) -> Iterator[tuple[Any, int]]:
+def _record_batches(file: InputFile, start: int, stop: int, columns: Sequence[str] = ()) -> Iterator[tuple[Any, int]]:
     """The record batches of a part, and the bytes of each."""
-    import pyarrow as pa
-
-    if not _is_stream(file):
-        content = pa.ipc.open_file(source)
-        count = content.num_record_batches
-        for number in range(start, count if stop == WHOLE else stop):
-            yield content.get_batch(number), file.size // max(count, 1)
-        return
-    if stop == WHOLE:
-        for batch in pa.ipc.open_stream(source):
-            yield batch, batch.nbytes
-        return
-    schema = _stream_schema(source)
-    source.seek(max(start, source.tell()))
-    while (begin := source.tell()) < stop:
-        batch = _next_batch(source, schema)
-        yield batch, source.tell() - begin
-
-
-def _arrow_schema(file: InputFile) -> Any:
-    import pyarrow as pa
-
-    with _source(file) as source:
-        return _stream_schema(source) if _is_stream(file) else pa.ipc.open_file(source).schema
+    with _arrow(file) as (content, source):
+        require_columns(file, columns, content.schema.names)
+        if source is None:
+            count = content.num_record_batches
+            for number in range(start, count if stop == WHOLE else stop):
+                yield content.get_batch(number), file.size // max(count, 1)
+            return
+        source.seek(max(start, source.tell()))
+        while stop == WHOLE or source.tell() < stop:
+            begin = source.tell()
+            if (batch := next(content, None)) is None:
+                return
+            yield batch, source.tell() - begin
 
 
 @contextlib.contextmanager
@@ -164,57 +178,6 @@ def _source(file: InputFile) -> Iterator[Any]:
         yield source
 
 
-def _is_stream(file: InputFile) -> bool:
-    with open_at_random(file) as content:
-        return content.read(len(_ARROW_MAGIC)) != _ARROW_MAGIC
-
-
-def _stream_schema(source: Any) -> Any:
-    """The schema of an Arrow stream. Afterwards `source` is just behind it."""
-    import pyarrow as pa
-
-    source.seek(0)
-    return pa.ipc.read_schema(pa.ipc.read_message(source))
-
-
-def _has_dictionaries(schema: Any) -> bool:
-    import pyarrow as pa
-
-    def found(kind: Any) -> bool:
-        inner = [kind.field(number).type for number in range(kind.num_fields)]
-        return pa.types.is_dictionary(kind) or any(map(found, inner))
-
-    return any(found(field.type) for field in schema)
-
-
-def _stream_places(source: Any) -> list[int]:
-    """The beginning of each record batch of a stream, and the end of the last. Only their headers are read from the disk."""
-    import pyarrow as pa
-
-    _stream_schema(source)
-    places = [source.tell()]
-    size = source.size()
-    while places[-1] < size:
-        try:
-            pa.ipc.read_message(source)
-        except EOFError:
-            break
-        places.append(source.tell())
-    return places
-
-
-def _next_batch(source: Any, schema: Any) -> Any:
-    import pyarrow as pa
-
-    return pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
-
-
-def require_columns(file: InputFile, columns: Sequence[str], present: Sequence[str]) -> None:
-    for name in columns:
-        if name not in present:
-            raise DataError(f"{file.name}: no column {name!r}; it has: {', '.join(present)}. Name one with --text-field")
-
-
 # ---- ids ------------------------------------------------------------------------------------------------------------------
 
 IDS_DTYPES = ("uint16", "uint32")
@@ -223,12 +186,9 @@ _CHUNK = 1 << 20  # ids
 
 def cut_at(ids: np.ndarray, end_id: int) -> list[np.ndarray]:
     """The stretches of `ids` between the occurrences of `end_id`. Empty ones are included, except after the last occurrence."""
-    ends = np.flatnonzero(ids == end_id)
-    if not len(ends):
-        return [ids]
-    bounds = [0, *(ends + 1).tolist()]
-    parts = [ids[begin : end - 1] for begin, end in zip(bounds, bounds[1:])]
-    return parts if bounds[-1] == len(ids) else [*parts, ids[bounds[-1] :]]
+    *closed, rest = np.split(ids, np.flatnonzero(ids == end_id) + 1)
+    parts = [part[:-1] for part in closed]
+    return parts if parts and not len(rest) else [*parts, rest]
 
 
 class IdFile:
@@ -244,7 +204,7 @@ class IdFile:
                 )
             self._length = file.size // self.dtype.itemsize
             return
-        with reading(file), file.open(at_random=True) as stream:
+        with reading(file), open_at_random(file) as stream:
             version = np.lib.format.read_magic(stream)
             read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, self.dtype = read_header(stream)
@@ -264,16 +224,11 @@ class IdFile:
     def opened(self) -> Iterator[Callable[[int, int], np.ndarray]]:
         """A function that reads the ids [start, stop)."""
         size = self.dtype.itemsize
-        with reading(self._file), self._file.open(at_random=True) as stream:
+        with reading(self._file), open_at_random(self._file) as stream:
 
             def read(start: int, stop: int) -> np.ndarray:
                 stream.seek(self._offset + start * size)
-                content, missing = b"", (stop - start) * size
-                while missing and (part := stream.read(missing)):
-                    content, missing = content + part, missing - len(part)
-                if missing:
-                    raise EOFError(f"it ends {missing} bytes before id {stop}")
-                return np.frombuffer(content, dtype=self.dtype)
+                return np.frombuffer(stream.read((stop - start) * size), dtype=self.dtype)
 
             yield read
 
@@ -306,17 +261,6 @@ def id_documents(file: InputFile, ids_dtype: str, end_id: int, start: int, stop:
                 return
 
 
-def documents_before(file: InputFile, ids_dtype: str, end_id: int, start: int) -> int:
-    """Documents of a file that begin before the first one in a range at `start`, for messages."""
-    if not start:
-        return 0
-    ids, count = IdFile(file, ids_dtype), 1
-    with ids.opened() as read:
-        for first in range(0, start - 1, _CHUNK):
-            count += int((read(first, min(first + _CHUNK, start - 1)) == end_id).sum())
-    return count
-
-
 def _after_end(read: Callable[[int, int], np.ndarray], end_id: int, position: int, stop: int) -> int:
     """The place after the first `end_id` at or after `position`; `stop` if no end comes before it."""
     size = 1 << 12
@@ -337,11 +281,3 @@ def ids_of(value: Any) -> np.ndarray | None:
     if ids.size == 0 and ids.ndim == 1:
         return ids.astype(np.int64)
     return ids if ids.ndim == 1 and ids.dtype.kind in "iu" else None
-
-
-def check_ids_options(ids_field: str, ids_dtype: str) -> None:
-    """Raise ConfigError for options that do not go together."""
-    if ids_dtype and ids_dtype not in IDS_DTYPES:
-        raise ConfigError(f"--ids-dtype {ids_dtype}: expected one of {', '.join(IDS_DTYPES)}")
-    if ids_field and "," in ids_field:
-        raise ConfigError(f"--ids-field {ids_field}: expected the name of one field")

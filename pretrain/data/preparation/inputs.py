@@ -13,11 +13,12 @@ All kinds except Parquet, Arrow and ids may be compressed: .gz .bz2 .xz .zst.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,18 +36,7 @@ _KINDS = {
 }
 _COMPRESSIBLE = ("json", "csv", "warc", "text")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
-_STATE_KEYS = (
-    "etag",
-    "lastmodified",
-    "last_modified",
-    "last-modified",
-    "mtime",
-    "updated",
-    "md5",
-    "md5hash",
-    "generation",
-    "oid",
-)
+_STATE_KEYS = "etag lastmodified last_modified last-modified mtime updated md5 md5hash generation oid".split()
 
 _remote = Remote()
 
@@ -146,11 +136,11 @@ def _persistently(url: str, ask: Callable[[], Any]) -> Any:
         raise DataError(f"{shown(url)}: no such input file") from error
 
 
-def find_inputs(patterns: Sequence[str], log: Callable[[str], None] | None = None) -> list[InputFile]:
+def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
     """The files that `patterns` name, each once, sorted. A pattern is a file, a glob (`**` descends), a folder, or a URL of one of these.
 
-    Hidden files and folders in a folder are left out, and links to folders are not followed. `log` (default: a line on standard
-    error) reports what was left out. Raises DataError for a pattern that gives no file.
+    Hidden files and folders in a folder are left out, and links to folders are not followed. A line on standard error reports what
+    was left out. Raises DataError for a pattern that gives no file.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -161,7 +151,7 @@ def find_inputs(patterns: Sequence[str], log: Callable[[str], None] | None = Non
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         files = [os.path.normpath(match) for match in matches if os.path.isfile(match)]
         if os.path.isdir(pattern):
-            files = _files_below(os.path.normpath(pattern), log or _say)
+            files = _files_below(os.path.normpath(pattern))
         if not files:
             hint = " (a folder without files)" if os.path.isdir(pattern) else ""
             raise DataError(f"{pattern}: no such input file{hint}")
@@ -186,9 +176,12 @@ def _remote_files(pattern: str) -> list[str]:
     return [system.unstrip_protocol(name) for name in paths]
 
 
-def _files_below(folder: str, log: Callable[[str], None]) -> list[str]:
+def _files_below(folder: str) -> list[str]:
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
     found, hidden, links = [], 0, 0
-    for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         shown_folders = [name for name in folders if not name.startswith(".")]
         followed = [name for name in shown_folders if not os.path.islink(os.path.join(parent, name))]
         visible = [name for name in names if not name.startswith(".")]
@@ -197,16 +190,9 @@ def _files_below(folder: str, log: Callable[[str], None]) -> list[str]:
         folders[:] = followed
         found += [path for name in visible if os.path.isfile(path := os.path.join(parent, name))]
     if hidden or links:
-        log(f"{folder}: left out {hidden} hidden files and folders and {links} links to folders")
+        line = f"{folder}: left out {hidden} hidden files and folders and {links} links to folders"
+        print(line, file=sys.stderr, flush=True)
     return found
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 _SIGNATURES = (
@@ -270,10 +256,8 @@ def dataset_files(
         saved = any(Path(dataset, name).is_file() for name in ("state.json", "dataset_dict.json"))
         paths = _saved(dataset, config, split) if saved else _resolved(dataset, config, split)
         return [InputFile.found_at(path, os.path.join(dataset, os.path.relpath(path, dataset))) for path in paths]
-    try:
+    with _loading(dataset, "cannot be loaded", "; check the name and the network"):
         loaded = datasets.load_dataset(dataset, config, split=split, revision=revision)
-    except Exception as error:  # the library raises a great many kinds
-        raise DataError(f"{dataset}: cannot be loaded ({_line(error)}); check the name and the network") from error
     paths = _files_of(loaded, dataset)
     label = "/".join(filter(None, (dataset, config, split)))
     # The cache is addressed by content, so the time of a machine's download does not matter.
@@ -285,10 +269,8 @@ def _saved(dataset: str, config: str | None, split: str) -> list[str]:
 
     if config:
         raise DataError(f"{dataset}: was saved to disk and has no configurations; leave out --dataset-config")
-    try:
+    with _loading(dataset, "cannot be read"):
         loaded = datasets.load_from_disk(dataset)
-    except Exception as error:  # the library raises a great many kinds
-        raise DataError(f"{dataset}: cannot be read ({_line(error)})") from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise DataError(f"{dataset}: no split {split!r}; name one of {', '.join(loaded)} with --dataset-split")
@@ -306,15 +288,17 @@ def _files_of(loaded: Any, dataset: str) -> list[str]:
 def _resolved(dataset: str, config: str | None, split: str) -> list[str]:
     import datasets
 
-    try:
-        builder = datasets.load_dataset_builder(os.path.abspath(dataset), config)
-    except Exception as error:  # the library raises a great many kinds
-        raise DataError(f"{dataset}: cannot be read as a dataset ({_line(error)})") from error
-    files = builder.config.data_files or {}
+    with _loading(dataset, "cannot be read as a dataset"):
+        files = datasets.load_dataset_builder(os.path.abspath(dataset), config).config.data_files or {}
     if split not in files:
         raise DataError(f"{dataset}: no split {split!r}; name one of {', '.join(files)} with --dataset-split")
     return list(files[split])
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+@contextlib.contextmanager
+def _loading(dataset: str, problem: str, remedy: str = "") -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the library raises a great many kinds
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{dataset}: {problem} ({reason}){remedy}") from error

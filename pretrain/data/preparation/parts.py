@@ -151,15 +151,12 @@ class Part:
     def __init__(self, file: Path, token_dtype: np.dtype, records_dtype: np.dtype) -> None:
         self._file, self._token_dtype, self._records_dtype = file, token_dtype, records_dtype
         self._held: tuple[int, bytes] = (-1, b"")
-        try:
+        with self._readable():
             self._stream = open(file, "rb", buffering=0)
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror}); start the same command again") from error
-        footer = _footer(self._stream)
+        footer = _footer(self._stream, token_dtype, records_dtype)
         if footer is None:
             self._set_aside("its end")
-        self.summary, self._hashes = footer
-        self._size = self.summary.tokens * token_dtype.itemsize + self.summary.documents * records_dtype.itemsize
+        self.summary, self._hashes, self._size = footer
 
     def __enter__(self) -> Part:
         return self
@@ -189,14 +186,19 @@ class Part:
     def _checked(self, number: int) -> bytes:
         """A block of the content, checked by its hash. The last block is kept, because the next read begins in it."""
         if self._held[0] != number:
-            try:
+            with self._readable():
                 content = os.pread(self._stream.fileno(), min(_BLOCK, self._size - number * _BLOCK), number * _BLOCK)
-            except OSError as error:
-                raise DataError(f"{self._file}: cannot be read ({error.strerror}); start the same command again") from error
             if number >= len(self._hashes) or hashlib.sha256(content).hexdigest() != self._hashes[number]:
                 self._set_aside(f"bytes {number * _BLOCK} to {number * _BLOCK + len(content)}")
             self._held = number, content
         return self._held[1]
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"{self._file}: cannot be read ({error.strerror}); start the same command again") from error
 
     def _set_aside(self, what: str) -> NoReturn:
         with contextlib.suppress(OSError):
@@ -207,20 +209,21 @@ class Part:
         )
 
 
-def _footer(stream: BinaryIO) -> tuple[PartSummary, list[str]] | None:
-    """The counts and the hashes of the blocks; None if the end of the file is damaged."""
-    ending = _HASH_BYTES + _LENGTH_BYTES
-    size = stream.seek(0, os.SEEK_END)
-    stream.seek(max(size - ending, 0))
+def _footer(stream: BinaryIO, tokens: np.dtype, records: np.dtype) -> tuple[PartSummary, list[str], int] | None:
+    """The counts, the hashes of the blocks, and the size of the content; None if the file is not as long as it says, or its end is damaged."""
+    end = stream.seek(0, os.SEEK_END) - _HASH_BYTES - _LENGTH_BYTES
+    stream.seek(max(end, 0))
     sha256, length = stream.read(_HASH_BYTES), int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-    if length > size - ending:
+    if length > end:
         return None
-    stream.seek(size - ending - length)
+    stream.seek(end - length)
     text = stream.read(length)
     if hashlib.sha256(text).digest() != sha256:
         return None
     content = json.loads(text)
-    return PartSummary(**content["summary"]), content["blocks"]
+    summary = PartSummary(**content["summary"])
+    size = summary.tokens * tokens.itemsize + summary.documents * records.itemsize
+    return (summary, content["blocks"], size) if size == end - length else None
 
 
 class UnitParts:
@@ -235,20 +238,11 @@ class UnitParts:
         """The counts of every whole part, by unit."""
         found = {}
         for file in sorted(self.directory.glob("*.part")):
-            if (summary := self._summary(file)) is not None:
-                found[int(file.stem)] = summary
+            with open(file, "rb") as stream:
+                footer = _footer(stream, self.token_dtype, self.document_dtype)
+            if footer is not None:  # a crash of the machine may leave less than was flushed: then the unit is done again
+                found[int(file.stem)] = footer[0]
         return found
-
-    def _summary(self, file: Path) -> PartSummary | None:
-        with open(file, "rb") as stream:
-            footer = _footer(stream)
-            if footer is None:  # a crash of the machine may leave less than was flushed: the unit is done again
-                return None
-            stream.seek(-_LENGTH_BYTES, os.SEEK_END)
-            ending = _HASH_BYTES + _LENGTH_BYTES + int.from_bytes(stream.read(), "little")
-            summary, size = footer[0], stream.tell()
-        content = summary.tokens * self.token_dtype.itemsize + summary.documents * self.document_dtype.itemsize
-        return summary if size == content + ending else None
 
     def open(self, unit: int) -> Part:
         """The part of a finished unit. If it is damaged, reading it raises DataError and sets it aside."""

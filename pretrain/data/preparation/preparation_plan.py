@@ -16,72 +16,34 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pretrain.data.preparation.binary_inputs import WHOLE, IdFile, check_ids_options, column_parts
-from pretrain.data.preparation.documents import TEXT_MODES, DocumentOptions
-from pretrain.data.preparation.encode import check_fim_rates
+from pretrain.data.preparation.binary_inputs import IDS_DTYPES, WHOLE, IdFile, column_parts
 from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.remote.transfer import Remote
 from pretrain.data.shards.writer import SHARD_TOKENS
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
 
+_FORMAT, _VERSION = "pretrain-preparation", 2
+TEXT_MODES = ("file", "line")
+
 Span = tuple[int, int, int]
 """(number of the input file, start, stop) of a piece."""
 
 _LEAST_BYTES, _USUAL_BYTES = 1 << 21, 1 << 25
 _USUAL_UNITS, _MOST_UNITS = 1 << 8, 1 << 16
-UNIT_FILES = 4096
-
-
-def unit_size(files: Sequence[InputFile]) -> int:
-    """Bytes of input per unit."""
-    total = sum(file.size for file in files)
-    return max(_LEAST_BYTES, min(_USUAL_BYTES, total // _USUAL_UNITS), total // _MOST_UNITS)
-
-
-def plan_units(files: Sequence[InputFile], options: DocumentOptions, unit_bytes: int) -> list[list[Span]]:
-    """The pieces of each unit. A file that is cut shares no unit with another file."""
-    units: list[list[Span]] = []
-    group: list[Span] = []
-    size = 0
-    for number, file in enumerate(files):
-        parts = _parts(file, options, unit_bytes)
-        if group and (len(parts) > 1 or size + file.size > unit_bytes or len(group) == UNIT_FILES):
-            units.append(group)
-            group, size = [], 0
-        if len(parts) > 1:
-            units += [[(number, start, stop)] for start, stop in parts]
-        else:
-            group.append((number, 0, WHOLE))
-            size += file.size
-    return [*units, group] if group else units
-
-
-def _parts(file: InputFile, options: DocumentOptions, unit_bytes: int) -> list[tuple[int, int]]:
-    kind = file.kind(options.ids_dtype)
-    if file.size <= unit_bytes or kind in ("csv", "warc") or (kind == "text" and options.text_mode == "file"):
-        return [(0, WHOLE)]
-    if kind in ("parquet", "arrow"):
-        return Remote().persist(file.path, lambda: column_parts(file, kind, unit_bytes))
-    if kind != "ids" and not file.is_divisible:
-        return [(0, WHOLE)]
-    length = len(IdFile(file, options.ids_dtype)) if kind == "ids" else file.size
-    count = -(-file.size // unit_bytes)
-    bounds = [length * part // count for part in range(count + 1)]
-    return list(zip(bounds, bounds[1:]))
-
-
-_FORMAT, _VERSION = "pretrain-preparation", 2
-_NO_CONTENT = ("max_invalid",)
-"""Settings that decide whether the output is made, but not its content. They may change before the work is finished."""
+_UNIT_FILES = 4096
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that decide the content of the output, as the command line names them (`text_mode` is --documents)."""
+    """The options that decide the content of the output, as the command line names them (`text_mode` is --documents).
+
+    `max_invalid` decides whether the output is made, but not its content. It may change before the work is finished.
+    """
 
     text_field: str = "text"
     text_mode: str = "file"
@@ -104,27 +66,77 @@ class Settings:
             raise ConfigError(f"--max-invalid {self.max_invalid}: expected at least 0")
         if self.shard_tokens < 1:
             raise ConfigError(f"--shard-tokens {self.shard_tokens}: expected at least 1")
-        if not all(self.documents.text_fields):
+        if not all(self.text_fields):
             raise ConfigError(f"--text-field {self.text_field!r}: expected names of fields, separated by commas")
-        check_ids_options(self.ids_field, self.ids_dtype)
-        check_fim_rates(self.fim_rate, self.fim_spm_rate)
+        if self.ids_dtype and self.ids_dtype not in IDS_DTYPES:
+            raise ConfigError(f"--ids-dtype {self.ids_dtype}: expected one of {', '.join(IDS_DTYPES)}")
+        if "," in self.ids_field:
+            raise ConfigError(f"--ids-field {self.ids_field}: expected the name of one field")
+        for option, rate in (("--fim-rate", self.fim_rate), ("--fim-spm-rate", self.fim_spm_rate)):
+            if not 0 <= rate <= 1:
+                raise ConfigError(f"{option} {rate}: expected a number from 0 to 1")
 
     @property
-    def documents(self) -> DocumentOptions:
-        return DocumentOptions(self.text_field, self.text_mode, self.ids_field, self.ids_dtype, self.max_invalid)
+    def text_fields(self) -> list[str]:
+        return [name.strip() for name in self.text_field.split(",")]
 
-    def difference(self, before: Mapping[str, object]) -> str | None:
-        """A phrase for an option that differs from a manifest's record of its preparation; None if no difference is known."""
-        for field in dataclasses.fields(self):
-            now = getattr(self, field.name)
-            if field.name not in _NO_CONTENT and field.name in before and before[field.name] != now:
-                return f"{option_of(field.name)} {before[field.name]!r} instead of {now!r}"
-        return None
+    def changes(self, before: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+        """(option, value before, value now) of the options that change the content; options that `before` lacks are left out."""
+        for name, now in dataclasses.asdict(self).items():
+            if name != "max_invalid" and before.get(name, now) != now:
+                yield "--documents" if name == "text_mode" else f"--{name.replace('_', '-')}", before[name], now
 
 
-def option_of(setting: str) -> str:
-    """The name of a setting on the command line."""
-    return "--documents" if setting == "text_mode" else f"--{setting.replace('_', '-')}"
+@dataclass(frozen=True)
+class Piece:
+    """A part of one input file. The kind of file decides what `start` and `stop` count (parts of tables, bytes, ids).
+
+    `size` is about the number of its bytes in the file, for progress; `number` is that of the file.
+    """
+
+    file: InputFile
+    start: int = 0
+    stop: int = WHOLE
+    size: int = 0
+    number: int = 0
+
+
+def unit_size(files: Sequence[InputFile]) -> int:
+    """Bytes of input per unit."""
+    total = sum(file.size for file in files)
+    return max(_LEAST_BYTES, min(_USUAL_BYTES, total // _USUAL_UNITS), total // _MOST_UNITS)
+
+
+def plan_units(files: Sequence[InputFile], settings: Settings, unit_bytes: int) -> list[list[Span]]:
+    """The pieces of each unit. A file that is cut shares no unit with another file."""
+    units: list[list[Span]] = []
+    group: list[Span] = []
+    size = 0
+    for number, file in enumerate(files):
+        parts = _parts(file, settings, unit_bytes)
+        if group and (len(parts) > 1 or size + file.size > unit_bytes or len(group) == _UNIT_FILES):
+            units.append(group)
+            group, size = [], 0
+        if len(parts) > 1:
+            units += [[(number, start, stop)] for start, stop in parts]
+        else:
+            group.append((number, 0, WHOLE))
+            size += file.size
+    return [*units, group] if group else units
+
+
+def _parts(file: InputFile, settings: Settings, unit_bytes: int) -> list[tuple[int, int]]:
+    kind = file.kind(settings.ids_dtype)
+    if file.size <= unit_bytes or kind in ("csv", "warc") or (kind == "text" and settings.text_mode == "file"):
+        return [(0, WHOLE)]
+    if kind in ("parquet", "arrow"):
+        return Remote().persist(file.path, lambda: column_parts(file, kind, unit_bytes))
+    if kind != "ids" and not file.is_divisible:
+        return [(0, WHOLE)]
+    length = len(IdFile(file, settings.ids_dtype)) if kind == "ids" else file.size
+    count = -(-file.size // unit_bytes)
+    bounds = [length * part // count for part in range(count + 1)]
+    return list(zip(bounds, bounds[1:]))
 
 
 @dataclass(frozen=True)
@@ -143,7 +155,7 @@ class PreparationPlan:
     ) -> PreparationPlan:
         """`unit_bytes` (default: by the size of the input) is for tests. Raises DataError for a file that cannot be read."""
         unit_bytes = unit_bytes or unit_size(inputs)
-        units = plan_units(inputs, settings.documents, unit_bytes)
+        units = plan_units(inputs, settings, unit_bytes)
         return cls(settings, tokenizer, unit_bytes, tuple(inputs), tuple(map(tuple, units)))
 
     def to_json(self) -> str:
@@ -179,7 +191,7 @@ class PreparationPlan:
     @property
     def sha256(self) -> str:
         """A hash that is equal for all plans with the same output."""
-        settings = dataclasses.replace(self.settings, **{name: getattr(Settings, name) for name in _NO_CONTENT})
+        settings = dataclasses.replace(self.settings, max_invalid=0)
         return hashlib.sha256(dataclasses.replace(self, settings=settings).to_json().encode()).hexdigest()
 
     @property
@@ -193,14 +205,17 @@ class PreparationPlan:
         files = self.inputs if self.settings.validation_fraction else ()
         return len(files) == 1 and files[0].kind(self.settings.ids_dtype) == "text" and self.settings.text_mode == "file"
 
+    @property
+    def pieces(self) -> list[tuple[Piece, ...]]:
+        """The pieces of each unit."""
+        counts = Counter(number for unit in self.units for number, _, _ in unit)
+        sizes = {number: self.inputs[number].size // count for number, count in counts.items()}
+        return [tuple(Piece(self.inputs[n], start, stop, sizes[n], n) for n, start, stop in unit) for unit in self.units]
+
     def differences(self, now: PreparationPlan) -> Iterator[str]:
         """The differences from this plan, one phrase each."""
-        for field in dataclasses.fields(Settings):
-            if field.name in _NO_CONTENT:
-                continue
-            before, after = getattr(self.settings, field.name), getattr(now.settings, field.name)
-            if before != after:
-                yield f"{option_of(field.name)} was {before!r} and is {after!r}"
+        for option, before, after in now.settings.changes(dataclasses.asdict(self.settings)):
+            yield f"{option} was {before!r} and is {after!r}"
         if self.tokenizer != now.tokenizer:
             difference = self.tokenizer.difference(now.tokenizer)
             yield f"they have {difference}" if difference and "one tokenizer" in difference else "the tokenizer has changed"

@@ -22,22 +22,19 @@ import dataclasses
 import functools
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.preparation.assemble import SPLITS, Description, Selection, assemble
-from pretrain.data.preparation.deduplicate import find_duplicates
-from pretrain.data.preparation.documents import Piece
-from pretrain.data.preparation.encode import Encoder, copy_tokenizer
+from pretrain.data.preparation.assemble import SPLITS, Selection, assemble, find_duplicates
+from pretrain.data.preparation.encode import Encoder
 from pretrain.data.preparation.inputs import InputFile, find_inputs
 from pretrain.data.preparation.parts import PartSummary, UnitParts
 from pretrain.data.preparation.preparation_plan import PreparationPlan, Settings
 from pretrain.data.preparation.process_pool import ProcessPool
-from pretrain.data.preparation.unit_work import UnitJob, Work, do_unit, sample_texts
+from pretrain.data.preparation.unit_work import UnitJob, do_unit, sample_texts
 from pretrain.data.preparation.work_directory import WorkDirectory
-from pretrain.data.shards.manifest import DTYPES, INVALID_NAME, Manifest, dtype_for, read_manifest
+from pretrain.data.shards.manifest import INVALID_NAME, Manifest, read_manifest
 from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.engine import choose_engine
 from pretrain.data.tokenizers.tokenizer import Tokenizer, identity_of, load_tokenizer
@@ -153,7 +150,9 @@ def prepare(
     def planned() -> tuple[PreparationPlan, Tokenizer]:
         loaded = load_tokenizer(tokenizer)
         Encoder(loaded, settings.fim_rate, settings.fim_spm_rate)  # refuses a tokenizer without their tokens
-        return PreparationPlan.make(settings, identity_of(loaded), _found(inputs), unit_bytes), loaded
+        named = [item for item in inputs if isinstance(item, str)]
+        files = find_inputs(named) if named else list(inputs)
+        return PreparationPlan.make(settings, identity_of(loaded), files, unit_bytes), loaded
 
     if _is_there(output):
         return _repeated(output, work, planned()[0], tidy=task is None)
@@ -163,25 +162,33 @@ def prepare(
         if restart:
             directory.restart()
         plan, loaded = planned()
-        directory.agree(plan, lambda path: copy_tokenizer(loaded, path))
-        parts = directory.parts(plan, DTYPES[dtype_for(plan.tokenizer.vocab_size)])
+        directory.agree(plan, loaded.save)
+        parts = directory.parts(plan)
         if plan.cuts_tail:
             share = f"{settings.validation_fraction:.4g}"
             where = "from the next line on, or else from the next word or character"
             _say(f"{plan.inputs[0].name}: one document; its end, a share of {share}, is the validation split, {where}")
         with ProcessPool(workers) as pool:
-            units = _Units(plan, parts, str(tokenizer), engine)
+            units = range(task or 0, len(plan.units), tasks)
             try:
-                units.do(pool, range(task or 0, len(plan.units), tasks))
+                done = _do_units(plan, parts, pool, units, str(tokenizer), engine)
             except DataError:
                 if task is None and not parts.finished():
                     directory.restart()  # nothing is lost, and another attempt can begin
                 raise
             if task is not None:
-                return FinishedTask(task, tasks, len(units.mine), directory.path, time.monotonic() - begin)
+                return FinishedTask(task, tasks, len(units), directory.path, time.monotonic() - begin)
             result = _assembled(directory, plan, parts, pool, settings.max_invalid)
     seconds = time.monotonic() - begin
-    return units.rated(dataclasses.replace(result, seconds=seconds), workers)
+    rate = sum(summary.bytes for summary in done) / MEGABYTE / max(seconds, 1e-9)
+    share = sum(summary.encode_seconds for summary in done) / max(seconds * workers, 1e-9)
+    return dataclasses.replace(
+        result,
+        seconds=seconds,
+        megabytes_per_second=rate,
+        megabytes_per_second_per_core=rate / workers,
+        tokenizer_share=share,
+    )
 
 
 def merge(
@@ -198,7 +205,7 @@ def merge(
     with WorkDirectory.locked(output, work) as directory:
         refuse_existing(directory.output)
         plan = directory.read_plan()
-        parts = directory.parts(plan, DTYPES[dtype_for(plan.tokenizer.vocab_size)])
+        parts = directory.parts(plan)
         missing = sorted(set(range(len(plan.units))) - parts.finished().keys())
         if missing:
             tasks = directory.tasks()
@@ -222,11 +229,6 @@ def _check_division(workers: int, task: int | None, tasks: int, restart: bool) -
         raise ConfigError(f"--tasks {tasks}: say which one this is with --task")
     if task is not None and restart:
         raise ConfigError("--restart: not together with --task, which others may be working beside; remove the work directory")
-
-
-def _found(inputs: Sequence[str] | Sequence[InputFile]) -> list[InputFile]:
-    named = [item for item in inputs if isinstance(item, str)]
-    return find_inputs(named) if named else list(inputs)
 
 
 def _is_there(output: str | Path) -> bool:
@@ -259,8 +261,9 @@ def _repeated(output: str | Path, work: str | Path | None, plan: PreparationPlan
 
 def _why_not_repeated(plan: PreparationPlan, before: Manifest) -> str:
     """The difference between `plan` and that of an output, as far as the output's manifest shows it."""
-    if before.plan_sha256 and (changed := plan.settings.difference(before.preparation)):
-        return f", prepared with {changed},"
+    if before.plan_sha256:
+        for option, value, now in plan.settings.changes(before.preparation):
+            return f", prepared with {option} {value!r} instead of {now!r},"
     if before.preparation.get(_TIMELESS) == plan.timeless_sha256:
         return (
             ", prepared from these inputs with these options, but at least one of them was modified since (names and sizes are the same, a modification "
@@ -288,26 +291,17 @@ def _assembled(
         raise DataError("the corpus is empty: the input files hold no document with any text")
     refuse_invalid(summaries, max_invalid)
     duplicates, count = find_duplicates(parts, summaries, directory.path / "deduplicate") if settings.deduplicate else (None, 0)
-    totals = [sum(getattr(summary, name) for summary in summaries) for name in ("empty", "invalid", "marks")]
-    counts = dict(zip(_COUNTS, (totals[0], count, *totals[1:])))
-    description = Description(
-        plan.tokenizer,
-        directory.tokenizer,
-        [file.name for file in plan.inputs],
-        {**dataclasses.asdict(settings), **counts, _TIMELESS: plan.timeless_sha256},
-        plan.sha256,
-        [row for summary in summaries for row in summary.invalid_rows],
-    )
-    rows = _rows_before(plan, summaries)
+    total = {name: sum(getattr(summary, name) for summary in summaries) for name in ("empty", "invalid", "marks", "tokens")}
+    counts = dict(zip(_COUNTS, (total["empty"], count, total["invalid"], total["marks"])))
+    preparation = {**dataclasses.asdict(settings), **counts, _TIMELESS: plan.timeless_sha256}
     root = directory.begin_assembly()
     names = SPLITS if settings.validation_fraction else (".",)
     manifests = {}
-    with CorpusProgress("assembling", total=2 * sum(summary.tokens for summary in summaries)) as progress:
+    with CorpusProgress("assembling", total=2 * total["tokens"]) as progress:
+        on_tokens = functools.partial(progress.add, 0, 0, 0)
         for number, name in enumerate(names):
             selection = Selection(parts, bool(number) if len(names) > 1 else None, duplicates)
-            place, shard_tokens = root / name, settings.shard_tokens
-            on_tokens = functools.partial(progress.add, 0, 0, 0)
-            manifest = assemble(place, selection, summaries, rows, shard_tokens, description, pool, on_tokens)
+            manifest = assemble(root / name, selection, plan, summaries, directory.tokenizer, preparation, pool, on_tokens)
             if manifest is None:
                 directory.restart()
                 raise DataError(_empty_split(name, documents, plan))
@@ -338,78 +332,29 @@ def refuse_invalid(summaries: Sequence[PartSummary], most: int) -> None:
         )
 
 
-def _rows_before(plan: PreparationPlan, summaries: Sequence[PartSummary]) -> list[int]:
-    """For each unit, the rows before it in its file. A unit that continues a file counts its rows from there."""
-    rows, before, last_input = [], 0, -1
-    for spans, summary in zip(plan.units, summaries):
-        before = before if spans[0][0] == last_input else 0
-        rows.append(before)
-        before, last_input = before + summary.rows, spans[-1][0]
-    return rows
-
-
-class _Units:
-    """Does the remaining units, and measures the time."""
-
-    def __init__(self, plan: PreparationPlan, parts: UnitParts, tokenizer_path: str, engine: str) -> None:
-        self.mine: Sequence[int] = ()
-        self._plan, self._parts, self._tokenizer_path = plan, parts, tokenizer_path
-        self._engine = engine
-        self._pieces = Counter(number for unit in plan.units for number, _, _ in unit)
-        self._done: list[PartSummary] = []
-
-    def do(self, pool: ProcessPool, units: Sequence[int]) -> None:
-        """Do the `units` that are not finished."""
-        self._parts.remove_leftovers(units)
-        finished = self._parts.finished()
-        self.mine = units
-        jobs = [self._job(unit) for unit in units if unit not in finished]
-        if jobs and not self._plan.settings.ids_field:
-            sample = sample_texts(jobs, self._plan.tokenizer.eod_id)
-            chosen = choose_engine(self._tokenizer_path, sample, self._engine)
-            jobs = [dataclasses.replace(job, engine=chosen.engine) for job in jobs]
-        if finished:
-            _say(f"continuing: {len(finished)} of {len(self._plan.units)} units of work are finished")
-        total = sum(piece.size for job in jobs for piece in job.pieces)
-        with CorpusProgress("preparing", total=total) as progress:
-
-            def on_report(work: Work) -> None:
-                progress.add(work.documents, work.tokens, work.bytes, work.consumed)
-
-            for _, summary in pool.run(do_unit, jobs, on_report):
-                self._done.append(summary)
-                refuse_invalid([*finished.values(), *self._done], self._plan.settings.max_invalid)
-
-    def rated(self, result: Preparation, workers: int) -> Preparation:
-        """`result` with the rates of this start."""
-        megabytes = sum(summary.bytes for summary in self._done) / MEGABYTE
-        rate = megabytes / max(result.seconds, 1e-9)
-        share = sum(summary.encode_seconds for summary in self._done) / max(result.seconds * workers, 1e-9)
-        return dataclasses.replace(
-            result, megabytes_per_second=rate, megabytes_per_second_per_core=rate / workers, tokenizer_share=share
-        )
-
-    def _job(self, unit: int) -> UnitJob:
-        plan, settings = self._plan, self._plan.settings
-        spans = plan.units[unit]
-        return UnitJob(
-            unit=unit,
-            pieces=tuple(Piece(plan.inputs[n], start, stop, self._piece_size(n)) for n, start, stop in spans),
-            inputs=tuple(number for number, _, _ in spans),
-            options=settings.documents,
-            tokenizer_path=self._tokenizer_path,
-            tokenizer=plan.tokenizer,
-            engine="library",
-            fim_rate=settings.fim_rate,
-            fim_spm_rate=settings.fim_spm_rate,
-            validation_fraction=settings.validation_fraction,
-            cuts_tail=plan.cuts_tail,
-            deduplicate=settings.deduplicate,
-            parts=self._parts.directory,
-        )
-
-    def _piece_size(self, number: int) -> int:
-        return self._plan.inputs[number].size // self._pieces[number]
+def _do_units(
+    plan: PreparationPlan, parts: UnitParts, pool: ProcessPool, units: Sequence[int], tokenizer: str, engine: str
+) -> list[PartSummary]:
+    """Do the `units` that are not finished. Return what was done."""
+    parts.remove_leftovers(units)
+    settings, finished, done = plan.settings, parts.finished(), []
+    todo = {unit: pieces for unit, pieces in enumerate(plan.pieces) if unit in units and unit not in finished}
+    chosen = "library"
+    if todo and not settings.ids_field:
+        sample = sample_texts(list(todo.values()), settings, plan.tokenizer.eod_id)
+        chosen = choose_engine(tokenizer, sample, engine).engine
+    if finished:
+        _say(f"continuing: {len(finished)} of {len(plan.units)} units of work are finished")
+    jobs = [
+        UnitJob(unit, pieces, settings, tokenizer, plan.tokenizer, chosen, plan.cuts_tail, parts.directory)
+        for unit, pieces in todo.items()
+    ]
+    total = sum(piece.size for pieces in todo.values() for piece in pieces)
+    with CorpusProgress("preparing", total=total) as progress:
+        for _, summary in pool.run(do_unit, jobs, lambda work: progress.add(*work)):
+            done.append(summary)
+            refuse_invalid([*finished.values(), *done], settings.max_invalid)
+    return done
 
 
 def _say(line: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from pretrain.errors import DataError
 
-_THREADS_VARIABLE = "TOKENIZERS_PARALLELISM"
+_THREADS = "TOKENIZERS_PARALLELISM"  # "false" keeps `tokenizers` from starting threads: the processes already use all cores
 
 
 class ProcessPool:
@@ -33,16 +33,16 @@ class ProcessPool:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._children: list[tuple[Any, Connection]] = []
+        self._children: dict[Connection, Any] = {}
 
     def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, connection in self._children:
+        for connection, process in self._children.items():
             connection.close()
             process.terminate()
-        for process, _ in self._children:
+        for process in self._children.values():
             process.join()
 
     def run(
@@ -54,16 +54,21 @@ class ProcessPool:
         raised here. Raises DataError if a process dies.
         """
         if self._count == 1 or len(jobs) <= 1:
-            with _one_thread_per_process():
+            with _one_thread():
                 for number, job in enumerate(jobs):
                     yield number, function(job, on_report)
             return
         self._start(min(self._count, len(jobs)))
-        waiting = iter(enumerate(jobs))
+        waiting, free = enumerate(jobs), list(self._children)
         under_way: dict[Connection, int] = {}
-        for _, connection in self._children:
-            self._give(connection, function, waiting, under_way)
-        while under_way:
+        while True:
+            for connection, (number, job) in zip(free, waiting):
+                under_way[connection] = number
+                with contextlib.suppress(BrokenPipeError):  # it died: the next read from it shows that
+                    connection.send((function, job))
+            if not under_way:
+                return
+            free = []
             for connection in wait(list(under_way)):
                 kind, value = self._receive(connection)
                 if kind == "report":
@@ -72,32 +77,22 @@ class ProcessPool:
                     error, text = value
                     raise error from RuntimeError(text)
                 else:
-                    number = under_way.pop(connection)
-                    self._give(connection, function, waiting, under_way)
-                    yield number, value
+                    free.append(connection)
+                    yield under_way.pop(connection), value
 
     def _start(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")  # pyarrow's threads do not survive a fork
         while len(self._children) < count:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            with _one_thread_per_process():
-                process.start()
+            self._children[ours] = process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
             theirs.close()
-            self._children.append((process, ours))
-
-    def _give(self, connection: Connection, function: Any, waiting: Iterator, under_way: dict[Connection, int]) -> None:
-        number, job = next(waiting, (None, None))
-        if number is not None:
-            with contextlib.suppress(BrokenPipeError):  # it died: the next read from it shows that
-                connection.send((function, job))
-            under_way[connection] = number
 
     def _receive(self, connection: Connection) -> tuple[str, Any]:
         try:
             return connection.recv()
         except (EOFError, ConnectionResetError) as error:
-            process = next(process for process, own in self._children if own is connection)
+            process = self._children[connection]
             process.join(10)
             raise DataError(
                 f"a worker process died (exit code {process.exitcode}), most likely because memory ran out: use fewer --workers;"
@@ -106,36 +101,32 @@ class ProcessPool:
 
 
 @contextlib.contextmanager
-def _one_thread_per_process() -> Iterator[None]:
-    """Keep `tokenizers` from starting threads in each process, because the processes already use all cores."""
-    before = os.environ.get(_THREADS_VARIABLE)
-    os.environ[_THREADS_VARIABLE] = "false"
+def _one_thread() -> Iterator[None]:
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "false"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_THREADS_VARIABLE]
-        else:
-            os.environ[_THREADS_VARIABLE] = before
+        del os.environ[_THREADS]
+        if before is not None:
+            os.environ[_THREADS] = before
 
 
 def _serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
+    os.environ[_THREADS] = "false"
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         while True:
             function, job = connection.recv()
-            connection.send(_outcome(function, job, lambda value: connection.send(("report", value))))
-
-
-def _outcome(function: Callable, job: Any, report: Callable[[Any], None]) -> tuple[str, Any]:
-    try:
-        return "result", function(job, report)
-    except (BrokenPipeError, ConnectionResetError):
-        raise
-    except Exception as error:  # the parent raises it
-        text = traceback.format_exc()
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # an error that cannot be pickled is sent as text
-            error = RuntimeError(text)
-        return "error", (error, text)
+            try:
+                message = "result", function(job, lambda value: connection.send(("report", value)))
+            except (BrokenPipeError, ConnectionResetError):
+                raise
+            except Exception as error:
+                text = traceback.format_exc()
+                try:
+                    pickle.loads(pickle.dumps(error))
+                except Exception:  # an error that cannot be pickled is sent as text
+                    error = RuntimeError(text)
+                message = "error", (error, text)
+            connection.send(message)

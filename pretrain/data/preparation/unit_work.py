@@ -9,15 +9,17 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from pretrain.data.preparation.documents import Content, DocumentOptions, Piece, PieceReader
+from pretrain.data.preparation.documents import Content, PieceReader
 from pretrain.data.preparation.encode import Encoder, load_encoder
-from pretrain.data.preparation.lines import Tally
 from pretrain.data.preparation.parts import PartSummary, PartWriter
+from pretrain.data.preparation.preparation_plan import Piece, Settings
+from pretrain.data.preparation.text_inputs import Tally
 from pretrain.data.remote.transfer import Remote
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import DataError
@@ -29,52 +31,22 @@ _SAMPLED_CHARACTERS = 1 << 17
 _LAST_PLACE = 2**64 - 1
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
+Work = Sequence[int]
+"""The work since the last report: documents, tokens, bytes of text, bytes of input."""
+
 
 @dataclass(frozen=True)
 class UnitJob:
-    """One unit as a process gets it. `inputs`: the numbers of the pieces' files. `cuts_tail`: the end of each document belongs to the
-    validation split, instead of some documents.
-    """
+    """One unit as a process gets it. `cuts_tail`: the end of each document belongs to the validation split, instead of some documents."""
 
     unit: int
     pieces: tuple[Piece, ...]
-    inputs: tuple[int, ...]
-    options: DocumentOptions
+    settings: Settings
     tokenizer_path: str
     tokenizer: TokenizerIdentity
     engine: str
-    fim_rate: float
-    fim_spm_rate: float
-    validation_fraction: float
     cuts_tail: bool
-    deduplicate: bool
     parts: Path
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work since the last report; `consumed` counts bytes of input."""
-
-    documents: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    consumed: int = 0
-
-
-@dataclass
-class _Batch:
-    contents: list[Content] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    readers: list[PieceReader] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
-
-    def keep(self, numbers: list[int]) -> None:
-        """Leave out the other documents."""
-        for name, values in vars(self).items():
-            setattr(self, name, [values[number] for number in numbers] if values else values)
 
 
 def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
@@ -82,40 +54,36 @@ def do_unit(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
 
     If a server or network fails in a way that may pass, the unit is begun again, until the retries end.
     """
-    done = Work()
+    done = np.zeros(4, np.int64)
 
     def count(work: Work) -> None:
-        nonlocal done
-        done = Work(*(a + b for a, b in zip(dataclasses.astuple(done), dataclasses.astuple(work))))
+        done[:] += work
         report(work)
 
     def attempt() -> PartSummary:
-        nonlocal done
-        report(Work(*(-number for number in dataclasses.astuple(done))))  # takes back the reports of an earlier attempt
-        done = Work()
+        report((-done).tolist())  # takes back the reports of an earlier attempt
+        done[:] = 0
         return _attempt(job, count)
 
     return Remote().persist(job.pieces[0].file.path, attempt)
 
 
 def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
-    begin = time.perf_counter()
-    encoder = load_encoder(job.tokenizer_path, job.tokenizer, job.engine, job.fim_rate, job.fim_spm_rate)
+    begin, settings = time.perf_counter(), job.settings
+    encoder = load_encoder(job.tokenizer_path, job.tokenizer, job.engine, settings.fim_rate, settings.fim_spm_rate)
     encode_begin = encoder.seconds
-    with PartWriter(job.parts, job.unit, encoder.dtype, job.deduplicate) as part:
+    with PartWriter(job.parts, job.unit, encoder.dtype, settings.deduplicate) as part:
         unit = _Unit(job, encoder)
         consumed = 0
         for batch in unit.batches():
-            tokens, lengths = unit.encoded(batch)
-            if not len(lengths):  # the vocabulary can express no document
-                continue
-            columns = {"bytes": batch.sizes, "input": batch.inputs, "row": batch.rows, "validation": unit.split(batch)}
-            if job.deduplicate:
-                columns["hash"] = np.frombuffer(b"".join(batch.hashes), "<u8").reshape(-1, 2)
-            part.add(tokens, lengths, **columns)
-            report(Work(len(lengths), len(tokens), sum(batch.sizes), unit.consumed - consumed))
+            batch, tokens, lengths = unit.encoded(batch)
+            if batch:
+                columns = {name: [getattr(document, name) for document in batch] for name in _COLUMNS}
+                if settings.deduplicate:
+                    columns["hash"] = np.frombuffer(b"".join(document.hash for document in batch), "<u8").reshape(-1, 2)
+                part.add(tokens, lengths, **columns)
+            report((len(batch), len(tokens), sum(document.bytes for document in batch), unit.consumed - consumed))
             consumed = unit.consumed
-        report(Work(consumed=unit.consumed - consumed))
         tally = unit.tally
         return part.finish(
             rows=tally.rows,
@@ -128,15 +96,16 @@ def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
         )
 
 
-def sample_texts(jobs: Sequence[UnitJob], end_id: int) -> Iterator[str]:
+def sample_texts(units: Sequence[Sequence[Piece]], settings: Settings, end_id: int) -> Iterator[str]:
     """A sample of the corpus: some documents, or the beginnings of long ones, from the beginnings of up to 64 evenly spread units.
 
     Documents that cannot be read or encoded are skipped here; their units report them with their place.
     """
-    for job in jobs[:: -(-len(jobs) // _SAMPLED_UNITS)]:
-        characters, options = 0, dataclasses.replace(job.options, max_invalid=sys.maxsize)
+    settings = dataclasses.replace(settings, max_invalid=sys.maxsize)
+    for pieces in units[:: -(-len(units) // _SAMPLED_UNITS)]:
+        characters = 0
         with contextlib.suppress(DataError):
-            for content, _ in PieceReader(job.pieces[0], options, end_id, Tally()).documents():
+            for content, _ in PieceReader(pieces[0], settings, end_id, Tally()).documents():
                 if not isinstance(content, str) or characters > _SAMPLED_CHARACTERS:
                     break
                 characters += len(content)
@@ -145,40 +114,58 @@ def sample_texts(jobs: Sequence[UnitJob], end_id: int) -> Iterator[str]:
                     yield sample
 
 
+class _Document(NamedTuple):
+    """A document and its record in the part. `reader` and `row` say where it is from."""
+
+    content: Content
+    bytes: int
+    input: int
+    row: int
+    validation: bool
+    hash: bytes
+    reader: PieceReader
+
+
+_COLUMNS = ("bytes", "input", "row", "validation")
+
+
 class _Unit:
     def __init__(self, job: UnitJob, encoder: Encoder) -> None:
         self.tally = Tally()
         self.consumed = 0
         self._job, self._encoder = job, encoder
-        self._threshold = int(job.validation_fraction * 2**64)
-        self._hashed = bool(self._threshold) or job.deduplicate
+        self._threshold = int(job.settings.validation_fraction * 2**64)
+        self._hashed = bool(self._threshold) or job.settings.deduplicate
 
-    def batches(self) -> Iterator[_Batch]:
-        """The documents with text, grouped. White space alone is not a document; it is counted."""
-        batch, size, before = _Batch(), 0, 0
-        for number, piece in zip(self._job.inputs, self._job.pieces):
+    def batches(self) -> Iterator[list[_Document]]:
+        """The documents with text, grouped; the last group may be empty. White space alone is not a document; it is counted."""
+        batch: list[_Document] = []
+        size = before = 0
+        for piece in self._job.pieces:
             piece.file.refuse_changes()
             self.tally.consumed = 0
-            reader = PieceReader(piece, self._job.options, self._encoder.tokenizer.eod_id, self.tally)
+            reader = PieceReader(piece, self._job.settings, self._encoder.tokenizer.eod_id, self.tally)
             for content, row, place in self._placed(reader):
-                size += self._add(batch, content, number, row, reader, place)
-                if size >= BATCH_CHARACTERS or len(batch.contents) >= BATCH_DOCUMENTS:
+                if (document := self._document(content, row, reader, place)) is None:
+                    continue
+                batch.append(document)
+                size += len(content)
+                if size >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
                     self.consumed = before + min(self.tally.consumed, piece.size)
                     yield batch
-                    batch, size = _Batch(), 0
+                    batch, size = [], 0
             piece.file.refuse_changes()
             before += piece.size
         self.consumed = before
-        if batch.contents:
-            yield batch
+        yield batch
 
     def _placed(self, reader: PieceReader) -> Iterator[tuple[Content, int, int | None]]:
         """Documents with their rows, and their place between 0 and 2**64 unless their content decides it."""
         for content, row in reader.documents():
-            if not self._job.cuts_tail or not isinstance(content, str):
+            if not self._job.cuts_tail:
                 yield content, row, None
                 continue
-            cut = tail_begin(content, self._job.validation_fraction)
+            cut = _tail_begin(content, self._job.settings.validation_fraction)
             head, tail = content[:cut], content[cut:]
             if not _is_blank(content):
                 self._refuse_blank(reader.origin(row), head, tail)
@@ -190,84 +177,56 @@ class _Unit:
         for name, part, which, change in (("train", head, "first", "smaller"), ("validation", tail, "last", "larger")):
             if _is_blank(part):
                 raise DataError(
-                    f"{origin}: one document, cut by --validation-fraction {self._job.validation_fraction} into two; its {which} {len(part)} "
-                    f"of {len(head) + len(tail)} characters, the {name} split, hold no text; choose a {change} fraction"
+                    f"{origin}: one document, cut by --validation-fraction {self._job.settings.validation_fraction} into two; its {which} "
+                    f"{len(part)} of {len(head) + len(tail)} characters, the {name} split, hold no text; choose a {change} fraction"
                 )
 
-    def _add(self, batch: _Batch, content: Content, number: int, row: int, reader: PieceReader, place: int | None) -> int:
-        """Add a document; return its number of characters or ids."""
-        if isinstance(content, str):
-            if _is_blank(content):
-                self.tally.empty += 1
-                return 0
-            data: bytes | None = None
-            if self._hashed or not content.isascii():
-                data = self._utf8(content, row, reader)
-                if data is None:
-                    return 0
-            batch.sizes.append(len(content) if data is None else len(data))
-        else:
-            if not len(content):
-                self.tally.empty += 1
-                return 0
+    def _document(self, content: Content, row: int, reader: PieceReader, place: int | None) -> _Document | None:
+        """The document; None if it has no text, or text that is not valid, and is counted."""
+        if _is_blank(content):
+            self.tally.empty += 1
+            return None
+        data, size = b"", 0
+        if not isinstance(content, str):
             data = np.ascontiguousarray(content, "<u4").tobytes() if self._hashed else b""
-            batch.sizes.append(0)
-        if self._threshold:
-            batch.positions.append(document_position(data) if place is None else place)
-        if self._job.deduplicate:
-            batch.hashes.append(hashlib.blake2b(data, digest_size=16).digest())
-        batch.contents.append(content)
-        batch.inputs.append(number)
-        batch.rows.append(row)
-        batch.readers.append(reader)
-        return len(content)
+        elif content.isascii() and not self._hashed:
+            size = len(content)
+        else:
+            try:
+                data = content.encode()
+            except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is not a character
+                reader.leave_out(row, f"U+{ord(content[error.start]):04X} is half of a surrogate pair, not valid text")
+                return None
+            size = len(data)
+        if self._threshold and place is None:
+            place = _document_place(data)
+        is_validation = place is not None and place < self._threshold
+        digest = hashlib.blake2b(data, digest_size=16).digest() if self._job.settings.deduplicate else b""
+        return _Document(content, size, reader.piece.number, row, is_validation, digest, reader)
 
-    def _utf8(self, text: str, row: int, reader: PieceReader) -> bytes | None:
+    def encoded(self, batch: list[_Document]) -> tuple[list[_Document], np.ndarray, np.ndarray]:
+        """The documents of a batch with their tokens and lengths, without those that the vocabulary cannot express."""
         try:
-            return text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is not a character
-            code = ord(text[error.start])
-        reader.leave_out(row, f"U+{code:04X} is half of a surrogate pair, not valid text")
-        return None
-
-    def encoded(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and lengths of the documents of a batch. Documents that the vocabulary cannot express are removed from it."""
-        try:
-            return self._encode(batch.contents)
+            return batch, *self._encoder.encode([document.content for document in batch])
         except DataError as error:
             batch_error = error
         kept = []
-        for number, (content, row, reader) in enumerate(zip(batch.contents, batch.rows, batch.readers)):
+        for document in batch:
             try:  # one by one, to name the document
-                self._encode([content])
-                kept.append(number)
+                self._encoder.encode([document.content])
+                kept.append(document)
             except DataError as error:
-                reader.leave_out(row, str(error))
-        if len(kept) == len(batch.contents):
+                document.reader.leave_out(document.row, str(error))
+        if len(kept) == len(batch):
             raise batch_error
-        batch.keep(kept)
-        return self._encode(batch.contents)
-
-    def _encode(self, contents: Sequence[Content]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode runs of texts and of ids (a folder may hold both) in their order."""
-        kinds = [isinstance(content, str) for content in contents]
-        if all(kinds):
-            return self._encoder.encode(contents)
-        if not any(kinds):
-            return self._encoder.check(contents)
-        results = [(self._encoder.encode if text else self._encoder.check)([item]) for item, text in zip(contents, kinds)]
-        return np.concatenate([tokens for tokens, _ in results]), np.concatenate([lengths for _, lengths in results])
-
-    def split(self, batch: _Batch) -> list[bool] | bool:
-        """Which documents belong to the validation split."""
-        return [position < self._threshold for position in batch.positions] if self._threshold else False
+        return kept, *self._encoder.encode([document.content for document in kept])
 
 
-def _is_blank(text: str) -> bool:
-    return not text or text.isspace()
+def _is_blank(content: Content) -> bool:
+    return not len(content) or (isinstance(content, str) and content.isspace())
 
 
-def tail_begin(text: str, fraction: float) -> int:
+def _tail_begin(text: str, fraction: float) -> int:
     """The beginning of the last `fraction` of a text: at the next line, else at the next word, else right there."""
     place = int(len(text) * (1 - fraction))
     for end in ("\n", " "):
@@ -277,6 +236,6 @@ def tail_begin(text: str, fraction: float) -> int:
     return place
 
 
-def document_position(data: bytes) -> int:
+def _document_place(data: bytes) -> int:
     """The place of a document between 0 and 2**64: a hash of its text as UTF-8, or of its ids as little-endian uint32."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

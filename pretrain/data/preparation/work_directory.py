@@ -23,10 +23,10 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from pretrain.data.preparation.parts import UnitParts, writing
 from pretrain.data.preparation.preparation_plan import PreparationPlan
+from pretrain.data.shards.manifest import DTYPES, dtype_for
 from pretrain.data.shards.staging import flush_tree, refuse_existing, refuse_url, rename_into_place
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import flush, sha256_of
@@ -151,8 +151,8 @@ class WorkDirectory:
     def parts_directory(self) -> Path:
         return self.path / f"{_PARTS}{sha256_of(self._plan)[:16]}"
 
-    def parts(self, plan: PreparationPlan, token_dtype: Any) -> UnitParts:
-        return UnitParts(self.parts_directory, token_dtype, plan.settings.deduplicate)
+    def parts(self, plan: PreparationPlan) -> UnitParts:
+        return UnitParts(self.parts_directory, DTYPES[dtype_for(plan.tokenizer.vocab_size)], plan.settings.deduplicate)
 
     def tasks(self) -> int | None:
         """The number of tasks, if the work was divided, and always into the same number."""

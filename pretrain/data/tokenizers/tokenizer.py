@@ -1,6 +1,6 @@
-"""Text to token ids and back: one small protocol, over SentencePiece models and Hugging Face `tokenizer.json` files.
+"""Text to token ids and back: one small interface, over SentencePiece models and Hugging Face `tokenizer.json` files.
 
-Neither back-end adds a begin or end token by itself: ids come from the text alone. The code that joins documents places `eod_id`
+Neither library adds a begin or end token by itself: ids come from the text alone. The code that joins documents places `eod_id`
 between them. Text that merely looks like a special token (`</s>`, `<|endoftext|>`) is encoded as its characters, so a document
 cannot forge a document boundary. (A tokenizer exported for transformers does match such text: see export.py.)
 """
@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from pretrain.data.tokenizers.library_tokenizers import (
-    CONFIG_NAME,
-    JSON_NAME,
-    MODEL_NAME,
-    Engine,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    eos_token,
-    read_bytes,
-)
 from pretrain.errors import DataError
 
+MODEL_NAME = "tokenizer.model"
+JSON_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
+"""File names that transformers shares."""
 ADDED_NAME = "added_tokens.json"
 """A file beside a tokenizer's own files, as in transformers: special tokens that training added, with their ids."""
 
@@ -42,14 +37,13 @@ class Tokenizer(Protocol):
     """The id that closes a document."""
     fingerprint: str
     """sha256, in hexadecimal, of the file that decides the ids. Equal fingerprints mean equal ids."""
-    engine: Engine
     file: Path
+    engine: Literal["library", "tiktoken"] = "library"
+    """What encodes: the library that the file is made for, or tiktoken (engine.py says when that is allowed)."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without additions. Raises DataError for text that the vocabulary cannot express."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, faster."""
+        return self.encode_arrays([text])[0].tolist()
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text as uint32, perhaps read-only: the fastest way, which data preparation uses."""
@@ -62,6 +56,165 @@ class Tokenizer(Protocol):
 
     def save(self, directory: Path) -> None:
         """Copy the tokenizer's own files into `directory`, which `load_tokenizer` then reads by itself."""
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model; the end of a document is its `eos` piece, special tokens are its control pieces."""
+
+    # SentencePiece writes a space as U+2581 inside pieces, so that character in a text would be decoded as a space. Its three
+    # bytes, as byte pieces, survive the round trip.
+    _SPACE_MARK = "\u2581"
+
+    def __init__(self, file: Path):
+        import sentencepiece
+
+        content = read_bytes(file)
+        self.file = file
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, ValueError) as error:
+            raise DataError(f"{file}: not a SentencePiece model") from error
+        self.vocab_size: int = self._processor.vocab_size()
+        self.eod_id: int = self._processor.eos_id()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        if self.eod_id < 0:
+            raise DataError(f"{file}: has no end-of-document token; train the model again with an eos piece (eos_id >= 0)")
+        mark = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in self._SPACE_MARK.encode()]
+        # Not for a model that puts a space before every text, because it would put one before every part too.
+        exact = self._processor.normalize("a") == "a" and all(self._processor.is_byte(piece) for piece in mark)
+        self._space_mark = mark if exact else None
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        texts = list(texts)
+        for text in texts:
+            refuse_surrogates(text)
+        encoded = self._encode(texts)
+        for number, text in enumerate(texts):
+            if self._SPACE_MARK in text and self._space_mark:
+                encoded[number] = self._encode_with_marks(text)
+        return [np.array(ids, dtype=np.uint32) for ids in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._processor.decode([int(token) for token in ids])
+
+    def special_id(self, token: str) -> int | None:
+        piece = self._processor.piece_to_id(token)
+        return piece if self._processor.is_control(piece) and self._processor.id_to_piece(piece) == token else None
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.file, directory / MODEL_NAME)
+
+    def _encode_with_marks(self, text: str) -> list[int]:
+        first, *rest = self._encode(text.split(self._SPACE_MARK))
+        return first + [token for part in rest for token in (*self._space_mark, *part)]
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        # One thread: data preparation runs one process per core.
+        return self._processor.encode(texts, out_type=int, add_bos=False, add_eos=False, num_threads=1)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`; the end of a document is the `eos_token` that `tokenizer_config.json` beside it names."""
+
+    def __init__(self, file: Path):
+        import tokenizers
+
+        content = read_bytes(file)
+        self.file = file
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{file}: not a tokenizer.json that `tokenizers` {tokenizers.__version__} can read") from error
+        # A tokenizer.json may ask for truncation or padding, which would silently cut documents.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.eod_id: int = self._find_eod()
+        # An end token that was added as an ordinary one would be matched inside documents; its id stays the same.
+        self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(self.eod_id)])
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        for text in texts:
+            refuse_surrogates(text)
+        try:
+            # "fast" leaves out the character offsets, which are not needed here.
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{self._describe_failure(texts)}; use a tokenizer trained on this text") from error
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def special_id(self, token: str) -> int | None:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return next((id for id, entry in added.items() if entry.content == token and entry.special), None)
+
+    def specification(self) -> dict:
+        """The content of this tokenizer.json, as the library understood it."""
+        return json.loads(self._tokenizer.to_str())
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.file, directory / JSON_NAME)
+        shutil.copyfile(self.file.parent / CONFIG_NAME, directory / CONFIG_NAME)
+        if (beside := self.file.parent / MODEL_NAME).is_file():  # it has the same pieces, with the scores that llama.cpp needs
+            shutil.copyfile(beside, directory / MODEL_NAME)
+
+    def _find_eod(self) -> int:
+        config = self.file.parent / CONFIG_NAME
+        remedy = f'write {{"eos_token": "..."}} naming one of its tokens into {config}'
+        token = eos_token(config)
+        if token is None:
+            raise DataError(f"{self.file}: has no end-of-document token; {remedy}")
+        eod_id = self._tokenizer.token_to_id(token)
+        if eod_id is None:
+            raise DataError(f"{self.file}: the end-of-document token {token!r} is not in the vocabulary; {remedy}")
+        return eod_id
+
+    def _describe_failure(self, texts: Sequence[str]) -> str:
+        for character in dict.fromkeys("".join(texts)):
+            try:
+                self._tokenizer.encode(character, add_special_tokens=False)
+            except Exception:  # `tokenizers` raises this class for every error
+                return f"character {character!r} (U+{ord(character):04X}) is not in the vocabulary of {self.file}"
+        return f"{self.file}: cannot encode the text"
+
+
+def eos_token(config: Path) -> str | None:
+    """The eos token of a tokenizer_config.json, which writes it as a string or an object; None if it names no eos token."""
+    if not config.is_file():
+        return None
+    try:
+        content: Any = json.loads(read_bytes(config))
+    except ValueError as error:
+        raise DataError(f"{config}: not valid JSON ({str(error).splitlines()[0]})") from error
+    token = content.get("eos_token") if isinstance(content, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def refuse_surrogates(text: str) -> None:
+    """Refuse half a surrogate pair (JSON can spell one: "\\ud800"). It has no UTF-8 form, and the libraries fail on it in many ways."""
+    if text.isascii():  # Python knows this without looking at the characters
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise DataError(f"the text holds a lone surrogate U+{code:04X}, which is not valid Unicode text") from error
+
+
+def read_bytes(file: Path) -> bytes:
+    """The content of a file. Raises DataError if it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 class Vocabulary(NamedTuple):
@@ -106,12 +259,11 @@ def identity_of(tokenizer: Tokenizer) -> TokenizerIdentity:
     return TokenizerIdentity(tokenizer.fingerprint, tokenizer.eod_id, tokenizer.vocab_size, token)
 
 
-def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer at `path`: a file, or a directory that has a `tokenizer.json` or one `*.model`.
 
-    If a directory has both, `tokenizer.json` is used, as in transformers; if it has neither, `AutoTokenizer` reads it. `engine`
-    "tiktoken" is for a file that `engine.choose_engine` has proven, to load it again in another process. Raises DataError if the
-    tokenizer is missing, cannot be read, has no end-of-document token, or cannot be expressed by tiktoken.
+    If a directory has both, `tokenizer.json` is used, as in transformers; if it has neither, `AutoTokenizer` reads it. Raises
+    DataError if the tokenizer is missing, cannot be read, or has no end-of-document token.
     """
     if "://" in str(path):
         raise DataError(f"{path}: tokenizers are read from local disks only; copy it here first")
@@ -119,14 +271,7 @@ def load_tokenizer(path: str | Path, engine: Engine = "library") -> Tokenizer:
     if path.is_dir() and not (path / JSON_NAME).is_file() and not any(path.glob("*.model")) and any(path.glob("*vocab*")):
         path = _converted(path)
     file = _file_of(path)
-    tokenizer = HuggingFaceTokenizer(file) if file.suffix == ".json" else SentencePieceTokenizer(file)
-    if engine == "library":
-        return tokenizer
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        raise DataError(f"{file}: tiktoken cannot encode it: it is a SentencePiece model, not byte-level BPE")
-    from pretrain.data.tokenizers.tiktoken_engine import TiktokenTokenizer
-
-    return TiktokenTokenizer(tokenizer)
+    return HuggingFaceTokenizer(file) if file.suffix == ".json" else SentencePieceTokenizer(file)
 
 
 def _converted(directory: Path) -> Path:
@@ -165,18 +310,14 @@ def _converted(directory: Path) -> Path:
     return kept / "tokenizer.json"
 
 
-def tokenizer_fingerprint(path: str | Path) -> str:
-    """The `fingerprint` of the tokenizer at `path`, without loading it: training needs no tokenizer library."""
-    return hashlib.sha256(read_bytes(_file_of(Path(path)))).hexdigest()
-
-
 def copy_difference(path: str | Path, expected: TokenizerIdentity) -> str | None:
     """How the files at `path` differ from the tokenizer `expected`, as a phrase about them; None if they do not.
 
     No tokenizer library is needed. Raises DataError for files that cannot be read.
     """
     file = _file_of(Path(path))
-    if tokenizer_fingerprint(file) != expected.sha256:
+    content = read_bytes(file)
+    if hashlib.sha256(content).hexdigest() != expected.sha256:
         return f"{file.name} has other content"
     if file.suffix != ".json":
         return None
@@ -184,10 +325,10 @@ def copy_difference(path: str | Path, expected: TokenizerIdentity) -> str | None
     if expected.eod_token is not None:
         return None if token == expected.eod_token else f"{CONFIG_NAME} ends documents with {token}, not {expected.eod_token}"
     # Data of format version 2 has only the id. The library may number added tokens anew, so only a clear contradiction counts.
-    content = json.loads(read_bytes(file))
-    vocabulary = content["model"].get("vocab") or {}
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {piece[0]: id for id, piece in enumerate(vocabulary)}
-    ids = {item["content"]: item["id"] for item in content.get("added_tokens") or []} | ids
+    specification = json.loads(content)
+    vocabulary = specification["model"].get("vocab") or {}
+    ids = vocabulary if isinstance(vocabulary, dict) else {piece[0]: id for id, piece in enumerate(vocabulary)}
+    ids = {item["content"]: item["id"] for item in specification.get("added_tokens") or []} | ids
     if ids.get(token) != expected.eod_id and expected.eod_id in ids.values():
         return f"{CONFIG_NAME} ends documents with {token} ({ids.get(token)}), not with token {expected.eod_id}"
     return None
@@ -213,20 +354,16 @@ def read_added_tokens(tokenizer: Tokenizer) -> list[str]:
 
 
 def _file_of(path: Path) -> Path:
+    """The file that decides the ids: `path` itself, or the one in this directory."""
     if not path.exists():
         raise DataError(f"{path}: no such tokenizer; train one with tools/train_tokenizer.py")
-    return _tokenizer_file(path) if path.is_dir() else path
-
-
-def _tokenizer_file(directory: Path) -> Path:
-    if (directory / JSON_NAME).is_file():
-        return directory / JSON_NAME
-    models = sorted(directory.glob("*.model"))
-    if directory / MODEL_NAME in models:
-        return directory / MODEL_NAME
-    if len(models) == 1:
-        return models[0]
+    if not path.is_dir():
+        return path
+    models = sorted(path.glob("*.model"))
+    for file in (path / JSON_NAME, path / MODEL_NAME, *models[: len(models) == 1]):
+        if file.is_file():
+            return file
     if models:
         names = ", ".join(model.name for model in models)
-        raise DataError(f"{directory}: several SentencePiece models ({names}); give the path of one")
-    raise DataError(f"{directory}: no tokenizer.json and no *.model; train one with tools/train_tokenizer.py")
+        raise DataError(f"{path}: several SentencePiece models ({names}); give the path of one")
+    raise DataError(f"{path}: no tokenizer.json and no *.model; train one with tools/train_tokenizer.py")

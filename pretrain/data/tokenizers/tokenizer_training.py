@@ -19,10 +19,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pretrain.data.preparation.documents import Document, read_documents
+from pretrain.data.preparation.documents import read_documents
 from pretrain.data.preparation.inputs import find_inputs
 from pretrain.data.shards.staging import refuse_url, staged_directory
-from pretrain.data.tokenizers.library_tokenizers import CONFIG_NAME, JSON_NAME, MODEL_NAME, byte_characters
+from pretrain.data.tokenizers.engine import byte_characters
+from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
 from pretrain.errors import ConfigError, DataError
 from pretrain.progress import MEGABYTE, CorpusProgress
 
@@ -127,12 +128,12 @@ def _check_special_tokens(tokens: Sequence[str], model_type: str) -> None:
         taken.append(token)
 
 
-def _counted(documents: Iterator[Document], progress: CorpusProgress, lowercase: bool) -> Iterator[str]:
-    for document in documents:
+def _counted(texts: Iterator[str], progress: CorpusProgress, lowercase: bool) -> Iterator[str]:
+    for text in texts:
         # JSON can spell half a surrogate pair, which has no UTF-8 form; preparation refuses it and names its line.
-        text = document.text.encode("utf-8", "replace")
-        progress.add(1, 0, len(text))
-        yield text.decode().lower() if lowercase else text.decode()
+        data = text.encode("utf-8", "replace")
+        progress.add(1, 0, len(data))
+        yield data.decode().lower() if lowercase else data.decode()
 
 
 def pieces(text: str, limit: int = PIECE_BYTES) -> Iterator[str]:

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.preparation.encode import Encoder
-from pretrain.data.preparation.long_documents import PLACES, LongTexts
-from pretrain.data.tokenizers.engine import TORTURE_TEXTS
-from pretrain.data.tokenizers.fill_in_middle import FillInMiddle
+from pretrain.data.preparation.encode import PLACES, Encoder, FillInMiddle, LongTexts
+from pretrain.data.tokenizers.engine import TORTURE_TEXTS, load_with
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN, train_tokenizer
 from pretrain.errors import DataError
@@ -67,7 +65,7 @@ def tokenizers_by_name(tmp_path_factory, trained, texts):
     """Every kind that the project trains, by every engine; SentencePiece with a space before every text; and those of KINDS."""
     root = tmp_path_factory.mktemp("published")
     found = {name: load_tokenizer(path) for name, path in trained.items()}
-    found["tiktoken"] = load_tokenizer(trained["byte_bpe"], "tiktoken")
+    found["tiktoken"] = load_with("tiktoken", trained["byte_bpe"])
     found["dummy_prefix"] = load_tokenizer(_sentencepiece(root / "dummy", texts))
     for name, (model, normalizer, pre_tokenizer) in KINDS.items():
         found[name] = load_tokenizer(_hugging_face(root / name, model, normalizer, pre_tokenizer, texts))

@@ -55,7 +55,7 @@ def write_parquet(path: Path, columns: dict) -> Path:
 
 
 def texts_of(path: Path, **options) -> list[str]:
-    return [document.text for document in read_documents([path], **options)]
+    return list(read_documents([path], **options))
 
 
 # Formats.

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from running import tool
 
 from pretrain.data.preparation.binary_inputs import cut_at
-from pretrain.data.preparation.documents import DocumentOptions, Piece, PieceReader, read_documents
+from pretrain.data.preparation.documents import PieceReader, read_documents
 from pretrain.data.preparation.inputs import InputFile, find_inputs
-from pretrain.data.preparation.lines import Tally
-from pretrain.data.preparation.preparation_plan import plan_units, unit_size
+from pretrain.data.preparation.preparation_plan import Piece, Settings, plan_units, unit_size
 from pretrain.data.preparation.prepare import merge, prepare
+from pretrain.data.preparation.text_inputs import Tally
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
@@ -56,7 +56,7 @@ def contents(path: Path) -> tuple[list[str], list[tuple[str, int]]]:
     return [bytes(ids[:-1].tolist()).decode() for ids in documents], [data.origin(n) for n in range(data.documents)]
 
 
-def pieces_of(file: InputFile, options: DocumentOptions, unit_bytes: int, end: int = END) -> list[list]:
+def pieces_of(file: InputFile, options: Settings, unit_bytes: int, end: int = END) -> list[list]:
     """The documents of each piece, and the number of its rows."""
     found = []
     for unit in plan_units([file], options, unit_bytes):
@@ -88,7 +88,7 @@ def test_lines_are_read_once_wherever_a_file_is_cut(tmp_path_factory, lines, end
     path = tmp_path_factory.getbasetemp() / "lines.txt"
     text = end.join(lines) + (end if last and lines else "")
     path.write_bytes(text.encode())
-    pieces = pieces_of(InputFile.found_at(str(path)), DocumentOptions(text_mode="line"), unit_bytes)
+    pieces = pieces_of(InputFile.found_at(str(path)), Settings(text_mode="line"), unit_bytes)
     # The reference is Python's own reading of the file, with the line ends that we take for line ends.
     expected = [line.removesuffix("\n").removesuffix("\r") for line in io.StringIO(text, newline="\n")]
     assert [document for documents, _ in pieces for document, _ in documents] == expected
@@ -105,7 +105,7 @@ def test_ids_are_cut_at_the_end_id_wherever_a_file_is_cut(tmp_path_factory, ids,
     path = tmp_path_factory.getbasetemp() / f"ids{suffix}"
     array = np.array(ids, dtype="<u2")
     np.save(path, array) if suffix == ".npy" else path.write_bytes(array.tobytes())
-    pieces = pieces_of(InputFile.found_at(str(path)), DocumentOptions(ids_dtype="uint16"), unit_bytes)
+    pieces = pieces_of(InputFile.found_at(str(path)), Settings(ids_dtype="uint16"), unit_bytes)
     parts = ",".join(map(str, ids)).split(str(END)) if ids else []
     expected = [[int(word) for word in part.split(",") if word] for part in parts]
     if expected and not expected[-1]:
@@ -129,7 +129,7 @@ def test_every_kind_of_file_gives_the_same_wherever_it_is_cut(prepared, tmp_path
     found, origins = prepared(tmp_path / name, text_mode="line", unit_bytes=unit_bytes)
     assert found == [text for text in texts if text]
     assert origins == [(str(tmp_path / name), row) for row, text in enumerate(texts) if text]
-    options = DocumentOptions(text_mode="line")
+    options = Settings(text_mode="line")
     assert len(plan_units([InputFile.found_at(str(tmp_path / name))], options, unit_bytes)) >= 1500 // (unit_bytes + 800)
 
 
@@ -151,14 +151,14 @@ def test_an_error_names_the_line_wherever_the_file_is_cut(tmp_path, byte_tokeniz
 def test_the_plan_depends_on_the_inputs_alone_and_groups_small_files():
     files = [InputFile(f"{n}.txt", f"{n}.txt", size, 1) for n, size in enumerate([10, 20, 5, 100, 7, 1])]
     whole = -1
-    assert plan_units(files, DocumentOptions(), 32) == [
+    assert plan_units(files, Settings(), 32) == [
         [(0, 0, whole), (1, 0, whole)],
         [(2, 0, whole)],
         [(3, 0, whole)],
         [(4, 0, whole), (5, 0, whole)],
     ]
     many = [InputFile(f"{n}.txt", f"{n}.txt", 1, 1) for n in range(10_000)]
-    assert [len(unit) for unit in plan_units(many, DocumentOptions(), 1 << 20)] == [4096, 4096, 1808]
+    assert [len(unit) for unit in plan_units(many, Settings(), 1 << 20)] == [4096, 4096, 1808]
     sizes = {total: unit_size([InputFile("a", "a", total, 1)]) for total in (1000, 2**30, 2**40, 10**14)}
     assert sizes == {1000: 2**21, 2**30: 2**22, 2**40: 2**25, 10**14: 10**14 // 2**16}
 
@@ -511,7 +511,7 @@ def test_an_unreadable_file_is_named(tmp_path, byte_tokenizer):
         (tmp_path / "a.txt").unlink()
         (tmp_path / "a.txt").mkdir()
         with pytest.raises(DataError, match=r"a\.txt: cannot be read \(Is a directory\)"):
-            list(PieceReader(Piece(file), DocumentOptions(), END, Tally()).documents())
+            list(PieceReader(Piece(file), Settings(), END, Tally()).documents())
         return
     with pytest.raises(DataError, match=r"a\.txt: cannot be read \(Permission denied\)"):
         prepare([str(tmp_path / "a.txt")], byte_tokenizer, tmp_path / "out")
@@ -698,7 +698,7 @@ def test_a_document_of_100_megabytes_comes_out_whole(tmp_path, monkeypatch, trai
 def test_the_training_of_tokenizers_reads_the_same_texts(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(b'{"text": "x"}\n'))
     (tmp_path / "b.py").write_text("pass")
-    assert [document.text for document in read_documents(find_inputs([str(tmp_path)]))] == ["x", "pass"]
+    assert list(read_documents(find_inputs([str(tmp_path)]))) == ["x", "pass"]
     np.save(tmp_path / "c.npy", np.arange(3))
     with pytest.raises(DataError, match=r"c\.npy: holds ids, not text"):
         list(read_documents([tmp_path / "c.npy"]))

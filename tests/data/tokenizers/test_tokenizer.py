@@ -61,11 +61,9 @@ def test_any_text_comes_back_unchanged(loaded, model_type, text):
 @pytest.mark.parametrize("model_type", TYPES)
 def test_batches_give_the_ids_of_single_texts(loaded, texts, model_type):
     tokenizer = loaded[model_type]
-    assert tokenizer.encode_batch(texts[:20]) == [tokenizer.encode(text) for text in texts[:20]]
-    assert tokenizer.encode_batch([]) == []
     arrays = tokenizer.encode_arrays([*texts[:20], "\u2581"] if model_type != "char" else texts[:20])
     assert {array.dtype for array in arrays} == {np.dtype(np.uint32)}
-    assert [array.tolist() for array in arrays[:20]] == tokenizer.encode_batch(texts[:20])
+    assert [array.tolist() for array in arrays[:20]] == [tokenizer.encode(text) for text in texts[:20]]
     assert tokenizer.encode_arrays([]) == []
 
 
@@ -75,7 +73,7 @@ def test_a_saved_tokenizer_is_self_contained(loaded, texts, tmp_path, model_type
     copy = load_tokenizer(tmp_path / "copy")
     assert copy.fingerprint == loaded[model_type].fingerprint
     assert (copy.eod_id, copy.vocab_size) == (loaded[model_type].eod_id, loaded[model_type].vocab_size)
-    assert copy.encode_batch(texts[:5]) == loaded[model_type].encode_batch(texts[:5])
+    assert [copy.encode(text) for text in texts[:5]] == [loaded[model_type].encode(text) for text in texts[:5]]
 
 
 def test_fingerprint_is_the_hash_of_the_file_that_decides_the_ids(trained, loaded):
@@ -102,7 +100,7 @@ def test_char_ids_follow_the_code_points_of_the_corpus(loaded, texts):
 
 def test_a_character_outside_the_vocabulary_is_an_error_that_names_it(loaded):
     with pytest.raises(DataError, match=r"'ß' \(U\+00DF\) is not in the vocabulary of .*tokenizer\.json"):
-        loaded["char"].encode_batch(["def", "retuß"])
+        loaded["char"].encode_arrays(["def", "retuß"])
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -124,7 +122,7 @@ def test_truncation_and_padding_in_the_file_do_not_cut_documents(trained, tmp_pa
     inner.enable_padding(length=8)
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
-    assert load_tokenizer(tmp_path).encode_batch(["abcdef", "a"]) == [[97, 98, 99, 100, 101, 102], [97]]
+    assert list(map(load_tokenizer(tmp_path).encode, ["abcdef", "a"])) == [[97, 98, 99, 100, 101, 102], [97]]
 
 
 def test_a_missing_path_is_named(tmp_path):

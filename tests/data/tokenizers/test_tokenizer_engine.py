@@ -9,10 +9,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretrain.data.tokenizers import engine as tokenizer_engine
-from pretrain.data.tokenizers import tiktoken_engine as tokenizer_tiktoken
-from pretrain.data.tokenizers.engine import TORTURE_TEXTS, choose_engine, prove
-from pretrain.data.tokenizers.library_tokenizers import byte_characters
-from pretrain.data.tokenizers.tiktoken_engine import GPT2_PATTERN, TiktokenTokenizer, ranks_of, split_pattern
+from pretrain.data.tokenizers.engine import (
+    GPT2_PATTERN,
+    TORTURE_TEXTS,
+    TiktokenTokenizer,
+    byte_characters,
+    choose_engine,
+    load_with,
+    prove,
+    ranks_of,
+    split_pattern,
+)
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN
 from pretrain.errors import ConfigError, DataError
@@ -92,7 +99,7 @@ def lists(arrays):
 
 
 def assert_same(path, texts):
-    library, fast = load_tokenizer(path), load_tokenizer(path, "tiktoken")
+    library, fast = load_tokenizer(path), load_with("tiktoken", path)
     for text, expected, actual in zip(texts, library.encode_arrays(texts), fast.encode_arrays(texts), strict=True):
         assert actual.dtype == np.uint32
         assert actual.tolist() == expected.tolist(), text[:50]
@@ -119,14 +126,14 @@ _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=120) | st.te
 @given(text=_texts)
 def test_any_text_has_the_ids_of_the_library(engines, name, text):
     library, fast = engines[name]
-    assert lists(fast.encode_arrays([text])) == library.encode_batch([text])
+    assert lists(fast.encode_arrays([text])) == [library.encode(text)]
     assert fast.decode(fast.encode(text)) == library.decode(library.encode(text))
 
 
 @pytest.fixture(scope="module")
 def engines(variants, trained):
     paths = {**variants, "trained": trained["byte_bpe"]}
-    return {name: (load_tokenizer(path), load_tokenizer(path, "tiktoken")) for name, path in paths.items()}
+    return {name: (load_tokenizer(path), load_with("tiktoken", path)) for name, path in paths.items()}
 
 
 @pytest.mark.slow
@@ -136,7 +143,7 @@ def engines(variants, trained):
 def test_any_text_has_the_ids_of_the_library_many_times(engines, name, text):
     """`python -m pytest -m slow tests/data/test_tokenizer_engine.py` (about 2 minutes)."""
     library, fast = engines[name]
-    assert lists(fast.encode_arrays([text])) == library.encode_batch([text])
+    assert lists(fast.encode_arrays([text])) == [library.encode(text)]
 
 
 def test_transformers_gives_the_ids_of_tiktoken(trained, texts):
@@ -152,22 +159,22 @@ def test_transformers_gives_the_ids_of_tiktoken(trained, texts):
 
 
 def test_the_tokenizer_is_the_librarys_in_all_else(trained, tmp_path):
-    library, fast = load_tokenizer(trained["byte_bpe"]), load_tokenizer(trained["byte_bpe"], "tiktoken")
+    library, fast = load_tokenizer(trained["byte_bpe"]), load_with("tiktoken", trained["byte_bpe"])
     for name in ("vocab_size", "eod_id", "fingerprint", "file"):
         assert getattr(fast, name) == getattr(library, name)
     assert fast.special_id("<|endoftext|>") == fast.eod_id not in fast.encode("<|endoftext|><|never|>")
     fast.save(tmp_path / "copy")
     assert load_tokenizer(tmp_path / "copy").fingerprint == library.fingerprint
-    assert fast.encode_arrays([]) == fast.encode_batch([]) == []
+    assert fast.encode_arrays([]) == []
     with pytest.raises(DataError, match=r"lone surrogate U\+D800"):
         fast.encode("a\ud800b")
 
 
 def test_ordinary_text_is_not_left_to_the_library(variants, texts, monkeypatch):
-    fast = load_tokenizer(variants["llama3"], "tiktoken")
+    fast = load_with("tiktoken", variants["llama3"])
     batches = [[*texts[:9], ""], ["", "", *texts[:3]], [texts[0]], [""], ["a", "", "b"], list(TORTURE_TEXTS)]
-    expected = [fast.library.encode_batch(batch) for batch in batches]
-    assert [fast.encode_batch(batch) for batch in batches] == expected
+    expected = [lists(fast.library.encode_arrays(batch)) for batch in batches]
+    assert [lists(fast.encode_arrays(batch)) for batch in batches] == expected
     assert (fast.left_to_library, fast.failures) == (0, 0)
     fast.encode_arrays(["a", " " * 200_000, "b"])
     assert (fast.left_to_library, fast.failures) == (1, 0)
@@ -182,7 +189,7 @@ def test_altered_ranks_are_found_and_not_used(trained, monkeypatch, capsys):
         first, second = [token for token in ranks if len(token) > 1][:2]
         return {**ranks, first: ranks[second], second: ranks[first]}, ids
 
-    monkeypatch.setattr(tokenizer_tiktoken, "ranks_of", swapped)
+    monkeypatch.setattr(tokenizer_engine, "ranks_of", swapped)
     assert choose_engine(trained["byte_bpe"]).engine == "library"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
@@ -200,7 +207,7 @@ def test_any_single_wrong_id_is_found(trained, monkeypatch, position):
         ids[position] = (ids[position] + 1) % 499
         return ranks, ids
 
-    monkeypatch.setattr(tokenizer_tiktoken, "ranks_of", altered)
+    monkeypatch.setattr(tokenizer_engine, "ranks_of", altered)
     with pytest.raises(DataError, match="tiktoken would give other ids"):
         choose_engine(trained["byte_bpe"], engine="tiktoken")
 
@@ -230,7 +237,7 @@ def test_a_difference_in_the_sample_is_named_with_its_place(trained, texts):
 
 
 def test_a_tokenizer_on_which_tiktoken_failed_is_not_proven_though_the_ids_are_right(trained, texts):
-    library, fast = load_tokenizer(trained["byte_bpe"]), load_tokenizer(trained["byte_bpe"], "tiktoken")
+    library, fast = load_tokenizer(trained["byte_bpe"]), load_with("tiktoken", trained["byte_bpe"])
     fast.failures = 2
     with pytest.raises(DataError, match="tokenizer.json: tiktoken fails on 2 of [0-9,]+ texts"):
         prove(fast, library, texts)
@@ -271,8 +278,8 @@ class Panicking:
 @pytest.mark.parametrize("panics", [False, True])
 def test_an_overflow_in_tiktoken_is_survived_with_the_same_ids(trained, monkeypatch, panics):
     text = "x" + " " * 1_000_000
-    monkeypatch.setattr(tokenizer_tiktoken, "_has_long_white_space", lambda text: False)
-    fast = load_tokenizer(trained["byte_bpe"], "tiktoken")
+    monkeypatch.setattr(tokenizer_engine, "_has_long_white_space", lambda text: False)
+    fast = load_with("tiktoken", trained["byte_bpe"])
     with pytest.raises(ValueError, match="Max stack size exceeded"):  # else this test tests nothing
         fast._bpe.encode_to_numpy(text)
     if panics:  # as tiktoken before 0.14 did, and as its other functions still do
@@ -282,7 +289,7 @@ def test_an_overflow_in_tiktoken_is_survived_with_the_same_ids(trained, monkeypa
 
 
 def test_added_tokens_in_a_text_are_found_as_by_the_library(variants):
-    fast = load_tokenizer(variants["qwen2"], "tiktoken")
+    fast = load_with("tiktoken", variants["qwen2"])
     texts = [
         "a<think>b</think>",
         "<think",
@@ -299,7 +306,7 @@ def test_characters_taken_as_unchanged_by_nfc_are_so_beside_any_other():
     import unicodedata
 
     kept = [
-        chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000 and not tokenizer_tiktoken._CHANGED_BY_NFC.search(chr(c))
+        chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000 and not tokenizer_engine._CHANGED_BY_NFC.search(chr(c))
     ]
     assert len(kept) == 0x300 + 24 + 0x5200
     assert all(unicodedata.combining(c) == 0 and unicodedata.normalize("NFC", c) == c for c in kept)
@@ -448,4 +455,4 @@ def test_an_unknown_engine_is_refused(trained):
 
 
 def test_a_tiktoken_tokenizer_is_loaded_by_name_in_another_process(trained):
-    assert isinstance(load_tokenizer(trained["byte_bpe"], choose_engine(trained["byte_bpe"]).engine), TiktokenTokenizer)
+    assert isinstance(load_with(choose_engine(trained["byte_bpe"]).engine, trained["byte_bpe"]), TiktokenTokenizer)

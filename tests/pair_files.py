@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.pairs.pair_preparation import Split, prepare_pairs
+from pretrain.data.pairs.prepared_pairs import Split, prepare_pairs
 
 
 def sentences(count: int, seed: int, longest: int = 20) -> list[str]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config.schema import Config
-from pretrain.data.pairs.pair_preparation import read_lines
-from pretrain.data.pairs.prepared_pairs import PreparedPairs
+from pretrain.data.pairs.prepared_pairs import PreparedPairs, read_lines
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError

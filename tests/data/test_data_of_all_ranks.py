@@ -224,7 +224,7 @@ def test_a_tokenizer_is_compared_without_its_library(tokenizers, trained):
 
 def test_pairs_whose_documents_end_elsewhere_are_other_pairs(tmp_path, byte_tokenizer):
     """D-D1: pairs are read by the document index."""
-    from pretrain.data.pairs.pair_preparation import Split, prepare_pairs
+    from pretrain.data.pairs.prepared_pairs import Split, prepare_pairs
 
     for name, lines in (("a", ["ab", "c"]), ("b", ["a", "bc"])):
         (tmp_path / name).write_text("\n".join(lines))

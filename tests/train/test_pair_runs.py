@@ -21,7 +21,7 @@ from running import (
     train,
 )
 
-from pretrain.data.pairs.pair_preparation import prepare_pairs
+from pretrain.data.pairs.prepared_pairs import prepare_pairs
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.observe.metrics import read_metrics
 

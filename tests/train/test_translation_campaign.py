@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from running import run_main
 
-from pretrain.data.pairs.pair_preparation import PairOptions, Split, prepare_pairs
+from pretrain.data.pairs.prepared_pairs import PairOptions, Split, prepare_pairs
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.observe.metrics import read_metrics
 

@@ -1,7 +1,20 @@
-"""Training on sentence pairs: `PreparedPairs` as a run's data, batches of tokens as its steps, and pairs as tensors of an encoder-decoder."""
+"""Training on sentence pairs: `PreparedPairs` as a run's data, batches of tokens as its steps, and pairs as tensors of an encoder-decoder.
+
+The order of pairs, and how it is cut into batches of a number of tokens:
+
+    epoch     a permutation of all pairs, in windows                      |----- window 0 -----|----- window 1 -----|
+    window    its pairs by length, cut where a batch is full of tokens    |..|....|......|...|
+    batches   of the window, permuted                                     |......|..|...|....|
+
+Pairs of one batch have similar lengths, so little of it is padding. The batch of a step is a pure function of the pairs before it,
+(seed, fingerprint of the pairs) and the tokens per batch. Which rank computes which part is decided later. Memory and the cost of
+seeking depend on the window, not on the size of the corpus.
+"""
 
 from __future__ import annotations
 
+import bisect
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +28,109 @@ from pretrain.config.data_schema import ValidationSource
 from pretrain.config.schema import Config
 from pretrain.conventions import IGNORED, sample_keys
 from pretrain.data.loader import read_ahead
-from pretrain.data.pairs.prepared_pairs import PairOrder, PreparedPairs, shares
+from pretrain.data.order import permute, round_keys
+from pretrain.data.pairs.prepared_pairs import PreparedPairs
 from pretrain.data.shards.reader import Holding
 from pretrain.data.sources import cut_identity, open_each, validation_holdings
 from pretrain.data.stream import digest
 from pretrain.data.tasks import NextToken
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
 from pretrain.errors import ConfigError, DataError
+
+WINDOW = 1 << 16  # pairs; part of the definition of the order
+
+
+@dataclass(frozen=True)
+class PairWindow:
+    """Pairs in their order, batch after batch: batch i is `pairs[ends[i - 1] : ends[i]]`."""
+
+    pairs: np.ndarray
+    ends: np.ndarray
+
+
+class PairOrder:
+    """Batches of at most `tokens` tokens. Each pair counts as the longest source plus the longest target of its batch."""
+
+    def __init__(self, pairs: PreparedPairs, tokens: int, seed: int, window: int = WINDOW) -> None:
+        if sum(pairs.longest) > tokens:
+            raise ConfigError(
+                f"batch.tokens={tokens} is less than the longest source and the longest target of {pairs.path} together, "
+                f"{pairs.longest[0]} + {pairs.longest[1]}; raise it, or prepare the pairs with --max-source-length and --max-target-length"
+            )
+        self.pairs, self.tokens, self.seed = pairs, tokens, seed
+        self.windows = -(-len(pairs) // window)
+        self.window = functools.lru_cache(4)(self._window)
+
+    def batch(self, consumed: int) -> np.ndarray:
+        """The pairs of the step that begins after `consumed` pairs. Raises ValueError if no step begins there."""
+        epoch, place = divmod(consumed, len(self.pairs))
+        number = self._window_at(place)
+        window = self.window(epoch, number)
+        first = place - self._start(number)
+        if first and first not in window.ends:
+            raise ValueError(f"no batch begins after {consumed} pairs")
+        return window.pairs[first : window.ends[np.searchsorted(window.ends, first, side="right")]]
+
+    def at(self, consumed: int) -> int:
+        """Pairs of the step that begins after `consumed` pairs."""
+        return len(self.batch(consumed))
+
+    def consumed(self, steps: int) -> int:
+        """About how many pairs the first `steps` steps take, if each takes the average of the first window."""
+        window = self.window(0, 0)
+        return round(steps * len(window.pairs) / len(window.ends))
+
+    def _start(self, number: int) -> int:
+        # Windows of an epoch have nearly equal sizes, so that no small rest remains.
+        return number * len(self.pairs) // self.windows
+
+    def _window_at(self, place: int) -> int:
+        return bisect.bisect_right(range(self.windows + 1), place, key=self._start) - 1
+
+    def _window(self, epoch: int, number: int) -> PairWindow:
+        identity = ("pairs", self.seed, epoch, self.pairs.fingerprint)
+        places = np.arange(self._start(number), self._start(number + 1))
+        pairs = permute(places, len(self.pairs), round_keys(*identity))
+        sources, targets = self.pairs.lengths(pairs)
+        by_length = np.lexsort((targets, sources))  # pairs of equal lengths stay in permuted order
+        pairs, sources, targets = pairs[by_length], sources[by_length], targets[by_length]
+        ends = cut(sources, targets, self.tokens)
+        starts = np.concatenate(([0], ends[:-1]))
+        batches = permute(np.arange(len(ends)), len(ends), round_keys("batches", number, self.tokens, *identity))
+        parts = [pairs[starts[i] : ends[i]] for i in batches]
+        return PairWindow(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
+
+
+def cut(sources: np.ndarray, targets: np.ndarray, tokens: int) -> np.ndarray:
+    """The ends of runs that each take as many pairs as fit into `tokens` tokens, padding included; at least one."""
+    ends, count, source, target = [], 0, 0, 0
+    for i, (s, t) in enumerate(zip(sources.tolist(), targets.tolist())):
+        longest = max(source, s), max(target, t)
+        if count and (count + 1) * sum(longest) > tokens:
+            ends.append(i)
+            count, longest = 0, (s, t)
+        count, (source, target) = count + 1, longest
+    return np.array([*ends, len(sources)])
+
+
+def shares(sources: np.ndarray, targets: np.ndarray, ranks: int, tokens: int) -> list[list[np.ndarray]]:
+    """The pairs of a batch that each rank computes in each micro-step: indices into the batch, [rank][micro-step].
+
+    Ranks get neighbouring shares of the batch. All have the same number of micro-steps: the fewest that keep each to `tokens` tokens
+    (0: one). With too few pairs an entry is empty; the rank then fills up, because the others wait for it.
+    """
+    parts = np.array_split(np.arange(len(sources)), ranks)
+    count = 1
+    while tokens:
+        cuts = [np.array_split(part, count) for part in parts]
+        sizes = (len(cut) * (sources[cut].max() + targets[cut].max()) for cut in sum(cuts, []) if len(cut))
+        if max(sizes) <= tokens or count >= max(map(len, parts)):
+            break
+        count += 1
+    return [np.array_split(part, count) for part in parts]
+
+
+# ---- batches -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -4,31 +4,31 @@ DIR/pairs.json           counts, how they were made, and the sha256 of both mani
 DIR/source/              a prepared directory (data/shards): a document per sentence, closed by the end-of-document token
 DIR/target/              likewise
 
-Their order, and how it is cut into batches of a number of tokens:
-
-    epoch     a permutation of all pairs, in windows                      |----- window 0 -----|----- window 1 -----|
-    window    its pairs by length, cut where a batch is full of tokens    |..|....|......|...|
-    batches   of the window, permuted                                     |......|..|...|....|
-
-Pairs of one batch have similar lengths, so little of it is padding. The batch of a step is a pure function of the pairs before it,
-(seed, fingerprint of the pairs) and the tokens per batch. Which rank computes which part is decided later. Memory and the cost of
-seeking depend on the window, not on the size of the corpus.
+They are made of parallel files of lines. Line i of the sources and line i of the targets are a pair. A pair with an empty side is
+left out, and so is one that is longer than the limits. Both are counted, in the manifest and on the console. Anything else that
+does not fit is an error.
 """
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import functools
 import hashlib
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pretrain.data.order import permute, round_keys
+from pretrain.data.preparation.inputs import InputFile
+from pretrain.data.preparation.text_inputs import Tally, lines_of
 from pretrain.data.shards.manifest import read_described
 from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.staging import refuse_url, staged_directory
+from pretrain.data.shards.writer import ShardWriter
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import sealed_json, sha256_of
 
@@ -37,13 +37,10 @@ READABLE = (1, 2)
 """Version 1 had no seal."""
 SIDES = ("source", "target")
 _KEYS = {"format", "version", "pairs", "source_sha256", "target_sha256", "preparation"}
+_BATCH = 4096  # pairs that are encoded at a time
 
 
-def write_pairs(directory: Path, pairs: int, preparation: dict[str, Any]) -> None:
-    """Write `directory`/pairs.json for the two prepared directories there."""
-    content = {"format": FORMAT, "version": VERSION, "pairs": pairs}
-    content |= {f"{side}_sha256": sha256_of(directory / side / "manifest.json") for side in SIDES}
-    (directory / NAME).write_text(sealed_json(content | {"preparation": preparation}), encoding="utf-8")
+# ---- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _read_pairs(directory: Path) -> dict[str, Any]:
@@ -131,96 +128,154 @@ def _documents(data: PreparedData, numbers: np.ndarray) -> list[np.ndarray]:
     return np.split(tokens, np.cumsum(ends - starts)[:-1])
 
 
-# ---- the order -----------------------------------------------------------------------------------------------------------
-
-WINDOW = 1 << 16  # pairs; part of the definition of the order
+# ---- preparing ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PairWindow:
-    """Pairs in their order, batch after batch: batch i is `pairs[ends[i - 1] : ends[i]]`."""
+@dataclass
+class PairOptions:
+    """How text becomes tokens. Limits count tokens with the end token; 0: no limit."""
 
-    pairs: np.ndarray
-    ends: np.ndarray
-
-
-class PairOrder:
-    """Batches of at most `tokens` tokens. Each pair counts as the longest source plus the longest target of its batch."""
-
-    def __init__(self, pairs: PreparedPairs, tokens: int, seed: int, window: int = WINDOW) -> None:
-        if sum(pairs.longest) > tokens:
-            raise ConfigError(
-                f"batch.tokens={tokens} is less than the longest source and the longest target of {pairs.path} together, "
-                f"{pairs.longest[0]} + {pairs.longest[1]}; raise it, or prepare the pairs with --max-source-length and --max-target-length"
-            )
-        self.pairs, self.tokens, self.seed = pairs, tokens, seed
-        self.windows = -(-len(pairs) // window)
-        self.window = functools.lru_cache(4)(self._window)
-
-    def batch(self, consumed: int) -> np.ndarray:
-        """The pairs of the step that begins after `consumed` pairs. Raises ValueError if no step begins there."""
-        epoch, place = divmod(consumed, len(self.pairs))
-        number = self._window_at(place)
-        window = self.window(epoch, number)
-        first = place - self._start(number)
-        if first and first not in window.ends:
-            raise ValueError(f"no batch begins after {consumed} pairs")
-        return window.pairs[first : window.ends[np.searchsorted(window.ends, first, side="right")]]
-
-    def at(self, consumed: int) -> int:
-        """Pairs of the step that begins after `consumed` pairs."""
-        return len(self.batch(consumed))
-
-    def consumed(self, steps: int) -> int:
-        """About how many pairs the first `steps` steps take, if each takes the average of the first window."""
-        window = self.window(0, 0)
-        return round(steps * len(window.pairs) / len(window.ends))
-
-    def _start(self, number: int) -> int:
-        # Windows of an epoch have nearly equal sizes, so that no small rest remains.
-        return number * len(self.pairs) // self.windows
-
-    def _window_at(self, place: int) -> int:
-        return bisect.bisect_right(range(self.windows + 1), place, key=self._start) - 1
-
-    def _window(self, epoch: int, number: int) -> PairWindow:
-        identity = ("pairs", self.seed, epoch, self.pairs.fingerprint)
-        places = np.arange(self._start(number), self._start(number + 1))
-        pairs = permute(places, len(self.pairs), round_keys(*identity))
-        sources, targets = self.pairs.lengths(pairs)
-        by_length = np.lexsort((targets, sources))  # pairs of equal lengths stay in permuted order
-        pairs, sources, targets = pairs[by_length], sources[by_length], targets[by_length]
-        ends = cut(sources, targets, self.tokens)
-        starts = np.concatenate(([0], ends[:-1]))
-        batches = permute(np.arange(len(ends)), len(ends), round_keys("batches", number, self.tokens, *identity))
-        parts = [pairs[starts[i] : ends[i]] for i in batches]
-        return PairWindow(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
+    lowercase: bool = False
+    max_source_length: int = 0
+    max_target_length: int = 0
 
 
-def cut(sources: np.ndarray, targets: np.ndarray, tokens: int) -> np.ndarray:
-    """The ends of runs that each take as many pairs as fit into `tokens` tokens, padding included; at least one."""
-    ends, count, source, target = [], 0, 0, 0
-    for i, (s, t) in enumerate(zip(sources.tolist(), targets.tolist())):
-        longest = max(source, s), max(target, t)
-        if count and (count + 1) * sum(longest) > tokens:
-            ends.append(i)
-            count, longest = 0, (s, t)
-        count, (source, target) = count + 1, longest
-    return np.array([*ends, len(sources)])
+@dataclass
+class PairCounts:
+    """The numbers of lines and pairs, and of those left out."""
+
+    lines: int = 0
+    pairs: int = 0
+    empty: int = 0
+    too_long: int = 0
+    altered: int = 0
+    """Targets that a round trip through the tokenizer changes. Scores compare with the changed text."""
+    source_tokens: int = 0
+    target_tokens: int = 0
+
+    def describe(self, where: Path) -> str:
+        """One line for people."""
+        left_out = f"left out: {self.empty:,} with an empty side, {self.too_long:,} too long"
+        altered = f"; {self.altered:,} targets are altered by the tokenizer" if self.altered else ""
+        tokens = f"{self.source_tokens:,} and {self.target_tokens:,} tokens"
+        return f"{where}: {self.pairs:,} pairs of {self.lines:,} lines, {tokens}; {left_out}{altered}"
 
 
-def shares(sources: np.ndarray, targets: np.ndarray, ranks: int, tokens: int) -> list[list[np.ndarray]]:
-    """The pairs of a batch that each rank computes in each micro-step: indices into the batch, [rank][micro-step].
+@dataclass
+class Split:
+    """Parallel files: the lines of all `source` files in order, and the lines of all `target` files."""
 
-    Ranks get neighbouring shares of the batch. All have the same number of micro-steps: the fewest that keep each to `tokens` tokens
-    (0: one). With too few pairs an entry is empty; the rank then fills up, because the others wait for it.
+    source: Sequence[str]
+    target: Sequence[str]
+    counts: PairCounts = field(default_factory=PairCounts)
+
+
+def prepare_pairs(
+    output: str | Path,
+    train: Split,
+    validation: Split | None,
+    source_tokenizer: str | Path,
+    target_tokenizer: str | Path | None = None,
+    options: PairOptions | None = None,
+) -> list[str]:
+    """Write the new directory `output`, or with `validation` its parts `train` and `validation`. Return a line about each.
+
+    Without `target_tokenizer` both languages share one. Raises DataError, naming file and line, for text that is not UTF-8, files
+    with different numbers of lines, and characters that a tokenizer cannot express. Nothing is left behind then.
     """
-    parts = np.array_split(np.arange(len(sources)), ranks)
-    count = 1
-    while tokens:
-        cuts = [np.array_split(part, count) for part in parts]
-        sizes = (len(cut) * (sources[cut].max() + targets[cut].max()) for cut in sum(cuts, []) if len(cut))
-        if max(sizes) <= tokens or count >= max(map(len, parts)):
-            break
-        count += 1
-    return [np.array_split(part, count) for part in parts]
+    refuse_url("--output", output)
+    source = load_tokenizer(source_tokenizer)
+    tokenizers = source, load_tokenizer(target_tokenizer) if target_tokenizer else source
+    options = options or PairOptions()
+    if min(options.max_source_length, options.max_target_length) < 0:
+        raise ConfigError("--max-source-length and --max-target-length: expected at least 1, or 0 for no limit")
+    output = Path(output)
+    splits = {"": train} if validation is None else {"train": train, "validation": validation}
+    with staged_directory(output) as stage:
+        for name, split in splits.items():
+            _prepare_split(stage / name, split, tokenizers, options)
+    return [split.counts.describe(output / name) for name, split in splits.items()]
+
+
+class Line(NamedTuple):
+    """A sentence. `origin`: its file and line, for messages."""
+
+    text: str
+    origin: str
+
+
+def _prepare_split(directory: Path, split: Split, tokenizers: tuple[Tokenizer, Tokenizer], options: PairOptions) -> None:
+    counts, limits = split.counts, (options.max_source_length, options.max_target_length)
+    with contextlib.ExitStack() as stack:
+        create = zip(SIDES, tokenizers)
+        writers = [stack.enter_context(ShardWriter.create(directory / side, tokenizer)) for side, tokenizer in create]
+        pairs = _pairs(split, options.lowercase)
+        while batch := list(itertools.islice(pairs, _BATCH)):
+            sides = [_encode(tokenizer, lines) for tokenizer, lines in zip(tokenizers, zip(*batch))]
+            fits = [not any(limit and len(ids) > limit for ids, limit in zip(pair, limits)) for pair in zip(*sides)]
+            for writer, documents in zip(writers, sides):
+                kept = list(itertools.compress(documents, fits))
+                if kept:
+                    writer.add(np.concatenate(kept), np.array([len(ids) for ids in kept]))
+            for (_, line), ids in itertools.compress(zip(batch, sides[1]), fits):
+                counts.altered += tokenizers[1].decode(ids[:-1].tolist()) != line.text
+            counts.too_long += len(fits) - sum(fits)
+            counts.pairs += sum(fits)
+        counts.source_tokens, counts.target_tokens = (writer.tokens for writer in writers)
+        if not counts.pairs:
+            raise DataError(f"{split.source[0]}: none of its {counts.lines} lines gives a pair ({counts.describe(directory)})")
+    names = {"sources": ", ".join(map(str, split.source)), "targets": ", ".join(map(str, split.target))}
+    content = {"format": FORMAT, "version": VERSION, "pairs": counts.pairs}
+    content |= {f"{side}_sha256": sha256_of(directory / side / "manifest.json") for side in SIDES}
+    content["preparation"] = {**names, **asdict(options), **asdict(counts)}
+    (directory / NAME).write_text(sealed_json(content), encoding="utf-8")
+
+
+def _encode(tokenizer: Tokenizer, lines: Sequence[Line]) -> list[np.ndarray]:
+    """The ids of each line with the end-of-document id."""
+    try:
+        encoded = tokenizer.encode_arrays([line.text for line in lines])
+        return [np.append(ids, tokenizer.eod_id).astype(np.int64) for ids in encoded]
+    except DataError:
+        for line in lines:  # finds the line at fault
+            try:
+                tokenizer.encode(line.text)
+            except DataError as error:
+                raise DataError(f"{line.origin}: {error}") from error
+        raise
+
+
+def _pairs(split: Split, lowercase: bool) -> Iterator[tuple[Line, Line]]:
+    """The pairs without an empty side. Both sides must have the same number of lines."""
+    counts = split.counts
+    sides = [read_lines(files, lowercase) for files in (split.source, split.target)]
+    for source, target in itertools.zip_longest(*sides):
+        if source is None or target is None:
+            longer, shorter = (split.target, split.source) if source is None else (split.source, split.target)
+            more = counts.lines + 1 + sum(1 for _ in sides[source is None])
+            raise DataError(
+                f"{', '.join(map(str, longer))}: {more} lines, but {', '.join(map(str, shorter))}: {counts.lines}; line i of one is "
+                "the translation of line i of the other, so give files that match"
+            )
+        counts.lines += 1
+        if source.text and target.text:
+            yield source, target
+        else:
+            counts.empty += 1
+
+
+def read_lines(files: Sequence[str], lowercase: bool) -> Iterator[Line]:
+    """The lines of the files, without white space around them. Raises DataError naming file and line for bytes that are not UTF-8.
+
+    Only a line feed ends a line, so that no character inside a sentence shifts the lines after it.
+    """
+    for file in files:
+        for number, raw in enumerate(lines_of(InputFile.found_at(str(file)), 0, -1, Tally()), 1):
+            origin = f"{file}, line {number}"
+            try:
+                text = raw.decode("utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{origin}: not valid UTF-8 ({error.reason} at byte {error.start}); convert the file"
+                ) from error
+            yield Line(text.lower() if lowercase else text, origin)

@@ -23,7 +23,7 @@ import functools
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, islice, product
 from random import Random
 from typing import NamedTuple
@@ -125,6 +125,7 @@ class LongTexts:
         self, tokenizer: Tokenizer, dtype: np.dtype | type = np.uint32, longest: int = LONGEST, stretch: int = STRETCH
     ) -> None:
         self._tokenizer, self._dtype, self._longest, self._stretch = tokenizer, dtype, longest, stretch
+        self._known: dict[str, bool] = {}
         self.file, self.encode = tokenizer.file, tokenizer.encode
         self.decode, self.special_id = tokenizer.decode, tokenizer.special_id
 
@@ -209,10 +210,8 @@ class LongTexts:
         """Whether splicing changes no id."""
         small = LongTexts(self._tokenizer, longest=64, stretch=64)
         small.places, small.can_splice = (), True
-        for text, ids in zip(_runs(), self._encoded(list(_runs()))):
-            if ids is not None and not np.array_equal(small._encode_long(text), ids):
-                return False
-        return True
+        texts = [text for text in _runs() if self._can_express(text)]
+        return all(np.array_equal(small._encode_long(text), self._ids(text)) for text in texts)
 
     @functools.cached_property
     def _added(self) -> re.Pattern[str] | None:
@@ -223,39 +222,26 @@ class LongTexts:
         return re.compile("|".join(map(re.escape, contents))) if contents else None
 
     def _is_exact(self, place: CutPlace) -> bool:
-        random = Random(0)
-        tried = 0
-        for batch in batches_of(text for text in self._trial_texts() if place.pattern.search(text)):
+        random, tried = Random(0), False
+        texts = (text for text in self._trial_texts() if place.pattern.search(text) and self._can_express(text))
+        for batch in batches_of(texts):
             cuts = [random.choice(list(place.pattern.finditer(text))) for text in batch]
-            whole = self._encoded(batch)
-            left = self._encoded([text[: cut.start()] for text, cut in zip(batch, cuts)])
-            right = self._encoded([text[cut.end() :] for text, cut in zip(batch, cuts)])
-            for ids, *parts in zip(whole, left, right):
-                if ids is None:
-                    continue
-                if not np.array_equal(ids, np.concatenate(parts)):
-                    return False
-                tried += 1
-        return tried > 0
-
-    def _encoded(self, texts: list[str]) -> list[np.ndarray | None]:
-        """The ids of each text; None for a text that the vocabulary cannot express."""
-        expressible = [all(map(self._knows, set(text))) for text in texts]
-        encoded = iter(self._tokenizer.encode_arrays([text for text, is_known in zip(texts, expressible) if is_known]))
-        return [next(encoded) if is_known else None for is_known in expressible]
-
-    @functools.cached_property
-    def _knows(self) -> Callable[[str], bool]:
-        """Whether the vocabulary has a character."""
-
-        def knows(character: str) -> bool:
-            try:
-                self._tokenizer.encode_arrays([character])
-            except DataError:
+            whole = self._tokenizer.encode_arrays(batch)
+            left = self._tokenizer.encode_arrays([text[: cut.start()] for text, cut in zip(batch, cuts)])
+            right = self._tokenizer.encode_arrays([text[cut.end() :] for text, cut in zip(batch, cuts)])
+            if any(not np.array_equal(ids, np.concatenate(parts)) for ids, *parts in zip(whole, left, right)):
                 return False
-            return True
+            tried = True
+        return tried
 
-        return functools.cache(knows)
+    def _can_express(self, text: str) -> bool:
+        """Whether the vocabulary has every character of a text."""
+        for character in set(text) - self._known.keys():
+            try:
+                self._known[character] = bool(self._tokenizer.encode_arrays([character]))
+            except DataError:
+                self._known[character] = False
+        return all(map(self._known.get, text))
 
     def _trial_texts(self) -> Iterator[str]:
         """Awkward texts, all texts of the vocabulary, every neighbourhood of a place, and random words."""

@@ -154,8 +154,8 @@ def prepare(
         files = find_inputs(named) if named else list(inputs)
         return PreparationPlan.make(settings, identity_of(loaded), files, unit_bytes), loaded
 
-    if _is_there(output):
-        return _repeated(output, work, planned()[0], tidy=task is None)
+    if manifests := _manifests(output):
+        return _repeated(manifests, output, work, planned()[0], tidy=task is None)
     own = None if task is None else (task, tasks)
     with WorkDirectory.locked(output, work, own) as directory:
         refuse_existing(directory.output)
@@ -200,8 +200,8 @@ def merge(
     """
     _check_division(workers, None, 1, False)
     begin = time.monotonic()
-    if _is_there(output):
-        return _repeated(output, work, None, tidy=True)
+    if manifests := _manifests(output):
+        return _repeated(manifests, output, work, None, tidy=True)
     with WorkDirectory.locked(output, work) as directory:
         refuse_existing(directory.output)
         plan = directory.read_plan()
@@ -231,27 +231,27 @@ def _check_division(workers: int, task: int | None, tasks: int, restart: bool) -
         raise ConfigError("--restart: not together with --task, which others may be working beside; remove the work directory")
 
 
-def _is_there(output: str | Path) -> bool:
-    """Whether a prepared output exists: it appears in one step."""
-    return any((Path(output) / name / "manifest.json").is_file() for name in (".", SPLITS[0]))
+def _manifests(output: str | Path) -> dict[Path, Manifest]:
+    """The manifests of an output, which appears in one step; empty if it does not exist."""
+    names = next((names for names in ((".",), SPLITS) if (Path(output) / names[0] / "manifest.json").is_file()), ())
+    return {Path(output) / name: read_manifest(Path(output) / name) for name in names}
 
 
-def _repeated(output: str | Path, work: str | Path | None, plan: PreparationPlan | None, tidy: bool) -> Preparation:
+def _repeated(
+    manifests: dict[Path, Manifest], output: str | Path, work: str | Path | None, plan: PreparationPlan | None, tidy: bool
+) -> Preparation:
     """The existing output of the same `plan` (None: of the plan in the remaining work, if any). `tidy`: remove the work.
 
     Raises DataError for an output of another plan.
     """
-    output = Path(output)
-    names = (".",) if (output / "manifest.json").is_file() else SPLITS
-    manifests = {output / name: read_manifest(output / name) for name in names}
     made_by = {manifest.plan_sha256 for manifest in manifests.values()}
-    left = WorkDirectory.place(output, work)
-    if plan is None and (left / "plan.json").is_file():
-        plan = WorkDirectory(output, left).read_plan()
+    left = WorkDirectory(Path(output), work)
+    if plan is None and left.begun:
+        plan = left.read_plan()
     if None in made_by or (plan is not None and made_by != {plan.sha256}):
         which = _why_not_repeated(plan, next(iter(manifests.values()))) if plan else ""
         raise DataError(f"{output}: already exists{which} and was left as it is; choose another output or remove it first")
-    if tidy and left.exists():
+    if tidy and left.path.exists():
         # The work remains if a start was killed between its last two steps. A process that holds it removes it itself.
         with contextlib.suppress(DataError), WorkDirectory.locked(output, work) as directory:
             if directory.begun and directory.read_plan().sha256 in made_by:

@@ -84,16 +84,9 @@ def _attempt(job: UnitJob, report: Callable[[Work], None]) -> PartSummary:
                 part.add(tokens, lengths, **columns)
             report((len(batch), len(tokens), sum(document.bytes for document in batch), unit.consumed - consumed))
             consumed = unit.consumed
-        tally = unit.tally
-        return part.finish(
-            rows=tally.rows,
-            empty=tally.empty,
-            invalid=tally.invalid,
-            invalid_rows=tally.invalid_rows,
-            marks=tally.marks,
-            seconds=time.perf_counter() - begin,
-            encode_seconds=encoder.seconds - encode_begin,
-        )
+        counts = {name: value for name, value in vars(unit.tally).items() if name != "consumed"}
+        seconds = time.perf_counter() - begin
+        return part.finish(**counts, seconds=seconds, encode_seconds=encoder.seconds - encode_begin)
 
 
 def sample_texts(units: Sequence[Sequence[Piece]], settings: Settings, end_id: int) -> Iterator[str]:

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,24 +30,19 @@ from pretrain.data.shards.staging import flush_tree, refuse_existing, refuse_url
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import flush, sha256_of
 
-_OURS = ("lock", "plan.json", "tokenizer", "deduplicate")
 _BEGIN, _PARTS, _ASSEMBLED = "begin.", "parts-", "assembled."
 _TASK = re.compile(r"task-(\d+)-of-(\d+)")
+_OURS = re.compile(rf"lock|plan\.json|tokenizer|deduplicate|(begin\.|parts-|assembled\.).*|{_TASK.pattern}")
 
 
 class WorkDirectory:
     """The work directory of `output`, locked. `WorkDirectory.locked` gives one."""
 
-    def __init__(self, output: Path, path: Path) -> None:
-        self.output, self.path = output, path
-        self.tokenizer = path / "tokenizer"
-        self._plan = path / "plan.json"
-
-    @staticmethod
-    def place(output: Path, work: str | Path | None) -> Path:
-        """The place of the work for `output`: `work`, by default a hidden folder beside the output."""
-        whole = Path(os.path.abspath(output))
-        return Path(os.path.abspath(work)) if work else whole.parent / f".{whole.name}.preparing"
+    def __init__(self, output: Path, work: str | Path | None) -> None:
+        self.output, self._whole = output, Path(os.path.abspath(output))
+        self.path = Path(os.path.abspath(work)) if work else self._whole.parent / f".{self._whole.name}.preparing"
+        self.tokenizer = self.path / "tokenizer"
+        self._plan = self.path / "plan.json"
 
     @classmethod
     @contextlib.contextmanager
@@ -62,21 +56,20 @@ class WorkDirectory:
         """
         refuse_url("--output", output)
         refuse_url("--work", work)
-        output, whole = Path(output), Path(os.path.abspath(output))
-        path = cls.place(output, work)
+        directory = cls(Path(output), work)
+        path, parent = directory.path, directory._whole.parent
         with contextlib.ExitStack() as stack:
             while True:
-                with writing(output):
-                    whole.parent.mkdir(parents=True, exist_ok=True)
+                with writing(directory.output):
+                    parent.mkdir(parents=True, exist_ok=True)
                     path.mkdir(parents=True, exist_ok=True)
-                    if path.stat().st_dev != whole.parent.stat().st_dev:
+                    if path.stat().st_dev != parent.stat().st_dev:
                         raise ConfigError(f"--work {path}: must be on the same filesystem as the output {output}")
-                    if stack.enter_context(_lock(path / "lock", output, shared=task is not None)):
+                    if stack.enter_context(_lock(path / "lock", directory.output, shared=task is not None)):
                         break
                 # Its last owner has just removed it, lock and all.
             if task is not None:
-                stack.enter_context(_lock(path / f"task-{task[0]:05d}-of-{task[1]:05d}", output, shared=False))
-            directory = cls(output, path)
+                stack.enter_context(_lock(path / f"task-{task[0]:05d}-of-{task[1]:05d}", directory.output, shared=False))
             try:
                 yield directory
             finally:
@@ -93,11 +86,10 @@ class WorkDirectory:
         self._plan.unlink(missing_ok=True)
         self._remove_all_but("lock")
 
-    def _remove_all_but(self, *kept: str) -> None:
+    def _remove_all_but(self, kept: str = "") -> None:
         for path in list(self.path.iterdir()):
             # Delete only our own files: --work may name any directory.
-            ours = path.name in _OURS or path.name.startswith((_BEGIN, _PARTS, _ASSEMBLED)) or _TASK.fullmatch(path.name)
-            if path.name in kept or not ours:
+            if path.name == kept or not _OURS.fullmatch(path.name):
                 continue
             if path.is_dir():
                 self._remove_tree(path)
@@ -106,10 +98,9 @@ class WorkDirectory:
 
     def _remove_tree(self, path: Path) -> None:
         # Rename it first, so that an orphan of a killed parent cannot add a file between listing and removing.
-        aside = Path(tempfile.mkdtemp(prefix=_BEGIN, dir=self.path))
-        os.rename(path, aside / "removed")
         # On NFS a file that a process still has open stays, under another name, until that process ends.
-        shutil.rmtree(aside, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_BEGIN, dir=self.path, ignore_cleanup_errors=True) as aside:
+            os.rename(path, Path(aside, "removed"))
 
     def agree(self, plan: PreparationPlan, save_tokenizer: Callable[[Path], None]) -> None:
         """Write the plan, or compare with the existing one. Raises DataError naming a difference if the work was begun with another."""
@@ -127,19 +118,17 @@ class WorkDirectory:
 
     def _write_once(self, plan: PreparationPlan, save_tokenizer: Callable[[Path], None]) -> None:
         # Several tasks may come here at once. All write the same, or `agree` raises an error.
-        aside = Path(tempfile.mkdtemp(prefix=_BEGIN, dir=self.path))
-        try:
-            save_tokenizer(aside / "tokenizer")
-            flush_tree(aside / "tokenizer")
+        with tempfile.TemporaryDirectory(prefix=_BEGIN, dir=self.path, ignore_cleanup_errors=True) as folder:
+            tokenizer, plan_file = Path(folder, "tokenizer"), Path(folder, "plan.json")
+            save_tokenizer(tokenizer)
+            flush_tree(tokenizer)
             with contextlib.suppress(OSError):  # another task was first
-                os.rename(aside / "tokenizer", self.tokenizer)
-            (aside / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-            flush(aside / "plan.json")
+                os.rename(tokenizer, self.tokenizer)
+            plan_file.write_text(plan.to_json(), encoding="utf-8")
+            flush(plan_file)
             with contextlib.suppress(FileExistsError):
-                os.link(aside / "plan.json", self._plan)
+                os.link(plan_file, self._plan)
             flush(self.path)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
 
     def read_plan(self) -> PreparationPlan:
         """The plan of the work. Raises DataError if it is missing."""
@@ -172,7 +161,7 @@ class WorkDirectory:
         with writing(self.path):
             flush_tree(assembled)
             refuse_existing(self.output)
-            rename_into_place(assembled, Path(os.path.abspath(self.output)))
+            rename_into_place(assembled, self._whole)
         self.remove()
 
     def remove(self) -> None:

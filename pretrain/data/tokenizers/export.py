@@ -176,16 +176,13 @@ def bpe_merges(proto: Any) -> list[tuple[str, str]]:
     score. The stable sort keeps the order of the pieces among equals.
     """
     ids = {piece.piece: id for id, piece in enumerate(proto.pieces) if piece.type in (_NORMAL, _USER_DEFINED)}
-    merges: list[tuple[float, str, str]] = []
+    merges: list[tuple[float, tuple[str, str]]] = []
     for piece in proto.pieces:
-        if piece.type != _NORMAL:
-            continue
-        cuts = [(piece.piece[:i], piece.piece[i:]) for i in range(1, len(piece.piece))]
-        known = [(left, right) for left, right in cuts if left in ids and right in ids]
-        known.sort(key=lambda cut: (ids[cut[0]], ids[cut[1]]))
-        merges += [(piece.score, left, right) for left, right in known]
-    merges.sort(key=lambda merge: -merge[0])
-    return [(left, right) for _, left, right in merges]
+        if piece.type == _NORMAL:
+            cuts = ((piece.piece[:i], piece.piece[i:]) for i in range(1, len(piece.piece)))
+            known = [(left, right) for left, right in cuts if left in ids and right in ids]
+            merges += [(piece.score, cut) for cut in sorted(known, key=lambda cut: (ids[cut[0]], ids[cut[1]]))]
+    return [cut for _, cut in sorted(merges, key=lambda merge: -merge[0])]
 
 
 # ---- tokenizer.json ---------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pretrain.config.data_schema import Data
 from pretrain.config.schema import Batch, Config
 from pretrain.conventions import IGNORED
-from pretrain.data.pairs.pair_training import PairLoader, PairTraining, pair_inputs
-from pretrain.data.pairs.prepared_pairs import PairOrder, PreparedPairs, cut, shares
+from pretrain.data.pairs.pair_training import PairLoader, PairOrder, PairTraining, cut, pair_inputs, shares
+from pretrain.data.pairs.prepared_pairs import PreparedPairs
 from pretrain.data.stream import DIGEST_MODULUS
 from pretrain.errors import ConfigError
 

@@ -7,8 +7,7 @@ import pytest
 from pair_files import prepare, sentences, split_of, write_lines
 from running import tool
 
-from pretrain.data.pairs.pair_preparation import PairOptions, Split, prepare_pairs
-from pretrain.data.pairs.prepared_pairs import PreparedPairs
+from pretrain.data.pairs.prepared_pairs import PairOptions, PreparedPairs, Split, prepare_pairs
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import DataError
 from pretrain.storage import sealed_json, unsealed

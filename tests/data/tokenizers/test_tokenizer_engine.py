@@ -305,9 +305,7 @@ def test_added_tokens_in_a_text_are_found_as_by_the_library(variants):
 def test_characters_taken_as_unchanged_by_nfc_are_so_beside_any_other():
     import unicodedata
 
-    kept = [
-        chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000 and not tokenizer_engine._CHANGED_BY_NFC.search(chr(c))
-    ]
+    kept = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000 and not tokenizer_engine._CHANGED_BY_NFC.search(chr(c))]
     assert len(kept) == 0x300 + 24 + 0x5200
     assert all(unicodedata.combining(c) == 0 and unicodedata.normalize("NFC", c) == c for c in kept)
     second = {

@@ -77,28 +77,28 @@ def find_duplicates(parts: UnitParts, units: Sequence[PartSummary], directory: P
     return marks, count
 
 
-def _blocks(parts: UnitParts, number: int, unit: PartSummary) -> Iterator[tuple[int, np.ndarray]]:
-    """(first, records) of the documents of a unit, a bounded number at a time."""
-    with parts.open(number) as part:
-        for first in range(0, unit.documents, _BLOCK):
-            yield first, part.records(first, min(_BLOCK, unit.documents - first))
+def _blocks(parts: UnitParts, units: Sequence[PartSummary]) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    """(unit, first, document, records), a bounded number at a time: the number of the first record in its unit and in the corpus."""
+    document = 0
+    for number, unit in enumerate(units):
+        with parts.open(number) as part:
+            for first in range(0, unit.documents, _BLOCK):
+                yield number, first, document + first, part.records(first, min(_BLOCK, unit.documents - first))
+        document += unit.documents
 
 
 def _distribute(parts: UnitParts, units: Sequence[PartSummary], buckets: Sequence[Path]) -> None:
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(bucket, "wb")) for bucket in buckets]
-        base = 0
-        for number, unit in enumerate(units):
-            for first, records in _blocks(parts, number, unit):
-                entries = np.empty(len(records), _ENTRY)
-                entries["hash"] = records["hash"]
-                entries["number"] = np.arange(base + first, base + first + len(records), dtype=np.uint64)
-                which = (entries["hash"][:, 1] % np.uint64(len(files))).astype(np.int64)
-                order = np.argsort(which, kind="stable")
-                bounds = np.searchsorted(which[order], np.arange(len(files) + 1))
-                for bucket in np.flatnonzero(np.diff(bounds)).tolist():
-                    files[bucket].write(entries[order[bounds[bucket] : bounds[bucket + 1]]].tobytes())
-            base += unit.documents
+        for _, _, document, records in _blocks(parts, units):
+            entries = np.empty(len(records), _ENTRY)
+            entries["hash"] = records["hash"]
+            entries["number"] = np.arange(document, document + len(records), dtype=np.uint64)
+            which = (entries["hash"][:, 1] % np.uint64(len(files))).astype(np.int64)
+            order = np.argsort(which, kind="stable")
+            bounds = np.searchsorted(which[order], np.arange(len(files) + 1))
+            for bucket in np.flatnonzero(np.diff(bounds)).tolist():
+                files[bucket].write(entries[order[bounds[bucket] : bounds[bucket + 1]]].tobytes())
 
 
 def _repetitions(entries: np.ndarray) -> np.ndarray:
@@ -156,23 +156,21 @@ def plan_shards(
 ) -> Iterator[tuple[PartSegment, ...]]:
     """The segments of each shard, in order. `rows`: the rows before each unit in its file. Memory is a block of records."""
     segments: list[PartSegment] = []
-    filled = base = 0
-    for number, unit in enumerate(units):
-        token = 0
-        for begin, records in _blocks(selection.parts, number, unit):
-            starts = np.concatenate(([0], np.cumsum(records["length"], dtype=np.int64)))
-            kept = np.flatnonzero(selection.mask(records, base + begin))
-            lengths = records["length"][kept].astype(np.int64)
-            for first, last, opens in cut_into_shards(lengths, filled, shard_tokens):
-                if opens and segments:
-                    yield tuple(segments)
-                    segments, filled = [], 0
-                one, other = int(kept[first]), int(kept[last - 1]) + 1
-                place = (token + int(starts[one]), base + begin + one, rows[number])
-                segments.append(PartSegment(number, begin + one, begin + other, *place))
-                filled += int(lengths[first:last].sum())
-            token += int(starts[-1])
-        base += unit.documents
+    filled = token = 0
+    for unit, begin, document, records in _blocks(selection.parts, units):
+        token = token if begin else 0
+        starts = np.concatenate(([0], np.cumsum(records["length"], dtype=np.int64)))
+        kept = np.flatnonzero(selection.mask(records, document))
+        lengths = records["length"][kept].astype(np.int64)
+        for first, last, opens in cut_into_shards(lengths, filled, shard_tokens):
+            if opens and segments:
+                yield tuple(segments)
+                segments, filled = [], 0
+            one, other = int(kept[first]), int(kept[last - 1]) + 1
+            place = (token + int(starts[one]), document + one, rows[unit])
+            segments.append(PartSegment(unit, begin + one, begin + other, *place))
+            filled += int(lengths[first:last].sum())
+        token += int(starts[-1])
     if segments:
         yield tuple(segments)
 

@@ -295,12 +295,7 @@ class FillInMiddle:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        rate: float,
-        spm_rate: float = 0.5,
-        seed: int = 0,
-        tokens: tuple[str, str, str] = SENTINELS,
+        self, tokenizer: Tokenizer, rate: float, spm_rate: float = 0.5, seed: int = 0, tokens: tuple[str, str, str] = SENTINELS
     ) -> None:
         for name, value in (("rate", rate), ("SPM rate", spm_rate)):
             if not 0 <= value <= 1:

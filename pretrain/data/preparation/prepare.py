@@ -136,7 +136,7 @@ def prepare(
     needs a main guard. With a `task` only the units with `number % tasks == task` are done, and left for `merge`.
 
     If the process is killed or fails, finished work stays in the `work` directory (default: hidden, beside `output`). The next
-    call with the same arguments finds it; `restart` deletes it first. `engine` (see `tokenizer_engine`) and `workers` change no
+    call with the same arguments finds it; `restart` deletes it first. `engine` (see `choose_engine`) and `workers` change no
     byte of the output. `unit_bytes` is for tests.
 
     Raises ConfigError for an argument out of range. Raises DataError for a problem with the files, an output that exists, and
@@ -183,11 +183,7 @@ def prepare(
     rate = sum(summary.bytes for summary in done) / MEGABYTE / max(seconds, 1e-9)
     share = sum(summary.encode_seconds for summary in done) / max(seconds * workers, 1e-9)
     return dataclasses.replace(
-        result,
-        seconds=seconds,
-        megabytes_per_second=rate,
-        megabytes_per_second_per_core=rate / workers,
-        tokenizer_share=share,
+        result, seconds=seconds, megabytes_per_second=rate, megabytes_per_second_per_core=rate / workers, tokenizer_share=share
     )
 
 

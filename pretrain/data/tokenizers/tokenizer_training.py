@@ -6,7 +6,7 @@
     char           the characters of the corpus and <|endoftext|>; ids in code point order
 
 `bpe` and `unigram` are written as tokenizer.model, the others in the Hugging Face format (tokenizer.json). Special tokens are ids
-that no text produces. A program puts them between texts (see `fill_in_middle`). Everything is deterministic: the same corpus in
+that no text produces. A program puts them between texts (see `FillInMiddle`). Everything is deterministic: the same corpus in
 the same order gives the same file.
 """
 
@@ -279,11 +279,7 @@ def _save_characters(directory: Path, documents: Iterator[str], limit: int | Non
 def _save_hugging_face(directory: Path, tokenizer: Any, special_tokens: Sequence[str]) -> int:
     tokenizer.add_special_tokens([END_OF_TEXT, *special_tokens])
     tokenizer.save(str(directory / JSON_NAME))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "clean_up_tokenization_spaces": False,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
     if special_tokens:
         config["extra_special_tokens"] = list(special_tokens)
     (directory / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -17,16 +17,12 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
-from pretrain.models.attend import attend
-from pretrain.models.attention import Attention
-from pretrain.models.cache import LayerCache
+from pretrain.models.attention import Attention, LayerCache, attend
 from pretrain.models.dropout import BlockDropout, Dropout, make_dropout
-from pretrain.models.head import OutputHead
-from pretrain.models.layers import Embedding, Linear, make_norm
-from pretrain.models.loss import Losses, LossOptions
-from pretrain.models.mlp import Mlp
+from pretrain.models.layers import Embedding, Linear, Mlp, make_norm
+from pretrain.models.loss import Losses, LossOptions, OutputHead
 from pretrain.models.network import Unit
-from pretrain.models.relative import RelativeBias
+from pretrain.models.positions import RelativeBias
 
 
 class DecodingLayerCache:

@@ -21,11 +21,10 @@ from torch.nn import functional as F
 
 from pretrain.conventions import IGNORED
 from pretrain.models.dropout import BlockDropout, Dropout
-from pretrain.models.head import OutputHead
-from pretrain.models.loss import Losses
+from pretrain.models.experts import RouterReport
+from pretrain.models.loss import Losses, OutputHead
 from pretrain.models.masks import Mask, document_numbers
-from pretrain.models.rotary import Tables
-from pretrain.models.router import RouterReport
+from pretrain.models.positions import Tables
 from pretrain.models.shape import LayerSpec
 
 

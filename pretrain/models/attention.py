@@ -70,7 +70,7 @@ class Cache:
         return self.layers[0].length
 
     def label(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
-        """Labels of all positions once so many tokens are added, of which these are the labels; None where there are none."""
+        """Add the document numbers of `tokens` new positions. Returns those of all positions so far, or None if documents are not told apart."""
         if documents_BT is not None and self.length and self.documents_BS is None:
             raise ValueError("tokens with labels of documents cannot follow tokens without")
         if documents_BT is None and self.documents_BS is not None:

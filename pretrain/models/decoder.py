@@ -103,10 +103,10 @@ class Decoder(nn.Module):
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32, in training
         with the auxiliary losses of routers (`models/experts.py`). `with_cross_entropy`: return that alone beside them.
 
-        `documents_BT` [B, T] numbers the document of each position (equal neighbours are of one; padding has a number of its own): no
-        position then attends to another document, and positions count from 0 in each. `positions_BT` [B, T] says them otherwise. With
-        a `cache` the tokens continue those that are in it, and are added to it. `hidden`: what the slice before returned. `keys_B`: see
-        `models/dropout.py`; without them nothing is dropped.
+        `documents_BT` [B, T] numbers the document of each position; padding has a number of its own. No position then attends to another
+        document, and positions count from 0 in each. `positions_BT` [B, T] gives other positions. With a `cache` the tokens continue
+        those that are in it, and are added to it. `hidden`: what the slice before returned. `keys_B`: see `models/dropout.py`; without
+        them nothing is dropped.
         """
         if self.takes_tokens == (hidden is not None):
             raise ValueError("the first slice of a network takes tokens alone, and the others what the slice before returned")

@@ -91,14 +91,14 @@ def report(
 ) -> RouterReport:
     """Auxiliary losses and loads, over the counted positions, n of a sequence. The losses are those of a position, times n.
 
-    Balance: E x sum over experts of f_e x P_e, where P_e is the mean score of expert e (scores of a position sum to one) and f_e the
-    share of positions sent to it: their sum is K = `experts.active`, and so is the loss where loads are even. It is equation 4 of arXiv
-    2101.03961, and K times the loss of equation 17 of arXiv 2412.19437 and of Megatron, who divide f_e by K. f_e is counted
+    Balance: E x sum over experts of f_e x P_e. P_e is the mean score of expert e, where the scores of a position sum to one. f_e is the
+    share of positions sent to it. The f_e sum to K = `experts.active`, and so the loss is K where loads are even. It is equation 4 of
+    arXiv 2101.03961. Equation 17 of arXiv 2412.19437 and Megatron divide f_e by K, so their loss is K times smaller. f_e is counted
 
     sequence       over the sequence itself (arXiv 2412.19437)
     global_batch   over all sequences of the step before: `shares_E` (arXiv 2501.11873, but for being one step old)
 
-    so that in either case any layout that does not cut sequences sees the same. z-loss: mean squared log-sum-exp of the logits (arXiv
+    In either case all layouts that do not cut sequences compute the same. z-loss: mean squared log-sum-exp of the logits (arXiv
     2202.08906, equation 5).
     """
     sequences, experts = len(counted_BT), config.count
@@ -231,8 +231,8 @@ def dispatch(experts: Experts, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tens
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of tokens, each as often as it has choices. Backward adds a token's rows in the order of its choices, without the
-    atomic additions of an index's own backward, whose order, and so the last bit, changes from run to run on CUDA.
+    """Rows of tokens, each as often as it has choices. Backward adds a token's rows in the order of its choices. The backward of plain
+    indexing uses atomic additions instead: on CUDA their order, and with it the last bit, changes from run to run.
     """
 
     @staticmethod

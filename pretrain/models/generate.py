@@ -41,9 +41,9 @@ class _Row:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. `temperature` 0 is greedy (the first of equal logits); otherwise logits are divided by it, and what is drawn
-    from is, with `top_k` above 0, the k largest, and of these, with `top_p` below 1, the fewest that together have that probability
-    (nucleus sampling, arXiv 1904.09751).
+    """How a token is chosen. `temperature` 0 takes the largest logit, the first of equal ones. Otherwise logits are divided by it, and the
+    token is drawn. `top_k` above 0 draws from the k largest alone. `top_p` below 1 draws from the fewest that together have that
+    probability (nucleus sampling, arXiv 1904.09751).
     """
 
     temperature: float = 0.0
@@ -168,8 +168,8 @@ def alone(number: int) -> int:
 
 @dataclass(frozen=True)
 class Search:
-    """How translations are looked for. A hypothesis of n tokens, its end included, scores log probability / ((5 + n) / 6)^penalty (Wu et
-    al., arXiv 1609.08144, equation 14); it has at most `max_ratio` × source tokens + `max_extra` tokens, then its end is forced.
+    """How a translation is searched. A hypothesis of n tokens, its end included, scores log probability / ((5 + n) / 6)^penalty (Wu et
+    al., arXiv 1609.08144, equation 14). Its end is forced after `max_ratio` × source tokens + `max_extra` tokens.
     """
 
     beam: int = 1
@@ -188,7 +188,7 @@ class Search:
 
 @dataclass
 class _Hypotheses:
-    """Of one sentence: the beam, best first, and what has ended, with its normalised score."""
+    """The hypotheses of one sentence: the beam, best first, and those that have ended, with normalised scores."""
 
     active: list[tuple[float, list[int]]]
     ended: list[tuple[float, list[int]]] = field(default_factory=list)
@@ -236,8 +236,9 @@ def _greedy(
 def _beam(
     call, cache: DecodingCache, logits_BV: Tensor, limits: list[int], end_id: int, search: Search, agree: Agree
 ) -> list[list[int]]:
-    """Rows are sentence × beam + hypothesis. Of the 2 × beam best continuations, those among the best `beam` that end are kept aside, and
-    the best `beam` that do not end go on. A sentence is done when `beam` hypotheses have ended, or none that is open can still win.
+    """Rows are sentence × beam + hypothesis. Each step looks at the 2 × beam best continuations. Those that end are kept aside if they are
+    among the best `beam`; the best `beam` of the others go on. A sentence is done when `beam` hypotheses have ended, or when no open one
+    can still win.
     """
     count, beam, device = len(limits), search.beam, logits_BV.device
     sentences = [_Hypotheses([(0.0, [])]) for _ in limits]

@@ -14,10 +14,10 @@ programs call the loss, and what validation reports. Gradients are of L alone.
                                 dL/dx[chunk]  = dL/dz @ W
                                 dL/dW        += dL/dz.T @ x[chunk]     in fp32
 
-The gradient is computed in *forward*, when the chunk's logits are at hand (as Liger Kernel does, arXiv 2410.10989): three matrix
-products, as many as the plain loss takes, where recomputing the logits in backward would take four. That gradient is of the
-plain sum, so it is right for one upstream gradient common to all tokens, with which backward multiplies it. An upstream
-gradient that differs between tokens is honoured by recomputing, at twice the work.
+The gradient is computed in *forward*, when the chunk's logits are at hand (as Liger Kernel does, arXiv 2410.10989). That takes three
+matrix products, as many as the plain loss; recomputing the logits in backward would take four. The gradient is that of the plain sum.
+Backward multiplies it with the upstream gradient, which is right if all tokens share one. If they do not, the gradient is recomputed,
+at twice the work.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LossOptions:
         return cls(loss.z_loss, loss.label_smoothing, soft_cap or None, logit_scale, chunk_bytes)
 
     def cross_entropy_only(self) -> LossOptions:
-        """Of the same model, without what is added in training: validation reports the cross-entropy itself."""
+        """The same options without what only training adds, because validation reports the cross-entropy itself."""
         return replace(self, z_loss=0.0, label_smoothing=0.0)
 
 

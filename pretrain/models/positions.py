@@ -1,5 +1,5 @@
-"""Positions in attention: rotary embedding (Su et al., arXiv 2104.09864), the ways to scale it to longer contexts, and the relative
-bias of T5 (Raffel et al., arXiv 1910.10683, section 2.1).
+"""Positions in attention: rotary embedding (Su et al., arXiv 2104.09864) with its scaling to longer contexts, and T5's relative bias
+(Raffel et al., arXiv 1910.10683, section 2.1).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _distances(start: int, stop: int, device: torch.device) -> Tensor:
 def buckets_of(distances: Tensor, buckets: int, max_distance: int, causal: bool) -> Tensor:
     """The bucket of each distance (key minus query), int64: exact up to half of them, then by logarithm up to `max_distance`.
 
-    Of an encoder, one half of the buckets is for later keys; of a decoder, those are all in the bucket of distance 0.
+    An encoder has one half of the buckets for later keys. A decoder puts those into the bucket of distance 0.
     """
     if causal:
         offset, distances = 0, (-distances).clamp(min=0)

@@ -111,7 +111,7 @@ def power(ours: str, theirs: str, default: float, exponent: float) -> Field:
 
 
 def _base(value: float, exponent: float) -> float:
-    """What gives `value` when it is raised to `exponent`. Of several floats that do, it is the shortest to write: no digit is lost."""
+    """What gives `value` when it is raised to `exponent`. If several floats do, it is the one with the fewest digits."""
     try:
         guess = value ** (1 / exponent)
         below, above = math.nextafter(guess, 0.0), math.nextafter(guess, math.inf)
@@ -239,7 +239,7 @@ TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef", "aux_loss_
 
 
 def needs_experts(model: Model) -> str | None:
-    """Why a model without experts is none of these families, if it is."""
+    """The reason why a model does not belong to these families: it has no experts. None if it has."""
     return None if model.experts.count else "model.experts.count=0 has no experts"
 
 

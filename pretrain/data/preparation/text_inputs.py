@@ -81,10 +81,8 @@ def require_columns(file: InputFile, columns: Sequence[str], present: Sequence[s
 
 @contextlib.contextmanager
 def open_bytes(file: InputFile, tally: Tally) -> Iterator[BinaryIO]:
-    """The content of `file`, decompressed. `tally` counts the bytes of the file itself."""
-    with reading(file):
-        raw: Any = file.open()
-    with raw:
+    """The content of `file`, decompressed, with the errors of `reading`. `tally` counts the bytes of the file itself."""
+    with reading(file), file.open() as raw:
         counted = _Counted(raw, tally, file.size)
         if file.compression == ".zst":
             unpacked: Any = _Zstandard(counted)
@@ -105,7 +103,7 @@ def open_at_random(file: InputFile) -> Iterator[BinaryIO]:
 
 def whole_file(file: InputFile, tally: Tally) -> Iterator[bytes]:
     """The content of the file, as its only row."""
-    with open_bytes(file, tally) as stream, reading(file):
+    with open_bytes(file, tally) as stream:
         yield stream.read()
 
 
@@ -114,7 +112,7 @@ def lines_of(file: InputFile, start: int, stop: int, tally: Tally) -> Iterator[b
 
     Adjacent ranges share no line and lose no line. Memory is one line.
     """
-    with open_bytes(file, tally) as stream, reading(file):
+    with open_bytes(file, tally) as stream:
         position, stop = start, stop if stop >= 0 else sys.maxsize
         if start:
             stream.seek(start - 1)
@@ -143,7 +141,7 @@ def table_rows(file: InputFile, columns: Sequence[str], tally: Tally) -> Iterato
     lines, because its quotation marks may have swallowed good rows, which nobody could count.
     """
     is_csv = file.suffix != ".tsv"
-    with open_bytes(file, tally) as stream, reading(file):
+    with open_bytes(file, tally) as stream:
         if stream.peek(len(_BYTE_ORDER_MARK)).startswith(_BYTE_ORDER_MARK):
             stream.read(len(_BYTE_ORDER_MARK))
             tally.marks += 1
@@ -202,7 +200,7 @@ def archive_texts(file: InputFile, tally: Tally) -> Iterator[bytes]:
         raise DataError(
             f"{file.name}: reading web archives needs a package that is not installed: pip install warcio"
         ) from error
-    with open_bytes(file, tally) as stream, reading(file):
+    with open_bytes(file, tally) as stream:
         try:
             records = ArchiveIterator(_Loud(stream))
             for record in records:

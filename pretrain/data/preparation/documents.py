@@ -24,6 +24,9 @@ from pretrain.errors import DataError
 FIELD_SEPARATOR = "\n\n"
 """The separator of several text fields: a blank line."""
 
+_LISTED = 1000
+"""How many left-out rows of a unit of work are listed with their places; all are counted."""
+
 Content = str | np.ndarray
 """A document: its text, or its ids without the end-of-document id."""
 
@@ -104,7 +107,9 @@ class PieceReader:
             raise DataError(
                 f"{origin}: {reason}{before}; correct it, or leave such rows out, up to a number, with --max-invalid"
             )
-        self._tally.leave_out(origin, reason)
+        self._tally.invalid += 1
+        if len(self._tally.invalid_rows) < _LISTED:
+            self._tally.invalid_rows.append((origin, reason))
 
     # The documents of a row, by the kind of file. Each raises _Unusable.
 

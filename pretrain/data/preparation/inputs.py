@@ -98,7 +98,7 @@ class InputFile:
         return not self.compression and not self.path.startswith(("http://", "https://"))
 
     def open(self, at_random: bool = False) -> BinaryIO:
-        """The file's bytes, unbuffered if it is local. `at_random`: for readers that jump. `lines.reading` handles the errors."""
+        """The file's bytes, unbuffered if it is local. `at_random`: for readers that jump. `text_inputs.reading` handles the errors."""
         if self.is_remote:
             return _remote.open(self.path, at_random or self.is_divisible)
         return open(self.path, "rb", buffering=0)

@@ -30,9 +30,6 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TEXT_RECORDS = ("conversion",)
 _PAGE_RECORDS = ("response", "resource", "revisit")
 
-LISTED = 1000
-"""How many left-out rows of a unit of work are listed with their places; all are counted."""
-
 
 @dataclass
 class Tally:
@@ -45,11 +42,6 @@ class Tally:
     invalid_rows: list[tuple[str, str]] = field(default_factory=list)
     """(where, why) of the first invalid rows."""
     marks: int = 0
-
-    def leave_out(self, origin: str, reason: str) -> None:
-        self.invalid += 1
-        if len(self.invalid_rows) < LISTED:
-            self.invalid_rows.append((origin, reason))
 
 
 @contextlib.contextmanager

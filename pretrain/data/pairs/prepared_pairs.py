@@ -55,12 +55,11 @@ def _read_pairs(directory: Path) -> dict[str, Any]:
     if not isinstance(content["preparation"], dict):
         raise DataError(f"{file}: preparation must be an object, got {content['preparation']!r}")
     for side in SIDES:
-        if not (directory / side / "manifest.json").is_file():
-            raise DataError(f"{directory / side / 'manifest.json'}: missing; restore it or prepare the pairs again")
-        if content[f"{side}_sha256"] != sha256_of(directory / side / "manifest.json"):
-            raise DataError(
-                f"{directory / side / 'manifest.json'}: not the manifest that {NAME} ties to the other side; prepare the pairs again"
-            )
+        manifest = directory / side / "manifest.json"
+        if not manifest.is_file():
+            raise DataError(f"{manifest}: missing; restore it or prepare the pairs again")
+        if content[f"{side}_sha256"] != sha256_of(manifest):
+            raise DataError(f"{manifest}: not the manifest that {NAME} ties to the other side; prepare the pairs again")
     return content
 
 
@@ -207,8 +206,9 @@ class Line(NamedTuple):
 def _prepare_split(directory: Path, split: Split, tokenizers: tuple[Tokenizer, Tokenizer], options: PairOptions) -> None:
     counts, limits = split.counts, (options.max_source_length, options.max_target_length)
     with contextlib.ExitStack() as stack:
-        create = zip(SIDES, tokenizers)
-        writers = [stack.enter_context(ShardWriter.create(directory / side, tokenizer)) for side, tokenizer in create]
+        writers = [
+            stack.enter_context(ShardWriter.create(directory / side, tokenizer)) for side, tokenizer in zip(SIDES, tokenizers)
+        ]
         pairs = _pairs(split, options.lowercase)
         while batch := list(itertools.islice(pairs, _BATCH)):
             sides = [_encode(tokenizer, lines) for tokenizer, lines in zip(tokenizers, zip(*batch))]

@@ -238,7 +238,8 @@ class LongTexts:
         """Whether the vocabulary has every character of a text."""
         for character in set(text) - self._known.keys():
             try:
-                self._known[character] = bool(self._tokenizer.encode_arrays([character]))
+                self._tokenizer.encode_arrays([character])
+                self._known[character] = True
             except DataError:
                 self._known[character] = False
         return all(map(self._known.get, text))

@@ -360,7 +360,7 @@ def _file_of(path: Path) -> Path:
     if not path.is_dir():
         return path
     models = sorted(path.glob("*.model"))
-    for file in (path / JSON_NAME, path / MODEL_NAME, *models[: len(models) == 1]):
+    for file in (path / JSON_NAME, path / MODEL_NAME, *(models if len(models) == 1 else ())):
         if file.is_file():
             return file
     if models:

@@ -256,4 +256,5 @@ class UnitParts:
 
 
 def part_name(unit: int) -> str:
+    """The file name of a unit's part."""
     return f"{unit:08d}.part"

@@ -146,28 +146,17 @@ def prepare(
     settings.check()
     _check_division(workers, task, tasks, restart)
     begin = time.monotonic()
-
-    def planned() -> tuple[PreparationPlan, Tokenizer]:
-        loaded = load_tokenizer(tokenizer)
-        Encoder(loaded, settings.fim_rate, settings.fim_spm_rate)  # refuses a tokenizer without their tokens
-        named = [item for item in inputs if isinstance(item, str)]
-        files = find_inputs(named) if named else list(inputs)
-        return PreparationPlan.make(settings, identity_of(loaded), files, unit_bytes), loaded
-
     if manifests := _manifests(output):
-        return _repeated(manifests, output, work, planned()[0], tidy=task is None)
+        plan, _ = _planned(inputs, tokenizer, settings, unit_bytes)
+        return _repeated(manifests, output, work, plan, tidy=task is None)
     own = None if task is None else (task, tasks)
     with WorkDirectory.locked(output, work, own) as directory:
         refuse_existing(directory.output)
         if restart:
             directory.restart()
-        plan, loaded = planned()
+        plan, loaded = _planned(inputs, tokenizer, settings, unit_bytes)
         directory.agree(plan, loaded.save)
         parts = directory.parts(plan)
-        if plan.cuts_tail:
-            share = f"{settings.validation_fraction:.4g}"
-            where = "from the next line on, or else from the next word or character"
-            _say(f"{plan.inputs[0].name}: one document; its end, a share of {share}, is the validation split, {where}")
         with ProcessPool(workers) as pool:
             units = range(task or 0, len(plan.units), tasks)
             try:
@@ -225,6 +214,16 @@ def _check_division(workers: int, task: int | None, tasks: int, restart: bool) -
         raise ConfigError(f"--tasks {tasks}: say which one this is with --task")
     if task is not None and restart:
         raise ConfigError("--restart: not together with --task, which others may be working beside; remove the work directory")
+
+
+def _planned(
+    inputs: Sequence[str] | Sequence[InputFile], tokenizer: str | Path, settings: Settings, unit_bytes: int | None
+) -> tuple[PreparationPlan, Tokenizer]:
+    loaded = load_tokenizer(tokenizer)
+    Encoder(loaded, settings.fim_rate, settings.fim_spm_rate)  # refuses a tokenizer without their tokens
+    named = [item for item in inputs if isinstance(item, str)]
+    files = find_inputs(named) if named else list(inputs)
+    return PreparationPlan.make(settings, identity_of(loaded), files, unit_bytes), loaded
 
 
 def _manifests(output: str | Path) -> dict[Path, Manifest]:
@@ -332,6 +331,10 @@ def _do_units(
     plan: PreparationPlan, parts: UnitParts, pool: ProcessPool, units: Sequence[int], tokenizer: str, engine: str
 ) -> list[PartSummary]:
     """Do the `units` that are not finished. Return what was done."""
+    if plan.cuts_tail:
+        share = f"{plan.settings.validation_fraction:.4g}"
+        where = "from the next line on, or else from the next word or character"
+        _say(f"{plan.inputs[0].name}: one document; its end, a share of {share}, is the validation split, {where}")
     parts.remove_leftovers(units)
     settings, finished, done = plan.settings, parts.finished(), []
     todo = {unit: pieces for unit, pieces in enumerate(plan.pieces) if unit in units and unit not in finished}

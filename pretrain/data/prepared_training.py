@@ -1,13 +1,18 @@
-"""Training on samples of one length: sources, mixture and batch schedule of a run behind `TrainingData`."""
+"""Training on samples of one length: sources, mixture and batch schedule of a run behind `TrainingData`, and its batches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from pretrain.config.schema import Config
-from pretrain.data.loader import Loader
+from pretrain.conventions import IGNORED
 from pretrain.data.samples import Samples
 from pretrain.data.shards.reader import Holding
 from pretrain.data.sources import (
@@ -22,20 +27,80 @@ from pretrain.data.sources import (
     validation_holdings,
     with_prepared_text,
 )
-from pretrain.data.stream import BatchSchedule, Stream
+from pretrain.data.stream import BatchSchedule, StepBatch, Stream, digest, rank_positions, read_ahead
 from pretrain.data.tasks import NextToken, Objective, SpanCorruption, Spans, sentinel_ids
 from pretrain.data.tokenizers.tokenizer import ADDED_NAME, TokenizerIdentity, Vocabulary, added_tokens_json
+
+PREFETCH_STEPS = 32
+"""How far ahead remote shards are downloaded, beyond the batches that are being read."""
+
+
+@dataclass(frozen=True)
+class SampleBatch(StepBatch):
+    """`inputs`: the network's inputs by name, with a row per sample."""
+
+    inputs: dict[str, Tensor]
+
+    def micro_steps(self, sequences: int) -> int:
+        return len(self.positions) // sequences
+
+    def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
+        part = slice(index * sequences, (index + 1) * sequences)
+        return {name: tensor[part].to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Batches of `data_rank` among `data_size`. `objective`: turns samples into the network's inputs."""
+
+    stream: Stream
+    schedule: BatchSchedule
+    data_rank: int
+    data_size: int
+    workers: int
+    objective: Objective = NextToken()
+    pin_memory: bool = False
+
+    def read(self, consumed: int) -> SampleBatch:
+        """The batch of the step that starts after `consumed` samples."""
+        sequences = self.schedule.at(consumed)
+        positions = rank_positions(consumed, sequences, self.data_rank, self.data_size)
+        shape = len(positions), self.stream.sequence_length
+        tokens_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
+        targets_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
+        self.stream.read(positions, tokens_BT.numpy(), targets_BT.numpy())
+        name = digest(positions, tokens_BT.numpy(), targets_BT.numpy())
+        inputs = self.objective.inputs(tokens_BT, targets_BT, positions)
+        target_tokens = int(np.count_nonzero(inputs["targets_BT"].numpy() != IGNORED))
+        if self.pin_memory:
+            inputs = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in inputs.items()}
+        return SampleBatch(positions, sequences, name, target_tokens, inputs)
+
+    def batches(self, consumed: int) -> Iterator[SampleBatch]:
+        return read_ahead(self.read, self.schedule.at, consumed, self.workers, self._prefetch)
+
+    def _prefetch(self, consumed: int) -> None:
+        later = self.schedule.after(consumed, PREFETCH_STEPS)
+        self.stream.prefetch(rank_positions(later, self.schedule.at(later), self.data_rank, self.data_size))
+
+    def validation_inputs(self, source: Samples, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
+        tokens_BT, targets_BT = torch.zeros((2, rows, source.sequence_length), dtype=torch.int64)
+        filled = np.pad(samples, (0, rows - len(samples)))
+        if len(samples):
+            source.fill(filled, np.arange(rows), tokens_BT.numpy(), targets_BT.numpy())
+        inputs = self.objective.for_validation().inputs(tokens_BT, targets_BT, filled)
+        inputs["targets_BT"][len(samples) :] = IGNORED
+        return inputs
 
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """A run's data. `config`: with text as a source; `eod_id`: the token that closes a document; `objective`: makes inputs of samples."""
+    """A run's data. `config`: with text as a source; `objective`: makes inputs of samples."""
 
     config: Config
     stream: Stream
     schedule: BatchSchedule
     objective: Objective
-    eod_id: int
     validation: list[Samples]
 
     kind = "prepared"
@@ -49,35 +114,35 @@ class PreparedTraining:
         sources = open_sources(config)
         check_tokenizers(sources + validation)
         stream = open_stream(config, sources)
-        return cls(config, stream, batch_schedule(config), _objective(config, stream, start_id), stream.eod_id, validation)
+        return cls(config, stream, batch_schedule(config), _objective(config, stream, start_id), validation)
 
     @property
     def attachments(self) -> dict[str, Path | str]:
         added = self.added_tokens
-        beside = {f"tokenizer/{ADDED_NAME}": added_tokens_json(added, self.stream.vocab_size)} if added else {}
+        beside = {f"tokenizer/{ADDED_NAME}": added_tokens_json(added, self.stream.data.vocab_size)} if added else {}
         return {"tokenizer": self.tokenizer_path, **beside}
 
     @property
     def tokenizer_path(self) -> Path:
-        return self.stream.tokenizer_path
+        return self.stream.data.tokenizer_path
 
     @property
     def tokenizer(self) -> TokenizerIdentity:
-        return self.stream.tokenizer
+        return self.stream.data.tokenizer
 
     @property
     def fingerprints(self) -> list[str]:
-        return self.stream.fingerprints
+        return [source.data.fingerprint for source in self.stream.sources]
 
     @property
     def vocabularies(self) -> dict[str, Vocabulary]:
-        own = self.stream.vocab_size
-        needed = max(own, sentinel_ids(self.config.data, own).stop)
-        return {"vocab_size": Vocabulary(needed, self.tokenizer.sha256, self.stream.sources[0].data.path)}
+        own = self.stream.data
+        needed = max(own.vocab_size, sentinel_ids(self.config.data, own.vocab_size).stop)
+        return {"vocab_size": Vocabulary(needed, own.tokenizer.sha256, own.path)}
 
     @property
     def added_tokens(self) -> list[str]:
-        return self.objective.added_tokens(self.stream.vocab_size)
+        return self.objective.added_tokens(self.stream.data.vocab_size)
 
     @property
     def lengths(self) -> tuple[float, ...]:
@@ -114,9 +179,9 @@ class PreparedTraining:
 
 
 def _objective(config: Config, stream: Stream, start_id: int | None) -> Objective:
-    spans, eod_id = Spans.of_data(config.data), stream.eod_id
+    spans, eod_id = Spans.of_data(config.data), stream.data.eod_id
     dropout_seed = config.run.seed if config.model.dropout else None
     if spans is None:
         return NextToken(eod_id if config.data.document_mask else None, dropout_seed)
-    first = sentinel_ids(config.data, stream.vocab_size)[-1]
+    first = sentinel_ids(config.data, stream.data.vocab_size)[-1]
     return SpanCorruption(spans, first, eod_id, eod_id if start_id is None else start_id, config.data.seed, dropout_seed)

@@ -5,18 +5,16 @@ This file does not import torch, so that tools which look at data answer at once
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.config.data_schema import Data, MixtureStage, Source, Text, ValidationSource
 from pretrain.config.schema import Config
-from pretrain.data.mixture import Mixture, Stage
+from pretrain.data.order import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.remote.shard_cache import ShardCache, default_directory
 from pretrain.data.remote.transfer import is_url
@@ -26,6 +24,7 @@ from pretrain.data.stream import BatchSchedule, Shuffle, Stream
 from pretrain.data.tasks import Objective, sentinel_ids
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
+from pretrain.storage import make_once
 
 log = logging.getLogger(__name__)
 
@@ -64,31 +63,14 @@ def _prepared_text(text: Text, cache: Path) -> Path:
     settings = Settings(text_field=text.text_field, text_mode=text.documents)
     plan = PreparationPlan.make(settings, identity_of(load_tokenizer(text.tokenizer)), inputs)
     path = cache / "text" / plan.sha256[:24]
-    if not path.is_dir():  # complete if it exists: it is renamed into place
-        with _alone(path):
-            if not path.is_dir():
-                log.info("data: preparing the text of data.text into %s; later starts find it there", path)
-                workers = os.cpu_count() or 1
-                done = prepare(inputs, text.tokenizer, path, workers=workers, **dataclasses.asdict(settings))
-                log.info("data: %s", done)
+
+    def make() -> None:
+        log.info("data: preparing the text of data.text into %s; later starts find it there", path)
+        done = prepare(inputs, text.tokenizer, path, workers=os.cpu_count() or 1, **dataclasses.asdict(settings))
+        log.info("data: %s", done)
+
+    make_once(path, "the text of data.text", make)
     return path
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock beside `path`. A process that must wait for it says so."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = (path.parent / f".{path.name}.lock").open("w")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be created: {error.strerror}; set data.cache.dir") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("data: waiting for another process, which prepares the text of data.text into %s", path)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def open_sources(config: Config) -> list[Samples]:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pretrain.config.schema import Config
 from pretrain.data.pairs.pair_training import PairTraining
 from pretrain.data.prepared_training import PreparedTraining
 from pretrain.data.shards.reader import Holding
+from pretrain.data.stream import StepBatch
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
 from pretrain.errors import DataError, UserError
 
@@ -30,25 +30,6 @@ class ValidationData(Protocol):
     @property
     def holdings(self) -> list[Holding]:
         """The directories that are read."""
-
-
-class StepBatch(Protocol):
-    """The samples of one rank in one optimizer step, on the host.
-
-    `positions`: the places of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see
-    stream.digest; `target_tokens`: targets that carry a loss.
-    """
-
-    positions: np.ndarray
-    sequences: int
-    digest: int
-    target_tokens: int
-
-    def micro_steps(self, sequences: int) -> int:
-        """The number of micro-steps of `sequences` samples in the batch; equal on all ranks."""
-
-    def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
-        """The network's inputs of a micro-step, by name, on the device."""
 
 
 class BatchLoader(Protocol):

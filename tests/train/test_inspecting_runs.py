@@ -19,8 +19,7 @@ from pretrain.config.load import load_config
 from pretrain.conventions import IGNORED
 from pretrain.data.inspection.coverage import measure_coverage
 from pretrain.data.inspection.history import History
-from pretrain.data.inspection.inspected_step import InspectedStep, check_digest, inspect_step
-from pretrain.data.inspection.sightings import find_document
+from pretrain.data.inspection.inspected_step import InspectedStep, check_digest, find_document, inspect_step
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
 

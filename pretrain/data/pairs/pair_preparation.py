@@ -16,10 +16,11 @@ import numpy as np
 from pretrain.data.pairs.prepared_pairs import write_pairs
 from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.lines import Tally, lines_of
-from pretrain.data.shards.staging import refuse_url, staged_directory
+from pretrain.data.remote.transfer import refuse_url
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, DataError
+from pretrain.storage import staged_directory
 
 _BATCH = 4096  # pairs that are encoded at a time
 

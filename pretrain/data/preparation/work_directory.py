@@ -27,9 +27,9 @@ from typing import Any
 
 from pretrain.data.preparation.parts import UnitParts, writing
 from pretrain.data.preparation.preparation_plan import PreparationPlan
-from pretrain.data.shards.staging import flush_tree, refuse_existing, refuse_url, rename_into_place
+from pretrain.data.remote.transfer import refuse_url
 from pretrain.errors import ConfigError, DataError
-from pretrain.storage import flush, sha256_of
+from pretrain.storage import flush, flush_tree, refuse_existing, rename_into_place, sha256_of
 
 _OURS = ("lock", "plan.json", "tokenizer", "deduplicate")
 _BEGIN, _PARTS, _ASSEMBLED = "begin.", "parts-", "assembled."

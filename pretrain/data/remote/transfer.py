@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pretrain.errors import DataError, install_command
+from pretrain.errors import ConfigError, DataError, install_command
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,15 @@ def is_url(path: object) -> bool:
     return bool(_URL.match(str(path)))
 
 
+def refuse_url(option: str, path: object) -> None:
+    """Raise ConfigError for a URL in place of a directory: object stores cannot rename a directory into place."""
+    if is_url(path):
+        raise ConfigError(
+            f"{option} {shown(str(path))}: is a URL; name a directory on a local or shared disk, and copy it when it is finished "
+            "(training reads prepared data from URLs)"
+        )
+
+
 def join(url: str, name: str) -> str:
     """The URL of the file `name` in the directory `url`, before any query, and inside the first link of a chain (`zip://d::s3://b/f.zip`)."""
     links = url.split("::")
@@ -115,13 +124,14 @@ class Remote:
 
         def attempt() -> None:
             digest, received = hashlib.sha256(), 0
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            for chunk in self._chunks(url, cancelled):
-                received += len(chunk)
-                if received > size:
-                    raise _WrongContent(f"more than the {size} bytes that manifest.json says")
-                digest.update(chunk)
-                _write(descriptor, chunk)
+            with open(descriptor, "wb", closefd=False) as file:
+                file.seek(0)
+                for chunk in self._chunks(url, cancelled):
+                    received += len(chunk)
+                    if received > size:
+                        raise _WrongContent(f"more than the {size} bytes that manifest.json says")
+                    digest.update(chunk)
+                    file.write(chunk)
             if received < size:
                 raise _WrongContent(f"{received} bytes where manifest.json says {size}")
             if digest.hexdigest() != sha256:
@@ -233,9 +243,8 @@ def _options(protocol: str, stall: float) -> tuple[dict[str, Any], dict[str, Any
     if protocol in ("http", "https"):
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_CONNECT_SECONDS, sock_read=stall
-        )  # the default ends a body after 300 s
+        # By default a body ends after 300 s.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=stall)
         # block_size=0: one request, streamed. With a size given, the size is not asked for.
         return {"client_kwargs": {"timeout": timeout, "trust_env": True}}, {"block_size": 0, "size": 1}
     if protocol in ("gs", "gcs", "hf"):
@@ -267,12 +276,6 @@ def _put(pieces: queue.Queue, piece: bytes | BaseException, left: threading.Even
         except queue.Full:
             continue
     return False
-
-
-def _write(descriptor: int, chunk: bytes) -> None:
-    view = memoryview(chunk)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _sleep(seconds: float, cancelled: Callable[[], bool]) -> None:

@@ -41,17 +41,13 @@ class OpenFile:
     @classmethod
     def at(cls, path: Path, size: int) -> OpenFile:
         """Open a local file. Raises DataError unless it has `size` bytes, and OSError only if too many files are open."""
+        check_size(path, size)
         try:
-            file = cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
-            if os.fstat(file._descriptor).st_size == size:
-                return file
+            return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
-            if error.errno != errno.ENOENT:
-                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-        check_size(path, size)
-        raise DataError(f"{path}: was replaced while it was opened; leave the data alone while a run reads it")
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
     def read(self, size: int, offset: int) -> bytes:
         """The `size` bytes from `offset` on. Raises DataError naming the file if they cannot be read."""

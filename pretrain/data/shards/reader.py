@@ -245,8 +245,6 @@ class PreparedData:
 
     def document_span(self, document: int) -> tuple[int, int]:
         """Stream positions [start, end) of one document, its end-of-document token included. Raises IndexError outside."""
-        if not 0 <= document < self.documents:
-            raise IndexError(f"{self.path}: document {document} is outside 0..{self.documents}")
         starts, ends = self.spans(np.array([document]))
         return int(starts[0]), int(ends[0])
 

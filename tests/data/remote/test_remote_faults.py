@@ -281,13 +281,13 @@ def test_prefetch_brings_the_shards_of_a_stretch_and_reading_them_asks_nobody(se
     data = opened(server.url + "/train", cache)
     starts = np.cumsum([0, *(shard.tokens for shard in data.manifest.shards)])
     data.prefetch(int(starts[1]), 1)
-    data._remote.wait_prefetched()
+    data._remote._prefetcher.wait()
     assert [server.count(f"shard-0000{i}.bin") for i in range(3)] == [0, 1, 0] and server.count(".idx") == 1
     data.prefetch(int(starts[1]) - 1, 2)
     data.prefetch(data.tokens - 1, 10**9)
     data.prefetch(data.tokens, 10)
     data.prefetch(5, 0)
-    data._remote.wait_prefetched()
+    data._remote._prefetcher.wait()
     assert server.count(".bin") == 3
     assert np.array_equal(whole(data), whole(PreparedData.open(folder))) and server.count(".bin") == 3
     PreparedData.open(folder).prefetch(0, 10)  # nothing to do
@@ -297,7 +297,7 @@ def test_prefetch_takes_no_more_than_half_of_the_cache_and_reports_failures_in_t
     data = opened(server.url + "/train", ShardCache(tmp_path / "cache", 120_000))
     server.faults["shard-00000.bin"] = [403]
     data.prefetch(0, data.tokens)
-    data._remote.wait_prefetched()
+    data._remote._prefetcher.wait()
     assert server.count(".bin") == 1
     assert "prefetch: " in caplog.text and "access refused" in caplog.text
 
@@ -306,18 +306,18 @@ def test_threads_that_prefetch_end_with_close_and_with_the_data(server, cache):
     server.faults[SHARD] = ["stall"]
     data = opened(server.url + "/train", cache, Patience(stall=60))
     data.prefetch(0, data.tokens)
-    threads = data._remote._prefetcher._queue.threads
+    threads = data._remote._prefetcher.threads
     assert server.stalled.wait(5) and [thread.is_alive() and thread.daemon for thread in threads] == [True, True]
     began = time.monotonic()
-    data._remote.close()
+    data._remote._prefetcher.close()
     assert not any(thread.is_alive() for thread in threads) and time.monotonic() - began < 2
     assert list((cache.directory / "partial").iterdir()) == []
     data.prefetch(0, data.tokens)  # closed: nothing happens
     server.faults.clear()
     data = opened(server.url + "/train", cache)
     data.prefetch(0, data.tokens)
-    data._remote.wait_prefetched()
-    threads = data._remote._prefetcher._queue.threads
+    data._remote._prefetcher.wait()
+    threads = data._remote._prefetcher.threads
     assert any(thread.is_alive() for thread in threads)
     del data
     gc.collect()

@@ -174,7 +174,7 @@ class Remote:
     def _chunks(self, url: str, cancelled: Callable[[], bool]) -> Iterator[bytes]:
         """The content, piece by piece. A thread of its own reads it, so that a backend that hangs can be abandoned."""
         pieces: queue.Queue[bytes | BaseException] = queue.Queue(maxsize=2)
-        left = threading.Event()
+        left = threading.Event()  # the thread puts at most two more pieces after that
         threading.Thread(target=self._produce, args=(url, pieces, left), daemon=True, name="transfer").start()
         try:
             while True:
@@ -186,6 +186,8 @@ class Remote:
                 yield piece
         finally:
             left.set()
+            while not pieces.empty():  # the thread may be waiting for room
+                pieces.get_nowait()
 
     def _next(self, pieces: queue.Queue, cancelled: Callable[[], bool]) -> bytes | BaseException:
         deadline = time.monotonic() + self.patience.stall
@@ -201,12 +203,12 @@ class Remote:
     def _produce(self, url: str, pieces: queue.Queue, left: threading.Event) -> None:
         try:
             with self.open(url) as file:
-                while not left.is_set():
+                piece = None
+                while piece != b"" and not left.is_set():
                     piece = _fill(file, left)
-                    if not _put(pieces, piece, left) or not piece:
-                        return
+                    pieces.put(piece)
         except BaseException as error:  # raised in the calling thread
-            _put(pieces, error, left)
+            pieces.put(error)
 
     def open(self, url: str, at_random: bool = False) -> Any:
         """The file as fsspec opens it, to be read from start to end, or `at_random`. `judged` handles its errors."""
@@ -266,16 +268,6 @@ def _fill(file: Any, left: threading.Event) -> bytes:
         parts.append(part)
         missing -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _put(pieces: queue.Queue, piece: bytes | BaseException, left: threading.Event) -> bool:
-    while not left.is_set():
-        try:
-            pieces.put(piece, timeout=0.2)
-            return True
-        except queue.Full:
-            continue
-    return False
 
 
 def _sleep(seconds: float, cancelled: Callable[[], bool]) -> None:

@@ -84,7 +84,7 @@ def inspect(arguments: argparse.Namespace) -> None:
         from pretrain.data.inspection.integrity import check_integrity, refuse_damage
 
         integrity = check_integrity(arguments.corrupt_check)
-        show(arguments, dataclasses.asdict(integrity), views.integrity_lines(integrity))
+        show(arguments, integrity, views.integrity_lines(integrity))
         refuse_damage(integrity)
         return
     history = open_history(arguments)
@@ -92,14 +92,14 @@ def inspect(arguments: argparse.Namespace) -> None:
         from pretrain.data.inspection.coverage import measure_coverage
 
         coverage = measure_coverage(history, arguments.step)
-        show(arguments, coverage.to_json(), views.coverage_lines(coverage, arguments.width))
+        show(arguments, coverage, views.coverage_lines(coverage, arguments.width))
     elif arguments.document is not None:
         from pretrain.data.inspection.inspected_step import find_document
 
         found = find_document(
             history, arguments.document, arguments.source, arguments.epochs, None if arguments.json else SIGHTINGS
         )
-        show(arguments, dataclasses.asdict(found), views.sightings_lines(found, arguments.width))
+        show(arguments, found, views.sightings_lines(found, arguments.width))
     else:
         show_step(arguments, history)
 
@@ -126,13 +126,13 @@ def show_step(arguments: argparse.Namespace, history: Any) -> None:
         views.write_page(step, arguments.html)
         print(arguments.html)
     else:
-        show(arguments, step.to_json(), views.step_lines(step, arguments.width, arguments.lines, arguments.ids))
+        show(arguments, step, views.step_lines(step, arguments.width, arguments.lines, arguments.ids))
     check_digest(step)
 
 
-def show(arguments: argparse.Namespace, content: dict[str, Any], lines: Iterable[str]) -> None:
+def show(arguments: argparse.Namespace, found: Any, lines: Iterable[str]) -> None:
     try:
-        print(json.dumps(content) if arguments.json else "\n".join(lines), flush=True)
+        print(json.dumps(dataclasses.asdict(found)) if arguments.json else "\n".join(lines), flush=True)
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -129,8 +129,9 @@ class ChunkedOrder:
 
     def samples(self, places: np.ndarray) -> np.ndarray:
         line = self._within_windows(np.asarray(places, dtype=np.int64), permute)
-        ordinal, offset = self._chunk_at(line)
-        return permute(ordinal, self._chunks, self._chunk_keys) * self.chunk + offset
+        short_end = (self._short_ordinal + 1) * self.chunk - self._missing
+        line = np.where(line >= short_end, line + self._missing, line)
+        return permute(line // self.chunk, self._chunks, self._chunk_keys) * self.chunk + line % self.chunk
 
     def places(self, samples: np.ndarray) -> np.ndarray:
         samples = np.asarray(samples, dtype=np.int64)
@@ -155,11 +156,6 @@ class ChunkedOrder:
     def _short_ordinal(self) -> int:
         """The place in the order of the last, short chunk."""
         return int(unpermute(np.array([self._chunks - 1]), self._chunks, self._chunk_keys)[0])
-
-    def _chunk_at(self, line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        short_end = (self._short_ordinal + 1) * self.chunk - self._missing
-        shifted = np.where(line >= short_end, line + self._missing, line)
-        return shifted // self.chunk, shifted % self.chunk
 
     def _within_windows(self, line: np.ndarray, move: Callable[[np.ndarray, int, np.ndarray], np.ndarray]) -> np.ndarray:
         length = self.chunk * self.window

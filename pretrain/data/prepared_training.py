@@ -17,7 +17,6 @@ from pretrain.data.samples import Samples
 from pretrain.data.shards.reader import Holding
 from pretrain.data.sources import (
     batch_schedule,
-    check_length,
     check_tokenizers,
     cut_identity,
     open_each,
@@ -30,6 +29,7 @@ from pretrain.data.sources import (
 from pretrain.data.stream import BatchSchedule, StepBatch, Stream, digest, rank_positions, read_ahead
 from pretrain.data.tasks import NextToken, Objective, SpanCorruption, Spans, sentinel_ids
 from pretrain.data.tokenizers.tokenizer import ADDED_NAME, TokenizerIdentity, Vocabulary, added_tokens_json
+from pretrain.errors import ConfigError
 
 PREFETCH_STEPS = 32
 """How far ahead remote shards are downloaded, beyond the batches that are being read."""
@@ -159,7 +159,26 @@ class PreparedTraining:
         return self.schedule.after(consumed, steps)
 
     def check_suffices(self, step: int, samples: int) -> None:
-        check_length(self.config, self.stream.mixture, self.schedule, step, samples)
+        config, mixture, schedule = self.config, self.stream.mixture, self.schedule
+        length, needed = config.data.sequence_length, schedule.after(samples, config.run.steps - step)
+        budget = sum(source.tokens or 0 for source in config.data.sources)
+        last = schedule.step_of(mixture.length, samples, step) - 1 if mixture.length is not None else config.run.steps
+        if mixture.length is not None and mixture.length < needed:
+            stage = config.data.stages[-1].until_tokens if config.data.stages else None
+            cause = (
+                f"data.stages end at until_tokens={stage}"
+                if stage is not None and mixture.length == -(-stage // length)
+                else "every source that is drawn has come data.sources[].max_epochs times"
+            )
+            raise ConfigError(
+                f"run.steps={config.run.steps} reads {needed} samples, and {cause}, after {mixture.length} samples: run.steps at most "
+                f"{last}, or give the data more"
+            )
+        if budget and needed * length > budget:
+            raise ConfigError(
+                f"run.steps={config.run.steps} reads {needed * length} tokens, more than the {budget} of all data.sources[].tokens; "
+                f"run.steps at most {schedule.step_of(budget // length, samples, step) - 1}, or raise the budgets"
+            )
 
     def shares(self, until: int) -> dict[str, float]:
         return self.stream.shares(until)

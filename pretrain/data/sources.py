@@ -16,10 +16,10 @@ from pretrain.config.data_schema import Data, MixtureStage, Source, Text, Valida
 from pretrain.config.schema import Config
 from pretrain.data.order import Mixture, Stage
 from pretrain.data.packing import open_index
-from pretrain.data.remote.shard_cache import ShardCache, default_directory
-from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.reader import Holding, PreparedData
+from pretrain.data.shards.shard_cache import ShardCache, default_directory
+from pretrain.data.shards.transfer import is_url
 from pretrain.data.stream import BatchSchedule, Shuffle, Stream
 from pretrain.data.tasks import Objective, sentinel_ids
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
@@ -293,26 +293,3 @@ def _stage(data: Data, number: int, stage: MixtureStage, weights: list[float]) -
     own = [stage.weights.get(name, 0.0) for name in names] if stage.weights else weights
     until = None if stage.until_tokens is None else -(-stage.until_tokens // data.sequence_length)
     return Stage(until, tuple(own))
-
-
-def check_length(config: Config, mixture: Mixture, schedule: BatchSchedule, step: int = 0, samples: int = 0) -> None:
-    """Raise ConfigError if a run that continues after `step` steps and `samples` samples would outlast its data."""
-    length, needed = config.data.sequence_length, schedule.after(samples, config.run.steps - step)
-    budget = sum(source.tokens or 0 for source in config.data.sources)
-    last = schedule.step_of(mixture.length, samples, step) - 1 if mixture.length is not None else config.run.steps
-    if mixture.length is not None and mixture.length < needed:
-        stage = config.data.stages[-1].until_tokens if config.data.stages else None
-        cause = (
-            f"data.stages end at until_tokens={stage}"
-            if stage is not None and mixture.length == -(-stage // length)
-            else "every source that is drawn has come data.sources[].max_epochs times"
-        )
-        raise ConfigError(
-            f"run.steps={config.run.steps} reads {needed} samples, and {cause}, after {mixture.length} samples: run.steps at most "
-            f"{last}, or give the data more"
-        )
-    if budget and needed * length > budget:
-        raise ConfigError(
-            f"run.steps={config.run.steps} reads {needed * length} tokens, more than the {budget} of all data.sources[].tokens; "
-            f"run.steps at most {schedule.step_of(budget // length, samples, step) - 1}, or raise the budgets"
-        )

@@ -7,10 +7,8 @@ numbers. Within one order, ranges say how many samples are distinct. Samples are
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +27,7 @@ class SourceCoverage:
 
     Samples have `sequence_length` inputs. `tokens` (inputs that are not padding), `targets` (those with a loss) and `padding`
     cover the drawn samples. They are exact if `exact`, else in proportion to an epoch. `left_out`: tokens at the end of the
-    source that fill no sample.
+    source that fill no sample. `unseen`: samples that have not come yet.
     """
 
     name: str
@@ -44,15 +42,8 @@ class SourceCoverage:
     padding: int
     exact: bool
     left_out: int
-
-    @property
-    def epochs(self) -> float:
-        return self.drawn / self.samples
-
-    @property
-    def unseen(self) -> int:
-        """Samples that have not come yet."""
-        return self.samples - self.distinct
+    epochs: float
+    unseen: int
 
 
 @dataclass(frozen=True)
@@ -79,10 +70,6 @@ class Coverage:
     inputs: int
     sources: list[SourceCoverage]
     segments: list[SegmentCoverage]
-
-    def to_json(self) -> dict[str, Any]:
-        sources = [dataclasses.asdict(s) | {"epochs": s.epochs, "unseen": s.unseen} for s in self.sources]
-        return dataclasses.asdict(self) | {"sources": sources}
 
 
 @dataclass
@@ -131,6 +118,7 @@ def _add_ranges(drawn: dict[tuple, _Drawn], stretch: Stretch, first: int, after:
 def _covered(one: _Drawn) -> SourceCoverage:
     source, size = one.source, len(one.source)
     drawn = sum(after - first for ranges in one.ranges.values() for first, after in ranges)
+    distinct = _distinct(one)
     totals = source.totals()
     exact = drawn % size == 0 or (totals.tokens == totals.targets == size * source.sequence_length)
     tokens, targets = (_in_proportion(total, drawn, size) for total in (totals.tokens, totals.targets))
@@ -141,12 +129,14 @@ def _covered(one: _Drawn) -> SourceCoverage:
         sequence_length=source.sequence_length,
         samples=size,
         drawn=drawn,
-        distinct=_distinct(one),
+        distinct=distinct,
         tokens=tokens,
         targets=targets,
         padding=drawn * source.sequence_length - tokens if isinstance(source, Packed) else 0,
         exact=exact,
         left_out=totals.left_out,
+        epochs=drawn / size,
+        unseen=size - distinct,
     )
 
 

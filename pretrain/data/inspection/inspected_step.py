@@ -6,11 +6,9 @@ document --samples.find--> samples --stream.positions--> positions --schedule-->
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -70,7 +68,7 @@ class InspectedStep:
     """The batch of a step. `shown`: the requested samples; everything else is about the whole batch.
 
     `tokenizer`: directory of the data's tokenizer; `digest`: see stream.digest, over all ranks; `logged_digest`: that of
-    metrics.jsonl, None if the step was not logged.
+    metrics.jsonl, None if the step was not logged; `digest_matches`: whether the step read these samples, None if it was not logged.
     """
 
     run: str
@@ -96,15 +94,7 @@ class InspectedStep:
     logged_digest: str | None
     asked: int
     shown: list[InspectedSample]
-
-    @property
-    def matches(self) -> bool | None:
-        """Whether the step read these samples; None if it was not logged."""
-        return None if self.logged_digest is None else self.logged_digest == self.digest
-
-    def to_json(self) -> dict[str, Any]:
-        content = dataclasses.asdict(self)
-        return content | {"digest_matches": self.matches}
+    digest_matches: bool | None
 
 
 def inspect_step(history: History, step: int, rank: int | None = None, most: int | None = None) -> InspectedStep:
@@ -134,7 +124,7 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
         target_tokens += int(np.count_nonzero(targets_BT != IGNORED))
         here = np.isin(positions, shown)
         samples += reader.samples(positions[here], tokens_BT[here], targets_BT[here])
-    logged = history.logged(step)
+    own, logged = f"{total % DIGEST_MODULUS:013x}", (history.logged(step) or {}).get("batch")
     sources = stream.locate(np.arange(first, after))[0]
     counts = np.bincount(sources, minlength=len(stream.sources)).tolist()
     return InspectedStep(
@@ -157,16 +147,17 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
         seed=stream.shuffle.seed,
         samples_of={source.name: count for source, count in zip(stream.sources, counts)},
         target_tokens=target_tokens,
-        digest=f"{total % DIGEST_MODULUS:013x}",
-        logged_digest=None if logged is None else logged.get("batch"),
+        digest=own,
+        logged_digest=logged,
         asked=len(wanted),
         shown=samples,
+        digest_matches=None if logged is None else logged == own,
     )
 
 
 def check_digest(step: InspectedStep) -> None:
     """Raise DataError if the step was logged and read other samples than those shown."""
-    if step.matches is False:
+    if step.digest_matches is False:
         raise DataError(
             f"step {step.step}: the step read other samples than those shown: their digest is {step.digest}, but metrics.jsonl has "
             f"{step.logged_digest}; the data or the program was changed since"

@@ -12,9 +12,9 @@ from pretrain.config.data_schema import Data
 from pretrain.config.schema import Config
 from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.packing import index_path
-from pretrain.data.remote.transfer import is_url
 from pretrain.data.shards.manifest import INDEX_DTYPE, INPUTS_NAME, INVALID_NAME, read_manifest
 from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.transfer import is_url
 from pretrain.data.sources import cache_folder, open_prepared, with_prepared_text
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import DataError

@@ -29,7 +29,7 @@ def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
         True: "matches metrics.jsonl",
         False: f"DIFFERS from metrics.jsonl, {step.logged_digest}: the step read other samples",
         None: "not in metrics.jsonl: the step was not logged" if step.made else "the step is in the future",
-    }[step.matches]
+    }[step.digest_matches]
     return [
         ("step", f"{step.step:,} of {step.last_step:,} of {step.run}, {state}"),
         (
@@ -105,7 +105,7 @@ def step_lines(step: InspectedStep, width: int, most_lines: int, ids: bool) -> I
     for sample in step.shown:
         yield ""
         heading = f"── {heading_of(sample)} "
-        yield heading + "─" * max(2, width - len(heading) - 1)
+        yield heading + "─" * max(2, width - len(heading))
         for piece in sample.pieces:
             yield from _wrapped(label_of(piece), width, "┌ ", "│   ")
             yield from _cut(_text_lines(piece.text, width), most_lines)
@@ -333,7 +333,7 @@ def page(step: InspectedStep) -> Iterator[str]:
         f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{_text(title)}</h1>\n<dl>\n"
     )
     for subject, text in summary_of(step):
-        state = {True: ' class="good"', False: ' class="bad"'}.get(step.matches, "") if subject == "digest" else ""
+        state = {True: ' class="good"', False: ' class="bad"'}.get(step.digest_matches, "") if subject == "digest" else ""
         yield f"<dt>{subject}</dt><dd{state}>{_text(text)}</dd>\n"
     yield f"</dl>\n{_KEY}\n"
     texts = functools.lru_cache(1 << 16)(lambda ids: decode(ids))

@@ -16,7 +16,7 @@ import numpy as np
 from pretrain.data.pairs.prepared_pairs import write_pairs
 from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.lines import Tally, lines_of
-from pretrain.data.remote.transfer import refuse_url
+from pretrain.data.shards.transfer import refuse_url
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, DataError

@@ -23,7 +23,7 @@ from pretrain.data.preparation.binary_inputs import WHOLE, IdFile, check_ids_opt
 from pretrain.data.preparation.documents import TEXT_MODES, DocumentOptions
 from pretrain.data.preparation.encode import check_fim_rates
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.remote.transfer import Remote
+from pretrain.data.shards.transfer import Remote
 from pretrain.data.shards.writer import SHARD_TOKENS
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError

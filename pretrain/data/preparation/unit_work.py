@@ -18,7 +18,7 @@ from pretrain.data.preparation.documents import Content, DocumentOptions, Piece,
 from pretrain.data.preparation.encode import Encoder, load_encoder
 from pretrain.data.preparation.lines import Tally
 from pretrain.data.preparation.parts import PartSummary, PartWriter
-from pretrain.data.remote.transfer import Remote
+from pretrain.data.shards.transfer import Remote
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import DataError
 

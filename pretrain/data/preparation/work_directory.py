@@ -27,7 +27,7 @@ from typing import Any
 
 from pretrain.data.preparation.parts import UnitParts, writing
 from pretrain.data.preparation.preparation_plan import PreparationPlan
-from pretrain.data.remote.transfer import refuse_url
+from pretrain.data.shards.transfer import refuse_url
 from pretrain.errors import ConfigError, DataError
 from pretrain.storage import flush, flush_tree, refuse_existing, rename_into_place, sha256_of
 

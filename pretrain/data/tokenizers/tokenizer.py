@@ -137,7 +137,7 @@ def _converted(directory: Path) -> Path:
     """
     import transformers
 
-    from pretrain.data.remote.shard_cache import default_directory
+    from pretrain.data.shards.shard_cache import default_directory
     from pretrain.storage import staged_directory
 
     files = [file for file in sorted(directory.iterdir()) if file.is_file() and file.stat().st_size <= _LARGEST]

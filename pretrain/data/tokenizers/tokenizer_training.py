@@ -21,7 +21,7 @@ from typing import Any
 
 from pretrain.data.preparation.documents import Document, read_documents
 from pretrain.data.preparation.inputs import find_inputs
-from pretrain.data.remote.transfer import refuse_url
+from pretrain.data.shards.transfer import refuse_url
 from pretrain.data.tokenizers.library_tokenizers import CONFIG_NAME, JSON_NAME, MODEL_NAME, byte_characters
 from pretrain.errors import ConfigError, DataError
 from pretrain.progress import MEGABYTE, CorpusProgress

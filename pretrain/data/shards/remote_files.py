@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pretrain.data.remote.shard_cache import CachedFiles, ShardCache
-from pretrain.data.remote.transfer import Cancelled, Remote, join, shown
 from pretrain.data.shards.manifest import Manifest, StoredFile, read_manifest
 from pretrain.data.shards.open_files import OpenFile
+from pretrain.data.shards.shard_cache import CachedFiles, ShardCache
+from pretrain.data.shards.transfer import Cancelled, Remote, join, shown
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME, copy_difference
 from pretrain.errors import DataError
 from pretrain.storage import sha256_of, staged_directory

@@ -18,11 +18,11 @@ from faulty_server import FaultyServer, faulty_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.remote import shard_cache
-from pretrain.data.remote.remote_files import open_remote
-from pretrain.data.remote.shard_cache import ShardCache
-from pretrain.data.remote.transfer import Patience, Remote, is_url, join, shown
+from pretrain.data.shards import shard_cache
 from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.remote_files import open_remote
+from pretrain.data.shards.shard_cache import ShardCache
+from pretrain.data.shards.transfer import Patience, Remote, is_url, join, shown
 from pretrain.errors import DataError
 
 QUICK = Patience(stall=20, first_delay=0.02, longest_delay=0.1, give_up=20)
@@ -72,7 +72,7 @@ def test_any_backend_reads_what_lies_in_the_folder(folder, cache):
 def test_reading_a_local_folder_imports_no_fsspec(folder):
     program = (
         "import sys; from pretrain.data.shards.reader import PreparedData; PreparedData.open(sys.argv[1]).read(0, 10); "
-        "assert not {'fsspec', 'aiohttp', 's3fs', 'pretrain.data.remote.remote_files'} & set(sys.modules)"
+        "assert not {'fsspec', 'aiohttp', 's3fs', 'pretrain.data.shards.remote_files'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
 
@@ -99,7 +99,7 @@ def test_what_passes_is_retried_and_logged(server, folder, cache, faults, caplog
     data = opened(server.url + "/train", cache)
     assert np.array_equal(whole(data), whole(PreparedData.open(folder)))
     assert server.count(SHARD) == len(faults) + 1
-    retries = [record.getMessage() for record in caplog.records if record.name == "pretrain.data.remote.transfer"]
+    retries = [record.getMessage() for record in caplog.records if record.name == "pretrain.data.shards.transfer"]
     assert len(retries) == len(faults)
     assert all(message.startswith(f"{server.url}/train/{SHARD}: ") and "trying again in" in message for message in retries)
 
@@ -265,7 +265,7 @@ def test_a_missing_backend_is_one_line_with_the_package(cache, monkeypatch, prot
 
 def test_offline_mode_of_the_hub_is_an_error_at_once(cache):
     program = (
-        "import sys, time; from pretrain.data.shards.reader import PreparedData; from pretrain.data.remote.shard_cache import ShardCache\n"
+        "import sys, time; from pretrain.data.shards.reader import PreparedData; from pretrain.data.shards.shard_cache import ShardCache\n"
         "PreparedData.open('hf://datasets/somebody/corpus/train', ShardCache(sys.argv[1]))"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -374,7 +374,7 @@ def test_open_files_that_were_dropped_are_let_go_and_used_ones_are_touched(prepa
 _READER = """
 import sys, time
 import numpy as np
-from pretrain.data.remote.shard_cache import ShardCache
+from pretrain.data.shards.shard_cache import ShardCache
 from pretrain.data.shards.reader import PreparedData
 url, local, folder, limit, seed, rounds = sys.argv[1:]
 local = PreparedData.open(local)

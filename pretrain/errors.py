@@ -1,6 +1,6 @@
-"""Errors that a user can act on.
+"""Errors that a user can act on, and the one way in which command-line tools end.
 
-Each carries one line that names the key, file or rank and the remedy. Entry points print that line and put the traceback
+Each error carries one line that names the key, file or rank and the remedy. Entry points print that line and put the traceback
 in the log; any other exception is a defect of ours and keeps its traceback.
 """
 
@@ -121,3 +121,23 @@ def nearest_multiples(value: int, unit: int) -> str:
     """The nearest multiples of `unit`, for a message about a number that is not one."""
     below = value // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n)
+
+
+INTERRUPTED = 130  # what shells report for a process ended by SIGINT
+
+
+def run_tool(function: Callable[[], object]) -> int:
+    """Call `function` and return the exit code of the process.
+
+    A `UserError` becomes one line on standard error and its own exit code. Any other exception is a defect of ours and
+    keeps its traceback.
+    """
+    try:
+        function()
+    except UserError as error:
+        print("error: " + " ".join(str(error).split("\n")), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0

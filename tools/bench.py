@@ -11,7 +11,7 @@ sys.path[:0] = [str(TOOLS), str(TOOLS.parent)]  # a clone works without being in
 from benchmarks.data import PARTS, measure  # noqa: E402
 from benchmarks.measure import Options, as_json, command, heading, machine, table  # noqa: E402
 
-from pretrain.command_line import run_tool  # noqa: E402
+from pretrain.errors import run_tool  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from pretrain.command_line import run_tool  # noqa: E402
+from pretrain.errors import run_tool  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

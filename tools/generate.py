@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from pretrain.command_line import run_tool  # noqa: E402
+from pretrain.errors import run_tool  # noqa: E402
 
 TEMPERATURE = 0.8
 

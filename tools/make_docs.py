@@ -13,7 +13,7 @@ sys.path[:0] = [str(TOOLS), str(TOOLS.parent)]  # a clone works without being in
 from documentation.configuration import configuration_page  # noqa: E402
 from documentation.model_tables import metrics_page, model_page  # noqa: E402
 
-from pretrain.command_line import run_tool  # noqa: E402
+from pretrain.errors import run_tool  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from pretrain.command_line import run_tool  # noqa: E402
 from pretrain.data.preparation.binary_inputs import IDS_DTYPES  # noqa: E402
 from pretrain.data.preparation.documents import TEXT_MODES  # noqa: E402
 from pretrain.data.preparation.preparation_plan import Settings  # noqa: E402
 from pretrain.data.preparation.prepare import merge, prepare  # noqa: E402
 from pretrain.data.shards.writer import SHARD_TOKENS  # noqa: E402
+from pretrain.errors import run_tool  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from pretrain.command_line import run_tool  # noqa: E402
 from pretrain.data.preparation.documents import TEXT_MODES  # noqa: E402
 from pretrain.data.tokenizers.tokenizer_training import MODEL_TYPES, SAMPLE_PIECES, train_tokenizer  # noqa: E402
+from pretrain.errors import run_tool  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

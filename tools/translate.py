@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from pretrain.command_line import run_tool  # noqa: E402
+from pretrain.errors import run_tool  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from pretrain.models.translate import Search
+    from pretrain.models.generate import Search
     from pretrain.train.translation import translate_file
 
     search = Search(arguments.beam, arguments.length_penalty, arguments.max_ratio, arguments.max_extra)

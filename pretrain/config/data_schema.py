@@ -1,4 +1,4 @@
-"""The data's sections: what is read, how it is cut into samples, in which order, and what is asked of a sample."""
+"""The sections of data: what is read, how it is cut into samples and ordered, and what the model learns from a sample."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _shown(value: Any) -> str:
 
 
 def describe_when(when: When) -> str:
-    """The conditions in a reader's words, for docs/configuration.md; empty where there are none."""
+    """The conditions as docs/configuration.md words them; empty for a key without conditions."""
     sentences = []
     for path, wanted in when.items():
         if isinstance(wanted, Except):

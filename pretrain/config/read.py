@@ -1,7 +1,7 @@
 """YAML files and `key=value` overrides as trees of values in which the place of every value is known.
 
-YAML here is YAML 1.2's core: `1e-4` is a number, `yes` is a word, and `010` stays a text, so that `load.py` can refuse it in
-a number's place (it is 8 to one reader and 10 to the other).
+YAML here is YAML 1.2's core: `1e-4` is a number and `yes` is a word. `010` is 8 to some readers and 10 to others; it stays a text,
+so that `load.py` can refuse it where a number is expected.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain import errors
 from pretrain.distributed.agreement import difference, digest_of
 from pretrain.distributed.channel import Channel, hello
-from pretrain.distributed.launcher import launched_ranks
-from pretrain.distributed.meeting_point import CONNECT_SECONDS, MeetingPoint, addresses_of_this_host, wrong_address
+from pretrain.distributed.launcher import CONNECT_SECONDS, MeetingPoint, addresses_of_this_host, launched_ranks, wrong_address
 from pretrain.distributed.monitor import Monitor
 from pretrain.distributed.switchboard import Switchboard
 from pretrain.errors import LaunchError, LostRankError, UserError

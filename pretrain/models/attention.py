@@ -1,16 +1,179 @@
-"""Self-attention with grouped queries, as single-device code."""
+"""Self-attention, as single-device code: the scores under a mask, grouped queries, latent attention, and the cache of generation.
+
+Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) makes keys and values from one vector per position:
+
+    x --query_down--> query_norm --query_up--> q = [plain | turned] per head
+    x --kv_down--> latent | turned key --------------+
+                   kv_norm --kv_up--> plain key | value per head
+                                       k = [plain key | the one turned key, shared by all heads]
+
+Its cache holds the latent and the turned key, which is all that keys and values are made from.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from pretrain.config.model_schema import Model
-from pretrain.models.attend import attend
-from pretrain.models.cache import LayerCache
 from pretrain.models.layers import Linear, RMSNorm, make_norm
 from pretrain.models.masks import Mask
-from pretrain.models.rotary import Tables, rotate
+from pretrain.models.positions import Tables, rotate, yarn_mscale
+
+
+class LayerCache:
+    """Keys and values [B, K, S, G] of one layer, for at most `capacity` positions."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, k_BKTG: Tensor, v_BKTG: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the newest positions; keys and values of all positions so far. Raises ValueError beyond the capacity."""
+        if self._keys is None:
+            self._keys, self._values = (
+                torch.empty(*x.shape[:2], self.capacity, x.shape[3], dtype=x.dtype, device=x.device) for x in (k_BKTG, v_BKTG)
+            )
+        stop = self.length + k_BKTG.shape[2]
+        if stop > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} positions, and {stop} are to be put into it")
+        self._keys[:, :, self.length : stop] = k_BKTG
+        self._values[:, :, self.length : stop] = v_BKTG
+        self.length = stop
+        return self._keys[:, :, :stop], self._values[:, :, :stop]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, in this order; one may come several times."""
+        if self._keys is not None:
+            self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
+
+
+class Cache:
+    """The caches of a model's layers; `length` positions are in it.
+
+    `documents_BS` labels them (see `models/masks.py`) where the first tokens came with labels; tokens without continue the last document.
+    """
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        self.layers = [LayerCache(capacity) for _ in range(layers)]
+        self.documents_BS: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+    def label(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
+        """Add the document numbers of `tokens` new positions. Returns those of all positions so far, or None if documents are not told apart."""
+        if documents_BT is not None and self.length and self.documents_BS is None:
+            raise ValueError("tokens with labels of documents cannot follow tokens without")
+        if documents_BT is None and self.documents_BS is not None:
+            documents_BT = self.documents_BS[:, -1:].expand(-1, tokens)
+        if documents_BT is not None:
+            parts = [documents_BT] if self.documents_BS is None else [self.documents_BS, documents_BT]
+            self.documents_BS = torch.cat(parts, dim=1)
+        return self.documents_BS
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, in this order."""
+        for layer in self.layers:
+            layer.select(rows)
+        if self.documents_BS is not None:
+            self.documents_BS = self.documents_BS.index_select(0, rows)
+
+
+SHORT = 128  # positions
+
+
+def attend(
+    q_BHTG: Tensor,
+    k_BKSG: Tensor,
+    v_BKSG: Tensor,
+    mask: Mask | None,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attention [B, H, T, G] with the back end that the mask was built for; without a mask every earlier position is seen.
+
+    `soft_cap`: scores become cap × tanh(score / cap), 0 leaves them; `sinks_H`: per head one more logit in the softmax.
+    """
+    if isinstance(mask, BlockMask):
+        return _flex(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
+    if soft_cap or sinks_H is not None or _is_faster_plain(q_BHTG, k_BKSG):
+        return _plain(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
+    grouped = q_BHTG.shape[1] != k_BKSG.shape[1]
+    if mask is not None and grouped and q_BHTG.is_cuda:
+        # On CUDA the one fused kernel that takes a mask knows no groups: with them torch would fall back to plain
+        # matrix products and keep all H x T x T scores (notes of torch's scaled_dot_product_attention).
+        repeats = q_BHTG.shape[1] // k_BKSG.shape[1]
+        k_BKSG, v_BKSG = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSG, v_BKSG))
+        grouped = False
+    return F.scaled_dot_product_attention(
+        q_BHTG, k_BKSG, v_BKSG, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+def _is_faster_plain(q_BHTG: Tensor, k_BKSG: Tensor) -> bool:
+    """Whether matrix products beat the fused kernel: its backward in bf16 on a CPU costs 7 times as much at 16 positions, and as much
+    at 256 (torch 2.13).
+    """
+    short = q_BHTG.shape[2] * k_BKSG.shape[2] <= SHORT**2
+    return short and q_BHTG.device.type == "cpu" and q_BHTG.dtype == torch.bfloat16 and torch.is_grad_enabled()
+
+
+def _plain(q_BHTG, k_BKSG, v_BKSG, mask: Tensor | None, scale: float, soft_cap: float, sinks_H: Tensor | None) -> Tensor:
+    """Matrix products and a softmax in fp32: what no fused kernel of torch's computes on a CPU."""
+    heads, length = q_BHTG.shape[1], q_BHTG.shape[2]
+    q_BKRTG = q_BHTG.unflatten(1, (k_BKSG.shape[1], -1))
+    scores = q_BKRTG @ k_BKSG.transpose(-1, -2)[:, :, None] * scale
+    scores_BHTS = scores.flatten(1, 2).float()
+    if soft_cap:
+        scores_BHTS = soft_cap * torch.tanh(scores_BHTS / soft_cap)
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=q_BHTG.device).tril()
+    scores_BHTS = scores_BHTS.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_BHTS + mask
+    if sinks_H is not None:
+        column = sinks_H.float()[None, :, None, None].expand(*scores_BHTS.shape[:3], 1)
+        weights_BHTS = torch.cat((scores_BHTS, column), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights_BHTS = scores_BHTS.softmax(-1)
+    weights = weights_BHTS.to(v_BKSG.dtype).unflatten(1, (k_BKSG.shape[1], heads // k_BKSG.shape[1]))
+    return (weights @ v_BKSG[:, :, None]).flatten(1, 2)
+
+
+def _flex(q_BHTG, k_BKSG, v_BKSG, mask: BlockMask, scale: float, soft_cap: float, sinks_H: Tensor | None) -> Tensor:
+    # A compiled block takes it in as it is; on CPU it is the reference only, and compiling costs more than it saves.
+    compiled = q_BHTG.is_cuda and not torch.compiler.is_compiling()
+    run = _compiled_flex() if compiled else flex_attention
+    options = {"block_mask": mask, "scale": scale, "enable_gqa": q_BHTG.shape[1] != k_BKSG.shape[1]}
+    if soft_cap:
+        options["score_mod"] = _soft_capped(soft_cap)
+    if sinks_H is None:
+        return run(q_BHTG, k_BKSG, v_BKSG, **options)
+    y_BHTG, logsumexp_BHT = run(q_BHTG, k_BKSG, v_BKSG, return_lse=True, **options)
+    # The sink adds exp(sink) to the denominator: what was divided by exp(lse) is divided by exp(lse) + exp(sink) instead.
+    share_BHT = torch.sigmoid(logsumexp_BHT - sinks_H.float()[:, None])
+    return (y_BHTG * share_BHT[..., None]).to(y_BHTG.dtype)
+
+
+@functools.cache  # one function per cap: a new one would be compiled anew
+def _soft_capped(cap: float) -> Callable[..., Tensor]:
+    def squash(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return squash
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
 
 
 class Attention(nn.Module):
@@ -62,3 +225,55 @@ def _query_key_norms(config: Model) -> tuple[nn.Module | None, nn.Module | None]
     if config.norm.kind in ("rms", "rms_offset"):
         return tuple(make_norm(config, n * config.head_dim) for n in widths)
     return tuple(RMSNorm(n * config.head_dim, config.norm_eps) for n in widths)
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention whose keys and values come from one vector of `latent.kv_rank` per position. Called as `Attention`."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        latent, dim, heads = config.latent, config.dim, config.heads
+        self.widths = [latent.plain_dim, latent.rope_dim]
+        self.value_dim, self.kv_rank = latent.value_dim, latent.kv_rank
+        self.layout = config.rope.layout
+        self.scale = _scale(config)
+        self.soft_cap = config.attention.soft_cap
+        width = heads * sum(self.widths)
+        if latent.query_rank:
+            self.query_down = Linear(dim, latent.query_rank)
+            self.query_norm = RMSNorm(latent.query_rank, latent.norm_eps)
+            self.query_up = Linear(latent.query_rank, width)
+        else:
+            self.query = Linear(dim, width)
+        self.kv_down = Linear(dim, latent.kv_rank + latent.rope_dim)
+        self.kv_norm = RMSNorm(latent.kv_rank, latent.norm_eps)
+        self.kv_up = Linear(latent.kv_rank, heads * (latent.plain_dim + latent.value_dim))
+        self.output = Linear(heads * latent.value_dim, dim)
+        self.compressed = latent.query_rank > 0
+
+    def forward(
+        self, x_BTD: Tensor, rope: Tables | None = None, mask: Mask | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        q_BTQ = self.query_up(self.query_norm(self.query_down(x_BTD))) if self.compressed else self.query(x_BTD)
+        q_BHTG = q_BTQ.unflatten(-1, (-1, sum(self.widths))).transpose(1, 2)
+        plain_BHTG, turned_BHTR = q_BHTG.split(self.widths, dim=-1)
+        latent_BTC, turned_BTR = self.kv_down(x_BTD).split([self.kv_rank, self.widths[1]], dim=-1)
+        latent_B1TC, key_B1TR = self.kv_norm(latent_BTC)[:, None], turned_BTR[:, None]
+        if rope is not None:
+            turned_BHTR, key_B1TR = rotate(turned_BHTR, rope, self.layout), rotate(key_B1TR, rope, self.layout)
+        if cache is not None:
+            latent_B1TC, key_B1TR = cache.append(latent_B1TC, key_B1TR)
+        both_BSHG = self.kv_up(latent_B1TC[:, 0]).unflatten(-1, (-1, self.widths[0] + self.value_dim))
+        k_BHSG, v_BHSG = both_BSHG.transpose(1, 2).split([self.widths[0], self.value_dim], dim=-1)
+        q_BHTG = torch.cat((plain_BHTG, turned_BHTR), dim=-1)
+        k_BHSG = torch.cat((k_BHSG, key_B1TR.expand(-1, k_BHSG.shape[1], -1, -1)), dim=-1)
+        y_BHTG = attend(q_BHTG, k_BHSG, v_BHSG, mask, self.scale, self.soft_cap)
+        return self.output(y_BHTG.transpose(1, 2).flatten(2))
+
+
+def _scale(config: Model) -> float:
+    """Factor on the scores. Of `yarn` with `mscale_all_dim` queries and keys, plain parts included, are each longer by mscale."""
+    scale = config.attention.query_scalar**-0.5
+    if config.rope.scaling == "yarn" and config.rope.mscale_all_dim:
+        scale *= yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) ** 2
+    return scale

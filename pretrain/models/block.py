@@ -7,16 +7,12 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
-from pretrain.models.attention import Attention
-from pretrain.models.cache import LayerCache
+from pretrain.models.attention import Attention, LatentAttention, LayerCache
 from pretrain.models.dropout import BlockDropout
-from pretrain.models.experts import MixtureOfExperts
-from pretrain.models.latent_attention import LatentAttention
-from pretrain.models.layers import make_norm
+from pretrain.models.experts import MixtureOfExperts, RouterReport
+from pretrain.models.layers import Mlp, make_norm
 from pretrain.models.masks import Mask
-from pretrain.models.mlp import Mlp
-from pretrain.models.rotary import Tables
-from pretrain.models.router import RouterReport
+from pretrain.models.positions import Tables
 from pretrain.models.shape import LayerSpec
 
 

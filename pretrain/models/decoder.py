@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
 from pretrain.conventions import IGNORED
+from pretrain.models.attention import Cache
 from pretrain.models.block import Block
-from pretrain.models.cache import Cache
 from pretrain.models.dropout import Dropout, make_dropout
-from pretrain.models.experts import MixtureOfExperts
-from pretrain.models.head import OutputHead
+from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding, make_norm
-from pretrain.models.loss import Losses, LossOptions
+from pretrain.models.loss import Losses, LossOptions, OutputHead
 from pretrain.models.masks import (
     Mask,
     attention_backend,
@@ -33,8 +32,7 @@ from pretrain.models.masks import (
 )
 from pretrain.models.multi_token import MultiTokenPrediction
 from pretrain.models.network import Unit
-from pretrain.models.rotary import Tables, rotary_tables
-from pretrain.models.router import Router, RouterReport
+from pretrain.models.positions import Tables, rotary_tables
 from pretrain.models.shape import LayerSpec, layer_specs
 
 Inputs = dict[int, tuple[Tables | None, Mask | None]]
@@ -103,12 +101,12 @@ class Decoder(nn.Module):
         keys_B: Tensor | None = None,
     ) -> Tensor | Losses | Hidden:
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32, in training
-        with the auxiliary losses of routers (`models/router.py`). `with_cross_entropy`: return that alone beside them.
+        with the auxiliary losses of routers (`models/experts.py`). `with_cross_entropy`: return that alone beside them.
 
-        `documents_BT` [B, T] numbers the document of each position (equal neighbours are of one; padding has a number of its own): no
-        position then attends to another document, and positions count from 0 in each. `positions_BT` [B, T] says them otherwise. With
-        a `cache` the tokens continue those that are in it, and are added to it. `hidden`: what the slice before returned. `keys_B`: see
-        `models/dropout.py`; without them nothing is dropped.
+        `documents_BT` [B, T] numbers the document of each position; padding has a number of its own. No position then attends to another
+        document, and positions count from 0 in each. `positions_BT` [B, T] gives other positions. With a `cache` the tokens continue
+        those that are in it, and are added to it. `hidden`: what the slice before returned. `keys_B`: see `models/dropout.py`; without
+        them nothing is dropped.
         """
         if self.takes_tokens == (hidden is not None):
             raise ValueError("the first slice of a network takes tokens alone, and the others what the slice before returned")

@@ -1,8 +1,8 @@
 """Dropout (Srivastava et al., JMLR 2014) whose mask is a pure function of (sample, layer, position, component).
 
-torch's own draws from a generator, so that a mask would depend on the rank, the micro-batch and on what was drawn before. Here it
-is a hash, as in counter-based generators (Salmon et al., SC'11): gradients are the same in every layout, padding changes nothing, a
-resumed run goes on exactly, and a recomputed block gets the mask it had.
+torch's own dropout draws from a generator, so its mask depends on the rank, on the micro-batch and on earlier draws. Here a mask is a
+hash, as in counter-based generators (Salmon et al., SC'11). So gradients are the same in every layout and with any padding. A resumed
+run goes on exactly, and a recomputed block gets the mask it had.
 
     key of the sample, name of the layer, position --64-bit finaliser--> a number per row --xor--> a number per two components
     --multiply, xor-shift, multiply--> 2 x 16 bits, each compared with the rate

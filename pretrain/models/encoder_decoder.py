@@ -17,16 +17,12 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
-from pretrain.models.attend import attend
-from pretrain.models.attention import Attention
-from pretrain.models.cache import LayerCache
+from pretrain.models.attention import Attention, LayerCache, attend
 from pretrain.models.dropout import BlockDropout, Dropout, make_dropout
-from pretrain.models.head import OutputHead
-from pretrain.models.layers import Embedding, Linear, make_norm
-from pretrain.models.loss import Losses, LossOptions
-from pretrain.models.mlp import Mlp
+from pretrain.models.layers import Embedding, Linear, Mlp, make_norm
+from pretrain.models.loss import Losses, LossOptions, OutputHead
 from pretrain.models.network import Unit
-from pretrain.models.relative import RelativeBias
+from pretrain.models.positions import RelativeBias
 
 
 class DecodingLayerCache:
@@ -168,10 +164,10 @@ class EncoderDecoder(nn.Module):
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each pair [B], fp32, and if asked for the
         cross-entropy alone beside them.
 
-        `tokens_BT`: the target so far, from its start token on; `source_lengths_B`: real tokens of each source, the rest is padding; all
-        are real without it (padding of targets needs no mask: nothing attends to what comes later, and its target is IGNORED). `keys_B`: see
-        `models/dropout.py`; without them nothing is dropped. With a `cache` the tokens, one after the first call, continue those that
-        are in it; the sources are then read in the first call only.
+        `tokens_BT`: the target so far, from its start token on. `source_lengths_B`: the real tokens of each source; the rest is padding.
+        Without it all are real. Padding of targets needs no mask, because no position attends to a later one, and its target is IGNORED.
+        `keys_B`: see `models/dropout.py`; without them nothing is dropped. With a `cache` the tokens continue those that are in it, one
+        at a time after the first call, and only the first call reads the sources.
         """
         dropout = make_dropout(self.config.dropout, keys_B, self.config.dim)
         memory_BSD, memory_mask = None, cache.source_mask if cache else None

@@ -9,13 +9,139 @@ K choices of each, R = N x K rows, E experts, D model, F width of an expert.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pretrain.config.model_schema import Model
-from pretrain.models.mlp import ACTIVATIONS, Mlp, gate
-from pretrain.models.router import Router, RouterReport
+from pretrain.config.model_schema import ExpertsConfig, Model
+from pretrain.errors import ConfigError
+from pretrain.models.layers import ACTIVATIONS, Mlp, gate
+
+
+class RouterReport(NamedTuple):
+    """What a layer's router says of a micro-step, over the positions that carry a loss."""
+
+    loss_B: Tensor
+    """Auxiliary losses of each sequence times its target tokens, fp32: dividing by the step's target tokens gives their mean."""
+
+    counts_E: Tensor
+    """Positions sent to each expert, int64."""
+
+
+class Router(nn.Module):
+    """Scores of all experts from one projection, computed in fp32; the best `experts.active` are chosen.
+
+    `correction` is added to the scores for the choice alone and gets no gradient (arXiv 2408.15664): train/balancing.py moves it.
+    `shares_E` is for `experts.balance_scope: global_batch`: how many of a position's choices went to each expert on average in the step
+    before; train/balancing.py sets it. None before the first step, and then even.
+    """
+
+    shares_E: Tensor | None = None
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.config = config.experts
+        count = config.experts.count
+        self.weight = nn.Parameter(torch.empty(count, config.dim))
+        self.bias = nn.Parameter(torch.zeros(count)) if config.experts.router_bias else None
+        self.correction = nn.Parameter(torch.zeros(count), requires_grad=False) if config.experts.correction else None
+
+    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None) -> tuple[Tensor, Tensor, RouterReport | None]:
+        """Chosen experts [B, T, K] and their weights [B, T, K], fp32; a report over the positions that are `counted_BT`."""
+        config = self.config
+        # The matrix is rounded to the compute format first, as FSDP2 hands it over; the products are of fp32.
+        weight_ED = self.weight.to(x_BTD.dtype).float()
+        logits_BTE = F.linear(x_BTD.float(), weight_ED, None if self.bias is None else self.bias.float())
+        scores_BTE = logits_BTE.softmax(-1) if config.scoring == "softmax" else logits_BTE.sigmoid()
+        chosen_BTK = self._choose(scores_BTE.detach())
+        weights_BTK = scores_BTE.gather(-1, chosen_BTK)
+        if config.normalise:
+            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
+        if config.scale != 1:
+            weights_BTK = weights_BTK * config.scale
+        if counted_BT is None:
+            return chosen_BTK, weights_BTK, None
+        return chosen_BTK, weights_BTK, report(logits_BTE, scores_BTE, chosen_BTK, counted_BT, config, self.shares_E)
+
+    def _choose(self, scores_BTE: Tensor) -> Tensor:
+        if self.correction is not None:
+            scores_BTE = scores_BTE + self.correction.to(scores_BTE)
+        if self.config.groups > 1:
+            scores_BTE = _best_groups(scores_BTE, self.config.groups, self.config.active_groups)
+        return scores_BTE.topk(self.config.active, dim=-1).indices
+
+
+def _best_groups(scores_BTE: Tensor, groups: int, active: int) -> Tensor:
+    """Scores without the experts of other groups than the `active` best; a group is as good as its two best (DeepSeek-V3)."""
+    scores_BTGS = scores_BTE.unflatten(-1, (groups, -1))
+    best_BTA = scores_BTGS.topk(2, dim=-1).values.sum(-1).topk(active, dim=-1).indices
+    kept_BTG = torch.zeros_like(scores_BTGS[..., 0], dtype=torch.bool).scatter(-1, best_BTA, True)
+    return scores_BTGS.masked_fill(~kept_BTG[..., None], -torch.inf).flatten(-2)
+
+
+def report(
+    logits_BTE: Tensor,
+    scores_BTE: Tensor,
+    chosen_BTK: Tensor,
+    counted_BT: Tensor,
+    config: ExpertsConfig,
+    shares_E: Tensor | None = None,
+) -> RouterReport:
+    """Auxiliary losses and loads, over the counted positions, n of a sequence. The losses are those of a position, times n.
+
+    Balance: E x sum over experts of f_e x P_e. P_e is the mean score of expert e, where the scores of a position sum to one. f_e is the
+    share of positions sent to it. The f_e sum to K = `experts.active`, and so the loss is K where loads are even. It is equation 4 of
+    arXiv 2101.03961. Equation 17 of arXiv 2412.19437 and Megatron divide f_e by K, so their loss is K times smaller. f_e is counted
+
+    sequence       over the sequence itself (arXiv 2412.19437)
+    global_batch   over all sequences of the step before: `shares_E` (arXiv 2501.11873, but for being one step old)
+
+    In either case all layouts that do not cut sequences compute the same. z-loss: mean squared log-sum-exp of the logits (arXiv
+    2202.08906, equation 5).
+    """
+    sequences, experts = len(counted_BT), config.count
+    counted_BT1 = counted_BT[..., None]
+    places = chosen_BTK + experts * torch.arange(sequences, device=chosen_BTK.device)[:, None, None]
+    counts = torch.zeros(sequences * experts, dtype=torch.int64, device=chosen_BTK.device)
+    counts_BE = counts.index_add_(0, places.flatten(), counted_BT1.expand_as(places).flatten().long()).view(sequences, experts)
+    loss_B = torch.zeros(sequences, dtype=torch.float32, device=chosen_BTK.device)
+    if config.balance_loss:
+        normal_BTE = scores_BTE if config.scoring == "softmax" else scores_BTE / scores_BTE.sum(-1, keepdim=True)
+        summed_BE = (normal_BTE * counted_BT1).sum(1)
+        if config.balance_scope == "sequence":
+            pulled_B = (counts_BE * summed_BE).sum(1) / counted_BT.sum(1).clamp(min=1)
+        else:
+            shares_E = torch.full((experts,), config.active / experts) if shares_E is None else shares_E
+            pulled_B = summed_BE @ shares_E.to(summed_BE)
+        loss_B = loss_B + config.balance_loss * experts * pulled_B
+    if config.router_z_loss:
+        loss_B = loss_B + config.router_z_loss * (logits_BTE.logsumexp(-1).square() * counted_BT).sum(1)
+    return RouterReport(loss_B, counts_BE.sum(0))
+
+
+def check_router(model: Model) -> None:
+    """Raise ConfigError for a router that training would never reach, of a complete model."""
+    experts = model.experts
+    if experts.count > 1 and experts.active == 1 and experts.normalise:
+        raise ConfigError(
+            "model.experts.active=1 with model.experts.normalise=true: a token's one weight is always 1, so the loss gives its router no "
+            "gradient and it stays random; raise model.experts.active to 2, or set normalise to false where the family allows it"
+        )
+
+
+def router_caution(model: Model) -> str | None:
+    """What to say of a complete model in whose training nothing keeps the loads of experts even; None where something does."""
+    experts = model.experts
+    if experts.active >= experts.count or experts.balance_loss or (experts.correction and experts.correction_rate):
+        return None
+    said = "model.experts.balance_loss=0" + (" and model.experts.correction_rate=0" if experts.correction else "")
+    return (
+        f"nothing keeps the loads of the {experts.count} experts even ({said}): few of them may end up with all tokens; set "
+        f"model.experts.balance_loss, to {0.01 / experts.active:.3g} say"
+        + (", or model.experts.correction_rate" if experts.correction else "")
+    )
 
 
 class MixtureOfExperts(nn.Module):
@@ -105,8 +231,8 @@ def dispatch(experts: Experts, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tens
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of tokens, each as often as it has choices. Backward adds a token's rows in the order of its choices, without the
-    atomic additions of an index's own backward, whose order, and so the last bit, changes from run to run on CUDA.
+    """Rows of tokens, each as often as it has choices. Backward adds a token's rows in the order of its choices. The backward of plain
+    indexing uses atomic additions instead: on CUDA their order, and with it the last bit, changes from run to run.
     """
 
     @staticmethod

@@ -14,10 +14,10 @@ programs call the loss, and what validation reports. Gradients are of L alone.
                                 dL/dx[chunk]  = dL/dz @ W
                                 dL/dW        += dL/dz.T @ x[chunk]     in fp32
 
-The gradient is computed in *forward*, when the chunk's logits are at hand (as Liger Kernel does, arXiv 2410.10989): three matrix
-products, as many as the plain loss takes, where recomputing the logits in backward would take four. That gradient is of the
-plain sum, so it is right for one upstream gradient common to all tokens, with which backward multiplies it. An upstream
-gradient that differs between tokens is honoured by recomputing, at twice the work.
+The gradient is computed in *forward*, when the chunk's logits are at hand (as Liger Kernel does, arXiv 2410.10989). That takes three
+matrix products, as many as the plain loss; recomputing the logits in backward would take four. The gradient is that of the plain sum.
+Backward multiplies it with the upstream gradient, which is right if all tokens share one. If they do not, the gradient is recomputed,
+at twice the work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -80,7 +80,7 @@ class LossOptions:
         return cls(loss.z_loss, loss.label_smoothing, soft_cap or None, logit_scale, chunk_bytes)
 
     def cross_entropy_only(self) -> LossOptions:
-        """Of the same model, without what is added in training: validation reports the cross-entropy itself."""
+        """The same options without what only training adds, because validation reports the cross-entropy itself."""
         return replace(self, z_loss=0.0, label_smoothing=0.0)
 
 
@@ -327,3 +327,39 @@ class _ChunkLogits:
         if options.soft_cap is not None:
             grad.mul_(self.logits.div_(options.soft_cap).square_().neg_().add_(1))
         return grad if grad.dtype == self.raw.dtype else self.raw.copy_(grad)
+
+
+class OutputHead(nn.Module):
+    """Logits, or with targets the summed loss of each sequence, of final hidden states.
+
+    Its weight `weight` [V, D] is cast to the activations' format where it is used; its gradient is of fp32. A tied head has none, and is given the embedding's in every call. Where no gradient is taken, as in validation, it leaves out z-loss and label
+    smoothing: what it returns is the cross-entropy alone.
+    """
+
+    def __init__(self, dim: int, vocab_size: int, options: LossOptions = CROSS_ENTROPY, tied: bool = False) -> None:
+        super().__init__()
+        self.options = options
+        # Values are drawn by name (parallel/initialise.py), so that they depend on nothing else.
+        self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(vocab_size, dim)))
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        targets_BT: Tensor | None = None,
+        weight: Tensor | None = None,
+        sequence_weights_B: Tensor | None = None,
+        with_cross_entropy: bool = False,
+    ) -> Tensor | Losses:
+        """Logits [B, T, V] in the format of x; with targets the summed token losses of each sequence, [B], fp32.
+
+        `weight` is the embedding's, for a tied head only. `sequence_weights_B` multiplies the losses: in here, so that
+        gradients keep the fast path (models/loss.py). `with_cross_entropy`: return that beside them.
+        """
+        if (weight is None) == (self.weight is None):
+            raise ValueError("a tied head is called with the embedding's weight, and no other head is")
+        weight = self.weight if weight is None else weight
+        if targets_BT is None:
+            return finish_logits(F.linear(x_BTD, weight.to(x_BTD.dtype)), self.options)
+        options = self.options if torch.is_grad_enabled() else self.options.cross_entropy_only()
+        losses = fused_losses_and_entropy(x_BTD, weight, targets_BT, options, sequence_weights_B)
+        return losses if with_cross_entropy else losses.objective_B

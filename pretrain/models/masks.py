@@ -85,8 +85,8 @@ def attention_mask(
 
 
 def cached_mask(start: int, stop: int, device: torch.device, window: int = 0, numbers_BS: Tensor | None = None) -> Tensor:
-    """Mask [B or 1, 1, stop - start, stop] of new positions that attend to what is in a cache, and to each other; with document numbers
-    of all positions, to their own document only.
+    """Mask [B or 1, 1, stop - start, stop] of new positions, which attend to a cache and to each other. With the document numbers of all
+    positions they attend to their own document only.
     """
     distance = torch.arange(start, stop, device=device)[:, None] - torch.arange(stop, device=device)
     attends = distance >= 0
@@ -108,9 +108,9 @@ def _dense_mask(length: int, device: torch.device, numbers_BT: Tensor | None, wi
 def _block_mask(numbers_BT: Tensor, window: int) -> BlockMask:
     """What `create_block_mask` makes of the same rule, without going through all T^2 pairs.
 
-    Numbers do not fall along a sequence, so the first and the last one of each block of positions decide: a block of keys
-    matters to a later block of queries if it ends in the document in which that begins and reaches into the window of its first
-    query, and needs no mask inside if both lie in one document altogether and in the window of its last query.
+    Numbers do not fall along a sequence, so the first and the last one of each block of positions decide. A block of keys
+    matters to a later block of queries if it ends in the document in which that begins, and reaches into the window of its first
+    query. It needs no mask inside if both lie in one document altogether, and in the window of the last query.
     """
     length = numbers_BT.shape[1]
     # What is missing in the last block counts as a document of its own: such a block is never taken for a whole one.

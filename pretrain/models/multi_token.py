@@ -6,9 +6,9 @@ Depth k = 1, 2, ... predicts the token k + 1 places ahead, from the depth before
     h(k)_t = block_k(projection_k([norm(h(k-1)_t); norm(embedding of token_(t+k))]))        predicts token_(t+k+1)
     loss   = L(0) + weight / depths * sum of L(k),   with the embedding and the output head of the trunk
 
-The shared modules are called once in a pass: tokens are embedded by the trunk and shifted here, and the head is given the hidden
-states of all depths in one batch. Called again, a shared module would run into FSDP2's bookkeeping of grouped modules, which
-knows one use per pass (pytorch#183702); and the head's gradients are formed in one go.
+The shared modules are called once in a pass. The trunk embeds the tokens, which are shifted here; the head gets the hidden states of
+all depths in one batch, so its gradients are formed in one go. A second call would run into FSDP2's bookkeeping of grouped modules,
+which knows one use per pass (pytorch#183702).
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from torch.nn import functional as F
 
 from pretrain.conventions import IGNORED
 from pretrain.models.dropout import BlockDropout, Dropout
-from pretrain.models.head import OutputHead
-from pretrain.models.loss import Losses
+from pretrain.models.experts import RouterReport
+from pretrain.models.loss import Losses, OutputHead
 from pretrain.models.masks import Mask, document_numbers
-from pretrain.models.rotary import Tables
-from pretrain.models.router import RouterReport
+from pretrain.models.positions import Tables
 from pretrain.models.shape import LayerSpec
 
 

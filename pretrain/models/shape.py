@@ -117,7 +117,7 @@ def _sizes(model: Model, sequence_length: int | None) -> Model:
 
 
 def _check(model: Model) -> None:
-    from pretrain.models.rotary import rotated_width
+    from pretrain.models.positions import rotated_width
 
     if model.latent.kv_rank:
         _check_latent(model)

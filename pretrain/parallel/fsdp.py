@@ -20,8 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
-from pretrain.models.head import OutputHead
 from pretrain.models.layers import Embedding
+from pretrain.models.loss import OutputHead
 from pretrain.parallel.blocks import DTYPES
 
 

@@ -264,7 +264,7 @@ class KeepBest(Callback):
             self._keep_history(run.directory / "checkpoints")
 
     def _keep_history(self, checkpoints: Path) -> None:
-        """Of the steps before this start only those count that have a copy, or a checkpoint to make one of."""
+        """Steps before this start count only if they have a copy, or a checkpoint to make one of."""
         wanted = self._best()
         names = {step: files.directory_of(step) for step in self.values}
         kept = {step for step, name in names.items() if exists(self.folder / name) or exists(checkpoints / name)}

@@ -21,9 +21,9 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.shape import check_encoder, flat, resolved_switches, with_values
 from pretrain.observe.flops import flops_per_token
-from pretrain.observe.translation_scores import require_sacrebleu
 from pretrain.parallel.layout import Layout, plan_layout
 from pretrain.train.resolve import needs_masks, resolve, usual_values
+from pretrain.train.translation import require_sacrebleu
 
 NO_IDENTITY = {leaf.path for leaf in leaves(Model, None, resume="never") if leaf.resume != "never"}
 """Keys of the model that change no tensor of a run (see `model_identity`)."""

@@ -22,7 +22,7 @@ from pretrain.huggingface import verification
 from pretrain.huggingface.export_model import RECORD, export
 from pretrain.huggingface.import_model import import_model
 from pretrain.huggingface.open_model import open_model, read_checkpoint
-from pretrain.models import decoder, rotary
+from pretrain.models import decoder, positions
 from pretrain.models.families import complete, families, family_of
 from pretrain.models.shape import flat, resolved_switches
 
@@ -77,7 +77,7 @@ def test_a_window_that_is_computed_otherwise_is_found(byte_tokenizer, tmp_path, 
 def test_dynamic_scaling_that_is_computed_otherwise_is_found(byte_tokenizer, tmp_path, monkeypatch):
     """M-D4: the branch beyond the original length was never taken."""
     checkpoint = write(tmp_path / "checkpoint", byte_tokenizer, DYNAMIC)
-    original = rotary.rotary_tables
+    original = positions.rotary_tables
 
     def unscaled(config, *rest):
         return original(dataclasses.replace(config, rope=dataclasses.replace(config.rope, scaling="none")), *rest)

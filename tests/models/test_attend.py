@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.config.model_schema import AttentionConfig, Model
-from pretrain.models.attend import attend
+from pretrain.models.attention import attend
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.models.masks import attention_mask, document_numbers

@@ -18,12 +18,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 from pretrain.config.schema import Model
 from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
-from pretrain.models import attend
+from pretrain.models import attention
 from pretrain.models import decoder as decoder_module
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.models.masks import attention_backend, attention_mask, document_numbers, document_positions
-from pretrain.models.rotary import rotary_tables
+from pretrain.models.positions import rotary_tables
 from pretrain.parallel.blocks import compile_blocks, recompute_blocks
 from pretrain.train.plan import NO_IDENTITY
 
@@ -399,7 +399,7 @@ def test_flex_compiled_by_itself_is_compiled_once_for_all_documents():
     model, eager = ours("grouped queries", "flex"), ours("grouped queries")
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
-    with torch.no_grad(), patch.object(attend, "flex_attention", attend._compiled_flex()):
+    with torch.no_grad(), patch.object(attention, "flex_attention", attention._compiled_flex()):
         for seed in range(3):
             ids = tokens(SMALL, 2, 300).roll(seed)
             documents = torch.cat((labels([150 + seed, 150 - seed]), labels([300])))

@@ -18,10 +18,9 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.errors import ConfigError
 from pretrain.huggingface.import_model import ALONE
 from pretrain.models import build_network
-from pretrain.models.experts import Experts, MixtureOfExperts, dispatch
+from pretrain.models.experts import Experts, MixtureOfExperts, check_router, dispatch, report, router_caution
 from pretrain.models.families import complete
-from pretrain.models.mlp import Mlp
-from pretrain.models.router import check_router, report, router_caution
+from pretrain.models.layers import Mlp
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.parallel.blocks import recompute_blocks
 from pretrain.parallel.initialise import initialise

@@ -16,7 +16,7 @@ from pretrain.config.model_schema import Model
 from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
-from pretrain.models.cache import Cache
+from pretrain.models.attention import Cache
 from pretrain.models.decoder import count_parameters
 from pretrain.models.families import families, family_of, family_of_hf
 from pretrain.models.families.declare.weights import resolve

@@ -59,9 +59,10 @@ def test_hugging_face_to_ours_and_back_is_bit_equal(family, name, dtype, tmp_pat
     assert all(after[n].dtype == formats[n] and torch.equal(after[n], t.to(formats[n])) for n, t in before.items())
     assert {t.dtype for t in Payload(tmp_path / "ours").whole("model.").values()} == {torch.float32}
     how = {"attn_implementation": "eager"}
-    if dtype == "bf16":  # the copy above has buffers of bf16 too; the grouped kernel of experts refuses these widths
+    if dtype == "bf16":  # the grouped kernel of experts refuses these widths
         how |= {"experts_implementation": "eager"}
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", **how).eval()
+    # Anew: the copy above has buffers of bf16 too, and with dynamic scaling those of the longest text that a test gave it.
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", **how).eval()
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", **how).eval()
     ids = tokens(model, 2, 17)
     with torch.no_grad():

@@ -11,11 +11,10 @@ from torch import nn
 from pretrain.config.model_schema import AttentionConfig, Latent, Model, Norm, Rope
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
-from pretrain.models.cache import Cache
+from pretrain.models.attention import Cache, LatentAttention
 from pretrain.models.families import complete
-from pretrain.models.latent_attention import LatentAttention
 from pretrain.models.masks import narrowest_head
-from pretrain.models.rotary import rotary_tables
+from pretrain.models.positions import rotary_tables
 from pretrain.parallel.initialise import initialise
 
 LATENT = Latent(kv_rank=10, query_rank=0, rope_dim=4, plain_dim=6, value_dim=14)

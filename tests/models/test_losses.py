@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.conventions import IGNORED
-from pretrain.models.head import OutputHead
-from pretrain.models.loss import CROSS_ENTROPY, LossOptions, finish_logits, fused_losses, sequence_losses
+from pretrain.models.loss import CROSS_ENTROPY, LossOptions, OutputHead, finish_logits, fused_losses, sequence_losses
 
 EVERYTHING = LossOptions(z_loss=1e-2, label_smoothing=0.1, soft_cap=5.0, logit_scale=0.7, chunk_bytes=1 << 12)
 

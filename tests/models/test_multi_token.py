@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pretrain.conventions import IGNORED
-from pretrain.models.head import OutputHead
-from pretrain.models.loss import LossOptions
+from pretrain.models.loss import LossOptions, OutputHead
 from pretrain.models.multi_token import MultiTokenPrediction, targets_ahead
 from pretrain.models.shape import LayerSpec
 

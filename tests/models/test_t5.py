@@ -22,10 +22,10 @@ from pretrain.models import build_network
 from pretrain.models.encoder_decoder import DecodingCache
 from pretrain.models.families import complete, family_of, family_of_hf
 from pretrain.models.families.declare.weights import resolve
-from pretrain.models.relative import buckets_of
+from pretrain.models.generate import Search
+from pretrain.models.generate import translate as decode
+from pretrain.models.positions import buckets_of
 from pretrain.models.shape import flat, with_values
-from pretrain.models.translate import Search
-from pretrain.models.translate import translate as decode
 from pretrain.observe.flops import flops_per_token
 
 SMALL = Model(family="t5", dim=32, layers=2, heads=4, vocab_size=61)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_encoder_decoder import model_of, network_of
 
-from pretrain.models.translate import Search, translate
+from pretrain.models.generate import Search, translate
 
 END, VOCABULARY = 0, 5
 SIZES = {"dim": 16, "heads": 2, "ffn_dim": 24, "layers": 2, "vocab_size": VOCABULARY, "encoder": {"vocab_size": 9}}
@@ -71,7 +71,7 @@ def test_greedy_takes_the_likeliest_token_each_time(network):
 
 
 def test_a_beam_of_one_is_greedy(network):
-    from pretrain.models import translate as module
+    from pretrain.models import generate as module
 
     inputs, search = sources(16), Search(max_extra=5)
     first = torch.full((16, 1), END)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.observe.translation_scores import edit_distance, error_rate, score
+from pretrain.train.translation import edit_distance, error_rate, score
 
 HYPOTHESES = ["the dog bit the man .", "it was not a surprise .", "the man had just bitten him ."]
 REFERENCES = ["the dog bit the man .", "it was not unexpected .", "the man bit him first ."]

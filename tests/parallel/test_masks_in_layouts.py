@@ -38,7 +38,7 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
     from pretrain.config.load import load_config
     from pretrain.distributed import ranks as distributed
     from pretrain.distributed.mesh import Mesh
-    from pretrain.models import attend, decoder
+    from pretrain.models import attention, decoder
     from pretrain.models.decoder import Decoder
     from pretrain.parallel.layout import plan_layout
     from pretrain.parallel.strategy import Strategy
@@ -63,7 +63,7 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
     tokens, targets, documents = (x[mesh.data_rank * share :][:share] for x in batch())
     with (
         patch.object(decoder, "attention_backend", lambda *_, **__: backend),
-        patch.object(attend, "flex_attention", dense_flex),
+        patch.object(attention, "flex_attention", dense_flex),
         strategy.data_axes.micro_step(last=True),
     ):
         losses = strategy._call(tokens, targets, documents if masked else None)

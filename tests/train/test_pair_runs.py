@@ -251,10 +251,10 @@ def stopped_while_translating(config_file: str, *overrides: str) -> tuple[int, s
     import signal
     from unittest.mock import patch
 
-    from pretrain.models import translate
+    from pretrain.models import generate
     from pretrain.train.stop import StopPoll
 
-    greedy, calls = translate._greedy, []
+    greedy, calls = generate._greedy, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -263,7 +263,7 @@ def stopped_while_translating(config_file: str, *overrides: str) -> tuple[int, s
         return greedy(*arguments)
 
     with patch.object(StopPoll, "SECONDS", 0.0):  # this translation takes less than a second
-        return run_main_with(translate, "_greedy", interrupted, config_file, *overrides)
+        return run_main_with(generate, "_greedy", interrupted, config_file, *overrides)
 
 
 @pytest.mark.parametrize("strategy", [FSDP, pytest.param(DDP, marks=pytest.mark.slow)])

@@ -293,7 +293,7 @@ def test_a_small_model_learns_to_fill_in_what_the_rest_determines(pool, tmp_path
     """Letters that rise by one, from any letter on: what was taken out follows from its neighbours."""
     from pretrain.config.load import load_config
     from pretrain.huggingface.open_model import open_translator
-    from pretrain.models.translate import Search, translate
+    from pretrain.models.generate import Search, translate
     from pretrain.train.plan import make_plan
 
     data = write_rising(tmp_path / "rising", byte_tokenizer)

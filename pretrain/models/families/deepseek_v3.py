@@ -4,19 +4,26 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.declare.common import ENDS, LAYER, MLP, PRE_NORMS, THEIRS, eps, sizes, tied
-from pretrain.models.families.declare.family import Family, Field
-from pretrain.models.families.declare.mixtures import (
+from pretrain.models.families.declare.common import (
     CORRECTED,
     CORRECTION,
+    ENDS,
+    LAYER,
+    MLP,
+    PRE_NORMS,
     ROUTING,
     SHARED,
+    THEIRS,
     TRAINING,
     beyond_the_last_layer,
     corrected,
+    eps,
     refuse_uncorrected,
+    sizes,
     stacked,
+    tied,
 )
+from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.other_readers import scalings, switches
 from pretrain.models.families.declare.weights import entry
 

@@ -4,9 +4,8 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.declare.common import LAYER, THEIRS, WEIGHTS, eps, sizes, tied
+from pretrain.models.families.declare.common import LAYER, SHARED, THEIRS, TRAINING, WEIGHTS, eps, sizes, stacked, tied
 from pretrain.models.families.declare.family import Family, Field
-from pretrain.models.families.declare.mixtures import SHARED, TRAINING, stacked
 from pretrain.models.families.declare.weights import ONE_ROW, entry
 
 

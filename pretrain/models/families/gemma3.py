@@ -1,5 +1,5 @@
-"""Gemma 3, its text model (arXiv 2503.19786): Gemma 2 with a norm of queries and keys instead of soft-caps, five layers of six
-with a sliding window, and another rotation in those."""
+"""Gemma 3, its text model (arXiv 2503.19786): Gemma 2 with a norm of queries and keys instead of soft-caps. Five layers of six
+have a sliding window and another rotary base."""
 
 from pretrain.config.model_schema import Model
 from pretrain.models.families.declare.common import (
@@ -23,7 +23,7 @@ _interval = whole("sliding_window_pattern", 6)
 
 
 def _sliding_window_pattern(model: Model) -> int | None:
-    """The period of layers without a window, which is all that older readers know; None where there is none."""
+    """The period of the layers without a window, for older readers, which know only a period; None if the pattern has no period."""
     flags = has_windows(model)
     return next((n for n in (6, *range(1, model.layers + 2)) if flags == [(i + 1) % n != 0 for i in range(model.layers)]), None)
 

@@ -4,19 +4,23 @@ from typing import Any
 
 from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.declare.common import WEIGHTS, eps, projections, sizes, tied
-from pretrain.models.families.declare.family import Family, Field
-from pretrain.models.families.declare.mixtures import (
+from pretrain.models.families.declare.common import (
     CORRECTED,
     CORRECTION,
     ROUTING,
     SHARED,
     TRAINING,
+    WEIGHTS,
     beyond_the_last_layer,
     corrected,
+    eps,
+    projections,
     refuse_uncorrected,
+    sizes,
     stacked,
+    tied,
 )
+from pretrain.models.families.declare.family import Family, Field
 from pretrain.models.families.declare.other_readers import scalings, switches
 
 

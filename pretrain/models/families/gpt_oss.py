@@ -7,13 +7,14 @@ from pretrain.models.families.declare.common import (
     LAYER,
     PRE_NORMS,
     THEIRS,
+    TRAINING,
     eps,
+    needs_experts,
     projections,
     sizes,
     tied,
 )
 from pretrain.models.families.declare.family import Family, Field
-from pretrain.models.families.declare.mixtures import TRAINING, needs_experts
 from pretrain.models.families.declare.other_readers import WINDOWS, scalings, switches
 from pretrain.models.families.declare.weights import INTERLEAVED, INTERLEAVED_TRANSPOSED, TRANSPOSED, entry
 from pretrain.models.families.declare.windows import windows

@@ -3,9 +3,21 @@
 from typing import Any
 
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.declare.common import ATTENTION, ENDS, LAYER, PRE_NORMS, THEIRS, eps, sizes, tied
+from pretrain.models.families.declare.common import (
+    ATTENTION,
+    CORRECTED,
+    ENDS,
+    LAYER,
+    PRE_NORMS,
+    THEIRS,
+    TRAINING,
+    eps,
+    needs_experts,
+    sizes,
+    stacked,
+    tied,
+)
 from pretrain.models.families.declare.family import Family, Field
-from pretrain.models.families.declare.mixtures import CORRECTED, TRAINING, needs_experts, stacked
 from pretrain.models.families.declare.other_readers import scalings, switches
 from pretrain.models.families.declare.weights import entry
 

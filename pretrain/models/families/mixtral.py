@@ -1,8 +1,17 @@
 """Mixtral 8x7B and 8x22B (arXiv 2401.04088)."""
 
-from pretrain.models.families.declare.common import ATTENTION, ENDS, PRE_NORMS, eps, sizes, tied
+from pretrain.models.families.declare.common import (
+    ATTENTION,
+    ENDS,
+    PRE_NORMS,
+    TRAINING,
+    eps,
+    needs_experts,
+    sizes,
+    stacked,
+    tied,
+)
 from pretrain.models.families.declare.family import Family, Field
-from pretrain.models.families.declare.mixtures import TRAINING, needs_experts, stacked
 from pretrain.models.families.declare.other_readers import AS_LLAMA, switches
 
 MIXTRAL = Family(

@@ -1,9 +1,18 @@
 """OLMoE 1B-7B (arXiv 2409.02060): a mixture of experts in every layer, RMSNorm over all queries and all keys."""
 
 from pretrain.config.model_schema import Model
-from pretrain.models.families.declare.common import WEIGHTS, attention_bias, eps, head_width, sizes, tied
+from pretrain.models.families.declare.common import (
+    TRAINING,
+    WEIGHTS,
+    attention_bias,
+    eps,
+    head_width,
+    needs_experts,
+    sizes,
+    stacked,
+    tied,
+)
 from pretrain.models.families.declare.family import Family, Field
-from pretrain.models.families.declare.mixtures import TRAINING, needs_experts, stacked
 from pretrain.models.families.declare.other_readers import scalings, switches
 
 

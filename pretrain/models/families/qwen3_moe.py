@@ -3,9 +3,8 @@
 from typing import Any
 
 from pretrain.errors import ConfigError, shown
-from pretrain.models.families.declare.common import WEIGHTS, eps, projections, sizes, tied
+from pretrain.models.families.declare.common import TRAINING, WEIGHTS, eps, needs_experts, projections, sizes, stacked, tied
 from pretrain.models.families.declare.family import Family, Field
-from pretrain.models.families.declare.mixtures import TRAINING, needs_experts, stacked
 from pretrain.models.families.declare.other_readers import one_of, scalings, switches
 
 

@@ -1,5 +1,5 @@
-"""`model.hf_config`: what describes a model of transformers'. The file is read once, and its contents, every default spelled out,
-take its place in the configuration: a run and its checkpoints do not depend on the file, nor on defaults of another version.
+"""`model.hf_config`: what describes a model of transformers'. The file is read once. Its contents, with every default spelled out,
+take its place in the configuration. So a run and its checkpoints depend neither on the file nor on the defaults of a version.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Any causal language model that transformers builds from a configuration, as a network (`models/network.py`).
 
-Its modules become those of this class, so that parameters keep the names transformers has for them. What the rest of the program
-counts on is made so here: one name for a tied parameter, a parameter without gradient for what transformers saves beside the
-weights (persistent buffers), other buffers that survive `to_empty`, weights that are cast where they are used. Dropout is not
-applied, under any strategy: it would be another one on every layout.
+Its modules become those of this class, so that parameters keep the names transformers has for them. This class adds what the
+rest of the program relies on. A tied parameter has one name. A persistent buffer, which transformers saves beside the weights, becomes
+a parameter without gradient. Other buffers survive `to_empty`, and weights are cast where they are used. Dropout is never applied,
+because its masks would depend on the layout.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def _marked_memory() -> Iterator[None]:
 
 
 def _described(name: str, tensor: Tensor, *arguments: Any, **options: Any) -> Normal | str:
-    """Mean and standard deviation of what torch.nn.init's function of this name draws; the name itself where there are none.
+    """Mean and standard deviation of what torch.nn.init's function of this name draws. Returns the name if they do not describe it.
 
     Uniform and truncated distributions become normal ones of the same mean and deviation.
     """

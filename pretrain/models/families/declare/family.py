@@ -21,9 +21,9 @@ from pretrain.config.load import check_range
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
 from pretrain.errors import ConfigError, clipped, shown
+from pretrain.models.experts import check_router, router_caution
 from pretrain.models.families.declare.rope import ROPE_FIELDS, name_in_hf, rope_from_hf, rope_to_hf
 from pretrain.models.families.declare.weights import Entry, resolve
-from pretrain.models.router import check_router, router_caution
 from pretrain.models.shape import PLAIN, completed, flat, query_scalar, with_values
 
 REQUIRED = object()

@@ -1,7 +1,7 @@
 """What programs other than transformers 5 make of an export: llama.cpp, vLLM and transformers 4 obey fewer switches than we have.
 
-What a family says here was found by running them; docs/exports.md names the versions. A switch that llama.cpp is not said to obey has
-to have the family's own value, so a switch that is added to the schema is refused until somebody has tried it.
+What a family says here was found by running them; docs/exports.md names the versions. A switch must have
+the family's own value unless llama.cpp is said to obey it. So a new switch of the schema is refused until somebody has tried it.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def rope_from_hf(
 
 
 def _unscaled(ours: dict[str, Any]) -> dict[str, Any]:
-    """Scaling by 1, as `rope_to_hf` writes it, is none."""
+    """`ours`, without a scaling by 1, which `rope_to_hf` writes for unscaled positions."""
     by_one = ours["scaling"] == "yarn" and ours["factor"] == 1 and not any(ours.get(name) for name in _OFF_WHEN_ZERO)
     kept = {name: ours[name] for name in ("theta", "fraction") if name in ours}
     return {"scaling": "none", **kept} if by_one else ours

@@ -20,11 +20,11 @@ from benchmarks.measure import MILLION, TOOLS, Options, Row, environment, in_tur
 import pretrain
 from pretrain.data.order import Mixture, Stage
 from pretrain.data.packing import open_index
-from pretrain.data.prepared_training import Loader, SampleBatch
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import BatchSchedule, Shuffle, Stream
 from pretrain.data.tasks import NextToken
+from pretrain.data.training_data import Loader, SampleBatch
 
 BATCH_TOKENS = 1 << 19
 SHARD_COUNTS = (16, 1_000, 10_000)

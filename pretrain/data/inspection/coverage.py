@@ -121,7 +121,7 @@ def _covered(one: _Drawn) -> SourceCoverage:
     distinct = _distinct(one)
     totals = source.totals()
     exact = drawn % size == 0 or (totals.tokens == totals.targets == size * source.sequence_length)
-    tokens, targets = (_in_proportion(total, drawn, size) for total in (totals.tokens, totals.targets))
+    tokens, targets = ((total * drawn + size // 2) // size for total in (totals.tokens, totals.targets))  # in proportion
     return SourceCoverage(
         name=source.name,
         path=str(source.data.path),
@@ -138,10 +138,6 @@ def _covered(one: _Drawn) -> SourceCoverage:
         epochs=drawn / size,
         unseen=size - distinct,
     )
-
-
-def _in_proportion(total: int, drawn: int, size: int) -> int:
-    return (total * drawn + size // 2) // size
 
 
 def _distinct(one: _Drawn) -> int:

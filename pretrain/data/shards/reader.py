@@ -36,7 +36,7 @@ from pretrain.data.shards.manifest import (
     read_inputs,
     read_manifest,
 )
-from pretrain.data.shards.open_files import OpenFile, OpenFiles, check_size
+from pretrain.data.shards.open_files import CachedFiles, OpenFile, OpenFiles, check_size
 from pretrain.data.shards.transfer import is_url, shown
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import DataError
@@ -84,7 +84,7 @@ class PreparedData:
         self._token_starts = [0, *itertools.accumulate(shard.tokens for shard in manifest.shards)]
         self._token_starts_array = np.array(self._token_starts, dtype=np.int64)
         self._document_starts = [0, *itertools.accumulate(shard.documents for shard in manifest.shards)]
-        self._files = OpenFiles(self._open) if remote is None else remote.open_files(self._open, self._file)
+        self._files = OpenFiles(self._open) if remote is None else CachedFiles(self._open)
 
     @classmethod
     def open(cls, path: str | Path, cache: ShardCache | None = None) -> PreparedData:
@@ -348,7 +348,7 @@ class PreparedData:
         file = self._file(key)
         if self._remote is not None:
             with self._remote.open(file) as copy:
-                return OpenFile(os.dup(copy.fileno()), self._remote.place(file.name))
+                return OpenFile(os.dup(copy.fileno()), self._remote.place(file.name), self._remote.cache.path(file.sha256))
         return OpenFile.at(self.path / file.name, file.size)
 
     def _file(self, key: tuple[int, bool | None]) -> StoredFile:

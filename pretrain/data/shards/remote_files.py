@@ -18,11 +18,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from pretrain.data.shards.manifest import Manifest, StoredFile, read_manifest
-from pretrain.data.shards.open_files import OpenFile
-from pretrain.data.shards.shard_cache import CachedFiles, ShardCache
+from pretrain.data.shards.shard_cache import ShardCache
 from pretrain.data.shards.transfer import Cancelled, Remote, join, shown
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME, copy_difference
 from pretrain.errors import DataError
@@ -59,10 +58,6 @@ class RemoteFiles:
         Raises DataError naming the URL and the remedy.
         """
         return _open(self.url, self.cache, self.remote, file)
-
-    def open_files(self, open_file: Callable[[Any], OpenFile], file_of: Callable[[Any], StoredFile]) -> CachedFiles:
-        """The files that `open_file(key)` opens, kept open. `file_of(key)`: the file in the cache."""
-        return CachedFiles(open_file, lambda key: file_of(key).sha256, self.cache)
 
     def prefetch(self, files: Iterable[StoredFile]) -> None:
         """Download files in the background, in order, up to half of the cache. Returns at once."""

@@ -18,7 +18,7 @@ from faulty_server import FaultyServer, faulty_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.shards import shard_cache
+from pretrain.data.shards import open_files
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.remote_files import open_remote
 from pretrain.data.shards.shard_cache import ShardCache
@@ -360,7 +360,7 @@ def test_open_files_that_were_dropped_are_let_go_and_used_ones_are_touched(prepa
         paths = {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
         return {path for path in paths if str(cache.directory) in path}
 
-    monkeypatch.setattr(shard_cache, "_SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(open_files, "_SWEEP_SECONDS", 0.0)
     data._files._next_sweep = 0.0
     data.read(0, 10)
     assert first.stat().st_mtime > 0 and str(first) in held()

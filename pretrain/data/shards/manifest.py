@@ -200,14 +200,18 @@ def _check_entry(file: Path, place: str, content: dict, expected: set[str]) -> N
     for key in sorted(expected ^ content.keys()):
         raise DataError(f"{file}: {place}{key} is {'missing' if key in expected else 'not a known key'}")
     for key, value in content.items():
-        if key in _LEAST and (not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[key]):
-            raise DataError(f"{file}: {place}{key} must be an integer of at least {_LEAST[key]}, got {value!r}")
-        if key.endswith("sha256") and not (value is None and key in _NEWER):
-            if not isinstance(value, str) or not _HASH.fullmatch(value):
-                raise DataError(f"{file}: {place}{key} must be a sha256 in hexadecimal, got {value!r}")
-        if key in ("file", "index_file", "origin_file"):
+        wanted = None
+        if key in _LEAST:
+            if not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[key]:
+                wanted = f"an integer of at least {_LEAST[key]}"
+        elif key.endswith("sha256"):
+            if not (isinstance(value, str) and _HASH.fullmatch(value) or value is None and key in _NEWER):
+                wanted = "a sha256 in hexadecimal"
+        elif key.endswith("file"):
             if not isinstance(value, str) or value in ("", ".", "..") or "/" in value or "\0" in value:
-                raise DataError(f"{file}: {place}{key} must be a plain file name, got {value!r}")
+                wanted = "a plain file name"
+        if wanted is not None:
+            raise DataError(f"{file}: {place}{key} must be {wanted}, got {value!r}")
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -38,22 +38,31 @@ class Sinks:
 
     def __init__(self, own: Sequence[Sink], yours: Sequence[Sink], directory: Path, config: Config, step: int) -> None:
         self._sinks: list[tuple[Sink, Tolerated]] = []
+        self._opened: set[Sink] = set()
+        self._start = directory, config, step
         for sink in (*own, *yours):
             place = {JsonLines: directory / METRICS_FILE, TensorBoard: directory / "tensorboard"}.get(type(sink))
             kind = OSError if sink in own else Exception
-            self._sinks.append((sink, Tolerated(str(place or f"the sink {type(sink).__name__}"), kind)))
-        for sink, tolerated in self._sinks:
-            tolerated.attempt(lambda sink=sink: sink.open(directory, config, step))
+            tolerated = Tolerated(str(place or f"the sink {type(sink).__name__}"), kind)
+            self._sinks.append((sink, tolerated))
+            tolerated.attempt(lambda sink=sink: self._open(sink))
+
+    def _open(self, sink: Sink) -> None:
+        if sink not in self._opened:
+            sink.open(*self._start)
+            self._opened.add(sink)
 
     def write(self, record: StepRecord) -> None:
+        """Give every sink a record. A sink that could not be opened is opened again first."""
         for sink, tolerated in self._sinks:
-            tolerated.attempt(lambda sink=sink: sink.write(record))
+            tolerated.attempt(lambda sink=sink: (self._open(sink), sink.write(record)))
 
     def close(self) -> None:
-        """Close every sink, and warn of records that were lost until the end."""
+        """Close every sink that was opened, and warn of records that were lost until the end."""
         for sink, tolerated in self._sinks:
             try:
-                sink.close()
+                if sink in self._opened:
+                    sink.close()
             except tolerated.kind as error:
                 tolerated.fail(error)
             tolerated.close()
@@ -84,8 +93,8 @@ class TensorBoard(Sink):
         path.mkdir(parents=True, exist_ok=True)
         (path / ".probe").write_bytes(bytes(1 << 16))
         (path / ".probe").unlink()
-        threading.excepthook = self._on_thread_failure
         self._board = SummaryWriter(str(path), purge_step=step + 1)
+        threading.excepthook = self._on_thread_failure
         if (configuration := directory / "config.yaml").is_file():
             lines = configuration.read_text(encoding="utf-8").splitlines()
             # Written after the step, or the purge would remove it. Indented, because TensorBoard shows texts as Markdown.

@@ -22,7 +22,7 @@ from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, print_error
 from pretrain.huggingface.export_check import start_export_check
 from pretrain.models.families import family_of
-from pretrain.observe.logs import TRACEBACKS, log_to_console, log_to_file
+from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout, expected_world_size
 from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
@@ -165,6 +165,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
     if ranks.monitor is not None:
 
         def end(line: str) -> None:
+            finish_line()
             record(LostRankError(line))
             directory.release()
 

@@ -117,6 +117,36 @@ def test_every_record_is_on_disk_as_soon_as_it_is_written(tmp_path):
     sinks.close()
 
 
+class Server(Sink):
+    """A sink of a user's: its server refuses the first connections."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals, self.said = refusals, []
+
+    def open(self, directory, config, step):
+        self.refusals -= 1
+        if self.refusals >= 0:
+            raise ConnectionError("refused")
+        self.said.append("open")
+
+    def write(self, record):
+        self.said.append(record.step)
+
+    def close(self):
+        self.said.append("close")
+
+
+def test_a_sink_that_could_not_be_opened_is_opened_before_its_next_record_and_closed_only_if_it_was(tmp_path, caplog):
+    back, away = Server(2), Server(9)
+    sinks = sinks_of(tmp_path, yours=(back, away))
+    for step in (1, 2):
+        sinks.write(record(step, 2.0))
+    sinks.close()
+    assert back.said == ["open", 2, "close"] and away.said == []
+    assert sum("the sink Server: is written again; lines that were lost: 2" in line for line in caplog.messages) == 1
+    assert sum("the sink Server: could not be written to the end" in line for line in caplog.messages) == 1
+
+
 def test_tensorboard_gets_the_same_numbers_with_nested_ones_by_path(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -25,11 +25,6 @@ def complete(model: Model, sequence_length: int | None = None) -> Model:
     return family_of(model.family).complete(model, sequence_length)
 
 
-def has_encoder(model: Model) -> bool:
-    """Whether a section, complete or not, describes an encoder-decoder."""
-    return bool(model.encoder.layers) or "encoder.layers" in family_of(model.family).defaults
-
-
 def family_of_hf(config: dict[str, Any]) -> Family:
     """The family that reads a Hugging Face config.json; ConfigError names an architecture that none reads."""
     known = {family.architecture: family for family in families()}

@@ -67,8 +67,8 @@ class InspectedSample:
 class InspectedStep:
     """The batch of a step. `shown`: the requested samples; everything else is about the whole batch.
 
-    `tokenizer`: directory of the data's tokenizer; `digest`: see stream.digest, over all ranks; `logged_digest`: that of
-    metrics.jsonl, None if the step was not logged; `digest_matches`: whether the step read these samples, None if it was not logged.
+    `tokenizer`: directory of the data's tokenizer. `digest`: see stream.digest, over all ranks. `logged_digest`: that of metrics.jsonl,
+    None if the step was not logged. `digest_matches`: whether the two are equal, None without a logged one.
     """
 
     run: str

@@ -88,8 +88,7 @@ def open_sources(config: Config) -> list[Samples]:
             raise ConfigError(
                 f"data.sources.{fingerprints.index(fingerprint)} and data.sources.{i} are the same data; list it once, with both weights"
             )
-    available = sum(len(source) for source in sources)
-    largest = max([config.batch.sequences, *(stage.sequences for stage in config.batch.ramp)])
+    available, largest = sum(len(source) for source in sources), max(batch_schedule(config).sizes)
     if available < largest:
         raise DataError(
             f"data.sources hold {available} samples of data.sequence_length={data.sequence_length}, less than one step of "

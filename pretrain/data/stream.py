@@ -65,6 +65,11 @@ class BatchSchedule:
             consumed, step = consumed + here * sequences, step + here
         raise AssertionError("the last stage has no end")
 
+    @property
+    def sizes(self) -> list[int]:
+        """Every size that occurs."""
+        return [sequences for _, sequences in self._stages()]
+
     def _stages(self) -> Iterator[tuple[int | None, int]]:
         yield from self.ramp
         yield None, self.sequences

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ with contextlib.suppress(ImportError):  # the tests for GPUs need no hypothesis
 
     # What `bash tests/run.sh` takes; with --slow it is hypothesis's own 100.
     hypothesis.settings.register_profile("quick", max_examples=25)
+
+# torch logs every save and load of a checkpoint in a failing test's report, which pushes the reason off the screen.
+logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

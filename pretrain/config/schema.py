@@ -346,7 +346,7 @@ class Parallel:
         "When the gradients of several micro-steps are synchronised: in the `last` micro-step only (no_sync: less communication), "
         "in `every` one, or `auto`: `last` for ddp; `every` for fsdp, which keeps gradients sharded; for HSDP, reduce-scatter in "
         "every one and all-reduce in the last.",
-        when={"parallel.strategy": ("ddp", "fsdp")},
+        when={"parallel.strategy": Except("single")},
     )
     reshard_after_forward: bool = key(
         True,
@@ -361,7 +361,7 @@ class Parallel:
     activation_checkpointing: bool = key(False, "Recompute each block's activations in backward instead of storing them.")
     compile: bool = key(False, "Compile each block with torch.compile: a slower start, faster steps.")
     backend: Literal["auto", "gloo", "nccl"] = key(
-        "auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.", when={"parallel.strategy": ("ddp", "fsdp")}
+        "auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.", when={"parallel.strategy": Except("single")}
     )
     timeout_seconds: int = key(
         600, "Longest wait for another rank in a collective before the run fails, naming it.", ge=1, le=30 * 86400
@@ -371,7 +371,7 @@ class Parallel:
         "Longest wait at the start for a process of which nothing is heard; those that are there and open their data may take longer.",
         ge=1,
         le=30 * 86400,
-        when={"parallel.strategy": ("ddp", "fsdp")},
+        when={"parallel.strategy": Except("single")},
     )
     ddp: DDP = section(DDP, when={"parallel.strategy": ("ddp",)})
 
@@ -382,7 +382,7 @@ class Precision:
 
     compute: Literal["fp32", "bf16"] = key("fp32", "Format of activations and of the weights as used in forward and backward.")
     reduce: Literal["fp32", "bf16"] = key(
-        "fp32", "Format in which gradients are summed over ranks.", when={"parallel.strategy": ("ddp", "fsdp")}
+        "fp32", "Format in which gradients are summed over ranks.", when={"parallel.strategy": Except("single")}
     )
     master: Literal["fp32"] = key("fp32", "Format of stored parameters and optimizer moments.")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from pretrain.config.schema import Config
 from pretrain.data.stream import check_micro_steps
@@ -19,10 +18,28 @@ DDP_MEMORY_SHARE = 0.4  # `auto` replicates a state up to this share of the devi
 
 
 @dataclass(frozen=True)
+class StrategyKind:
+    """What a value of `parallel.strategy` stands for."""
+
+    made_by: str
+    """`module.Class` in pretrain/parallel: the `DataAxes` that it makes."""
+
+    axes: tuple[str, ...]
+    """The data axes that it spreads over. All processes go to the last one where the configuration gives no sizes."""
+
+
+STRATEGIES = {
+    "single": StrategyKind("single.Single", ()),
+    "ddp": StrategyKind("ddp.DataParallel", ("replicate",)),
+    "fsdp": StrategyKind("fsdp.FullyShard", ("replicate", "shard")),
+}
+
+
+@dataclass(frozen=True)
 class Layout:
     """The layout that the section `parallel` gives on a number of processes."""
 
-    strategy: Literal["single", "ddp", "fsdp"]
+    strategy: str
     replicate: int
     shard: int
     micro_steps: int
@@ -52,8 +69,6 @@ def expected_world_size(config: Config) -> int | None:
     parallel = config.parallel
     if parallel.strategy == "single":
         return 1
-    if parallel.strategy == "ddp" and parallel.replicate:
-        return parallel.replicate
     if parallel.replicate or parallel.shard:
         return (parallel.replicate or 1) * (parallel.shard or 1)
     return None if parallel.strategy == "auto" else 2  # at least; the launcher may start more
@@ -69,7 +84,7 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
     return Layout(strategy, replicate, shard, check_micro_steps(config, replicate * shard))
 
 
-def _automatic(config: Config, world_size: int, parameters: int, device_memory: int | None) -> Literal["single", "ddp", "fsdp"]:
+def _automatic(config: Config, world_size: int, parameters: int, device_memory: int | None) -> str:
     if (config.parallel.shard or 1) > 1:
         return "fsdp"
     if world_size == 1 and (config.parallel.replicate or 1) == 1:
@@ -79,21 +94,22 @@ def _automatic(config: Config, world_size: int, parameters: int, device_memory: 
 
 
 def _axes(config: Config, strategy: str, world_size: int) -> tuple[int, int]:
-    replicate, shard = config.parallel.replicate, config.parallel.shard
-    if strategy in ("single", "ddp") and (shard or 1) > 1:
-        raise ConfigError(f"parallel.strategy={strategy} cannot shard, but parallel.shard={shard}; use parallel.strategy=fsdp")
-    if strategy == "single":
-        if (replicate or 1) > 1:
+    axes = STRATEGIES[strategy].axes
+    for axis, able in (("shard", "fsdp"), ("replicate", "ddp")):
+        size = getattr(config.parallel, axis) or 1
+        if size > 1 and axis not in axes:
             raise ConfigError(
-                f"parallel.strategy=single cannot replicate, but parallel.replicate={replicate}; use parallel.strategy=ddp"
+                f"parallel.strategy={strategy} cannot {axis}, but parallel.{axis}={size}; use parallel.strategy={able}"
             )
+    replicate, shard = config.parallel.replicate, config.parallel.shard
+    if not axes:
         if world_size > 1:
             raise LaunchError(
-                f"parallel.strategy=single runs in one process, but {world_size} were started; "
+                f"parallel.strategy={strategy} runs in one process, but {world_size} were started; "
                 "start one (python pretrain/run.py ...) or set parallel.strategy=ddp, fsdp or auto"
             )
         return 1, 1
-    if strategy == "ddp":
+    if axes == ("replicate",):
         replicate, shard = replicate or world_size, 1
     elif replicate is None and shard is None:
         replicate, shard = 1, world_size
@@ -122,7 +138,7 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
         raise LaunchError(
             f"parallel.strategy={strategy} expects several processes, 1 started; start them with: {command_for(2)} "
             "(on a host without GPU, accelerate launch needs --multi_gpu to start several). For one process, set "
-            f"parallel.strategy=single, or parallel.{'replicate' if strategy == 'ddp' else 'shard'}=1"
+            f"parallel.strategy=single, or parallel.{STRATEGIES[strategy].axes[-1]}=1"
         )
 
 

@@ -24,18 +24,19 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.models.loss import Losses
 from pretrain.parallel.blocks import prepare_blocks
 from pretrain.parallel.initialise import initialise
-
-_DATA_AXES = {"single": "single.Single", "ddp": "ddp.DataParallel", "fsdp": "fsdp.FullyShard"}
-"""The class of each `parallel.strategy`, made with (config, mesh). It is imported on use."""
+from pretrain.parallel.layout import STRATEGIES
 
 
 class DataAxes(Protocol):
-    """How ranks that see different samples hold the weights and add their gradients."""
+    """How ranks that see different samples hold the weights and add their gradients. It is made with (config, mesh).
+
+    After the last micro-step of a step, `parameter.grad` holds the sum over all ranks and micro-steps. It is never averaged.
+    """
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         """Put a meta-device network on this rank, give its parameters values with `fill`, return what to call.
 
-        The result has the network's forward, and the network itself keeps the plain parameter names.
+        `fill` draws every value by the name of its parameter, so all ranks get the same weights. The result has the network's forward, and the network itself keeps the plain parameter names.
         """
 
     def micro_step(self, last: bool) -> AbstractContextManager:
@@ -49,7 +50,7 @@ class Strategy:
     """A network on this rank, as the training loop holds it: `place` it once, then compute with it."""
 
     def __init__(self, strategy: str, config: Config, mesh: Mesh) -> None:
-        module, kind = _DATA_AXES[strategy].split(".")
+        module, kind = STRATEGIES[strategy].made_by.split(".")  # imported on use
         self.config, self.mesh = config, mesh
         self.data_axes: DataAxes = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(config, mesh)
 

@@ -68,11 +68,11 @@ def test_an_export_is_loaded_by_transformers_and_comes_back_bit_equal(kind, tmp_
 
 
 def test_an_architecture_that_no_family_knows_is_read_only_when_it_is_asked_for(tmp_path, capsys):
-    checkpoint, _ = saved(tmp_path, "stablelm")
+    checkpoint, _ = saved(tmp_path, "mpt")
     convert = tool("convert_checkpoint").main
     assert convert(["to-hf", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]) == 0
     assert convert(["from-hf", "--model", str(tmp_path / "out"), "--output", str(tmp_path / "in")]) == 2
-    assert "StableLmForCausalLM'] is not supported" in (said := capsys.readouterr().err) and "--family hf" in said
+    assert "MptForCausalLM'] is not supported" in (said := capsys.readouterr().err) and "--family hf" in said
     assert convert(["from-hf", "--model", str(tmp_path / "out"), "--output", str(tmp_path / "in"), "--family", "hf"]) == 0
 
 

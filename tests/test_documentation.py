@@ -126,7 +126,8 @@ def test_every_command_for_developers_can_be_given(words):
     elif program.endswith("/ruff"):
         assert subprocess.run([sys.executable, "-m", "ruff", *arguments], cwd=ROOT, capture_output=True).returncode == 0
     elif arguments[0] == "-m" and arguments[1] == "pytest":
-        assert all((ROOT / target).exists() for target in arguments[2:] if not target.startswith("-"))
+        targets = [word for before, word in zip(arguments[1:], arguments[2:]) if not word.startswith("-") and before != "-m"]
+        assert targets and all((ROOT / target).exists() for target in targets)
     elif arguments[0] == "-m":
         assert importlib.util.find_spec(arguments[1]) and all((ROOT / path).exists() for path in arguments[2:])
     elif arguments[0].startswith("tools/"):

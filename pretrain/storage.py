@@ -1,19 +1,24 @@
-"""Files that survive a crash: flushed to the disk, replaced in one step, appended to by whole lines, named by their content."""
+"""Files and directories that survive a crash: flushed to the disk, replaced or renamed in one step, appended to by whole lines."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import clipped
+from pretrain.errors import DataError, clipped
+
+log = logging.getLogger(__name__)
 
 _SEAL = "seal"
 
@@ -133,3 +138,78 @@ def unsealed(text: bytes, required: bool = True) -> dict[str, Any]:
 
 def _seal_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+# ---- directories that are complete or invisible --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def staged_directory(output: Path) -> Iterator[Path]:
+    """A hidden sibling of `output` to write into; it becomes `output` when the block ends, and vanishes if the block raises.
+
+    The name is random, so two processes that prepare the same output never see each other's files. The first to finish wins, and
+    the other gets the error. A process that is killed inside the block leaves `.NAME.*.partial`, which nothing reads. Raises
+    DataError if `output` is a file or a non-empty directory, before any work and again at the rename.
+    """
+    output = Path(os.path.abspath(output))
+    refuse_existing(output)
+    stage = output.with_name(f".{output.name}.{secrets.token_hex(4)}.partial")
+    try:
+        stage.mkdir(parents=True)
+    except OSError as error:
+        raise DataError(f"{output}: cannot be created: {error.strerror}") from error
+    try:
+        yield stage
+        flush_tree(stage)
+        rename_into_place(stage, output)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
+
+
+def make_once(path: Path, what: str, make: Callable[[], object]) -> None:
+    """Have `make` put a directory in place at `path`, unless it is there. One process makes it; others wait, and say so.
+
+    `what`: a phrase for messages. Raises DataError if it cannot be written.
+    """
+    if path.exists():  # complete: it was renamed into place
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path.parent / f".{path.name}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("data: waiting for another process, which prepares %s into %s", what, path)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                make()
+    except OSError as error:
+        raise DataError(f"{path}: {what} cannot be written: {error.strerror}; set data.cache.dir") from error
+
+
+def refuse_existing(output: Path) -> None:
+    """Raise DataError, naming `output`, unless it is free: absent, or an empty directory."""
+    if output.is_dir() and not any(output.iterdir()):
+        return
+    if output.exists() or output.is_symlink():
+        raise DataError(f"{output}: already exists; choose another output or remove it first")
+
+
+def rename_into_place(stage: Path, output: Path) -> None:
+    """Rename the directory `stage` to `output`, durably. Raises DataError if something appeared there in the meantime."""
+    try:
+        os.rename(stage, output)  # atomic; replaces an empty directory, never a filled one
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise DataError(f"{output}: was created by another process meanwhile; it was left as it is") from error
+        raise
+    flush(output.parent)
+
+
+def flush_tree(root: Path) -> None:
+    """Make every file and name below `root` durable."""
+    for directory, _, files in os.walk(root, topdown=False):
+        for name in files:
+            flush(Path(directory, name))
+        flush(Path(directory))

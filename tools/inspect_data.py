@@ -1,6 +1,7 @@
 """Show what a run reads or has read: the batch of a step, the steps of a document, the coverage of its sources, damaged files."""
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -77,13 +78,13 @@ def check_usage(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 
 def inspect(arguments: argparse.Namespace) -> None:
-    from pretrain.data.inspection import terminal
+    from pretrain.data.inspection import views
 
     if arguments.corrupt_check is not None:
         from pretrain.data.inspection.integrity import check_integrity, refuse_damage
 
         integrity = check_integrity(arguments.corrupt_check)
-        show(arguments, integrity.to_json(), terminal.integrity_lines(integrity))
+        show(arguments, integrity, views.integrity_lines(integrity))
         refuse_damage(integrity)
         return
     history = open_history(arguments)
@@ -91,14 +92,14 @@ def inspect(arguments: argparse.Namespace) -> None:
         from pretrain.data.inspection.coverage import measure_coverage
 
         coverage = measure_coverage(history, arguments.step)
-        show(arguments, coverage.to_json(), terminal.coverage_lines(coverage, arguments.width))
+        show(arguments, coverage, views.coverage_lines(coverage, arguments.width))
     elif arguments.document is not None:
-        from pretrain.data.inspection.sightings import find_document
+        from pretrain.data.inspection.inspected_step import find_document
 
         found = find_document(
             history, arguments.document, arguments.source, arguments.epochs, None if arguments.json else SIGHTINGS
         )
-        show(arguments, found.to_json(), terminal.sightings_lines(found, arguments.width))
+        show(arguments, found, views.sightings_lines(found, arguments.width))
     else:
         show_step(arguments, history)
 
@@ -115,25 +116,23 @@ def open_history(arguments: argparse.Namespace) -> Any:
 
 
 def show_step(arguments: argparse.Namespace, history: Any) -> None:
-    from pretrain.data.inspection import terminal
+    from pretrain.data.inspection import views
     from pretrain.data.inspection.inspected_step import check_digest, inspect_step
 
     default = None if arguments.json else SHOWN_IN_HTML if arguments.html else SHOWN
     most = default if arguments.samples is None else arguments.samples or None
     step = inspect_step(history, arguments.step, arguments.rank, most)
     if arguments.html:
-        from pretrain.data.inspection.page import write_page
-
-        write_page(step, arguments.html)
+        views.write_page(step, arguments.html)
         print(arguments.html)
     else:
-        show(arguments, step.to_json(), terminal.step_lines(step, arguments.width, arguments.lines, arguments.ids))
+        show(arguments, step, views.step_lines(step, arguments.width, arguments.lines, arguments.ids))
     check_digest(step)
 
 
-def show(arguments: argparse.Namespace, content: dict[str, Any], lines: Iterable[str]) -> None:
+def show(arguments: argparse.Namespace, found: Any, lines: Iterable[str]) -> None:
     try:
-        print(json.dumps(content) if arguments.json else "\n".join(lines), flush=True)
+        print(json.dumps(dataclasses.asdict(found)) if arguments.json else "\n".join(lines), flush=True)
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -358,8 +358,26 @@ class Parallel:
         "Keep sharded weights, gradients and optimizer state in host memory.",
         when={"parallel.strategy": ("fsdp",)},
     )
-    activation_checkpointing: bool = key(False, "Recompute each block's activations in backward instead of storing them.")
+    activation_checkpointing: Literal["none", "selective", "full"] = key(
+        "none",
+        "What backward recomputes instead of storing it, in each block: `full` all but the block's inputs, `selective` all but the results "
+        "of projections and of fused attention, `none` nothing.",
+    )
+    checkpoint_every_block: int = key(
+        1,
+        "Every how many-th block recomputes; the others store everything.",
+        ge=1,
+        le=100_000,
+        when={"parallel.activation_checkpointing": Except("none")},
+    )
     compile: bool = key(False, "Compile each block with torch.compile: a slower start, faster steps.")
+    activation_memory_budget: float = key(
+        1.0,
+        "Share of a compiled block's activations that is stored; torch's compiler chooses what backward recomputes. 1: all; 0: only its inputs.",
+        ge=0,
+        le=1,
+        when={"parallel.compile": (True,), "parallel.activation_checkpointing": ("none",)},
+    )
     backend: Literal["auto", "gloo", "nccl"] = key(
         "auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.", when={"parallel.strategy": Except("single")}
     )

@@ -9,7 +9,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from pretrain.config.keys import REMOVED, RENAMED
+from pretrain.config.keys import REMOVED, RENAMED, REVALUED
 from pretrain.config.read import Origin, dump, origin_of
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
@@ -65,7 +65,8 @@ def of_today(values: dict[str, Any]) -> dict[str, Any]:
             if full in RENAMED:
                 moved[RENAMED[full]] = value
             elif full not in REMOVED:
-                found[name] = kept(value, f"{full}.") if isinstance(value, dict) else value
+                today = REVALUED[full].get(value, value) if full in REVALUED else value
+                found[name] = kept(value, f"{full}.") if isinstance(value, dict) else today
         return found
 
     result = kept(values, "")

@@ -1,27 +1,44 @@
-"""A keyed permutation of range(n), computed per index: no array, no state, O(1) memory in n.
+"""Which sample stands at each position of the stream: the source, by a mixture, and the place in an epoch, by a permutation.
 
-It is a balanced Feistel network on 2h bits with 4^h >= n. It walks the cycle until it lands inside range(n) (Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", CT-RSA 2002), so it is bijective by construction. Each round hashes the right half with
-the finaliser of splitmix64 (Steele et al., OOPSLA 2014) under its own key. It keeps the *high* bits of the product, so that every
-output bit depends on every input bit. Rounds that only mix upwards leave long runs of indices that are all even or all odd.
+The permutation of range(n) is keyed and computed per index: no array, no state, O(1) memory in n. It is a balanced Feistel network on
+2h bits with 4^h >= n. It walks the cycle until it lands inside range(n) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+CT-RSA 2002), so it is bijective by construction. Each round hashes the right half with the finaliser of splitmix64 (Steele et al.,
+OOPSLA 2014) under its own key. It keeps the *high* bits of the product, so that every output bit depends on every input bit. Rounds
+that only mix upwards leave long runs of indices that are all even or all odd.
+
+The mixture has stages of different weights. It cuts the stream into segments, in each of which the weights are constant, and a segment
+into blocks of BLOCK samples. The cumulative shares decide how many samples of a block each source has (largest remainder, in
+integers). So after any number of whole blocks every source is within one sample of its share. A permutation of the block spreads them.
+
+    position --segment, block--> table of the block: source, n --> the n-th sample of the source, counted over all epochs
+
+A source's samples are counted in the order of their positions, through all segments, so a change of weights loses or repeats no
+sample. A segment ends with its stage, or when a source has come `max_epochs` times; its share then goes to the others. The
+samples before a position depend on nothing after it, so later stages and new sources can be added during a run.
 
 Nothing here depends on world size, batch size or the planned length of a run (invariant 3).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from pretrain.conventions import scramble
+from pretrain.errors import ConfigError
 
 ROUNDS = 6  # part of the definition of the order
 _MIN_HALF_BITS = 3
+BLOCK = 4096  # part of the definition of the order
+UNIT = 1 << 32  # shares are whole multiples of 1 / UNIT
+_TABLES = 64  # blocks whose tables are kept: 3 MB
 
 
 def round_keys(*identity: object) -> np.ndarray:
@@ -81,16 +98,6 @@ def _mix(z: np.ndarray, half_bits: int) -> np.ndarray:
     return scramble(z) >> np.uint64(64 - half_bits)
 
 
-class Order(Protocol):
-    """One epoch of a source: a bijection between places in the order and samples, both in range(size)."""
-
-    def samples(self, places: np.ndarray) -> np.ndarray:
-        """The samples at these places; int64 in and out."""
-
-    def places(self, samples: np.ndarray) -> np.ndarray:
-        """The places of these samples: the inverse."""
-
-
 @dataclass(frozen=True)
 class FullOrder:
     """Any sample may come at any place."""
@@ -122,8 +129,9 @@ class ChunkedOrder:
 
     def samples(self, places: np.ndarray) -> np.ndarray:
         line = self._within_windows(np.asarray(places, dtype=np.int64), permute)
-        ordinal, offset = self._chunk_at(line)
-        return permute(ordinal, self._chunks, self._chunk_keys) * self.chunk + offset
+        short_end = (self._short_ordinal + 1) * self.chunk - self._missing
+        line = np.where(line >= short_end, line + self._missing, line)
+        return permute(line // self.chunk, self._chunks, self._chunk_keys) * self.chunk + line % self.chunk
 
     def places(self, samples: np.ndarray) -> np.ndarray:
         samples = np.asarray(samples, dtype=np.int64)
@@ -149,11 +157,6 @@ class ChunkedOrder:
         """The place in the order of the last, short chunk."""
         return int(unpermute(np.array([self._chunks - 1]), self._chunks, self._chunk_keys)[0])
 
-    def _chunk_at(self, line: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        short_end = (self._short_ordinal + 1) * self.chunk - self._missing
-        shifted = np.where(line >= short_end, line + self._missing, line)
-        return shifted // self.chunk, shifted % self.chunk
-
     def _within_windows(self, line: np.ndarray, move: Callable[[np.ndarray, int, np.ndarray], np.ndarray]) -> np.ndarray:
         length = self.chunk * self.window
         result = np.empty_like(line)
@@ -163,3 +166,197 @@ class ChunkedOrder:
             size = min(length, self.size - start)
             result[here] = start + move(line[here] - start, size, round_keys("window", window, *self.identity))
         return result
+
+
+# ---- the mixture of sources ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Relative weights of the sources up to a stream position (None: without end)."""
+
+    until: int | None
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the stream with constant shares. `base`: samples of each source before `start`."""
+
+    start: int
+    end: int | None
+    shares: tuple[int, ...]
+    base: tuple[int, ...]
+
+    def before(self, block: int) -> list[int]:
+        """Samples of each source in the blocks before `block` of this segment: its share, rounded by largest remainder."""
+        return _rounded([divmod(block * BLOCK * share, UNIT) for share in self.shares], block * BLOCK)
+
+
+class Mixture:
+    """The segments of a stream of samples, and the source of every sample."""
+
+    def __init__(self, stages: Sequence[Stage], sizes: Sequence[int], max_epochs: Sequence[int | None], seed: int) -> None:
+        """`sizes`: samples of each source; `max_epochs`: how often each may be repeated, None without limit.
+
+        Raises ConfigError for a weight too small to be drawn, and for stages in which no weight is above zero.
+        """
+        self.seed = seed
+        self.segments: list[Segment] = []
+        self._limits = [None if epochs is None else epochs * size for epochs, size in zip(max_epochs, sizes)]
+        self._table = functools.lru_cache(_TABLES)(self._make_table)
+        start: int | None = 0
+        for number, stage in enumerate(stages):
+            if start is not None and not any(stage.weights):
+                raise ConfigError(f"data.stages.{number}.weights: no source has a weight above 0")
+            try:
+                start = self._add_stage(stage, start)
+            except ConfigError as error:
+                place = "data.sources" if len(stages) == 1 else f"data.stages.{number}.weights"
+                raise ConfigError(f"{place}: {error}") from error
+        self.length = start
+        """Samples that the mixture has; None: without end."""
+
+    def _add_stage(self, stage: Stage, start: int | None) -> int | None:
+        """Append the segments of a stage. Return its end, which comes early if all its sources are used up."""
+        while start is not None and (stage.until is None or start < stage.until):
+            counts = self.counts(start)
+            used_up = [limit is not None and count >= limit for limit, count in zip(self._limits, counts)]
+            weights = [0.0 if used else weight for used, weight in zip(used_up, stage.weights)]
+            if not any(weights):
+                break
+            self.segments.append(Segment(start, stage.until, _shares(weights), tuple(counts)))
+            start = self._end_of_last(stage.until)
+            self.segments[-1] = dataclasses.replace(self.segments[-1], end=start)
+        return start
+
+    # ---- from positions to samples ------------------------------------------------------------------------------------
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each stream position, and the number of its sample, counted from 0 over all epochs.
+
+        Raises IndexError beyond `length`, if the stages or sources of the stream end.
+        """
+        positions = np.asarray(positions, dtype=np.int64)
+        if self.length is not None and positions.size and positions.max() >= self.length:
+            raise IndexError(f"position {positions.max()} lies beyond the {self.length} samples of the mixture")
+        sources, numbers = np.empty_like(positions), np.empty_like(positions)
+        segments = np.searchsorted([segment.start for segment in self.segments], positions, side="right") - 1
+        for s in np.unique(segments):
+            within = positions - self.segments[s].start
+            blocks = within // BLOCK
+            for block in np.unique(blocks[segments == s]):
+                here = np.flatnonzero((segments == s) & (blocks == block))
+                table_sources, table_numbers = self._table(int(s), int(block))
+                slots = within[here] - block * BLOCK
+                sources[here], numbers[here] = table_sources[slots], table_numbers[slots]
+        return sources, numbers
+
+    def counts(self, position: int) -> list[int]:
+        """Samples of each source before a stream position."""
+        if position == 0:
+            return [0] * len(self._limits)
+        starts = [segment.start for segment in self.segments]
+        number = int(np.searchsorted(starts, position - 1, side="right")) - 1
+        segment = self.segments[number]
+        block, rest = divmod(position - segment.start, BLOCK)
+        counts = np.add(segment.base, segment.before(block))
+        if rest:
+            counts = counts + np.bincount(self._table(number, block)[0][:rest], minlength=len(counts))
+        return counts.tolist()
+
+    def positions(self, source: int, numbers: np.ndarray) -> np.ndarray:
+        """Stream positions of a source's n-th samples: the inverse of `locate`. -1 for samples that never come."""
+        result = np.full(len(numbers), -1, dtype=np.int64)
+        for i, number in enumerate(np.asarray(numbers).tolist()):
+            result[i] = self._position(source, number)
+        return result
+
+    def history(self, until: int) -> list[dict[str, Any]]:
+        """The values that decided the positions before `until`: the starts of segments, and their shares per source number."""
+        return [
+            {"start": segment.start, "shares": {str(s): share for s, share in enumerate(segment.shares) if share}}
+            for segment in self.segments
+            if segment.start < until
+        ]
+
+    # ---- inside -------------------------------------------------------------------------------------------------------
+
+    def _make_table(self, segment: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Source and number of every sample of a block."""
+        one = self.segments[segment]
+        first, after = one.before(block), one.before(block + 1)
+        counts = [b - a for a, b in zip(first, after)]
+        drawn = np.repeat(np.arange(len(counts)), counts)
+        if len(counts) - counts.count(0) > 1:
+            slots = permute(np.arange(BLOCK), BLOCK, round_keys("mixture", self.seed, one.start, block))
+            drawn = drawn[slots]
+        numbers = np.empty(BLOCK, dtype=np.int64)
+        for source in np.flatnonzero(counts):
+            numbers[drawn == source] = one.base[source] + first[source] + np.arange(counts[source])
+        return drawn, numbers
+
+    def _end_of_last(self, until: int | None) -> int | None:
+        """The end of the last segment: that of its stage, or the place where a source would be repeated too often."""
+        last, segment = len(self.segments) - 1, self.segments[-1]
+        around: dict[int, tuple[int, int]] = {}  # the positions between which a source is used up
+        for source, limit in enumerate(self._limits):
+            if limit is not None and segment.shares[source]:
+                wanted, share = limit - segment.base[source], segment.shares[source]
+                # After any number of blocks a source is within one sample of its share, and its samples may lie anywhere in a
+                # block.
+                low, high = ((wanted + d) * UNIT // share + segment.start for d in (-1, 2))
+                around[source] = low - BLOCK, high + BLOCK
+        first = min((high for _, high in around.values()), default=0)
+        ends = [self._position_in(last, s, self._limits[s]) for s, (low, _) in around.items() if low <= first]
+        return min(ends if until is None else [until, *ends], default=None)
+
+    def _position(self, source: int, number: int) -> int:
+        for s, segment in enumerate(self.segments):
+            after = None if s + 1 == len(self.segments) else self.segments[s + 1].base[source]
+            if number < segment.base[source] or not segment.shares[source] or (after is not None and number >= after):
+                continue
+            position = self._position_in(s, source, number)
+            return position if segment.end is None or position < segment.end else -1
+        return -1
+
+    def _position_in(self, segment: int, source: int, number: int) -> int:
+        """The position of a source's sample `number` in a segment without end."""
+        one = self.segments[segment]
+        wanted = number - one.base[source]
+        if one.shares[source] == UNIT:
+            return one.start + wanted
+        # Rounding moves samples by less than one, and a block has at least about one sample of the source.
+        near = wanted * UNIT // (one.shares[source] * BLOCK)
+        low, high = max(0, near - 1), near + 2
+        while low + 1 < high:  # the last block that starts with no more than `wanted` samples
+            middle = (low + high) // 2
+            low, high = (middle, high) if one.before(middle)[source] <= wanted else (low, middle)
+        drawn, numbers = self._table(segment, low)
+        return one.start + low * BLOCK + int(np.flatnonzero((drawn == source) & (numbers == number))[0])
+
+
+def _shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Weights in units of 1 / UNIT, which add up to UNIT exactly.
+
+    They are computed as fractions of the numbers as written. Sums of floats differ between Python versions, and so would the order.
+    """
+    written = [Fraction(repr(float(weight))) for weight in weights]
+    total = sum(written)
+    shares = _rounded([divmod(weight / total * UNIT, 1) for weight in written], UNIT)
+    for source, (weight, share) in enumerate(zip(weights, shares)):
+        if weight > 0 and share * BLOCK < UNIT:
+            raise ConfigError(
+                f"source {source}: its weight {weight:g} is below 1/{BLOCK} of the sum {float(total):g} and is too small to be drawn "
+                "evenly; raise it, or prepare small sources together as one"
+            )
+    return tuple(shares)
+
+
+def _rounded(parts: Sequence[tuple[int, int | Fraction]], total: int) -> list[int]:
+    """Numbers, as their whole parts and their remainders, rounded to integers that add up to `total`."""
+    counts = [whole for whole, _ in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda source: (-parts[source][1], source))
+    for source in by_remainder[: total - sum(counts)]:
+        counts[source] += 1
+    return counts

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import logging
@@ -33,9 +32,8 @@ import numpy as np
 
 from pretrain.data.shards.open_files import OpenFile, OpenFiles
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.shards.staging import staged_directory
 from pretrain.errors import DataError
-from pretrain.storage import sealed_json, sha256_of, unsealed
+from pretrain.storage import make_once, sealed_json, sha256_of, staged_directory, unsealed
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +65,9 @@ class PackIndex:
         return self.tokens / (self.samples * self.sequence_length)
 
     @property
-    def fingerprint(self) -> str:
+    def content(self) -> str:
         """sha256 of the hashes of its files: which documents share a sample."""
         return hashlib.sha256("\n".join(f"{name} {self.sha256[name]}" for name in sorted(self.sha256)).encode()).hexdigest()
-
-    @property
-    def content(self) -> str:
-        """A value that is equal for equal indices."""
-        return self.fingerprint
 
     @property
     def manifest_file(self) -> Path:
@@ -93,9 +86,12 @@ class PackIndex:
 
     def find(self, start: int, end: int) -> np.ndarray:
         """The samples with a token of the stretch [start, end) of the token stream, sorted."""
-        numbers = range(self.pieces_count + 1)
-        first = bisect.bisect_right(numbers, start, key=lambda number: int(self._numbers("starts.idx", number, 1)[0])) - 1
-        last = bisect.bisect_left(numbers, end, key=lambda number: int(self._numbers("starts.idx", number, 1)[0]))
+
+        def start_of(piece: int) -> int:
+            return int(self._numbers("starts.idx", piece, 1)[0])
+
+        pieces = range(self.pieces_count + 1)
+        first, last = bisect.bisect_right(pieces, start, key=start_of) - 1, bisect.bisect_left(pieces, end, key=start_of)
         return np.arange(first, last) if self.mode == "padded" else np.unique(self._numbers("places.idx", first, last - first))
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
@@ -128,17 +124,7 @@ def open_index(data: PreparedData, mode: Mode, sequence_length: int, cache: Path
     Raises DataError if it cannot be written, if it is not what this program writes, or if the data's document index is damaged.
     """
     path = index_path(data, mode, sequence_length, cache)
-    if path.exists():  # complete: it was renamed into place
-        return _read(path, data, mode, sequence_length)
-    name = path.name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / f".{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                _build(data, mode, sequence_length, path)
-    except OSError as error:
-        raise DataError(f"{path}: the packing index cannot be written: {error.strerror}; set data.cache.dir") from error
+    make_once(path, "the packing index", lambda: _build(data, mode, sequence_length, path))
     return _read(path, data, mode, sequence_length)
 
 

@@ -13,8 +13,8 @@ document is a target too, if another document stands before it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -33,48 +33,59 @@ class Totals:
     left_out: int
 
 
-class Samples(Protocol):
+@dataclass(frozen=True)
+class Samples(ABC):
     """A list of samples."""
 
     name: str
     data: PreparedData
     sequence_length: int
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def fill(self, samples: np.ndarray, rows: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> None:
         """Write inputs and targets of `samples[i]` into row `rows[i]` of int64 arrays; targets without loss are IGNORED."""
 
+    @abstractmethod
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """The origin of the inputs: stretches (start, length) of the token stream, in order."""
 
+    @abstractmethod
+    def find(self, start: int, end: int) -> np.ndarray:
+        """The samples with an input among the stream's tokens [start, end), sorted. The tokens lie within one document."""
+
+    @abstractmethod
+    def totals(self) -> Totals:
+        """The totals of all samples once, which is an epoch."""
+
     def prefetch(self, samples: np.ndarray) -> None:
         """Download the data of these samples in the background, if it is remote."""
+        if self.data.is_remote:
+            for sample in samples.tolist():
+                for start, length in self.pieces(sample):
+                    self.data.prefetch(start, length + 1)
 
     def describe(self) -> str:
         """A phrase about the packing, for the log."""
+        return ""
 
     @property
     def holdings(self) -> list[Holding]:
         """The parts with their own manifests: the prepared directory, and the packing index if one is used."""
+        return [self.data]
 
     def identity(self, number: int) -> dict[str, str]:
         """The values that decide the samples of source `number` of a run, by keys of the run's identity; and its path, for messages."""
-
-    def find(self, start: int, end: int) -> np.ndarray:
-        """The samples with an input among the stream's tokens [start, end), sorted. The tokens lie within one document."""
-
-    def totals(self) -> Totals:
-        """The totals of all samples once, which is an epoch."""
+        key, data = f"sources.{number}", self.data
+        return {key: data.fingerprint, f"{key}.documents": data.documents_fingerprint, f"{key}.path": str(data.path)}
 
 
 @dataclass(frozen=True)
-class Windows:
+class Windows(Samples):
     """Documents end to end, cut into windows; neighbours share one token, as a target and as an input."""
 
-    name: str
-    data: PreparedData
-    sequence_length: int
     boundary_loss: bool = True
 
     def __post_init__(self) -> None:
@@ -99,19 +110,6 @@ class Windows:
     def pieces(self, index: int) -> list[tuple[int, int]]:
         return [(index * self.sequence_length, self.sequence_length)]
 
-    def prefetch(self, samples: np.ndarray) -> None:
-        _prefetch(self, samples)
-
-    def describe(self) -> str:
-        return ""
-
-    @property
-    def holdings(self) -> list[Holding]:
-        return [self.data]
-
-    def identity(self, number: int) -> dict[str, str]:
-        return _identity(self.data, number)
-
     def find(self, start: int, end: int) -> np.ndarray:
         first, last = start // self.sequence_length, (end - 1) // self.sequence_length
         return np.arange(first, min(last, len(self) - 1) + 1)
@@ -123,12 +121,9 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(Samples):
     """Pieces that a PackIndex has put together, then padding."""
 
-    name: str
-    data: PreparedData
-    sequence_length: int
     index: PackIndex
     boundary_loss: bool = True
 
@@ -161,9 +156,6 @@ class Packed:
         _, starts, ends = self.index.pieces(np.array([index]))
         return list(zip(starts.tolist(), (ends - starts).tolist()))
 
-    def prefetch(self, samples: np.ndarray) -> None:
-        _prefetch(self, samples)
-
     def describe(self) -> str:
         index = self.index
         return f", {index.mode}: {1 - index.fill:.2%} padding, {index.cut_documents:,} of {self.data.documents:,} documents cut"
@@ -173,7 +165,7 @@ class Packed:
         return [self.data, self.index]
 
     def identity(self, number: int) -> dict[str, str]:
-        return _identity(self.data, number) | {f"packing.index.{number}": self.index.fingerprint}
+        return super().identity(number) | {f"packing.index.{number}": self.index.content}
 
     def find(self, start: int, end: int) -> np.ndarray:
         return self.index.find(start, end)
@@ -185,19 +177,7 @@ class Packed:
         return Totals(tokens, tokens - ends, 0)
 
 
-def _identity(data: PreparedData, number: int) -> dict[str, str]:
-    key = f"sources.{number}"
-    return {key: data.fingerprint, f"{key}.documents": data.documents_fingerprint, f"{key}.path": str(data.path)}
-
-
 def _block(rows: np.ndarray) -> slice | np.ndarray:
     """Rows that follow each other, as a slice: numpy converts into a slice several times faster."""
     neighbours = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows) and (np.diff(rows) == 1).all()
     return slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else rows
-
-
-def _prefetch(source: Samples, samples: np.ndarray) -> None:
-    if source.data.is_remote:
-        for sample in samples.tolist():
-            for start, length in source.pieces(sample):
-                source.data.prefetch(start, length + 1)

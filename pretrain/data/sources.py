@@ -5,27 +5,26 @@ This file does not import torch, so that tools which look at data answer at once
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.config.data_schema import Data, MixtureStage, Source, Text, ValidationSource
 from pretrain.config.schema import Config
-from pretrain.data.mixture import Mixture, Stage
+from pretrain.data.order import Mixture, Stage
 from pretrain.data.packing import open_index
-from pretrain.data.remote.shard_cache import ShardCache, default_directory
-from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.reader import Holding, PreparedData
+from pretrain.data.shards.shard_cache import ShardCache, default_directory
+from pretrain.data.shards.transfer import is_url
 from pretrain.data.stream import BatchSchedule, Shuffle, Stream
 from pretrain.data.tasks import Objective, sentinel_ids
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError
+from pretrain.storage import make_once
 
 log = logging.getLogger(__name__)
 
@@ -64,31 +63,14 @@ def _prepared_text(text: Text, cache: Path) -> Path:
     settings = Settings(text_field=text.text_field, text_mode=text.documents)
     plan = PreparationPlan.make(settings, identity_of(load_tokenizer(text.tokenizer)), inputs)
     path = cache / "text" / plan.sha256[:24]
-    if not path.is_dir():  # complete if it exists: it is renamed into place
-        with _alone(path):
-            if not path.is_dir():
-                log.info("data: preparing the text of data.text into %s; later starts find it there", path)
-                workers = os.cpu_count() or 1
-                done = prepare(inputs, text.tokenizer, path, workers=workers, **dataclasses.asdict(settings))
-                log.info("data: %s", done)
+
+    def make() -> None:
+        log.info("data: preparing the text of data.text into %s; later starts find it there", path)
+        done = prepare(inputs, text.tokenizer, path, workers=os.cpu_count() or 1, **dataclasses.asdict(settings))
+        log.info("data: %s", done)
+
+    make_once(path, "the text of data.text", make)
     return path
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock beside `path`. A process that must wait for it says so."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = (path.parent / f".{path.name}.lock").open("w")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be created: {error.strerror}; set data.cache.dir") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("data: waiting for another process, which prepares the text of data.text into %s", path)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def open_sources(config: Config) -> list[Samples]:
@@ -311,26 +293,3 @@ def _stage(data: Data, number: int, stage: MixtureStage, weights: list[float]) -
     own = [stage.weights.get(name, 0.0) for name in names] if stage.weights else weights
     until = None if stage.until_tokens is None else -(-stage.until_tokens // data.sequence_length)
     return Stage(until, tuple(own))
-
-
-def check_length(config: Config, mixture: Mixture, schedule: BatchSchedule, step: int = 0, samples: int = 0) -> None:
-    """Raise ConfigError if a run that continues after `step` steps and `samples` samples would outlast its data."""
-    length, needed = config.data.sequence_length, schedule.after(samples, config.run.steps - step)
-    budget = sum(source.tokens or 0 for source in config.data.sources)
-    last = schedule.step_of(mixture.length, samples, step) - 1 if mixture.length is not None else config.run.steps
-    if mixture.length is not None and mixture.length < needed:
-        stage = config.data.stages[-1].until_tokens if config.data.stages else None
-        cause = (
-            f"data.stages end at until_tokens={stage}"
-            if stage is not None and mixture.length == -(-stage // length)
-            else "every source that is drawn has come data.sources[].max_epochs times"
-        )
-        raise ConfigError(
-            f"run.steps={config.run.steps} reads {needed} samples, and {cause}, after {mixture.length} samples: run.steps at most "
-            f"{last}, or give the data more"
-        )
-    if budget and needed * length > budget:
-        raise ConfigError(
-            f"run.steps={config.run.steps} reads {needed * length} tokens, more than the {budget} of all data.sources[].tokens; "
-            f"run.steps at most {schedule.step_of(budget // length, samples, step) - 1}, or raise the budgets"
-        )

@@ -1,29 +1,33 @@
-"""The stream of training samples: position -> tokens, a pure function of the seed and the sources.
+"""The stream of training samples: position -> tokens, a pure function of the seed and the sources; and how steps take it.
 
     position --mixture--> source, n-th sample of it --epoch = n // size--> order of the epoch --> sample --> tokens, targets
 
-The only cursor is the number of samples consumed.
+The only cursor is the number of samples consumed. This file does not import torch, so that tools which look at data answer at once.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pretrain.config.schema import Config
 from pretrain.conventions import scramble
-from pretrain.data.mixture import UNIT, Mixture
-from pretrain.data.order import ChunkedOrder, FullOrder, Order
+from pretrain.data.order import UNIT, ChunkedOrder, FullOrder, Mixture
 from pretrain.data.samples import Samples
-from pretrain.data.shards.reader import Holding
-from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
+from pretrain.data.shards.reader import Holding, PreparedData
 from pretrain.errors import ConfigError, DataError, nearest_multiples
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DIGEST_MODULUS = 1 << 52  # so that the sum over 2,000 ranks fits in an int64
 _DIGEST_KEY = np.uint64(0x9E3779B97F4A7C15)
@@ -44,10 +48,6 @@ class BatchSchedule:
     def at(self, consumed: int) -> int:
         """Samples of the step that begins after `consumed` samples."""
         return next((sequences for until, sequences in self.ramp if consumed < until), self.sequences)
-
-    def consumed(self, steps: int) -> int:
-        """Samples in the first `steps` steps of a run."""
-        return self.after(0, steps)
 
     def after(self, consumed: int, steps: int) -> int:
         """Samples consumed `steps` steps after `consumed`."""
@@ -106,7 +106,7 @@ class Shuffle:
     seed: int
     window_shards: int | None = None
 
-    def order(self, samples: Samples, epoch: int) -> Order:
+    def order(self, samples: Samples, epoch: int) -> FullOrder | ChunkedOrder:
         """The order of one epoch of a source; it differs in every epoch."""
         identity = ("order", self.seed, epoch, samples.data.fingerprint)
         if self.window_shards is None:
@@ -124,25 +124,9 @@ class Stream:
         self._order = functools.lru_cache(_ORDERS)(lambda source, epoch: shuffle.order(sources[source], epoch))
 
     @property
-    def tokenizer_path(self) -> Path:
-        return self.sources[0].data.tokenizer_path
-
-    @property
-    def tokenizer(self) -> TokenizerIdentity:
-        return self.sources[0].data.tokenizer
-
-    @property
-    def fingerprints(self) -> list[str]:
-        return [source.data.fingerprint for source in self.sources]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.sources[0].data.vocab_size
-
-    @property
-    def eod_id(self) -> int:
-        """The token that closes a document."""
-        return self.sources[0].data.eod_id
+    def data(self) -> PreparedData:
+        """The data of the first source; all have its tokenizer and its end-of-document token."""
+        return self.sources[0].data
 
     @property
     def holdings(self) -> list[tuple[str, Holding]]:
@@ -243,3 +227,57 @@ def digest(positions: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray)
     contents = tokens_BT.view(np.uint64) @ by_token + targets_BT.view(np.uint64) @ by_target
     keys = scramble(positions.astype(np.uint64) + _DIGEST_KEY)  # so that two samples in exchanged places give another sum
     return int(scramble(contents + keys).sum()) % DIGEST_MODULUS
+
+
+# ---- steps --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepBatch(ABC):
+    """The samples of one rank in one optimizer step, on the host; each kind of data adds the network's inputs.
+
+    `positions`: the places of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see
+    `digest`; `target_tokens`: targets that carry a loss.
+    """
+
+    positions: np.ndarray
+    sequences: int
+    digest: int
+    target_tokens: int
+
+    @abstractmethod
+    def micro_steps(self, sequences: int) -> int:
+        """The number of micro-steps of `sequences` samples in the batch; equal on all ranks."""
+
+    @abstractmethod
+    def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
+        """The network's inputs of a micro-step, by name, on the device."""
+
+
+def read_ahead(
+    read: Callable[[int], Any],
+    size_at: Callable[[int], int],
+    consumed: int,
+    workers: int,
+    prefetch: Callable[[int], None] | None = None,
+) -> Iterator[Any]:
+    """`read(consumed)` for step after step, by `workers` threads. A step takes `size_at(consumed)` samples.
+
+    The number of threads changes only the speed: steps are handed out in order.
+    """
+    if workers == 0:
+        while True:
+            yield read(consumed)
+            consumed += size_at(consumed)
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="loader")
+    ahead: deque[Future[Any]] = deque()
+    try:
+        while True:
+            while len(ahead) < workers + 1:
+                ahead.append(pool.submit(read, consumed))
+                consumed += size_at(consumed)
+                if prefetch:
+                    prefetch(consumed)
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

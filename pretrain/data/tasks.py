@@ -17,9 +17,9 @@ torch is imported only for the tensors at the end, so that tools which look at d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,33 +33,39 @@ if TYPE_CHECKING:
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """Samples in, inputs of a network out, as a pure function."""
 
+    @abstractmethod
     def inputs(self, tokens_BT: Tensor, targets_BT: Tensor, positions_B: np.ndarray) -> dict[str, Tensor]:
         """The network's inputs by name, each with a row per sample, `targets_BT` among them.
 
         `tokens_BT`: the samples' tokens, int64; `targets_BT`: the token after each, or IGNORED; `positions_B`: places in the stream.
         """
 
+    @abstractmethod
     def for_validation(self) -> Objective:
         """The same objective independent of the run: positions are then those in the validation source."""
 
-    def lengths(self, sequence_length: int) -> tuple[float, ...]:
-        """Tokens that the network sees of a sample: its length, or those of its source and its target."""
-
-    def added_tokens(self, vocab_size: int) -> list[str]:
-        """The names in transformers of tokens beyond the tokenizer's `vocab_size`, in the order of their ids."""
-
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """JSON values that change when the network's inputs from a sample change."""
 
+    def lengths(self, sequence_length: int) -> tuple[float, ...]:
+        """Tokens that the network sees of a sample: its length, or those of its source and its target."""
+        return (sequence_length,)
+
+    def added_tokens(self, vocab_size: int) -> list[str]:
+        """The names in transformers of tokens beyond the tokenizer's `vocab_size`, in the order of their ids."""
+        return []
+
     def describe(self) -> list[str]:
         """Lines for the log."""
+        return []
 
 
 @dataclass(frozen=True)
-class NextToken:
+class NextToken(Objective):
     """Predict every token from those before it.
 
     `mask_eod_id`: the token that closes a document, if attention ends there; `dropout_seed`: the seed of dropout's masks, None without dropout.
@@ -81,17 +87,8 @@ class NextToken:
     def for_validation(self) -> NextToken:
         return replace(self, dropout_seed=None)
 
-    def lengths(self, sequence_length: int) -> tuple[float, ...]:
-        return (sequence_length,)
-
-    def added_tokens(self, vocab_size: int) -> list[str]:
-        return []
-
     def identity(self) -> dict[str, Any]:
         return {"name": "next_token"}
-
-    def describe(self) -> list[str]:
-        return []
 
 
 def documents_of(tokens_BT: np.ndarray, eod_id: int) -> np.ndarray:
@@ -200,7 +197,7 @@ def added_tokens(first_sentinel: int, vocab_size: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class SpanCorruption:
+class SpanCorruption(Objective):
     """The objective of T5.
 
     `first_sentinel`: id of the first span's sentinel; the others count down. `end_id`: the token that ends sources and targets.
@@ -242,17 +239,6 @@ class SpanCorruption:
         starts = first_BT[lost_BT]
         targets_BT[row[starts], place[starts] - 1] = replaced_BT[first_BT]
         return source_BS, targets_BT
-
-    def restore(self, source: Sequence[int], target: Sequence[int]) -> list[int]:
-        """The sample from which a source and a target were made."""
-        sentinels = range(self.first_sentinel - self.spans.count + 1, self.first_sentinel + 1)
-        lost: dict[int, list[int]] = {}
-        for token in list(target)[:-1]:
-            if token in sentinels and token not in lost:
-                lost[token] = current = []
-            else:
-                current.append(token)
-        return [token for place in list(source)[:-1] for token in lost.get(place, [place])]
 
     def for_validation(self) -> SpanCorruption:
         return replace(self, seed=None, dropout_seed=None)

@@ -1,10 +1,14 @@
-"""The interface between a run and any kind of data, and how data is opened and verified."""
+"""The interface between a run and any kind of data; training on samples of one length; how data is opened and verified.
+
+`PreparedTraining` cuts prepared text into samples. The other kind is in pairs/pair_training.py. Nothing outside `data/` asks which.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +17,28 @@ import torch
 from torch import Tensor
 
 from pretrain.config.schema import Config
+from pretrain.conventions import IGNORED
 from pretrain.data.pairs.pair_training import PairTraining
-from pretrain.data.prepared_training import PreparedTraining
+from pretrain.data.samples import Samples
 from pretrain.data.shards.reader import Holding
-from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
-from pretrain.errors import DataError, UserError
+from pretrain.data.sources import (
+    batch_schedule,
+    check_tokenizers,
+    cut_identity,
+    open_each,
+    open_samples,
+    open_sources,
+    open_stream,
+    validation_holdings,
+    with_prepared_text,
+)
+from pretrain.data.stream import BatchSchedule, StepBatch, Stream, digest, rank_positions, read_ahead
+from pretrain.data.tasks import NextToken, Objective, SpanCorruption, Spans, sentinel_ids
+from pretrain.data.tokenizers.tokenizer import ADDED_NAME, TokenizerIdentity, Vocabulary, added_tokens_json
+from pretrain.errors import ConfigError, DataError, UserError
+
+PREFETCH_STEPS = 32
+"""How far ahead remote shards are downloaded, beyond the batches that are being read."""
 
 
 class ValidationData(Protocol):
@@ -30,25 +51,6 @@ class ValidationData(Protocol):
     @property
     def holdings(self) -> list[Holding]:
         """The directories that are read."""
-
-
-class StepBatch(Protocol):
-    """The samples of one rank in one optimizer step, on the host.
-
-    `positions`: the places of its samples in the stream; `sequences`: samples of the step over all ranks; `digest`: see
-    stream.digest; `target_tokens`: targets that carry a loss.
-    """
-
-    positions: np.ndarray
-    sequences: int
-    digest: int
-    target_tokens: int
-
-    def micro_steps(self, sequences: int) -> int:
-        """The number of micro-steps of `sequences` samples in the batch; equal on all ranks."""
-
-    def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
-        """The network's inputs of a micro-step, by name, on the device."""
 
 
 class BatchLoader(Protocol):
@@ -114,6 +116,183 @@ class TrainingData(Protocol):
 
     def bytes_per_token(self, source: ValidationData) -> float | None:
         """Mean bytes of text per target token of a validation source; None if unknown, or if targets are not plain text."""
+
+
+# ---- samples of one length -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleBatch(StepBatch):
+    """`inputs`: the network's inputs by name, with a row per sample."""
+
+    inputs: dict[str, Tensor]
+
+    def micro_steps(self, sequences: int) -> int:
+        return len(self.positions) // sequences
+
+    def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
+        part = slice(index * sequences, (index + 1) * sequences)
+        return {name: tensor[part].to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Batches of `data_rank` among `data_size`. `objective`: turns samples into the network's inputs."""
+
+    stream: Stream
+    schedule: BatchSchedule
+    data_rank: int
+    data_size: int
+    workers: int
+    objective: Objective = NextToken()
+    pin_memory: bool = False
+
+    def read(self, consumed: int) -> SampleBatch:
+        """The batch of the step that starts after `consumed` samples."""
+        sequences = self.schedule.at(consumed)
+        positions = rank_positions(consumed, sequences, self.data_rank, self.data_size)
+        shape = len(positions), self.stream.sequence_length
+        tokens_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
+        targets_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
+        self.stream.read(positions, tokens_BT.numpy(), targets_BT.numpy())
+        name = digest(positions, tokens_BT.numpy(), targets_BT.numpy())
+        inputs = self.objective.inputs(tokens_BT, targets_BT, positions)
+        target_tokens = int(np.count_nonzero(inputs["targets_BT"].numpy() != IGNORED))
+        if self.pin_memory:
+            inputs = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in inputs.items()}
+        return SampleBatch(positions, sequences, name, target_tokens, inputs)
+
+    def batches(self, consumed: int) -> Iterator[SampleBatch]:
+        return read_ahead(self.read, self.schedule.at, consumed, self.workers, self._prefetch)
+
+    def _prefetch(self, consumed: int) -> None:
+        later = self.schedule.after(consumed, PREFETCH_STEPS)
+        self.stream.prefetch(rank_positions(later, self.schedule.at(later), self.data_rank, self.data_size))
+
+    def validation_inputs(self, source: Samples, samples: np.ndarray, rows: int) -> dict[str, Tensor]:
+        tokens_BT, targets_BT = torch.zeros((2, rows, source.sequence_length), dtype=torch.int64)
+        filled = np.pad(samples, (0, rows - len(samples)))
+        if len(samples):
+            source.fill(filled, np.arange(rows), tokens_BT.numpy(), targets_BT.numpy())
+        inputs = self.objective.for_validation().inputs(tokens_BT, targets_BT, filled)
+        inputs["targets_BT"][len(samples) :] = IGNORED
+        return inputs
+
+
+@dataclass(frozen=True)
+class PreparedTraining:
+    """A run's data. `config`: with text as a source; `objective`: makes inputs of samples."""
+
+    config: Config
+    stream: Stream
+    schedule: BatchSchedule
+    objective: Objective
+    validation: list[Samples]
+
+    kind = "prepared"
+
+    @classmethod
+    def open(cls, config: Config, start_id: int | None) -> PreparedTraining:
+        """Open the sources and check them with their settings. Raises ConfigError or DataError."""
+        data = config.data
+        validation = open_each("data.validation", data.validation, lambda source: open_samples(source, data))
+        config = with_prepared_text(config)
+        sources = open_sources(config)
+        check_tokenizers(sources + validation)
+        stream = open_stream(config, sources)
+        return cls(config, stream, batch_schedule(config), _objective(config, stream, start_id), validation)
+
+    @property
+    def attachments(self) -> dict[str, Path | str]:
+        added = self.added_tokens
+        beside = {f"tokenizer/{ADDED_NAME}": added_tokens_json(added, self.stream.data.vocab_size)} if added else {}
+        return {"tokenizer": self.tokenizer_path, **beside}
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.stream.data.tokenizer_path
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity:
+        return self.stream.data.tokenizer
+
+    @property
+    def fingerprints(self) -> list[str]:
+        return [source.data.fingerprint for source in self.stream.sources]
+
+    @property
+    def vocabularies(self) -> dict[str, Vocabulary]:
+        own = self.stream.data
+        needed = max(own.vocab_size, sentinel_ids(self.config.data, own.vocab_size).stop)
+        return {"vocab_size": Vocabulary(needed, own.tokenizer.sha256, own.path)}
+
+    @property
+    def added_tokens(self) -> list[str]:
+        return self.objective.added_tokens(self.stream.data.vocab_size)
+
+    @property
+    def lengths(self) -> tuple[float, ...]:
+        return self.objective.lengths(self.config.data.sequence_length)
+
+    @property
+    def holdings(self) -> list[tuple[str, Holding]]:
+        return self.stream.holdings + validation_holdings(self.validation)
+
+    def identity(self, until: int) -> dict[str, Any]:
+        return cut_identity(self.config.data, self.kind, self.tokenizer, self.objective) | self.stream.identity(until)
+
+    def samples_after(self, consumed: int, steps: int) -> int:
+        return self.schedule.after(consumed, steps)
+
+    def check_suffices(self, step: int, samples: int) -> None:
+        config, mixture, schedule = self.config, self.stream.mixture, self.schedule
+        length, needed = config.data.sequence_length, schedule.after(samples, config.run.steps - step)
+        budget = sum(source.tokens or 0 for source in config.data.sources)
+        last = schedule.step_of(mixture.length, samples, step) - 1 if mixture.length is not None else config.run.steps
+        if mixture.length is not None and mixture.length < needed:
+            stage = config.data.stages[-1].until_tokens if config.data.stages else None
+            cause = (
+                f"data.stages end at until_tokens={stage}"
+                if stage is not None and mixture.length == -(-stage // length)
+                else "every source that is drawn has come data.sources[].max_epochs times"
+            )
+            raise ConfigError(
+                f"run.steps={config.run.steps} reads {needed} samples, and {cause}, after {mixture.length} samples: run.steps at most "
+                f"{last}, or give the data more"
+            )
+        if budget and needed * length > budget:
+            raise ConfigError(
+                f"run.steps={config.run.steps} reads {needed * length} tokens, more than the {budget} of all data.sources[].tokens; "
+                f"run.steps at most {schedule.step_of(budget // length, samples, step) - 1}, or raise the budgets"
+            )
+
+    def shares(self, until: int) -> dict[str, float]:
+        return self.stream.shares(until)
+
+    def describe(self, until: int) -> list[str]:
+        return [*self.stream.describe(until), *self.objective.describe()]
+
+    def loader(self, data_rank: int, data_size: int, pin: bool = False) -> Loader:
+        workers = self.config.data.workers
+        return Loader(self.stream, self.schedule, data_rank, data_size, workers, self.objective, pin)
+
+    def validation_rows(self, source: Samples) -> int:
+        return self.config.batch.micro_sequences
+
+    def bytes_per_token(self, source: Samples) -> float | None:
+        return source.data.bytes_per_token if self.config.data.objective == "next_token" else None
+
+
+def _objective(config: Config, stream: Stream, start_id: int | None) -> Objective:
+    spans, eod_id = Spans.of_data(config.data), stream.data.eod_id
+    dropout_seed = config.run.seed if config.model.dropout else None
+    if spans is None:
+        return NextToken(eod_id if config.data.document_mask else None, dropout_seed)
+    first = sentinel_ids(config.data, stream.data.vocab_size)[-1]
+    return SpanCorruption(spans, first, eod_id, eod_id if start_id is None else start_id, config.data.seed, dropout_seed)
+
+
+# ---- opening and verifying -------------------------------------------------------------------------------------------
 
 
 def open_data(config: Config, start_id: int | None = None) -> TrainingData:

@@ -153,14 +153,18 @@ def _fsdp_version(config: Config, value: str) -> Problem:
     return None if value == "2" else ("parallel.strategy", "fsdp (FSDP2)", "launch with --fsdp_version 2")
 
 
-def _flag(key: str, default: bool = False) -> Rule:
-    """A setting that accelerate writes as `default` when nobody chose it."""
+def _flag(key: str, default: bool = False, off: object = False, on: object = True) -> Rule:
+    """A setting that accelerate writes as `default` when nobody chose it. `off` and `on`: what it is called here."""
 
     def rule(config: Config, value: str) -> Problem:
-        ours = bool(_value(config, key))
-        if _on(value) in (default, ours):
+        ours = _value(config, key)
+        if _on(value) in (default, ours != off):
             return None
-        return key, ours, f"set {key}={_text(not ours)} or leave the setting out of accelerate's configuration"
+        return (
+            key,
+            ours,
+            f"set {key}={_text(on if ours == off else off)} or leave the setting out of accelerate's configuration",
+        )
 
     return rule
 
@@ -208,7 +212,7 @@ _RULES: dict[str, Rule] = {
     "FSDP_SHARDING_STRATEGY": _refuse("--fsdp_sharding_strategy", "parallel.strategy", unset="FULL_SHARD"),
     "FSDP_RESHARD_AFTER_FORWARD": _flag("parallel.reshard_after_forward", default=True),
     "FSDP_OFFLOAD_PARAMS": _flag("parallel.offload"),
-    "FSDP_ACTIVATION_CHECKPOINTING": _flag("parallel.activation_checkpointing"),
+    "FSDP_ACTIVATION_CHECKPOINTING": _flag("parallel.activation_checkpointing", off="none", on="full"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": _refuse(
         "--fsdp_activation_checkpointing_offload", "parallel.activation_checkpointing"
     ),

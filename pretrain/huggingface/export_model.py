@@ -24,7 +24,6 @@ from pretrain.checkpoint import files
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.written import build_section
-from pretrain.data.shards.staging import refuse_existing, staged_directory
 from pretrain.data.tasks import added_tokens
 from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer, read_added_tokens
@@ -36,7 +35,7 @@ from pretrain.models.families import family_of
 from pretrain.models.families.declare.other_readers import reader_notes
 from pretrain.models.families.declare.weights import TRAINING_ONLY, Entry
 from pretrain.progress import ByteProgress
-from pretrain.storage import sha256_of
+from pretrain.storage import refuse_existing, sha256_of, staged_directory
 
 SHARD_BYTES = 5 * 10**9
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

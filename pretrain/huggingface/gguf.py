@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import files
-from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME
 from pretrain.data.tokenizers.tokenizer_training import SPLIT_PATTERN
 from pretrain.errors import CheckpointError, ConfigError, DataError
@@ -27,7 +26,7 @@ from pretrain.models.families import family_of_hf
 from pretrain.models.families.declare.other_readers import WINDOWS, llama_cpp_problem
 from pretrain.models.shape import cycled, has_windows
 from pretrain.progress import ByteProgress
-from pretrain.storage import flush
+from pretrain.storage import flush, refuse_existing
 
 GGUF_DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "q8_0": "q8_0"}
 CONVERTER = "convert_hf_to_gguf.py"

@@ -20,7 +20,6 @@ from torch import Tensor
 from pretrain.checkpoint.save import on_meta, write_checkpoint
 from pretrain.config.model_schema import Model
 from pretrain.config.read import dump
-from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.export import save_trimmed
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.ranks import Ranks
@@ -30,6 +29,7 @@ from pretrain.huggingface.open_model import GENERATION_FILE, begin_tokens, named
 from pretrain.huggingface.verification import Compared, compare_logits
 from pretrain.models.families import family_of
 from pretrain.progress import ByteProgress
+from pretrain.storage import refuse_existing
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 MODEL_FILE = "model.yaml"

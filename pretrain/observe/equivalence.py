@@ -113,7 +113,7 @@ def cases(sequences: int) -> list[Case]:
         case("FSDP2 on 4", 4, 1, "strategy=fsdp"),
         case("FSDP2 on 2, accumulation 4, sync last", 2, 4, "strategy=fsdp", "grad_sync=last"),
         case("FSDP2 on 2, accumulation 4, sync every", 2, 4, "strategy=fsdp", "grad_sync=every"),
-        case("FSDP2 on 2, recomputed activations", 2, 1, "strategy=fsdp", "activation_checkpointing=true"),
+        case("FSDP2 on 2, recomputed activations", 2, 1, "strategy=fsdp", "activation_checkpointing=full"),
         case("HSDP 2x2", 4, 1, *hsdp),
         case("HSDP 2x2, accumulation 4", 4, 4, *hsdp),
         case("DDP on 2, accelerate launch", 2, 1, "strategy=ddp", launcher="accelerate"),

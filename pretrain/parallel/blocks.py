@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from pretrain.config.schema import Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+_STORED = ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+           "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu")  # fmt: skip
+"""Operators whose results `selective` stores. They cost the most to compute. `bmm` is not among them: attention that is not fused makes
+its scores with it, which are the largest tensors of all."""
+
 
 def prepare_blocks(network: nn.Module, config: Config) -> None:
-    """Set the compute format of a network; recompute and compile its blocks if the configuration says so."""
+    """Set the compute format of a network; recompute and compile its blocks as the configuration says."""
+    options = config.parallel
     set_compute_format(network, DTYPES[config.precision.compute])
-    if config.parallel.compile:
-        compile_blocks(network)
-    if config.parallel.activation_checkpointing:
-        recompute_blocks(network)
+    if options.compile:
+        compile_blocks(network, budget=options.activation_memory_budget)
+    if options.activation_checkpointing != "none":
+        recompute_blocks(network, options.activation_checkpointing == "selective", options.checkpoint_every_block)
 
 
 def set_compute_format(network: nn.Module, dtype: torch.dtype) -> None:
@@ -30,23 +37,45 @@ def set_compute_format(network: nn.Module, dtype: torch.dtype) -> None:
             module.compute_dtype = dtype
 
 
-def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
-    """Compile the forward of each block that shares no weights. Call it before `recompute_blocks`."""
+def compile_blocks(network: nn.Module, backend: str = "inductor", budget: float = 1.0) -> None:
+    """Compile the forward of each block that shares no weights. Call it before `recompute_blocks`.
+
+    `budget`: the share of activations that the compiler may store. It holds for all that this process compiles from now on.
+    """
+    torch._functorch.config.activation_memory_budget = budget
     for unit in network.units():
         if unit.role == "block" and unit.apart:
             for module in unit.modules:
                 module.forward = torch.compile(module.forward, backend=backend)
 
 
-def recompute_blocks(network: nn.Module) -> None:
-    """Store only the inputs of each block, and recompute its activations in backward (Chen et al., arXiv 1604.06174)."""
-    for unit in network.units():
-        if unit.role == "block":
-            for module in unit.modules:
-                module.forward = functools.partial(_recomputed, module.forward)
+def recompute_blocks(network: nn.Module, selective: bool = False, every: int = 1) -> None:
+    """Recompute the activations of every so many-th block in backward (Chen et al., arXiv 1604.06174).
+
+    Stored are the block's inputs, and with `selective` the results of its projections and attention (arXiv 2205.05198).
+    """
+    contexts = _store_products if selective else noop_context_fn
+    blocks = [unit for unit in network.units() if unit.role == "block"]
+    for unit in blocks[::every]:
+        for module in unit.modules:
+            module.forward = functools.partial(_recomputed, module.forward, contexts)
 
 
-def _recomputed(forward: Any, *args: Any, **options: Any) -> Any:
+def _recomputed(forward: Callable, contexts: Callable, *args: Any, **options: Any) -> Any:
     if torch.is_grad_enabled():
-        return checkpoint(forward, *args, use_reentrant=False, **options)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
     return forward(*args, **options)
+
+
+def _store_products() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _stored_operators() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _stored_operators() -> set[Any]:
+    fused = {getattr(torch.ops.aten, name).default for name in _STORED if hasattr(torch.ops.aten, name)}
+    return fused | {torch.ops.higher_order.flex_attention}

@@ -160,6 +160,11 @@ def check_options(config: Config) -> None:
         raise ConfigError(
             f"run.init_from={config.run.init_from} and run.resume={config.run.resume} both say where to start; keep one"
         )
+    if config.parallel.activation_checkpointing == "selective" and config.parallel.compile:
+        raise ConfigError(
+            "parallel.activation_checkpointing=selective does not reach into blocks that parallel.compile=true compiles; set "
+            "parallel.activation_memory_budget (0 to 1) instead, or activation_checkpointing=full"
+        )
     beyond = [step for step in config.log.gradients_at if step > steps]
     if beyond:
         raise ConfigError(f"log.gradients_at={config.log.gradients_at}: step {beyond[0]} is beyond run.steps={steps}")

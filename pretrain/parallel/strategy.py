@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config.schema import Config
-from pretrain.data.training_data import StepBatch
+from pretrain.data.stream import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.loss import Losses
 from pretrain.parallel.blocks import prepare_blocks

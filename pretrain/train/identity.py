@@ -16,7 +16,7 @@ from typing import Any
 from pretrain.config.keys import leaves
 from pretrain.config.schema import Config, Schedule
 from pretrain.config.written import build_section
-from pretrain.data.mixture import UNIT
+from pretrain.data.order import UNIT
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.optim.schedule import learning_rate
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pretrain.data.stream import DIGEST_MODULUS
-from pretrain.data.training_data import StepBatch
+from pretrain.data.stream import DIGEST_MODULUS, StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, TrainingError, UserError

@@ -89,7 +89,7 @@ def layout_of(random: Random, world: int) -> dict[str, Any]:
     elif random.random() < 0.3:
         overrides["parallel.ddp.bucket_mb"] = 0.01
     if random.random() < 0.4:
-        overrides["parallel.activation_checkpointing"] = True
+        overrides["parallel.activation_checkpointing"] = "full"
     return {"world": world, "overrides": overrides}
 
 

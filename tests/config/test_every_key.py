@@ -66,7 +66,7 @@ VALUES: dict[str, list[Any]] = {
 A_RUN, CUDA = "train/test_data_of_a_run.py", "test_cuda.py::test_a_gpu_resumes_what_the_cpu_saved"
 PAIRS, CONTINUED, BAD = "train/test_pair_runs.py", "train/test_continuation.py", "train/test_bad_steps.py"
 REVERSED = f"{PAIRS}::test_a_small_model_learns_to_reverse_digits_exactly_and_the_tools_agree"
-TEXT, CACHE = "data/test_prepared_text.py", "data/remote/test_shard_cache.py"
+TEXT, CACHE = "data/test_prepared_text.py", "data/shards/test_shard_cache.py"
 LATER = "config/test_load.py::test_an_axis_that_is_not_built_yet_has_one_legal_value"
 OPTIONS = "parallel/test_layout.py::test_options_of_ddp_reach_torch"
 SEEN = {
@@ -118,7 +118,9 @@ SEEN = {
     "parallel.grad_sync": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
     "parallel.reshard_after_forward": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
     "parallel.offload": f"{CONTINUED}::test_offloaded_state_computes_the_same",
-    "parallel.activation_checkpointing": "parallel/test_masks_in_layouts.py::test_two_ranks_have_the_masked_gradients_of_one",
+    "parallel.activation_checkpointing": "models/test_recomputation.py::test_the_work_is_what_the_mode_says",
+    "parallel.checkpoint_every_block": "models/test_recomputation.py::test_the_work_is_what_the_mode_says",
+    "parallel.activation_memory_budget": "models/test_recomputation.py::test_a_compiler_stores_what_its_budget_allows",
     "parallel.compile": f"{CONTINUED}::test_compiled_blocks_compute_the_same",
     "parallel.backend": "train/test_bad_input.py::test_a_library_for_gpus_is_refused_without_them",
     "parallel.timeout_seconds": "distributed/test_lost_ranks.py::test_a_rank_that_hangs_is_named_with_what_it_does_and_ends_too",

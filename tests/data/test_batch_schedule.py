@@ -19,7 +19,7 @@ def schedules(draw) -> BatchSchedule:
 def test_steps_follow_each_other_without_gap_and_are_found_back(schedule, steps):
     consumed = 0
     for step in range(1, steps + 1):
-        assert schedule.consumed(step - 1) == consumed
+        assert schedule.after(0, step - 1) == consumed
         size = schedule.at(consumed)
         assert {schedule.step_of(position) for position in (consumed, consumed + size - 1)} == {step}
         assert schedule.step_of(consumed + size - 1, consumed, step - 1) == step
@@ -30,7 +30,7 @@ def test_steps_follow_each_other_without_gap_and_are_found_back(schedule, steps)
 def test_a_ramp_takes_the_sizes_of_its_stages_until_their_ends():
     schedule = BatchSchedule(16, ((8, 4), (32, 8)))
     assert [schedule.at(n) for n in (0, 4, 7, 8, 16, 24, 31, 32, 1000)] == [4, 4, 4, 8, 8, 8, 8, 16, 16]
-    assert schedule.consumed(2) == 8
-    assert schedule.consumed(5) == 32
-    assert schedule.consumed(7) == 64
+    assert schedule.after(0, 2) == 8
+    assert schedule.after(0, 5) == 32
+    assert schedule.after(0, 7) == 64
     assert schedule.sizes == [4, 8, 16]

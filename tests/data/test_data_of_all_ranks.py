@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.data.mixture import Mixture, Stage
+from pretrain.data.order import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.pairs.prepared_pairs import PreparedPairs
 from pretrain.data.samples import Packed, Windows

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.mixture import BLOCK, Mixture, Stage
+from pretrain.data.order import BLOCK, Mixture, Stage
 from pretrain.errors import ConfigError
 
 weights = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=6)

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.loader import PREFETCH_STEPS, Loader
-from pretrain.data.mixture import BLOCK, Mixture, Stage
+from pretrain.data.order import BLOCK, Mixture, Stage
 from pretrain.data.samples import Windows
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import DIGEST_MODULUS, BatchSchedule, Shuffle, Stream, digest, rank_positions
 from pretrain.data.tasks import NextToken
+from pretrain.data.training_data import PREFETCH_STEPS, Loader
 from pretrain.errors import DataError
 
 

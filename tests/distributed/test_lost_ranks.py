@@ -40,7 +40,7 @@ def train_badly(
     for constant, value in limits.items():
         setattr(importlib.import_module("pretrain.distributed.monitor"), constant, value)
     from pretrain.checkpoint import save
-    from pretrain.data.loader import Loader
+    from pretrain.data.training_data import Loader
     from pretrain.parallel.strategy import Strategy
 
     owner, name, when = {

@@ -256,6 +256,10 @@ def test_what_is_proposed_for_a_batch_is_legal(sequences, micro, world_size):
             ["schedule.warmup_steps=10", "schedule.decay_steps=1", "lower warmup_steps, or raise run.steps"],
         ),
         (["schedule={name: wsd, min_ratio: 1}"], ["schedule.min_ratio=1", "schedule.name=wsd", "schedule.name=constant"]),
+        (
+            ["parallel={activation_checkpointing: selective, compile: true}"],
+            ["activation_checkpointing=selective", "parallel.compile=true", "parallel.activation_memory_budget"],
+        ),
         (["run={init_from: x, resume: required}"], ["run.init_from=x", "run.resume=required", "keep one"]),
         (["run={init_from: x, resume: runs/y}"], ["run.init_from=x", "run.resume=runs/y"]),
     ],

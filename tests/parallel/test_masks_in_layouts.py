@@ -76,7 +76,7 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
 LAYOUTS = {
     "ddp": ("parallel.strategy=ddp",),
     "fsdp": ("parallel.strategy=fsdp",),
-    "fsdp, recomputed blocks": ("parallel.strategy=fsdp", "parallel.activation_checkpointing=true"),
+    "fsdp, recomputed blocks": ("parallel.strategy=fsdp", "parallel.activation_checkpointing=full"),
 }
 
 
@@ -89,7 +89,7 @@ def test_two_ranks_have_the_masked_gradients_of_one(pool, config_file, layout, t
         assert largest_gradient_difference(rank, single) <= 5e-6
 
 
-@pytest.mark.parametrize("options", [(), ("parallel.activation_checkpointing=true",)])
+@pytest.mark.parametrize("options", [(), ("parallel.activation_checkpointing=full",)])
 def test_block_masks_pass_through_sharded_blocks_unharmed(pool, config_file, options):
     """FSDP2 takes the inputs of a block apart and puts them together again; FlexAttention itself has no backward pass here."""
     [single] = pool.launch(1, masked_gradients, str(config_file), "sdpa", True)

@@ -23,7 +23,7 @@ QUICK = {"gemma2", "gpt2", "gpt_oss"}
 
 DDP, FSDP = "parallel.strategy=ddp", "parallel.strategy=fsdp"
 HSDP = (FSDP, "parallel.replicate=2", "parallel.shard=2")
-RECOMPUTED = "parallel.activation_checkpointing=true"
+RECOMPUTED = "parallel.activation_checkpointing=full"
 # Two ranks add two addends, as one process with two micro-steps does: equal in every bit.
 TWO_ADDENDS = {
     "ddp": (2, DDP),

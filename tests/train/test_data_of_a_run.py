@@ -21,11 +21,11 @@ from running import (
 )
 
 from pretrain.data.preparation.prepare import prepare
-from pretrain.data.prepared_training import PreparedTraining
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
+from pretrain.data.training_data import PreparedTraining
 from pretrain.errors import TrainingError
 from pretrain.observe.metrics import read_metrics
 from pretrain.train.trainer import Trainer

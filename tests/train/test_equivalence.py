@@ -29,7 +29,7 @@ LAYOUTS = {
     "ddp on 2, accumulation 4, last": (2, "parallel.strategy=ddp", "batch.micro_sequences=2", "parallel.grad_sync=last"),
     "ddp on 2, accumulation 4, every": (2, "parallel.strategy=ddp", "batch.micro_sequences=2", "parallel.grad_sync=every"),
     "ddp on 2, small buckets": (2, "parallel.strategy=ddp", "parallel.ddp.bucket_mb=0.02"),
-    "ddp on 2, recomputation": (2, "parallel.strategy=ddp", "parallel.activation_checkpointing=true"),
+    "ddp on 2, recomputation": (2, "parallel.strategy=ddp", "parallel.activation_checkpointing=full"),
     "fsdp on 2": (2, "parallel.strategy=fsdp", "batch.micro_sequences=8"),
     "fsdp on 3": (3, "parallel.strategy=fsdp", "batch.sequences=24", "batch.micro_sequences=8"),
     "fsdp on 4": (4, "parallel.strategy=fsdp"),
@@ -40,7 +40,15 @@ LAYOUTS = {
         2,
         "parallel.strategy=fsdp",
         "batch.micro_sequences=8",
-        "parallel.activation_checkpointing=true",
+        "parallel.activation_checkpointing=full",
+    ),
+    "ddp on 2, selective recomputation": (2, "parallel.strategy=ddp", "parallel.activation_checkpointing=selective"),
+    "fsdp on 2, selective recomputation of every second block": (
+        2,
+        "parallel.strategy=fsdp",
+        "batch.micro_sequences=8",
+        "parallel.activation_checkpointing=selective",
+        "parallel.checkpoint_every_block=2",
     ),
     "fsdp on 2, tied": (2, "parallel.strategy=fsdp", "batch.micro_sequences=8", "model.tie_embeddings=true"),
     "ddp on 2, tied": (2, "parallel.strategy=ddp", "model.tie_embeddings=true"),
@@ -74,7 +82,7 @@ def reference(trained_run, config_file, overrides):
 
 SLOW = {
     "ddp on 3", "ddp on 4", "fsdp on 2", "ddp on 2, accumulation 4, last", "ddp on 2, small buckets", "ddp on 2, tied", "fsdp on 2, weights kept for backward", "fsdp on 2, accumulation 4, last",
-    "hsdp 2x2, last", "hsdp 2x2, every", "ddp on 2, recomputation",
+    "hsdp 2x2, last", "hsdp 2x2, every", "ddp on 2, recomputation", "ddp on 2, selective recomputation",
 }  # fmt: skip
 
 
@@ -114,7 +122,7 @@ def test_every_switch_of_a_model_computes_the_same_in_every_layout(pool, config_
     switches = (*MODELS[model], "batch.micro_sequences=8", "run.steps=4", "schedule.warmup_steps=1", "log.every_steps=1")
     single = train(pool, 1, config_file, "run.name=single", "log.gradients_at=[1]", *switches)
     for strategy in ("ddp", "fsdp"):
-        layout = (f"parallel.strategy={strategy}", "parallel.activation_checkpointing=true")
+        layout = (f"parallel.strategy={strategy}", "parallel.activation_checkpointing=full")
         run = train(pool, 2, config_file, f"run.name={strategy}", "log.gradients_at=[1]", *layout, *switches)
         assert min(float(g.norm()) for g in gradients(run).values()) > 0
         assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
@@ -129,7 +137,7 @@ def test_dropout_is_the_same_in_every_layout_and_after_an_interruption(pool, tra
     whole = train(pool, 1, config_file, "run.name=whole", *options)
     layouts = {
         "micro": (1, "batch.micro_sequences=16"),
-        "ddp": (2, "parallel.strategy=ddp", "batch.micro_sequences=2", "parallel.activation_checkpointing=true"),
+        "ddp": (2, "parallel.strategy=ddp", "batch.micro_sequences=2", "parallel.activation_checkpointing=full"),
         "fsdp": (2, "parallel.strategy=fsdp", "batch.micro_sequences=8"),
     }
     for name, (world, *layout) in layouts.items():

@@ -15,13 +15,13 @@ EXPERTS = {"count": 6, "active": 2, "ffn_dim": 24, "shared": 1, "balance_loss": 
 LATENT = {"kv_rank": 16, "query_rank": 12, "rope_dim": 4, "plain_dim": 8, "value_dim": 8}
 LAYOUTS = {
     "other micro-batch": (1, "batch.micro_sequences=16"),
-    "recomputation": (1, "parallel.activation_checkpointing=true"),
+    "recomputation": (1, "parallel.activation_checkpointing=full"),
     "ddp on 2": (2, "parallel.strategy=ddp", "batch.micro_sequences=8"),
     "ddp on 2, every, recomputation": (
-        2, "parallel.strategy=ddp", "parallel.grad_sync=every", "parallel.activation_checkpointing=true"
+        2, "parallel.strategy=ddp", "parallel.grad_sync=every", "parallel.activation_checkpointing=full"
     ),
     "fsdp on 2": (2, "parallel.strategy=fsdp", "batch.micro_sequences=4"),
-    "fsdp on 2, recomputation": (2, "parallel.strategy=fsdp", "parallel.activation_checkpointing=true"),
+    "fsdp on 2, recomputation": (2, "parallel.strategy=fsdp", "parallel.activation_checkpointing=full"),
     "fsdp on 4": (4, "parallel.strategy=fsdp", "batch.micro_sequences=4"),
     "hsdp 2x2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"),
 }  # fmt: skip

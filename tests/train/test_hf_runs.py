@@ -42,7 +42,7 @@ LAYOUTS = {
         "parallel.strategy=fsdp",
         "batch.sequences=24",
         "batch.micro_sequences=8",
-        "parallel.activation_checkpointing=true",
+        "parallel.activation_checkpointing=full",
     ),
     "hsdp 2x2, weights kept": (
         4,

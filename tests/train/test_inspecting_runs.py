@@ -19,8 +19,7 @@ from pretrain.config.load import load_config
 from pretrain.conventions import IGNORED
 from pretrain.data.inspection.coverage import measure_coverage
 from pretrain.data.inspection.history import History
-from pretrain.data.inspection.inspected_step import InspectedStep, check_digest, inspect_step
-from pretrain.data.inspection.sightings import find_document
+from pretrain.data.inspection.inspected_step import InspectedStep, check_digest, find_document, inspect_step
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
 
@@ -135,7 +134,7 @@ def test_every_rank_read_what_is_shown_for_it(record, mixed, packing):
     history = History.read(runs(mixed))
     assert as_computed(history, range(1, 7)) == seen
     steps = [inspect_step(history, step) for step in range(1, 7)]
-    assert all(step.matches for step in steps)
+    assert all(step.digest_matches for step in steps)
     assert [step.sequences for step in steps] == [4, 4, 4, 8, 16, 16]
     assert len({name for step in steps for name, count in step.samples_of.items() if count}) == 2
 
@@ -153,13 +152,13 @@ def test_steps_before_and_after_every_resume_are_those_of_the_start_that_made_th
     assert 10 <= made < 14
     assert as_computed(history, range(1, made + 1)) == seen
     for step in range(1, made + 1):
-        assert inspect_step(history, step).matches, step
+        assert inspect_step(history, step).digest_matches, step
     check_coverage(history, made)
     check_document(history, made)
 
     ahead = as_computed(history, range(made + 1, 17))  # beyond the last checkpoint
     step = inspect_step(history, 16)
-    assert not step.made and step.matches is None
+    assert not step.made and step.digest_matches is None
     seen = record(1, mixed, *keys, "run.steps=16")
     assert {key: value for key, value in seen.items() if key[0] > made} == ahead
 

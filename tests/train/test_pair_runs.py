@@ -64,7 +64,7 @@ DDP, FSDP = "parallel.strategy=ddp", "parallel.strategy=fsdp"
 OWN = ("model.encoder.share_embedding=false", "model.tie_embeddings=false")
 LAYOUTS = {
     "single, accumulation": (1, "batch.micro_tokens=100"),
-    "single, recomputation": (1, "parallel.activation_checkpointing=true"),
+    "single, recomputation": (1, "parallel.activation_checkpointing=full"),
     "ddp on 3, accumulation": (3, DDP, "batch.micro_tokens=60"),
     "ddp on 4, more ranks than pairs": (4, DDP, "batch.tokens=50"),
     "fsdp on 3, accumulation": (3, FSDP, "batch.micro_tokens=60"),
@@ -72,7 +72,7 @@ LAYOUTS = {
     "fsdp on 2, a table for each side and a head": (2, FSDP, *OWN),
     "fsdp on 2, a table for each side": (2, FSDP, "model.encoder.share_embedding=false"),
     "fsdp on 2, one table and a head": (2, FSDP, "model.tie_embeddings=false"),
-    "fsdp on 2, post-norm, recomputation": (2, FSDP, "model.norm.placement=post", "parallel.activation_checkpointing=true"),
+    "fsdp on 2, post-norm, recomputation": (2, FSDP, "model.norm.placement=post", "parallel.activation_checkpointing=full"),
     "fsdp on 2, pre-norm with a head": (2, FSDP, "model.norm.placement=pre", *OWN),
     "hsdp 2x2": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
 }  # fmt: skip

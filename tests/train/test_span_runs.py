@@ -49,10 +49,10 @@ DDP, FSDP = "parallel.strategy=ddp", "parallel.strategy=fsdp"
 V11 = ("model.mlp={activation: gelu_tanh, gated: true}", "model.tie_embeddings=false")
 LAYOUTS = {
     "single, whole batch": (1, "batch.micro_sequences=16"),
-    "single, recomputation": (1, "parallel.activation_checkpointing=true"),
+    "single, recomputation": (1, "parallel.activation_checkpointing=full"),
     "ddp on 2, version 1.1": (2, DDP, *V11),
     "ddp on 4": (4, DDP),
-    "fsdp on 2, version 1.1, recomputation": (2, FSDP, *V11, "parallel.activation_checkpointing=true"),
+    "fsdp on 2, version 1.1, recomputation": (2, FSDP, *V11, "parallel.activation_checkpointing=full"),
     "fsdp on 4": (4, FSDP),
     "hsdp 2x2": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
 }  # fmt: skip

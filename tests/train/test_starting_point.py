@@ -66,7 +66,7 @@ def test_every_key_says_what_a_change_at_a_resume_means():
 
 
 FREE = [
-    "batch.micro_sequences=2", "log.every_steps=3", "parallel.activation_checkpointing=true", "parallel.timeout_seconds=99",
+    "batch.micro_sequences=2", "log.every_steps=3", "parallel.activation_checkpointing=full", "parallel.timeout_seconds=99",
     "checkpoint.keep_last=7", "optim.skip_nonfinite=3", "data.workers=2", "run.deterministic=true", "loss.chunk_mb=3",
     "model.max_sequence_length=64",
 ]  # fmt: skip

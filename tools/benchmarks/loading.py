@@ -18,13 +18,13 @@ from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.measure import MILLION, TOOLS, Options, Row, environment, in_turns, rate_row, require, resident_bytes
 
 import pretrain
-from pretrain.data.loader import Loader, SampleBatch
-from pretrain.data.mixture import Mixture, Stage
+from pretrain.data.order import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.samples import Packed, Samples, Windows
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.stream import BatchSchedule, Shuffle, Stream
 from pretrain.data.tasks import NextToken
+from pretrain.data.training_data import Loader, SampleBatch
 
 BATCH_TOKENS = 1 << 19
 SHARD_COUNTS = (16, 1_000, 10_000)

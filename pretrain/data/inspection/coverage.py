@@ -7,17 +7,15 @@ numbers. Within one order, ranges say how many samples are distinct. Samples are
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from pretrain.data.inspection.history import History, Stretch
-from pretrain.data.mixture import UNIT
+from pretrain.data.order import UNIT
 from pretrain.data.samples import Packed, Samples
-from pretrain.data.stream import Shuffle, Stream
+from pretrain.data.stream import Shuffle
 from pretrain.errors import DataError
 
 _LISTED = 1 << 22  # samples listed at a time
@@ -29,7 +27,7 @@ class SourceCoverage:
 
     Samples have `sequence_length` inputs. `tokens` (inputs that are not padding), `targets` (those with a loss) and `padding`
     cover the drawn samples. They are exact if `exact`, else in proportion to an epoch. `left_out`: tokens at the end of the
-    source that fill no sample.
+    source that fill no sample. `unseen`: samples that have not come yet.
     """
 
     name: str
@@ -44,15 +42,8 @@ class SourceCoverage:
     padding: int
     exact: bool
     left_out: int
-
-    @property
-    def epochs(self) -> float:
-        return self.drawn / self.samples
-
-    @property
-    def unseen(self) -> int:
-        """Samples that have not come yet."""
-        return self.samples - self.distinct
+    epochs: float
+    unseen: int
 
 
 @dataclass(frozen=True)
@@ -80,10 +71,6 @@ class Coverage:
     sources: list[SourceCoverage]
     segments: list[SegmentCoverage]
 
-    def to_json(self) -> dict[str, Any]:
-        sources = [dataclasses.asdict(s) | {"epochs": s.epochs, "unseen": s.unseen} for s in self.sources]
-        return dataclasses.asdict(self) | {"sources": sources}
-
 
 @dataclass
 class _Drawn:
@@ -102,14 +89,19 @@ def measure_coverage(history: History, step: int | None = None) -> Coverage:
     history.stretch_of(step)  # refuses a step that does not exist
     drawn: dict[tuple, _Drawn] = {}
     inputs = 0
-    for stretch in history.stretches:
-        if stretch.start.step < step:
-            first, after = stretch.start.samples, stretch.consumed(min(step, stretch.last))
-            _add_ranges(drawn, stretch, first, after)
-            inputs += (after - first) * stretch.config.data.sequence_length
+    for stretch, first, after in _read(history, step):
+        _add_ranges(drawn, stretch, first, after)
+        inputs += (after - first) * stretch.config.data.sequence_length
     samples = history.stretch_of(step).consumed(step)
     sources = [_covered(one) for one in drawn.values()]
     return Coverage(history.name, step, history.last, samples, inputs, sources, _segments(history, step))
+
+
+def _read(history: History, step: int) -> Iterator[tuple[Stretch, int, int]]:
+    """The stretches of the first `step` steps, and the positions [first, after) that each has read by then."""
+    for stretch in history.stretches:
+        if stretch.start.step < step:
+            yield stretch, stretch.start.samples, stretch.consumed(min(step, stretch.last))
 
 
 def _add_ranges(drawn: dict[tuple, _Drawn], stretch: Stretch, first: int, after: int) -> None:
@@ -126,9 +118,10 @@ def _add_ranges(drawn: dict[tuple, _Drawn], stretch: Stretch, first: int, after:
 def _covered(one: _Drawn) -> SourceCoverage:
     source, size = one.source, len(one.source)
     drawn = sum(after - first for ranges in one.ranges.values() for first, after in ranges)
+    distinct = _distinct(one)
     totals = source.totals()
     exact = drawn % size == 0 or (totals.tokens == totals.targets == size * source.sequence_length)
-    tokens, targets = (_in_proportion(total, drawn, size) for total in (totals.tokens, totals.targets))
+    tokens, targets = ((total * drawn + size // 2) // size for total in (totals.tokens, totals.targets))  # in proportion
     return SourceCoverage(
         name=source.name,
         path=str(source.data.path),
@@ -136,17 +129,15 @@ def _covered(one: _Drawn) -> SourceCoverage:
         sequence_length=source.sequence_length,
         samples=size,
         drawn=drawn,
-        distinct=_distinct(one),
+        distinct=distinct,
         tokens=tokens,
         targets=targets,
         padding=drawn * source.sequence_length - tokens if isinstance(source, Packed) else 0,
         exact=exact,
         left_out=totals.left_out,
+        epochs=drawn / size,
+        unseen=size - distinct,
     )
-
-
-def _in_proportion(total: int, drawn: int, size: int) -> int:
-    return (total * drawn + size // 2) // size
 
 
 def _distinct(one: _Drawn) -> int:
@@ -183,12 +174,14 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _segments(history: History, step: int) -> list[SegmentCoverage]:
     """The parts of the first `step` steps with constant shares."""
-    parts: list[tuple[int, int, dict[str, float], dict[str, int]]] = []
-    for stretch in history.stretches:
-        if stretch.start.step < step:
-            for start, end, wanted, drawn in _shares(
-                stretch.stream, stretch.start.samples, stretch.consumed(min(step, stretch.last))
-            ):
+    parts: list[tuple[int, int, dict[str, float], dict[str, int]]] = []  # start, end, wanted shares, samples drawn
+    for stretch, first, after in _read(history, step):
+        mixture, names = stretch.stream.mixture, [source.name for source in stretch.stream.sources]
+        for segment in mixture.segments:
+            start, end = max(first, segment.start), after if segment.end is None else min(after, segment.end)
+            if start < end:
+                wanted = {name: share / UNIT for name, share in zip(names, segment.shares)}
+                drawn = dict(zip(names, np.subtract(mixture.counts(end), mixture.counts(start)).tolist()))
                 if parts and parts[-1][2] == wanted and parts[-1][1] == start:
                     start, drawn = parts[-1][0], {name: drawn[name] + n for name, n in parts.pop()[3].items()}
                 parts.append((start, end, wanted, drawn))
@@ -196,13 +189,3 @@ def _segments(history: History, step: int) -> list[SegmentCoverage]:
         SegmentCoverage(start, end, wanted, {name: n / (end - start) for name, n in drawn.items()})
         for start, end, wanted, drawn in parts
     ]
-
-
-def _shares(stream: Stream, first: int, after: int) -> Iterator[tuple[int, int, dict[str, float], dict[str, int]]]:
-    """(start, end, wanted shares, samples drawn) of each part of positions [first, after) with constant shares."""
-    mixture, names = stream.mixture, [source.name for source in stream.sources]
-    for segment in mixture.segments:
-        start, end = max(first, segment.start), after if segment.end is None else min(after, segment.end)
-        if start < end:
-            drawn = np.subtract(mixture.counts(end), mixture.counts(start)).tolist()
-            yield start, end, {name: share / UNIT for name, share in zip(names, segment.shares)}, dict(zip(names, drawn))

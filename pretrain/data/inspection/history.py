@@ -21,8 +21,8 @@ from typing import Any
 
 from pretrain.config.schema import Config
 from pretrain.config.written import from_recorded
-from pretrain.data.remote.transfer import is_url
 from pretrain.data.samples import Samples
+from pretrain.data.shards.transfer import is_url
 from pretrain.data.sources import batch_schedule, check_data, open_sources, open_stream, source_name, with_prepared_text
 from pretrain.data.stream import BatchSchedule, Stream, check_micro_steps
 from pretrain.errors import ConfigError, DataError

@@ -1,14 +1,14 @@
-"""The content of a step's batch: samples, the documents in them, tokens, text.
+"""The content of a step's batch: samples, the documents in them, tokens, text. And the inverse: when a run reads a document.
 
 step --history--> stretch --schedule--> stream positions --stream--> samples --pieces--> documents --tokenizer--> text
+document --samples.find--> samples --stream.positions--> positions --schedule--> steps, ranks
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -67,8 +67,8 @@ class InspectedSample:
 class InspectedStep:
     """The batch of a step. `shown`: the requested samples; everything else is about the whole batch.
 
-    `tokenizer`: directory of the data's tokenizer; `digest`: see stream.digest, over all ranks; `logged_digest`: that of
-    metrics.jsonl, None if the step was not logged.
+    `tokenizer`: directory of the data's tokenizer. `digest`: see stream.digest, over all ranks. `logged_digest`: that of metrics.jsonl,
+    None if the step was not logged. `digest_matches`: whether the two are equal, None without a logged one.
     """
 
     run: str
@@ -94,15 +94,7 @@ class InspectedStep:
     logged_digest: str | None
     asked: int
     shown: list[InspectedSample]
-
-    @property
-    def matches(self) -> bool | None:
-        """Whether the step read these samples; None if it was not logged."""
-        return None if self.logged_digest is None else self.logged_digest == self.digest
-
-    def to_json(self) -> dict[str, Any]:
-        content = dataclasses.asdict(self)
-        return content | {"digest_matches": self.matches}
+    digest_matches: bool | None
 
 
 def inspect_step(history: History, step: int, rank: int | None = None, most: int | None = None) -> InspectedStep:
@@ -118,7 +110,7 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
     share = (after - first) // ranks
     wanted = np.arange(first, after) if rank is None else first + rank * share + np.arange(share)
     shown = wanted if most is None else wanted[:most]
-    reader = _StretchReader(stretch, first, share)
+    reader = _StretchReader(stretch, first, after - first)
     spans = Spans.of_data(config.data)
     target_tokens, total, samples = 0, 0, []
     for positions in np.split(np.arange(first, after), range(_ROWS, after - first, _ROWS)):
@@ -132,12 +124,12 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
         target_tokens += int(np.count_nonzero(targets_BT != IGNORED))
         here = np.isin(positions, shown)
         samples += reader.samples(positions[here], tokens_BT[here], targets_BT[here])
-    logged = history.logged(step)
+    own, logged = f"{total % DIGEST_MODULUS:013x}", (history.logged(step) or {}).get("batch")
     sources = stream.locate(np.arange(first, after))[0]
     counts = np.bincount(sources, minlength=len(stream.sources)).tolist()
     return InspectedStep(
         run=history.name,
-        tokenizer=str(stream.tokenizer_path),
+        tokenizer=str(stream.data.tokenizer_path),
         step=step,
         made=step <= history.current,
         current_step=history.current,
@@ -155,40 +147,47 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
         seed=stream.shuffle.seed,
         samples_of={source.name: count for source, count in zip(stream.sources, counts)},
         target_tokens=target_tokens,
-        digest=f"{total % DIGEST_MODULUS:013x}",
-        logged_digest=None if logged is None else logged.get("batch"),
+        digest=own,
+        logged_digest=logged,
         asked=len(wanted),
         shown=samples,
+        digest_matches=None if logged is None else logged == own,
     )
 
 
 def check_digest(step: InspectedStep) -> None:
     """Raise DataError if the step was logged and read other samples than those shown."""
-    if step.matches is False:
+    if step.digest_matches is False:
         raise DataError(
             f"step {step.step}: the step read other samples than those shown: their digest is {step.digest}, but metrics.jsonl has "
             f"{step.logged_digest}; the data or the program was changed since"
         )
 
 
+def _place(stretch: Stretch, number: int, sequences: int) -> tuple[int, int]:
+    """Rank and micro-step of sample `number` among the `sequences` of a step."""
+    rank, place = divmod(number, sequences // stretch.start.data_size)
+    return rank, place // stretch.config.batch.micro_sequences
+
+
 class _StretchReader:
     """Takes samples apart."""
 
-    def __init__(self, stretch: Stretch, first: int, share: int) -> None:
+    def __init__(self, stretch: Stretch, first: int, sequences: int) -> None:
+        self.stretch, self.first, self.sequences = stretch, first, sequences
         self.stream: Stream = stretch.stream
-        self.first, self.share, self.micro = first, share, stretch.config.batch.micro_sequences
-        self.tokenizer: Tokenizer = load_tokenizer(self.stream.tokenizer_path)
+        self.tokenizer: Tokenizer = load_tokenizer(self.stream.data.tokenizer_path)
 
     def samples(self, positions: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> Iterator[InspectedSample]:
         located = (values.tolist() for values in self.stream.locate(positions))
         for row, (position, source, sample, epoch) in enumerate(zip(positions.tolist(), *located)):
-            rank, place = divmod(position - self.first, self.share)
+            rank, micro_step = _place(self.stretch, position - self.first, self.sequences)
             pieces = list(self._pieces(self.stream.sources[source], sample, tokens_BT[row]))
             targets = targets_BT[row].tolist()
             yield InspectedSample(
                 position=position,
                 rank=rank,
-                micro_step=place // self.micro,
+                micro_step=micro_step,
                 source=self.stream.sources[source].name,
                 sample=sample,
                 epoch=epoch,
@@ -217,3 +216,90 @@ def documents_between(data: PreparedData, start: int, end: int) -> Sequence[tupl
     ends = data.document_ends(first, last + 1).tolist()
     starts = [data.document_span(first)[0], *ends[:-1]]
     return list(zip(range(first, last + 1), starts, ends))
+
+
+# ---- the inverse -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A sample with tokens of the document, and its step. `made`: whether the run has made that step."""
+
+    step: int
+    rank: int
+    micro_step: int
+    position: int
+    epoch: int
+    sample: int
+    made: bool
+
+
+@dataclass(frozen=True)
+class Sightings:
+    """Sightings of a document up to step `until`; `complete`: whether these are all. `samples`: those with its tokens, in the last cut
+    of the data.
+    """
+
+    run: str
+    source: str
+    document: int
+    input: str
+    row: int
+    tokens: int
+    samples: list[int]
+    until: int
+    complete: bool
+    seen: list[Sighting]
+
+
+def find_document(
+    history: History, document: int, source: str | None = None, epochs: int | None = None, most: int | None = None
+) -> Sightings:
+    """The steps that see a document of a source as an input. A single source need not be named.
+
+    It looks up to the run's last step. With `epochs` it looks until the source has come so often, as if the run were that long.
+    `most`: stop after so many. Raises DataError for a document or source that does not exist.
+    """
+    samples = _source(history.stretches[-1], source)
+    data = samples.data
+    if not 0 <= document < data.documents:
+        raise DataError(f"document {document}: {samples.name} has documents 0..{data.documents - 1}")
+    start, end = data.document_span(document)
+    everywhere = _seen(history, samples, document, epochs)
+    seen = list(itertools.islice(everywhere, most))
+    complete = next(everywhere, None) is None
+    until = history.last if epochs is None else max([history.last, *(sighting.step for sighting in seen)])
+    name, row = data.origin(document)
+    found = samples.find(start, end).tolist()
+    return Sightings(history.name, samples.name, document, name, row, end - start, found, until, complete, seen)
+
+
+def _source(stretch: Stretch, name: str | None) -> Samples:
+    sources = stretch.stream.sources
+    names = [source.name for source in sources]
+    if name is None and len(sources) > 1:
+        raise DataError(f"--source is missing: the run has {', '.join(names)}")
+    if name is not None and name not in names:
+        raise DataError(f"--source {name}: the run has no such source; it has {', '.join(names)}")
+    return sources[0 if name is None else names.index(name)]
+
+
+def _seen(history: History, samples: Samples, document: int, epochs: int | None) -> Iterator[Sighting]:
+    start, end = samples.data.document_span(document)
+    for stretch in history.stretches:
+        stream, first, after = stretch.stream, stretch.start.samples, stretch.consumed(stretch.last)
+        beyond = epochs if stretch is history.stretches[-1] else None
+        # The same source may have had another name or another place.
+        source = next((i for i, own in enumerate(stream.sources) if own.data.fingerprint == samples.data.fingerprint), None)
+        if source is None:
+            continue
+        found, size = stream.sources[source].find(start, end), len(stream.sources[source])
+        drawn, drawn_after = stream.mixture.counts(first)[source], stream.mixture.counts(after)[source]
+        for epoch in range(drawn // size, max(beyond or 0, -(-drawn_after // size))):
+            positions = stream.positions(source, found, epoch)
+            for position, sample in sorted(zip(positions.tolist(), found.tolist())):
+                if position >= first and (position < after or beyond is not None):
+                    step = stretch.step_of(position)
+                    begin, end_of_step = stretch.consumed(step - 1), stretch.consumed(step)
+                    rank, micro_step = _place(stretch, position - begin, end_of_step - begin)
+                    yield Sighting(step, rank, micro_step, position, epoch, sample, step <= history.current)

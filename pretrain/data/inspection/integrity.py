@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pretrain.config.data_schema import Data
 from pretrain.config.schema import Config
 from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.packing import index_path
-from pretrain.data.remote.transfer import is_url
 from pretrain.data.shards.manifest import INDEX_DTYPE, INPUTS_NAME, INVALID_NAME, read_manifest
 from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.transfer import is_url
 from pretrain.data.sources import cache_folder, open_prepared, with_prepared_text
-from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, copy_difference
+from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import DataError
 from pretrain.progress import ByteProgress
 from pretrain.storage import sha256_of, unsealed
@@ -42,54 +40,40 @@ class Integrity:
     bytes: int
     damaged: list[Damage]
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True)
-class _Listed:
-    """A file as a manifest lists it, by its hash; or the directory of a tokenizer."""
+class _Checked:
+    """A file or directory to check. `problem`: finds a phrase about it, None if it is intact; it may raise OSError or DataError."""
 
-    path: Path
-    expected: str | TokenizerIdentity
+    path: Path | str
+    size: int
+    problem: Callable[[], str | None]
 
-    def problem(self) -> str | None:
+    def check(self) -> str | None:
         try:
-            if isinstance(self.expected, TokenizerIdentity):
-                return copy_difference(self.path, self.expected)
-            actual = sha256_of(self.path)
+            return self.problem()
         except FileNotFoundError:
             return "missing, though the manifest lists it"
         except OSError as error:
             return f"cannot be read: {error.strerror}"
         except DataError as error:
             return str(error).removeprefix(f"{self.path}: ")
-        return None if actual == self.expected else "its content does not match its hash in the manifest"
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size if self.path.is_file() else 0
 
 
-@dataclass(frozen=True)
-class _Remote:
+def _listed(path: Path, sha256: str) -> _Checked:
+    """A file as a manifest lists it."""
+
+    def problem() -> str | None:
+        return None if sha256_of(path) == sha256 else "its content does not match its hash in the manifest"
+
+    return _Checked(path, path.stat().st_size if path.is_file() else 0, problem)
+
+
+def _remote(data: PreparedData, number: int) -> _Checked:
     """The files of one shard behind a URL. Files that are not in the cache are downloaded, which checks them."""
-
-    path: str
-    data: PreparedData
-    number: int
-
-    def problem(self) -> str | None:
-        try:
-            self.data.verify(self.number, len(self.data.manifest.shards), fetch=True)
-        except DataError as error:
-            return str(error).removeprefix(f"{self.path}: ")
-        return None
-
-    @property
-    def size(self) -> int:
-        shard = self.data.manifest.shards[self.number]
-        return shard.tokens * self.data.dtype.itemsize + shard.documents * INDEX_DTYPE.itemsize
+    shard = data.manifest.shards[number]
+    size = shard.tokens * data.dtype.itemsize + shard.documents * INDEX_DTYPE.itemsize
+    return _Checked(f"{data.path}/{shard.file}", size, lambda: data.verify(number, len(data.manifest.shards), fetch=True))
 
 
 def check_integrity(path: str) -> Integrity:
@@ -98,12 +82,12 @@ def check_integrity(path: str) -> Integrity:
     Raises DataError if `path` is neither.
     """
     damaged: list[Damage] = []
-    listed: dict[str, _Listed | _Remote] = {}  # splits share a tokenizer, and a run may read a directory twice
+    listed: dict[str, _Checked] = {}  # splits share a tokenizer, and a run may read a directory twice
     for files, problem in _of_run(Path(path)) if (Path(path) / STARTS_FILE).exists() else _of_directory(path):
         listed |= {str(file.path): file for file in files}
         damaged += [problem] if problem else []
     with ByteProgress("checking", sum(file.size for file in listed.values())) as progress, ThreadPoolExecutor(_THREADS) as pool:
-        for file, problem in zip(listed.values(), pool.map(lambda file: file.problem(), listed.values())):
+        for file, problem in zip(listed.values(), pool.map(_Checked.check, listed.values())):
             damaged += [Damage(str(file.path), problem)] if problem else []
             progress.add(file.size)
     return Integrity(len(listed), progress.total, list(dict.fromkeys(damaged)))
@@ -119,7 +103,7 @@ def refuse_damage(integrity: Integrity) -> None:
         )
 
 
-_Found = tuple[list[_Listed | _Remote], Damage | None]
+_Found = tuple[list[_Checked], Damage | None]
 
 
 def _of_directory(path: str) -> Iterator[_Found]:
@@ -139,15 +123,14 @@ def _of_prepared(path: str, data: Data) -> _Found:
     try:
         if is_url(path):
             opened = open_prepared(path, data)
-            return [_Remote(f"{opened.path}/{s.file}", opened, i) for i, s in enumerate(opened.manifest.shards)], None
+            return [_remote(opened, number) for number in range(len(opened.manifest.shards))], None
         manifest = read_manifest(path)
     except DataError as error:
         return [], Damage(path, str(error).removeprefix(f"{path}: "))
-    files = [_Listed(Path(path) / name, sha256) for shard in manifest.shards for name, sha256 in shard.files]
-    files.append(_Listed(Path(path) / INPUTS_NAME, manifest.inputs_sha256))
-    if manifest.invalid_sha256:
-        files.append(_Listed(Path(path) / INVALID_NAME, manifest.invalid_sha256))
-    return [*files, _Listed(Path(path) / "tokenizer", manifest.tokenizer)], None
+    hashes = [file for shard in manifest.shards for file in shard.files] + [(INPUTS_NAME, manifest.inputs_sha256)]
+    hashes += [(INVALID_NAME, manifest.invalid_sha256)] if manifest.invalid_sha256 else []
+    files, tokenizer = [_listed(Path(path) / name, sha256) for name, sha256 in hashes], Path(path) / "tokenizer"
+    return [*files, _Checked(tokenizer, 0, lambda: copy_difference(tokenizer, manifest.tokenizer))], None
 
 
 def _of_run(folder: Path) -> Iterator[_Found]:
@@ -171,6 +154,6 @@ def _of_index(path: str, data: Data) -> _Found:
         return [], None
     try:
         hashes = unsealed((index / "manifest.json").read_bytes())["sha256"]
-        return [_Listed(index / name, sha256) for name, sha256 in hashes.items()], None
+        return [_listed(index / name, sha256) for name, sha256 in hashes.items()], None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [], Damage(str(index / "manifest.json"), f"not the manifest of a packing index ({error!r}); remove {index}")

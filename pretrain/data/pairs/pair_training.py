@@ -27,12 +27,11 @@ from torch import Tensor
 from pretrain.config.data_schema import ValidationSource
 from pretrain.config.schema import Config
 from pretrain.conventions import IGNORED, sample_keys
-from pretrain.data.loader import read_ahead
 from pretrain.data.order import permute, round_keys
 from pretrain.data.pairs.prepared_pairs import PreparedPairs
 from pretrain.data.shards.reader import Holding
 from pretrain.data.sources import cut_identity, open_each, validation_holdings
-from pretrain.data.stream import digest
+from pretrain.data.stream import StepBatch, digest, read_ahead
 from pretrain.data.tasks import NextToken
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity, Vocabulary
 from pretrain.errors import ConfigError, DataError
@@ -134,25 +133,15 @@ def shares(sources: np.ndarray, targets: np.ndarray, ranks: int, tokens: int) ->
 
 
 @dataclass(frozen=True)
-class PairBatch:
-    """The pairs of one rank in one optimizer step, on the host. `micro_inputs`: the network's inputs by name, per micro-step.
+class PairBatch(StepBatch):
+    """`positions`: -1 for a row that only fills up; `micro_inputs`: the network's inputs by name, per micro-step."""
 
-    `positions`: the places of its rows in the stream, in order, -1 for a row that only fills up. `sequences`: pairs of the step over
-    all ranks. `digest`, `target_tokens`: as in data/loader.py.
-    """
-
-    positions: np.ndarray
-    sequences: int
-    digest: int
-    target_tokens: int
     micro_inputs: list[dict[str, Tensor]]
 
     def micro_steps(self, sequences: int) -> int:
-        """The number of micro-steps; equal on all ranks."""
         return len(self.micro_inputs)
 
     def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
-        """The network's inputs of a micro-step, by name, on the device."""
         return {name: tensor.to(device, non_blocking=True) for name, tensor in self.micro_inputs[index].items()}
 
 
@@ -340,5 +329,4 @@ class PairLoader:
         return to_tensors(pair_inputs(source, samples, self.data.start_id), pin=False)
 
     def batches(self, consumed: int) -> Iterator[PairBatch]:
-        """Batches from `consumed` pairs on, without end. Close the iterator to stop its threads."""
         return read_ahead(self.read, self.data.order.at, consumed, self.workers)

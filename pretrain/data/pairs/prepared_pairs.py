@@ -26,11 +26,11 @@ from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.text_inputs import Tally, lines_of
 from pretrain.data.shards.manifest import read_described
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.shards.staging import refuse_url, staged_directory
+from pretrain.data.shards.transfer import refuse_url
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError, DataError
-from pretrain.storage import sealed_json, sha256_of
+from pretrain.storage import sealed_json, sha256_of, staged_directory
 
 FORMAT, VERSION, NAME = "pretrain-pairs", 2, "pairs.json"
 READABLE = (1, 2)

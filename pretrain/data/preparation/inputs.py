@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pretrain.data.remote.transfer import Remote, is_url, judged, shown
+from pretrain.data.shards.transfer import Remote, is_url, judged, shown
 from pretrain.errors import DataError
 
 _KINDS = {

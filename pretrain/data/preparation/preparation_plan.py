@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from pretrain.data.preparation.binary_inputs import IDS_DTYPES, WHOLE, IdFile, column_parts
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.remote.transfer import Remote
+from pretrain.data.shards.transfer import Remote
 from pretrain.data.shards.writer import SHARD_TOKENS
 from pretrain.data.tokenizers.tokenizer import TokenizerIdentity
 from pretrain.errors import ConfigError, DataError

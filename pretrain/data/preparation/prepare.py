@@ -35,11 +35,11 @@ from pretrain.data.preparation.process_pool import ProcessPool
 from pretrain.data.preparation.unit_work import UnitJob, do_unit, sample_texts
 from pretrain.data.preparation.work_directory import WorkDirectory
 from pretrain.data.shards.manifest import INVALID_NAME, Manifest, read_manifest
-from pretrain.data.shards.staging import refuse_existing
 from pretrain.data.tokenizers.engine import choose_engine
 from pretrain.data.tokenizers.tokenizer import Tokenizer, identity_of, load_tokenizer
 from pretrain.errors import ConfigError, DataError
 from pretrain.progress import MEGABYTE, CorpusProgress
+from pretrain.storage import refuse_existing
 
 _COUNTS = ("empty_documents", "duplicate_documents", "invalid_documents", "byte_order_marks")
 

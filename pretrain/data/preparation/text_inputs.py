@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from pretrain.data.preparation.inputs import InputFile
-from pretrain.data.remote.transfer import judged
+from pretrain.data.shards.transfer import judged
 from pretrain.errors import DataError, UserError
 
 _BUFFER = 1 << 18

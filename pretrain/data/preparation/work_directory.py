@@ -26,9 +26,9 @@ from pathlib import Path
 from pretrain.data.preparation.parts import UnitParts, writing
 from pretrain.data.preparation.preparation_plan import PreparationPlan
 from pretrain.data.shards.manifest import DTYPES, dtype_for
-from pretrain.data.shards.staging import flush_tree, refuse_existing, refuse_url, rename_into_place
+from pretrain.data.shards.transfer import refuse_url
 from pretrain.errors import ConfigError, DataError
-from pretrain.storage import flush, sha256_of
+from pretrain.storage import flush, flush_tree, refuse_existing, rename_into_place, sha256_of
 
 _BEGIN, _PARTS, _ASSEMBLED = "begin.", "parts-", "assembled."
 _TASK = re.compile(r"task-(\d+)-of-(\d+)")

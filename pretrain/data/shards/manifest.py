@@ -154,22 +154,22 @@ def read_described(file: Path, format_name: str, readable: tuple[int, ...], reme
 
 _NEWER = ("eod_token", "plan_sha256", "invalid_sha256")
 """Keys that version 2 did not have; each may be null."""
+_LEAST = {"vocab_size": 1, "eod_id": 0, "documents": 1, "tokens": 1, "bytes": 0, "longest": 1}
+"""The smallest value of each integer."""
 
 
 def _parse_manifest(file: Path, content: dict) -> Manifest:
     """Check keys, types, and that counts add up."""
     keys = {"format", "version", *(field.name for field in dataclasses.fields(Manifest))}
-    _check_keys(file, "", content, keys.difference(_NEWER) if content["version"] < 3 else keys)
-    if content["dtype"] not in tuple(DTYPES):  # a tuple, because an unhashable value would fail in a set
-        raise DataError(f"{file}: dtype must be one of {', '.join(DTYPES)}, got {content['dtype']!r}")
+    _check_entry(file, "", content, keys.difference(_NEWER) if content["version"] < 3 else keys)
+    _check_values(file, content)
     if not isinstance(content["shards"], list) or not content["shards"]:
         raise DataError(f"{file}: shards must be a non-empty list")
-    for key, least in (("vocab_size", 1), ("eod_id", 0), ("documents", 1), ("tokens", 1)):
-        _check_integer(file, key, content[key], least)
-    for key in ("tokenizer_sha256", "inputs_sha256", *(key for key in _NEWER[1:] if content.get(key) is not None)):
-        _check_hash(file, key, content[key])
-    _check_values(file, content)
-    shards = tuple(_parse_shard(file, number, entry) for number, entry in enumerate(content["shards"]))
+    for number, entry in enumerate(content["shards"]):
+        if not isinstance(entry, dict):
+            raise DataError(f"{file}: shards[{number}] must be an object, got {entry!r}")
+        _check_entry(file, f"shards[{number}].", entry, _SHARD_KEYS)
+    shards = tuple(Shard(**entry) for entry in content["shards"])
     for key in ("documents", "tokens"):
         total = sum(getattr(shard, key) for shard in shards)
         if total != content[key]:
@@ -180,6 +180,8 @@ def _parse_manifest(file: Path, content: dict) -> Manifest:
 
 
 def _check_values(file: Path, content: dict) -> None:
+    if content["dtype"] not in tuple(DTYPES):  # a tuple, because an unhashable value would fail in a set
+        raise DataError(f"{file}: dtype must be one of {', '.join(DTYPES)}, got {content['dtype']!r}")
     if content["eod_id"] >= content["vocab_size"]:
         raise DataError(f"{file}: eod_id {content['eod_id']} is outside the vocabulary of {content['vocab_size']}")
     if content["vocab_size"] > np.iinfo(DTYPES[content["dtype"]]).max + 1:
@@ -193,37 +195,23 @@ def _check_values(file: Path, content: dict) -> None:
             raise DataError(f"{file}: preparation.{key} must be a single value, got {value!r}")
 
 
-def _parse_shard(file: Path, number: int, entry: object) -> Shard:
-    place = f"shards[{number}]"
-    if not isinstance(entry, dict):
-        raise DataError(f"{file}: {place} must be an object, got {entry!r}")
-    _check_keys(file, f"{place}.", entry, _SHARD_KEYS)
-    for key in ("file", "index_file", "origin_file"):
-        name = entry[key]
-        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise DataError(f"{file}: {place}.{key} must be a plain file name, got {name!r}")
-    for key, least in (("documents", 1), ("tokens", 1), ("bytes", 0), ("longest", 1)):
-        _check_integer(file, f"{place}.{key}", entry[key], least)
-    for key in ("sha256", "index_sha256", "origin_sha256"):
-        _check_hash(file, f"{place}.{key}", entry[key])
-    return Shard(**entry)
-
-
-def _check_keys(file: Path, place: str, content: dict, expected: set[str]) -> None:
-    if content.keys() == expected:
-        return
+def _check_entry(file: Path, place: str, content: dict, expected: set[str]) -> None:
+    """Raise DataError unless these are the keys, and integers, hashes and names of files have possible values."""
     for key in sorted(expected ^ content.keys()):
         raise DataError(f"{file}: {place}{key} is {'missing' if key in expected else 'not a known key'}")
-
-
-def _check_integer(file: Path, key: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise DataError(f"{file}: {key} must be an integer of at least {least}, got {value!r}")
-
-
-def _check_hash(file: Path, key: str, value: object) -> None:
-    if not isinstance(value, str) or not _HASH.fullmatch(value):
-        raise DataError(f"{file}: {key} must be a sha256 in hexadecimal, got {value!r}")
+    for key, value in content.items():
+        wanted = None
+        if key in _LEAST:
+            if not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[key]:
+                wanted = f"an integer of at least {_LEAST[key]}"
+        elif key.endswith("sha256"):
+            if not (isinstance(value, str) and _HASH.fullmatch(value) or value is None and key in _NEWER):
+                wanted = "a sha256 in hexadecimal"
+        elif key.endswith("file"):
+            if not isinstance(value, str) or value in ("", ".", "..") or "/" in value or "\0" in value:
+                wanted = "a plain file name"
+        if wanted is not None:
+            raise DataError(f"{file}: {place}{key} must be {wanted}, got {value!r}")
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

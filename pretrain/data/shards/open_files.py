@@ -4,7 +4,7 @@
 
 All data sets of a process share one budget, half of the limit of open files. The soft limit (`ulimit -n`, often 1,024) is raised
 up to the hard one if the data need it. Beyond the budget, the file that was opened first is closed first. It is opened again when
-it is read again, which takes three more calls.
+it is read again, which takes three more calls. Copies that a cache has evicted are closed too, because they keep their disk space.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import errno
 import os
 import resource
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 from pretrain.errors import DataError
 
 _LEAST, _MOST = 64, 1 << 16
+_SWEEP_SECONDS = 5.0
 _lock = threading.Lock()
 _opened: collections.deque[tuple[weakref.ref[OpenFiles], Hashable]] = collections.deque()
 """The open files of this process, the oldest first; some may be gone."""
@@ -30,28 +32,27 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 class OpenFile:
-    """A file that any thread can read at any position. It is closed when nobody holds it any more."""
+    """A file that any thread can read at any position. It is closed when nobody holds it any more.
 
-    __slots__ = ("_close", "_descriptor", "name")
+    `name`: the file, in messages; `copy`: its path in a cache, if it is a copy there.
+    """
 
-    def __init__(self, descriptor: int, name: object) -> None:
-        self._descriptor, self.name = descriptor, name
+    __slots__ = ("_close", "_descriptor", "copy", "name")
+
+    def __init__(self, descriptor: int, name: object, copy: Path | None = None) -> None:
+        self._descriptor, self.name, self.copy = descriptor, name, copy
         self._close = os.close  # kept here, because the module may be gone when Python ends
 
     @classmethod
     def at(cls, path: Path, size: int) -> OpenFile:
         """Open a local file. Raises DataError unless it has `size` bytes, and OSError only if too many files are open."""
+        check_size(path, size)
         try:
-            file = cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
-            if os.fstat(file._descriptor).st_size == size:
-                return file
+            return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
-            if error.errno != errno.ENOENT:
-                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-        check_size(path, size)
-        raise DataError(f"{path}: was replaced while it was opened; leave the data alone while a run reads it")
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
     def read(self, size: int, offset: int) -> bytes:
         """The `size` bytes from `offset` on. Raises DataError naming the file if they cannot be read."""
@@ -105,6 +106,39 @@ class OpenFiles:
             _opened.append((weakref.ref(self), key))
         self._files[key] = file
         return file
+
+
+class CachedFiles(OpenFiles):
+    """The open copies of one data set in a cache.
+
+    While data is read, every few seconds: mark the files used since the last sweep, so that the cache evicts others first. If an
+    open file was evicted, close all files, in every data set of this process.
+    """
+
+    def __init__(self, open_file: Callable[[Any], OpenFile]) -> None:
+        super().__init__(open_file)
+        self._used: set[Path] = set()
+        self._next_sweep = time.monotonic() + _SWEEP_SECONDS
+
+    def get(self, key: Hashable) -> OpenFile:
+        if time.monotonic() > self._next_sweep:
+            self._next_sweep = time.monotonic() + _SWEEP_SECONDS
+            with _lock:
+                everyone = {files for reference, _ in _opened if isinstance(files := reference(), CachedFiles)}
+            for files in everyone:
+                files.sweep()
+        file = super().get(key)
+        self._used.add(file.copy)
+        return file
+
+    def sweep(self) -> None:
+        """Mark the files used since the last sweep, and close all files if one of them was evicted."""
+        used, self._used = self._used, set()
+        for path in used.copy():
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)
+        if any(not file.copy.exists() for file in list(self._files.values())):
+            self.clear()
 
 
 def _close_down_to(count: int) -> None:

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pretrain.data.remote.transfer import is_url, shown
 from pretrain.data.shards.manifest import (
     DTYPES,
     INDEX_DTYPE,
@@ -37,13 +36,14 @@ from pretrain.data.shards.manifest import (
     read_inputs,
     read_manifest,
 )
-from pretrain.data.shards.open_files import OpenFile, OpenFiles, check_size
+from pretrain.data.shards.open_files import CachedFiles, OpenFile, OpenFiles, check_size
+from pretrain.data.shards.transfer import is_url, shown
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import DataError
 
 if TYPE_CHECKING:
-    from pretrain.data.remote.remote_files import RemoteFiles
-    from pretrain.data.remote.shard_cache import ShardCache
+    from pretrain.data.shards.remote_files import RemoteFiles
+    from pretrain.data.shards.shard_cache import ShardCache
 
 _DENSE = 512  # bytes of a document index: reading up to this many is cheaper than skipping them with another call
 
@@ -80,10 +80,11 @@ class PreparedData:
         self.tokenizer = manifest.tokenizer
         self.tokens = manifest.tokens
         self.documents = manifest.documents
+        self._token_bytes = [shard.tokens * self.dtype.itemsize for shard in manifest.shards]
         self._token_starts = [0, *itertools.accumulate(shard.tokens for shard in manifest.shards)]
         self._token_starts_array = np.array(self._token_starts, dtype=np.int64)
         self._document_starts = [0, *itertools.accumulate(shard.documents for shard in manifest.shards)]
-        self._files = OpenFiles(self._open) if remote is None else remote.open_files(self._open, self._file)
+        self._files = OpenFiles(self._open) if remote is None else CachedFiles(self._open)
 
     @classmethod
     def open(cls, path: str | Path, cache: ShardCache | None = None) -> PreparedData:
@@ -97,7 +98,7 @@ class PreparedData:
         are not hashed here; `verify` and `verify_documents` do that.
         """
         if is_url(path):
-            from pretrain.data.remote.remote_files import open_remote
+            from pretrain.data.shards.remote_files import open_remote
 
             remote, manifest = open_remote(str(path), cache)
             return cls(shown(str(path)), manifest, remote)
@@ -245,8 +246,6 @@ class PreparedData:
 
     def document_span(self, document: int) -> tuple[int, int]:
         """Stream positions [start, end) of one document, its end-of-document token included. Raises IndexError outside."""
-        if not 0 <= document < self.documents:
-            raise IndexError(f"{self.path}: document {document} is outside 0..{self.documents}")
         starts, ends = self.spans(np.array([document]))
         return int(starts[0]), int(ends[0])
 
@@ -344,16 +343,12 @@ class PreparedData:
     def _place(self, name: str) -> str:
         return f"{str(self.path).rstrip('/')}/{name}"
 
-    @functools.cached_property
-    def _token_bytes(self) -> list[int]:
-        return [shard.tokens * self.dtype.itemsize for shard in self.manifest.shards]
-
     def _open(self, key: tuple[int, bool | None]) -> OpenFile:
         """A file of a shard: its tokens (False), its document index (True) or its origins (None)."""
         file = self._file(key)
         if self._remote is not None:
             with self._remote.open(file) as copy:
-                return OpenFile(os.dup(copy.fileno()), self._remote.place(file.name))
+                return OpenFile(os.dup(copy.fileno()), self._remote.place(file.name), self._remote.cache.path(file.sha256))
         return OpenFile.at(self.path / file.name, file.size)
 
     def _file(self, key: tuple[int, bool | None]) -> StoredFile:

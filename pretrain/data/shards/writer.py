@@ -21,9 +21,9 @@ from pretrain.data.shards.manifest import (
     write_inputs,
     write_manifest,
 )
-from pretrain.data.shards.staging import staged_directory
 from pretrain.data.tokenizers.tokenizer import Tokenizer, identity_of
 from pretrain.errors import DataError
+from pretrain.storage import staged_directory
 
 SHARD_TOKENS = 2**27
 """Default size of a shard: 268 MB at uint16, large enough to stream and small enough to hash and copy one at a time."""

@@ -282,8 +282,8 @@ def _converted(directory: Path) -> Path:
     """
     import transformers
 
-    from pretrain.data.remote.shard_cache import default_directory
-    from pretrain.data.shards.staging import staged_directory
+    from pretrain.data.shards.shard_cache import default_directory
+    from pretrain.storage import staged_directory
 
     files = [file for file in sorted(directory.iterdir()) if file.is_file() and file.stat().st_size <= _LARGEST]
     identity = hashlib.sha256(transformers.__version__.encode())

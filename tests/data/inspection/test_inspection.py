@@ -24,10 +24,8 @@ from pretrain.config.written import from_recorded
 from pretrain.conventions import IGNORED
 from pretrain.data.inspection.coverage import measure_coverage
 from pretrain.data.inspection.history import History
-from pretrain.data.inspection.inspected_step import DocumentPiece, InspectedSample, InspectedStep, inspect_step
-from pretrain.data.inspection.page import page, token_texts
-from pretrain.data.inspection.sightings import find_document
-from pretrain.data.inspection.terminal import columns, coverage_lines, escaped, sightings_lines, step_lines
+from pretrain.data.inspection.inspected_step import DocumentPiece, InspectedSample, InspectedStep, find_document, inspect_step
+from pretrain.data.inspection.views import columns, coverage_lines, escaped, page, sightings_lines, step_lines, token_texts
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.data.tokenizers.tokenizer import load_tokenizer

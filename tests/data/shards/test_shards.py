@@ -19,10 +19,9 @@ import pytest
 
 from pretrain.data.shards.manifest import dtype_for
 from pretrain.data.shards.reader import PreparedData
-from pretrain.data.shards.staging import staged_directory
 from pretrain.data.shards.writer import ShardWriter
 from pretrain.errors import DataError
-from pretrain.storage import sealed_json, unsealed
+from pretrain.storage import sealed_json, staged_directory, unsealed
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARD_FILES = ["shard-00003.bin", "shard-00003.idx", "shard-00003.src"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.data.remote.shard_cache import ShardCache
+from pretrain.data.shards.shard_cache import ShardCache
 from pretrain.errors import DataError
 
 SIZE = 1000
@@ -172,7 +172,7 @@ def test_a_copy_that_lost_bytes_is_fetched_again(tmp_path, caplog):
 
 _STUCK = """
 import os, sys, time
-from pretrain.data.remote.shard_cache import ShardCache
+from pretrain.data.shards.shard_cache import ShardCache
 def stuck(descriptor):
     os.write(descriptor, b"half")
     print("fetching", flush=True)
@@ -232,7 +232,7 @@ def test_a_child_forked_during_a_download_does_not_hold_its_lock(tmp_path):
 
 _FORKING = """
 import os, sys, time
-from pretrain.data.remote.shard_cache import ShardCache
+from pretrain.data.shards.shard_cache import ShardCache
 def forking(descriptor):
     child = os.fork()
     if child == 0:

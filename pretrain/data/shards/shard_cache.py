@@ -8,7 +8,7 @@
 A file is named by its content. So equal shards of two data sets are kept once, and a shard that changed at its origin is another
 file. Locks are `flock`s, which end with their process: a killed process blocks nobody, and the next one that makes room removes its
 leftovers. An evicted file stays readable in a process that has it open (POSIX unlink). Its space is freed when the process closes
-it, which readers do within seconds (`CachedFiles`).
+it, which readers do within seconds (`CachedFiles` in open_files.py).
 
 The folder itself is the only record of what is used. It is read anew under the lock whenever room is made, so the count cannot
 drift, even after a kill.
@@ -21,14 +21,11 @@ import errno
 import fcntl
 import logging
 import os
-import threading
 import time
-import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from pretrain.data.shards.open_files import OpenFile, OpenFiles
 from pretrain.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -246,48 +243,3 @@ def _listing(folder: Path) -> list[tuple[int, int, Path]]:
                 status = entry.stat(follow_symlinks=False)
                 found.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
     return found
-
-
-# ---- open files --------------------------------------------------------------------------------------------------------
-
-_SWEEP_SECONDS = 5.0
-
-_all: weakref.WeakSet[CachedFiles] = weakref.WeakSet()
-_all_lock = threading.Lock()
-os.register_at_fork(before=_all_lock.acquire, after_in_parent=_all_lock.release, after_in_child=_all_lock.release)
-
-
-class CachedFiles(OpenFiles):
-    """The open copies of one data set. Safe between threads.
-
-    While data is read, every few seconds: mark the files used since the last sweep, so that the cache evicts others first. If an
-    open file was evicted, close all files, in every data set of this process: an open file keeps its disk space. `sha256_of`: the
-    content of the file with a key.
-    """
-
-    def __init__(self, open_file: Callable[[Any], OpenFile], sha256_of: Callable[[Any], str], cache: ShardCache) -> None:
-        super().__init__(open_file)
-        self._sha256_of = sha256_of
-        self._cache = cache
-        self._used: set[Hashable] = set()
-        self._next_sweep = time.monotonic() + _SWEEP_SECONDS
-        with _all_lock:
-            _all.add(self)
-
-    def get(self, key: Hashable) -> OpenFile:
-        if time.monotonic() > self._next_sweep:
-            self._next_sweep = time.monotonic() + _SWEEP_SECONDS
-            with _all_lock:
-                everyone = list(_all)
-            for files in everyone:
-                files.sweep()
-        self._used.add(key)
-        return super().get(key)
-
-    def sweep(self) -> None:
-        """Mark the files used since the last sweep, and close all files if one of them was evicted."""
-        used, self._used = self._used, set()
-        for key in used.copy():
-            self._cache.touch(self._sha256_of(key))
-        if any(not self._cache.path(self._sha256_of(key)).exists() for key in list(self._files)):
-            self.clear()

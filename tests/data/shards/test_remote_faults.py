@@ -18,11 +18,11 @@ from faulty_server import FaultyServer, faulty_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.remote import shard_cache
-from pretrain.data.remote.remote_files import open_remote
-from pretrain.data.remote.shard_cache import ShardCache
-from pretrain.data.remote.transfer import Patience, Remote, is_url, join, shown
+from pretrain.data.shards import open_files
 from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.remote_files import open_remote
+from pretrain.data.shards.shard_cache import ShardCache
+from pretrain.data.shards.transfer import Patience, Remote, is_url, join, shown
 from pretrain.errors import DataError
 
 QUICK = Patience(stall=20, first_delay=0.02, longest_delay=0.1, give_up=20)
@@ -72,7 +72,7 @@ def test_any_backend_reads_what_lies_in_the_folder(folder, cache):
 def test_reading_a_local_folder_imports_no_fsspec(folder):
     program = (
         "import sys; from pretrain.data.shards.reader import PreparedData; PreparedData.open(sys.argv[1]).read(0, 10); "
-        "assert not {'fsspec', 'aiohttp', 's3fs', 'pretrain.data.remote.remote_files'} & set(sys.modules)"
+        "assert not {'fsspec', 'aiohttp', 's3fs', 'pretrain.data.shards.remote_files'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
 
@@ -99,7 +99,7 @@ def test_what_passes_is_retried_and_logged(server, folder, cache, faults, caplog
     data = opened(server.url + "/train", cache)
     assert np.array_equal(whole(data), whole(PreparedData.open(folder)))
     assert server.count(SHARD) == len(faults) + 1
-    retries = [record.getMessage() for record in caplog.records if record.name == "pretrain.data.remote.transfer"]
+    retries = [record.getMessage() for record in caplog.records if record.name == "pretrain.data.shards.transfer"]
     assert len(retries) == len(faults)
     assert all(message.startswith(f"{server.url}/train/{SHARD}: ") and "trying again in" in message for message in retries)
 
@@ -265,7 +265,7 @@ def test_a_missing_backend_is_one_line_with_the_package(cache, monkeypatch, prot
 
 def test_offline_mode_of_the_hub_is_an_error_at_once(cache):
     program = (
-        "import sys, time; from pretrain.data.shards.reader import PreparedData; from pretrain.data.remote.shard_cache import ShardCache\n"
+        "import sys, time; from pretrain.data.shards.reader import PreparedData; from pretrain.data.shards.shard_cache import ShardCache\n"
         "PreparedData.open('hf://datasets/somebody/corpus/train', ShardCache(sys.argv[1]))"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -281,13 +281,13 @@ def test_prefetch_brings_the_shards_of_a_stretch_and_reading_them_asks_nobody(se
     data = opened(server.url + "/train", cache)
     starts = np.cumsum([0, *(shard.tokens for shard in data.manifest.shards)])
     data.prefetch(int(starts[1]), 1)
-    data._remote.wait_prefetched()
+    data._remote._prefetcher.wait()
     assert [server.count(f"shard-0000{i}.bin") for i in range(3)] == [0, 1, 0] and server.count(".idx") == 1
     data.prefetch(int(starts[1]) - 1, 2)
     data.prefetch(data.tokens - 1, 10**9)
     data.prefetch(data.tokens, 10)
     data.prefetch(5, 0)
-    data._remote.wait_prefetched()
+    data._remote._prefetcher.wait()
     assert server.count(".bin") == 3
     assert np.array_equal(whole(data), whole(PreparedData.open(folder))) and server.count(".bin") == 3
     PreparedData.open(folder).prefetch(0, 10)  # nothing to do
@@ -297,7 +297,7 @@ def test_prefetch_takes_no_more_than_half_of_the_cache_and_reports_failures_in_t
     data = opened(server.url + "/train", ShardCache(tmp_path / "cache", 120_000))
     server.faults["shard-00000.bin"] = [403]
     data.prefetch(0, data.tokens)
-    data._remote.wait_prefetched()
+    data._remote._prefetcher.wait()
     assert server.count(".bin") == 1
     assert "prefetch: " in caplog.text and "access refused" in caplog.text
 
@@ -306,18 +306,18 @@ def test_threads_that_prefetch_end_with_close_and_with_the_data(server, cache):
     server.faults[SHARD] = ["stall"]
     data = opened(server.url + "/train", cache, Patience(stall=60))
     data.prefetch(0, data.tokens)
-    threads = data._remote._prefetcher._queue.threads
+    threads = data._remote._prefetcher.threads
     assert server.stalled.wait(5) and [thread.is_alive() and thread.daemon for thread in threads] == [True, True]
     began = time.monotonic()
-    data._remote.close()
+    data._remote._prefetcher.close()
     assert not any(thread.is_alive() for thread in threads) and time.monotonic() - began < 2
     assert list((cache.directory / "partial").iterdir()) == []
     data.prefetch(0, data.tokens)  # closed: nothing happens
     server.faults.clear()
     data = opened(server.url + "/train", cache)
     data.prefetch(0, data.tokens)
-    data._remote.wait_prefetched()
-    threads = data._remote._prefetcher._queue.threads
+    data._remote._prefetcher.wait()
+    threads = data._remote._prefetcher.threads
     assert any(thread.is_alive() for thread in threads)
     del data
     gc.collect()
@@ -360,7 +360,7 @@ def test_open_files_that_were_dropped_are_let_go_and_used_ones_are_touched(prepa
         paths = {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
         return {path for path in paths if str(cache.directory) in path}
 
-    monkeypatch.setattr(shard_cache, "_SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(open_files, "_SWEEP_SECONDS", 0.0)
     data._files._next_sweep = 0.0
     data.read(0, 10)
     assert first.stat().st_mtime > 0 and str(first) in held()
@@ -374,7 +374,7 @@ def test_open_files_that_were_dropped_are_let_go_and_used_ones_are_touched(prepa
 _READER = """
 import sys, time
 import numpy as np
-from pretrain.data.remote.shard_cache import ShardCache
+from pretrain.data.shards.shard_cache import ShardCache
 from pretrain.data.shards.reader import PreparedData
 url, local, folder, limit, seed, rounds = sys.argv[1:]
 local = PreparedData.open(local)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from running import run_main
 
 from pretrain.data.preparation.prepare import prepare
-from pretrain.data.remote.remote_files import open_remote
-from pretrain.data.remote.shard_cache import ShardCache
-from pretrain.data.remote.transfer import Patience, Remote
 from pretrain.data.shards.reader import PreparedData
+from pretrain.data.shards.remote_files import open_remote
+from pretrain.data.shards.shard_cache import ShardCache
+from pretrain.data.shards.transfer import Patience, Remote
 from pretrain.errors import DataError
 from pretrain.observe.metrics import read_metrics
 
@@ -248,7 +248,7 @@ def test_a_unit_is_begun_again_where_a_server_fails_in_passing(
     corpus_on_s3, proxy, byte_tokenizer, tmp_path, faults, monkeypatch
 ):
     """D-D4: an answer that ends early is no short document."""
-    monkeypatch.setattr("pretrain.data.remote.transfer.Patience", lambda: QUICK)
+    monkeypatch.setattr("pretrain.data.shards.transfer.Patience", lambda: QUICK)
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
         proxy.faults[f"text/{name}"] = list(faults)
     prepare(["s3://corpus/text"], byte_tokenizer, tmp_path / "out", unit_bytes=2000, engine="library")

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pretrain.errors import DataError, install_command
+from pretrain.errors import ConfigError, DataError, install_command
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,15 @@ def is_url(path: object) -> bool:
     return bool(_URL.match(str(path)))
 
 
+def refuse_url(option: str, path: object) -> None:
+    """Raise ConfigError for a URL in place of a directory: object stores cannot rename a directory into place."""
+    if is_url(path):
+        raise ConfigError(
+            f"{option} {shown(str(path))}: is a URL; name a directory on a local or shared disk, and copy it when it is finished "
+            "(training reads prepared data from URLs)"
+        )
+
+
 def join(url: str, name: str) -> str:
     """The URL of the file `name` in the directory `url`, before any query, and inside the first link of a chain (`zip://d::s3://b/f.zip`)."""
     links = url.split("::")
@@ -115,13 +124,14 @@ class Remote:
 
         def attempt() -> None:
             digest, received = hashlib.sha256(), 0
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            for chunk in self._chunks(url, cancelled):
-                received += len(chunk)
-                if received > size:
-                    raise _WrongContent(f"more than the {size} bytes that manifest.json says")
-                digest.update(chunk)
-                _write(descriptor, chunk)
+            with open(descriptor, "wb", closefd=False) as file:
+                file.seek(0)
+                for chunk in self._chunks(url, cancelled):
+                    received += len(chunk)
+                    if received > size:
+                        raise _WrongContent(f"more than the {size} bytes that manifest.json says")
+                    digest.update(chunk)
+                    file.write(chunk)
             if received < size:
                 raise _WrongContent(f"{received} bytes where manifest.json says {size}")
             if digest.hexdigest() != sha256:
@@ -164,7 +174,7 @@ class Remote:
     def _chunks(self, url: str, cancelled: Callable[[], bool]) -> Iterator[bytes]:
         """The content, piece by piece. A thread of its own reads it, so that a backend that hangs can be abandoned."""
         pieces: queue.Queue[bytes | BaseException] = queue.Queue(maxsize=2)
-        left = threading.Event()
+        left = threading.Event()  # the thread puts at most two more pieces after that
         threading.Thread(target=self._produce, args=(url, pieces, left), daemon=True, name="transfer").start()
         try:
             while True:
@@ -176,6 +186,8 @@ class Remote:
                 yield piece
         finally:
             left.set()
+            while not pieces.empty():  # the thread may be waiting for room
+                pieces.get_nowait()
 
     def _next(self, pieces: queue.Queue, cancelled: Callable[[], bool]) -> bytes | BaseException:
         deadline = time.monotonic() + self.patience.stall
@@ -191,12 +203,12 @@ class Remote:
     def _produce(self, url: str, pieces: queue.Queue, left: threading.Event) -> None:
         try:
             with self.open(url) as file:
-                while not left.is_set():
+                piece = None
+                while piece != b"" and not left.is_set():
                     piece = _fill(file, left)
-                    if not _put(pieces, piece, left) or not piece:
-                        return
+                    pieces.put(piece)
         except BaseException as error:  # raised in the calling thread
-            _put(pieces, error, left)
+            pieces.put(error)
 
     def open(self, url: str, at_random: bool = False) -> Any:
         """The file as fsspec opens it, to be read from start to end, or `at_random`. `judged` handles its errors."""
@@ -233,9 +245,8 @@ def _options(protocol: str, stall: float) -> tuple[dict[str, Any], dict[str, Any
     if protocol in ("http", "https"):
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_CONNECT_SECONDS, sock_read=stall
-        )  # the default ends a body after 300 s
+        # By default a body ends after 300 s.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=stall)
         # block_size=0: one request, streamed. With a size given, the size is not asked for.
         return {"client_kwargs": {"timeout": timeout, "trust_env": True}}, {"block_size": 0, "size": 1}
     if protocol in ("gs", "gcs", "hf"):
@@ -257,22 +268,6 @@ def _fill(file: Any, left: threading.Event) -> bytes:
         parts.append(part)
         missing -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _put(pieces: queue.Queue, piece: bytes | BaseException, left: threading.Event) -> bool:
-    while not left.is_set():
-        try:
-            pieces.put(piece, timeout=0.2)
-            return True
-        except queue.Full:
-            continue
-    return False
-
-
-def _write(descriptor: int, chunk: bytes) -> None:
-    view = memoryview(chunk)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _sleep(seconds: float, cancelled: Callable[[], bool]) -> None:

@@ -1,15 +1,22 @@
-"""Results of inspection as lines of plain text for a person. JSON is the exact form; here unprintable characters are escaped."""
+"""Results of inspection for a person: lines of plain text, or the batch of a step as a page for a browser.
+
+JSON is the exact form; here unprintable characters are escaped.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
 
 from pretrain.data.inspection.coverage import Coverage, SourceCoverage
-from pretrain.data.inspection.inspected_step import DocumentPiece, InspectedSample, InspectedStep
+from pretrain.data.inspection.inspected_step import DocumentPiece, InspectedSample, InspectedStep, Sightings
 from pretrain.data.inspection.integrity import Integrity
-from pretrain.data.inspection.sightings import Sighting, Sightings
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.errors import DataError
 
 
 def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
@@ -22,7 +29,7 @@ def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
         True: "matches metrics.jsonl",
         False: f"DIFFERS from metrics.jsonl, {step.logged_digest}: the step read other samples",
         None: "not in metrics.jsonl: the step was not logged" if step.made else "the step is in the future",
-    }[step.matches]
+    }[step.digest_matches]
     return [
         ("step", f"{step.step:,} of {step.last_step:,} of {step.run}, {state}"),
         (
@@ -50,10 +57,9 @@ def _targets(step: InspectedStep, inputs: int) -> str:
 
 def heading_of(sample: InspectedSample) -> str:
     """A sample in a line."""
-    epoch = f"epoch {sample.epoch}"
     return (
         f"position {sample.position:,}, rank {sample.rank}, micro-step {sample.micro_step}: "
-        f"{escaped(sample.source)} sample {sample.sample:,}, {epoch}"
+        f"{escaped(sample.source)} sample {sample.sample:,}, epoch {sample.epoch}"
     )
 
 
@@ -98,7 +104,8 @@ def step_lines(step: InspectedStep, width: int, most_lines: int, ids: bool) -> I
     yield from _table(summary_of(step), width)
     for sample in step.shown:
         yield ""
-        yield _rule(heading_of(sample), width)
+        heading = f"── {heading_of(sample)} "
+        yield heading + "─" * max(2, width - len(heading))
         for piece in sample.pieces:
             yield from _wrapped(label_of(piece), width, "┌ ", "│   ")
             yield from _cut(_text_lines(piece.text, width), most_lines)
@@ -130,15 +137,13 @@ def sightings_lines(found: Sightings, width: int) -> Iterator[str]:
         yield f"no step up to {found.until:,} of {found.run} reads it; --epochs K looks beyond"
     else:
         yield ""
-        rows = [_sighting(one) for one in found.seen]
+        rows = []
+        for one in found.seen:
+            numbers = one.step, one.rank, one.micro_step, one.position, one.epoch, one.sample
+            rows.append([*(f"{number:,}" for number in numbers), "made" if one.made else "to come"])
         yield from _grid(["step", "rank", "micro-step", "position", "epoch", "sample", ""], rows)
     if not found.complete:
         yield "and more times (--json has all)"
-
-
-def _sighting(one: Sighting) -> list[str]:
-    numbers = (one.step, one.rank, one.micro_step, one.position, one.epoch, one.sample)
-    return [*(f"{number:,}" for number in numbers), "made" if one.made else "to come"]
 
 
 def coverage_lines(coverage: Coverage, width: int) -> Iterator[str]:
@@ -248,10 +253,6 @@ def _table(rows: list[tuple[str, str]], width: int) -> Iterator[str]:
         yield from _wrapped(escaped(text), width, f"{subject:<9}", " " * 9)
 
 
-def _rule(text: str, width: int) -> str:
-    return f"── {text} " + "─" * max(2, width - len(text) - 4)
-
-
 def _grid(head: list[str], rows: list[list[str]]) -> Iterator[str]:
     """A table. The first column is aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows)]
@@ -262,3 +263,138 @@ def _grid(head: list[str], rows: list[list[str]]) -> Iterator[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+# No scripts and nothing from outside; no text is taken for markup. Tokens are shaded in turn. Tokens that are not targets in their
+# sample are grey and struck through, and a coloured bar marks each document.
+
+_LONGEST_CHARACTER = 4  # bytes in UTF-8, so no more tokens than that
+_INCOMPLETE = "\ufffd"
+_GOLDEN_ANGLE = 137.508  # degrees: neighbouring documents get hues far apart
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1b1f24; --soft: #667080; --line: #d9dee5;
+  --a: #e4edfb; --b: #f1f5fb; --none: #8a93a0; --good: #11713a; --bad: #b3261e; --bar: 62%; }
+@media (prefers-color-scheme: dark) { :root { --page: #14171b; --card: #1c2026; --ink: #dde3ea; --soft: #94a0ae; --line: #323941;
+  --a: #2a3a52; --b: #212831; --none: #77818d; --good: #63c98b; --bad: #ff8a80; --bar: 55%; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 72rem; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.35rem; margin: 0 0 .75rem; overflow-wrap: anywhere; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.25rem; margin: 0 0 1rem; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+.good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
+.key { color: var(--soft); font-size: .85rem; margin: 0 0 1.5rem; } .key > span { margin-right: 1.25rem; white-space: nowrap; }
+details { background: var(--card); border: 1px solid var(--line); border-radius: 8px; margin: 0 0 1rem; }
+summary { padding: .6rem 1rem; cursor: pointer; font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+summary small { font-weight: 400; color: var(--soft); margin-left: .75rem; }
+section { border-left: 4px solid hsl(var(--hue) 60% var(--bar)); margin: 0 1rem 1rem; padding: 0 0 0 .85rem; }
+section h2 { font-size: .82rem; font-weight: 500; color: var(--soft); margin: 0 0 .3rem; overflow-wrap: anywhere; }
+pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4;
+  font: 13px/1.7 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+.a, .b { background: var(--a); border-radius: 3px; padding: .1em 0; -webkit-box-decoration-break: clone; box-decoration-break: clone; }
+.b { background: var(--b); }
+.n { color: var(--none); text-decoration: line-through; text-decoration-thickness: 1px; }
+.t { background: none; outline: 1px dashed var(--soft); outline-offset: -1px; }
+.e { color: var(--soft); font: 11px/1 system-ui, sans-serif; border: 1px solid var(--line); border-radius: 3px; padding: .15em .4em;
+  white-space: nowrap; }
+.e.n { opacity: .65; }
+s { text-decoration: none; color: var(--none); opacity: .55; } s::before { content: "\\21b5"; } s.tab::before { content: "\\2192"; }
+.pad { margin: 0 1rem 1rem; color: var(--soft); font-size: .82rem; }
+"""
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # if some text became markup in spite of all, it could do nothing
+_KEY = (
+    '<p class="key"><span><span class="a">to</span><span class="b">kens</span> shaded in turn</span>'
+    '<span><span class="a n">not a target</span> in this sample</span>'
+    '<span><span class="a t">target only</span> the token after the sample</span>'
+    '<span><span class="e">end</span> end-of-document token</span></p>'
+)
+
+
+def write_page(step: InspectedStep, file: Path) -> None:
+    """Write the page of a step. Raises DataError when the file cannot be written."""
+    try:
+        file.write_text("".join(page(step)), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def page(step: InspectedStep) -> Iterator[str]:
+    """The HTML, in parts."""
+    decode = load_tokenizer(step.tokenizer).decode
+    title = f"Step {step.step:,} of {step.run}" + (f", rank {step.rank}" if step.rank is not None else "")
+    yield (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{_text(title)}</h1>\n<dl>\n"
+    )
+    for subject, text in summary_of(step):
+        state = {True: ' class="good"', False: ' class="bad"'}.get(step.digest_matches, "") if subject == "digest" else ""
+        yield f"<dt>{subject}</dt><dd{state}>{_text(text)}</dd>\n"
+    yield f"</dl>\n{_KEY}\n"
+    texts = functools.lru_cache(1 << 16)(lambda ids: decode(ids))
+    for sample in step.shown:
+        yield from _sample(sample, step.objective, texts)
+    if note := unshown_of(step):
+        yield f'<p class="key">{_text(note)}</p>\n'
+    yield "</body>\n</html>\n"
+
+
+Decode = Callable[[tuple[int, ...]], str]
+
+
+def _sample(sample: InspectedSample, objective: str, decode: Decode) -> Iterator[str]:
+    note = notes_of(sample, objective)
+    yield f"<details open>\n<summary>{_text(heading_of(sample))}{f'<small>{_text(note)}</small>' if note else ''}</summary>\n"
+    for piece in sample.pieces:
+        hue = piece.document * _GOLDEN_ANGLE % 360
+        yield f'<section style="--hue:{hue:.0f}"><h2>{_text(label_of(piece))}</h2><pre>{"".join(_piece(sample, piece, decode))}</pre></section>\n'
+    if sample.padding:
+        yield f'<p class="pad">{sample.padding:,} tokens of padding</p>\n'
+    yield "</details>\n"
+
+
+def _piece(sample: InspectedSample, piece: DocumentPiece, decode: Decode) -> Iterator[str]:
+    ids = sample.tokens[piece.place : piece.place + piece.length]
+    body = ids[:-1] if piece.ends else ids
+    place = piece.place
+    for turn, (count, text) in enumerate(token_texts(decode, body)):
+        # A token is the target of the input before it.
+        learned = all(p > 0 and sample.targets[p - 1] is not None for p in range(place, place + count))
+        title = f"{'id' if count == 1 else 'ids'} {' '.join(map(str, sample.tokens[place : place + count]))}, at {place}"
+        yield f'<span class="{"ab"[turn % 2]}{"" if learned else " n"}" title="{title}">{_token(text)}</span>'
+        place += count
+    if piece.ends:
+        learned = place > 0 and sample.targets[place - 1] is not None
+        yield f'<span class="e{"" if learned else " n"}" title="id {sample.tokens[place]}, at {place}">end</span>'
+        place += 1
+    after = sample.targets[-1]
+    if place == len(sample.tokens) and after is not None:  # the sample ends here, and its last target is the token after it
+        yield f'<span class="a t" title="id {after}, target only">{_token(decode((after,))) or "end"}</span>'
+
+
+def token_texts(decode: Decode, ids: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """The text that each token adds, as (number of tokens, text). Tokens that are parts of one character stand together."""
+    before: tuple[int, ...] = ()
+    start = 0
+    for end in range(1, len(ids) + 1):
+        here = tuple(ids[start:end])
+        prefix, text = decode(before) if before else "", decode(before + here)
+        if text.endswith(_INCOMPLETE) and len(here) < _LONGEST_CHARACTER and end < len(ids):
+            continue
+        yield len(here), text[len(prefix) :] if text.startswith(prefix) else decode(here)
+        before, start = here, end
+
+
+def _token(text: str) -> str:
+    """A token's text as HTML. Line ends and tabs have marks, which are not copied with the text."""
+    lines = ["<s class=tab></s>\t".join(_text(part) for part in line.split("\t")) for line in text.split("\n")]
+    return "<s></s>\n".join(lines)
+
+
+def _text(text: str) -> str:
+    return escape(escaped(text))

@@ -9,31 +9,25 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import functools
 import hashlib
 import logging
 import os
 import shutil
-import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import BinaryIO
 
-from pretrain.data.remote.shard_cache import CachedFiles, ShardCache
-from pretrain.data.remote.transfer import Cancelled, Remote, join, shown
 from pretrain.data.shards.manifest import Manifest, StoredFile, read_manifest
-from pretrain.data.shards.open_files import OpenFile
+from pretrain.data.shards.shard_cache import ShardCache
+from pretrain.data.shards.transfer import Cancelled, Remote, join, shown
 from pretrain.data.tokenizers.tokenizer import CONFIG_NAME, JSON_NAME, MODEL_NAME, copy_difference
 from pretrain.errors import DataError
-from pretrain.storage import sha256_of
+from pretrain.storage import sha256_of, staged_directory
 
 log = logging.getLogger(__name__)
-
-_STAGE = ".partial-"
 
 
 class RemoteFiles:
@@ -47,6 +41,9 @@ class RemoteFiles:
         self.directory = directory
         self.cache = cache
         self.remote = remote
+        # Not a method of self: its threads would keep alive the object whose end stops them.
+        self._prefetcher = Prefetcher(functools.partial(_open, url, cache, remote))
+        weakref.finalize(self, self._prefetcher.close)
 
     def __reduce__(self):
         return RemoteFiles, (self.url, self.directory, self.cache, self.remote)
@@ -55,23 +52,12 @@ class RemoteFiles:
         """The URL of a file, for messages."""
         return shown(join(self.url, name))
 
-    def open(self, file: StoredFile, cancelled: Callable[[], bool] = lambda: False) -> BinaryIO:
+    def open(self, file: StoredFile) -> BinaryIO:
         """The local copy of a file, open for reading; it is downloaded if it is missing. It stays readable after the cache evicts it.
 
         Raises DataError naming the URL and the remedy.
         """
-
-        def download(descriptor: int) -> None:
-            try:
-                self.remote.download(join(self.url, file.name), file.size, file.sha256, descriptor, cancelled)
-            except FileNotFoundError as error:
-                raise DataError(f"{self.place(file.name)}: missing, though manifest.json lists it; upload it again") from error
-
-        return self.cache.open(file.sha256, file.size, self.place(file.name), download)
-
-    def open_files(self, open_file: Callable[[Any], OpenFile], file_of: Callable[[Any], StoredFile]) -> CachedFiles:
-        """The files that `open_file(key)` opens, kept open. `file_of(key)`: the file in the cache."""
-        return CachedFiles(open_file, lambda key: file_of(key).sha256, self.cache)
+        return _open(self.url, self.cache, self.remote, file)
 
     def prefetch(self, files: Iterable[StoredFile]) -> None:
         """Download files in the background, in order, up to half of the cache. Returns at once."""
@@ -84,14 +70,6 @@ class RemoteFiles:
                 chosen.append(file)
         if chosen:
             self._prefetcher.add(chosen)
-
-    def wait_prefetched(self) -> None:
-        """Wait until all downloads of `prefetch` are done or have failed."""
-        self._prefetcher.wait()
-
-    def close(self) -> None:
-        """End the threads that prefetch."""
-        self._prefetcher.close()
 
     def verify(self, files: Iterable[StoredFile], fetch: bool) -> None:
         """Hash the local copies, and with `fetch` download the others, which checks them too.
@@ -122,11 +100,6 @@ class RemoteFiles:
             _keep(directory, {name: content})
         return directory
 
-    @functools.cached_property
-    def _prefetcher(self) -> Prefetcher[StoredFile]:
-        # Not a method of self: the threads would keep alive the object whose end stops them.
-        return Prefetcher(functools.partial(_prefetch, RemoteFiles(self.url, self.directory, self.cache, self.remote)))
-
 
 def open_remote(url: str, cache: ShardCache | None = None, remote: Remote | None = None) -> tuple[RemoteFiles, Manifest]:
     """Download the manifest and the tokenizer of the prepared directory at `url`, but no shard yet.
@@ -154,8 +127,18 @@ def open_remote(url: str, cache: ShardCache | None = None, remote: Remote | None
     return RemoteFiles(url, directory, cache, remote), parsed
 
 
-def _prefetch(files: RemoteFiles, file: StoredFile, cancelled: Callable[[], bool]) -> None:
-    files.open(file, cancelled).close()
+def _open(
+    url: str, cache: ShardCache, remote: Remote, file: StoredFile, cancelled: Callable[[], bool] = lambda: False
+) -> BinaryIO:
+    place = shown(join(url, file.name))
+
+    def download(descriptor: int) -> None:
+        try:
+            remote.download(join(url, file.name), file.size, file.sha256, descriptor, cancelled)
+        except FileNotFoundError as error:
+            raise DataError(f"{place}: missing, though manifest.json lists it; upload it again") from error
+
+    return cache.open(file.sha256, file.size, place, download)
 
 
 def _required(remote: Remote, url: str, hint: str = "upload it again") -> bytes:
@@ -178,131 +161,101 @@ def _tokenizer_files(remote: Remote, url: str) -> Mapping[str, bytes]:
 
 def _keep(directory: Path, files: Mapping[str, bytes]) -> None:
     """Write the files of a folder that is named by their content. It appears complete or not at all, whoever else writes it."""
-    with contextlib.suppress(FileNotFoundError):
-        if all((directory / name).read_bytes() == content for name, content in files.items()):
-            return
+    if _holds(directory, files):
+        return
     shutil.rmtree(directory, ignore_errors=True)  # damaged or missing
-    _remove_old_stages(directory.parent)
     try:
-        stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=directory.parent))
-        try:
+        with staged_directory(directory) as stage:
             for name, content in files.items():
                 (stage / name).parent.mkdir(exist_ok=True)
                 (stage / name).write_bytes(content)
-            os.rename(stage, directory)
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another process was first
-            raise DataError(
-                f"data.cache.dir: {directory} cannot be written: {error.strerror}; choose another folder"
-            ) from error
+    except (DataError, OSError) as error:
+        if not _holds(directory, files):  # else another process was first
+            raise DataError(f"data.cache.dir: {directory} cannot be written: {error}; choose another folder") from error
 
 
-def _remove_old_stages(folder: Path) -> None:
-    """Remove what killed processes left while writing: a stage lives for milliseconds."""
-    for stage in folder.glob(f"{_STAGE}*"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - stage.stat().st_mtime > 3600:
-                shutil.rmtree(stage, ignore_errors=True)
+def _holds(directory: Path, files: Mapping[str, bytes]) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return all((directory / name).read_bytes() == content for name, content in files.items())
+    return False
 
 
 # ---- prefetching --------------------------------------------------------------------------------------------------------
 
+_THREADS = 2
+_LONGEST = 64  # files that wait
 _JOIN_SECONDS = 2.0
-Item = TypeVar("Item")
 
 
-class _Queue(Generic[Item]):
-    """The state of the threads. They hold this and not the Prefetcher, so that they end with it."""
+class Prefetcher:
+    """Downloads files in daemon threads, first asked first served. Safe between threads.
 
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.waiting: collections.deque[Item] = collections.deque()
-        self.running: set[Item] = set()
-        self.threads: list[threading.Thread] = []
-        self.closed = False
-
-
-class Prefetcher(Generic[Item]):
-    """Calls `fetch(item, cancelled)` in up to `threads` daemon threads, first asked first served. Safe between threads.
-
-    At most `longest` items wait. Beyond that the oldest ones are given up, and the readers that need them download them. `fetch`
+    At most _LONGEST files wait. Beyond that the oldest ones are given up, and the readers that need them download them. `open_file`
     should end with `Cancelled` soon after `cancelled()` is true. A DataError is logged and not raised: the reader that needs the
     file gets it again. After a fork the child starts with an empty queue and its own threads.
     """
 
-    def __init__(self, fetch: Callable[[Item, Callable[[], bool]], None], threads: int = 2, longest: int = 64):
-        self._fetch = fetch
-        self._threads = threads
-        self._longest = longest
+    def __init__(self, open_file: Callable[[StoredFile, Callable[[], bool]], BinaryIO]):
+        self._open_file = open_file
+        self._closed = False
         self._start()
-
-    def add(self, items: Iterable[Item]) -> None:
-        """Download these soon. Returns at once."""
-        if os.getpid() != self._process:
-            self._start()
-        queue = self._queue
-        with queue.changed:
-            if queue.closed:
-                return
-            for item in items:
-                if item not in queue.waiting and item not in queue.running:
-                    queue.waiting.append(item)
-            while len(queue.waiting) > self._longest:
-                queue.waiting.popleft()
-            while len(queue.threads) < min(self._threads, len(queue.waiting) + len(queue.running)):
-                thread = threading.Thread(target=_work, args=(queue, self._fetch), daemon=True, name="prefetch")
-                queue.threads.append(thread)
-                thread.start()
-            queue.changed.notify_all()
-
-    def wait(self) -> None:
-        """Wait until nothing is left to do."""
-        if os.getpid() != self._process:
-            return
-        with self._queue.changed:
-            self._queue.changed.wait_for(lambda: self._queue.closed or not (self._queue.waiting or self._queue.running))
-
-    def close(self) -> None:
-        """Give up waiting items, cancel running ones, and end the threads. This also happens when the object is deleted or Python ends."""
-        self._finalizer()
 
     def _start(self) -> None:
         self._process = os.getpid()
-        self._queue: _Queue[Item] = _Queue()
-        self._finalizer = weakref.finalize(self, _close, self._queue, self._process)
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[StoredFile] = collections.deque(maxlen=_LONGEST)
+        self._running: set[StoredFile] = set()
+        self.threads: list[threading.Thread] = []
 
-
-def _work(queue: _Queue, fetch: Callable) -> None:
-    while True:
-        with queue.changed:
-            queue.changed.wait_for(lambda: queue.closed or queue.waiting)
-            if queue.closed:
+    def add(self, files: Iterable[StoredFile]) -> None:
+        """Download these soon. Returns at once."""
+        if os.getpid() != self._process:
+            self._start()
+        with self._changed:
+            if self._closed:
                 return
-            item = queue.waiting.popleft()
-            queue.running.add(item)
-        try:
-            fetch(item, lambda: queue.closed)
-        except Cancelled:
+            for file in files:
+                if file not in self._waiting and file not in self._running:
+                    self._waiting.append(file)
+            while len(self.threads) < _THREADS:
+                self.threads.append(threading.Thread(target=self._work, daemon=True, name="prefetch"))
+                self.threads[-1].start()
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until nothing is left to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not (self._waiting or self._running))
+
+    def close(self) -> None:
+        """Give up waiting files, cancel running downloads, and end the threads."""
+        if os.getpid() != self._process:  # a forked child: the threads belong to the parent
             return
-        except DataError as error:
-            log.warning("prefetch: %s", error)
-        except Exception:  # a defect of ours or of a backend; the reader gets it again, with its own traceback
-            log.exception("prefetch of %s", item)
-        finally:
-            with queue.changed:
-                queue.running.discard(item)
-                queue.changed.notify_all()
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
 
-
-def _close(queue: _Queue, process: int) -> None:
-    if os.getpid() != process:  # a forked child: the threads belong to the parent
-        return
-    with queue.changed:
-        queue.closed = True
-        queue.waiting.clear()
-        queue.changed.notify_all()
-    for thread in queue.threads:
-        if thread is not threading.current_thread():
-            thread.join(_JOIN_SECONDS)
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting)
+                if self._closed:
+                    return
+                file = self._waiting.popleft()
+                self._running.add(file)
+            try:
+                self._open_file(file, lambda: self._closed).close()
+            except Cancelled:
+                return
+            except DataError as error:
+                log.warning("prefetch: %s", error)
+            except Exception:  # a defect of ours or of a backend; the reader gets it again, with its own traceback
+                log.exception("prefetch of %s", file)
+            finally:
+                with self._changed:
+                    self._running.discard(file)
+                    self._changed.notify_all()

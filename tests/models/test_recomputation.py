@@ -1,0 +1,140 @@
+"""What backward recomputes: never another gradient, and as much work and memory as the key says, by torch's own counters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from family_cases import FAMILIES
+from parity import cases
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from pretrain.config.keys import RENAMED, REVALUED
+from pretrain.config.model_schema import EncoderConfig, Model
+from pretrain.config.schema import Config
+from pretrain.config.written import of_today
+from pretrain.models import build_network
+from pretrain.models.families import complete
+from pretrain.parallel.blocks import compile_blocks, recompute_blocks, set_compute_format
+from pretrain.parallel.initialise import initialise
+
+LENGTH, VOCABULARY, DIM = 32, 61, 32
+QUICK = ("llama", "gemma2", "gpt2", "gpt_oss", "deepseek_v3", "t5")
+LLAMA = Model(family="llama", dim=DIM, layers=4, heads=4, vocab_size=VOCABULARY)
+T5 = Model(family="t5", dim=DIM, layers=2, heads=4, vocab_size=VOCABULARY, encoder=EncoderConfig(decoder_start_id=0))
+MODES = {
+    "full": {},
+    "selective": {"selective": True},
+    "every second": {"every": 2},
+    "selective, every second": {"selective": True, "every": 2},
+}
+
+
+def model_of(family: str) -> Model:
+    return T5 if family == "t5" else next(iter(cases(family).values()))
+
+
+def network_of(model: Model, dtype: torch.dtype, options: dict | None) -> torch.nn.Module:
+    with torch.device("meta"):
+        network = build_network(complete(model, LENGTH))
+    network.to_empty(device="cpu")
+    initialise(network, 0)
+    set_compute_format(network, dtype)
+    if options is not None:
+        recompute_blocks(network, **options)
+    return network
+
+
+def loss_of(network: torch.nn.Module, rows: int = 2, length: int = LENGTH) -> torch.Tensor:
+    tokens = torch.randint(network.config.vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(0))
+    inputs = {"tokens_BT": tokens[:, :-1], "targets_BT": tokens[:, 1:]}
+    if network.config.encoder.layers:
+        inputs["source_BS"] = tokens[:, 2:]
+    return network(**inputs).sum()
+
+
+def gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    loss_of(network).backward()
+    return {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in sorted({*FAMILIES, "t5"})]
+)
+def test_gradients_are_the_same_bits_whatever_is_recomputed(family, dtype):
+    model = model_of(family)
+    expected = gradients(network_of(model, dtype, None))
+    assert expected and all(torch.isfinite(gradient).all() for gradient in expected.values())
+    for mode, options in MODES.items():
+        found = gradients(network_of(model, dtype, options))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), mode
+
+
+def test_the_work_is_what_the_mode_says():
+    """By torch's FLOP counter, over the blocks: forward 1, backward 2, and what is recomputed once more."""
+
+    def flops(options: dict | None) -> int:
+        network = network_of(LLAMA, torch.float32, options)
+        with FlopCounterMode(display=False) as counter:
+            loss_of(network).backward()
+        return counter.get_total_flops()
+
+    network = network_of(LLAMA, torch.float32, None)
+    with torch.no_grad(), FlopCounterMode(display=False, depth=9) as counter:
+        loss_of(network)
+    found = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
+    # Nothing needs the result of a block's last projection, and torch stops before it.
+    blocks = [found[f"Decoder.layers.{i}"] - found[f"Decoder.layers.{i}.mlp.down"] for i in range(LLAMA.layers)]
+    assert len(set(blocks)) == 1 and blocks[0] > 0
+    stored = flops(None)
+    assert flops({"selective": True}) == stored
+    assert flops({}) == stored + sum(blocks)
+    assert flops({"every": 2}) == stored + sum(blocks) // 2
+
+
+def kept_by_forward(network: torch.nn.Module) -> int:
+    """The bytes that forward leaves allocated, by torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+        loss = loss_of(network, rows=4, length=128)
+    assert loss.requires_grad
+    return sum(event.self_cpu_memory_usage for event in events.key_averages())
+
+
+def test_memory_falls_as_the_mode_says():
+    def kept(options: dict | None) -> int:
+        return kept_by_forward(network_of(dataclasses.replace(LLAMA, dim=128), torch.float32, options))
+
+    everything, selective, half, full = (kept(o) for o in (None, {"selective": True}, {"every": 2}, {}))
+    assert full < 0.35 * everything and full < selective < 0.8 * everything and full < half < 0.75 * everything
+
+
+@pytest.mark.slow
+def test_a_compiler_stores_what_its_budget_allows():
+    """With the partitioner that inductor has, and without its code generation."""
+
+    def compiled(budget: float) -> tuple[int, dict[str, torch.Tensor]]:
+        torch._dynamo.reset()
+        network = network_of(dataclasses.replace(LLAMA, dim=128, layers=2), torch.float32, None)
+        compile_blocks(network, "aot_eager_decomp_partition", budget)
+        loss_of(network, rows=4, length=128).backward()
+        found = {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+        return kept_by_forward(network), found
+
+    (everything, expected), (half, some), (least, few) = (compiled(budget) for budget in (1.0, 0.5, 0.0))
+    assert least < half < everything and least < 0.6 * everything
+    for found in (some, few):
+        assert all((found[name] - g).norm() <= 1e-6 * g.norm() for name, g in expected.items())
+    compile_blocks(network_of(LLAMA, torch.float32, None))
+    assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+def test_values_of_before_are_read_from_records():
+    for before, today in ((True, "full"), (False, "none"), ("selective", "selective")):
+        found = of_today({"parallel": {"activation_checkpointing": before}, "run": {"name": "x"}})
+        assert found == {"parallel": {"activation_checkpointing": today}, "run": {"name": "x"}}
+    assert not REVALUED.keys() & RENAMED.keys()
+    assert Config().parallel.activation_checkpointing == "none"

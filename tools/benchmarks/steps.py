@@ -81,6 +81,7 @@ def _train(options: Options) -> Path:
         f"data.sources=[{{path: {data}}}]",
         "data.validation=[]",
         "validation.every_steps=0",
+        "validation.sequences=64",
         "schedule.warmup_steps=2",
         "parallel.strategy=single",
         f"data.sequence_length={min(256, options.scaled(256, 16))}",

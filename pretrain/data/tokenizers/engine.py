@@ -83,7 +83,7 @@ def choose_engine(
     is not installed. "auto" says on stderr, in one line, what it chose and why.
     """
     if engine not in ENGINES:
-        raise ConfigError(f"--engine {engine}: expected one of {', '.join(ENGINES)}")
+        raise ConfigError(f"engine={engine!r}: expected one of {', '.join(ENGINES)}")
     library = load_tokenizer(path)
     if engine == "library":
         return library
@@ -94,7 +94,7 @@ def choose_engine(
         count = prove(fast, library, sample)
     except ImportError as error:
         if engine == "tiktoken":
-            raise ConfigError("--engine tiktoken: tiktoken is not installed; pip install tiktoken") from error
+            raise ConfigError("engine='tiktoken': tiktoken is not installed; pip install tiktoken") from error
         _say("the tokenizers library; for byte-level BPE, tiktoken is several times faster: pip install tiktoken")
         return library
     except DataError as error:

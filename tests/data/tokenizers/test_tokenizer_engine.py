@@ -443,12 +443,12 @@ def test_without_tiktoken_a_line_says_what_installing_it_would_bring(trained, mo
     assert choose_engine(trained["byte_bpe"]).engine == "library"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tokenizer engine: the tokenizers library") and line.endswith("pip install tiktoken")
-    with pytest.raises(ConfigError, match="--engine tiktoken: tiktoken is not installed; pip install tiktoken"):
+    with pytest.raises(ConfigError, match="engine='tiktoken': tiktoken is not installed; pip install tiktoken"):
         choose_engine(trained["byte_bpe"], engine="tiktoken")
 
 
 def test_an_unknown_engine_is_refused(trained):
-    with pytest.raises(ConfigError, match="--engine rust: expected one of auto, tiktoken, library"):
+    with pytest.raises(ConfigError, match="engine='rust': expected one of auto, tiktoken, library"):
         choose_engine(trained["byte_bpe"], engine="rust")
 
 

@@ -144,11 +144,16 @@ def _unmet(path: str, wanted: Condition, keys: Mapping[str, SetKey], resolved: M
         return f"without {path}; set it" if wanted == SET else f"with {path}; remove it"
     derived = keys[path].default is None and path not in resolved
     value = resolved.get(path, keys[path].value)
-    if derived or value == "auto" or (value != wanted.value if isinstance(wanted, Except) else value in wanted):
+    if derived or value == "auto" or is_met(wanted, value):
         return None
     auto = " (the choice of auto)" if keys[path].value == "auto" else ""
     remedy = f"change {path}" if isinstance(wanted, Except) else f"set {path}={' or '.join(map(_shown, wanted))}"
     return f"with {path}={_shown(value)}{auto}; {remedy}"
+
+
+def is_met(wanted: Condition, value: Any) -> bool:
+    """Whether a value of the other key meets a condition that names values."""
+    return value != wanted.value if isinstance(wanted, Except) else value in wanted
 
 
 def _shown(value: Any) -> str:

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.config.keys import SetKey, keys_of
+from pretrain.config.keys import SetKey, is_met, keys_of
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError, TrainingError
@@ -60,9 +60,8 @@ class Case:
         strategy = own["parallel.strategy"]
 
         def is_of_another(key: SetKey) -> bool:
-            return key.path in ("parallel.replicate", "parallel.shard") or strategy not in key.when.get(
-                "parallel.strategy", (strategy,)
-            )
+            wanted = key.when.get("parallel.strategy", (strategy,))
+            return key.path in ("parallel.replicate", "parallel.shard") or not is_met(wanted, strategy)
 
         changed = [key for key in keys_of(config) if key.value != key.default and key.path not in own]
         return [f"{key.path}={json.dumps(key.default)}" for key in changed if is_of_another(key)]

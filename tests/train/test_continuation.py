@@ -117,10 +117,10 @@ def test_a_checkpoint_with_weights_only_names_the_key_that_takes_it(pool, traine
 def read_badly_on_rank_1(config_file: str, *overrides: str) -> tuple[int, str]:
     import os
 
-    from pretrain.data import loader
+    from pretrain.data.training_data import Loader
     from pretrain.errors import DataError
 
-    read, calls = loader.Loader.read, []
+    read, calls = Loader.read, []
 
     def failing(self, consumed):
         calls.append(consumed)
@@ -128,7 +128,7 @@ def read_badly_on_rank_1(config_file: str, *overrides: str) -> tuple[int, str]:
             raise DataError("shard-00001.bin: truncated")
         return read(self, consumed)
 
-    return run_main_with(loader.Loader, "read", failing, config_file, *overrides)
+    return run_main_with(Loader, "read", failing, config_file, *overrides)
 
 
 def test_data_that_fails_on_one_rank_ends_all_ranks_with_its_name(pool, config_file):

@@ -281,9 +281,9 @@ def test_every_number_of_the_record_is_logged_when_its_description_says_so(
 def out_of_memory_on_rank_1(kind: str, config_file: str, *overrides: str) -> tuple[int, str]:
     import os
 
-    from pretrain.data import loader
+    from pretrain.data.training_data import Loader
 
-    read, calls = loader.Loader.read, []
+    read, calls = Loader.read, []
     error = {"MemoryError": MemoryError(), "RuntimeError": RuntimeError("pin_memory: cannot allocate")}[kind]
 
     def failing(self, consumed):
@@ -292,7 +292,7 @@ def out_of_memory_on_rank_1(kind: str, config_file: str, *overrides: str) -> tup
             raise error
         return read(self, consumed)
 
-    return run_main_with(loader.Loader, "read", failing, config_file, *overrides)
+    return run_main_with(Loader, "read", failing, config_file, *overrides)
 
 
 @pytest.mark.parametrize("kind", ["MemoryError", "RuntimeError"])

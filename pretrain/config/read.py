@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import string
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def apply_override(tree: Tree, override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key=value, e.g. optim.lr=1e-3")
-    parsed = _parse(f"{path}: {text}", f"{COMMAND_LINE}: {override}")
+    parsed = _parse(f"{path}: {text if text.strip(string.whitespace) else 'null'}", f"{COMMAND_LINE}: {override}")
     if list(parsed.values) != [path]:
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is more than one value; give each key=value by itself")
     target, name = _target(tree.values, path, override)

@@ -65,7 +65,7 @@ def of_today(values: dict[str, Any]) -> dict[str, Any]:
             if full in RENAMED:
                 moved[RENAMED[full]] = value
             elif full not in REMOVED:
-                today = REVALUED[full].get(value, value) if full in REVALUED else value
+                today = next((now for before, now in REVALUED.get(full, ()) if value is before), value)
                 found[name] = kept(value, f"{full}.") if isinstance(value, dict) else today
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -23,14 +24,17 @@ class Sink:
     """
 
     def open(self, directory: Path, config: Config, step: int) -> None:
-        """Called before the first record. `directory`: the run's directory; `step`: the step that this start continues from."""
+        """Called before the first record. `directory`: the run's directory; `step`: the step that this start continues from.
+
+        If it fails, `close` is called, and before the next record `open` again.
+        """
 
     def write(self, record: StepRecord) -> None:
         """Called with each logged step. A run that went back to a checkpoint logs the repeated steps again."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Called after the last record, even if the run failed."""
+        """Called after the last record, even if the run failed, and when `open` fails."""
 
 
 class Sinks:
@@ -38,7 +42,7 @@ class Sinks:
 
     def __init__(self, own: Sequence[Sink], yours: Sequence[Sink], directory: Path, config: Config, step: int) -> None:
         self._sinks: list[tuple[Sink, Tolerated]] = []
-        self._opened: set[Sink] = set()
+        self._opened: set[int] = set()
         self._start = directory, config, step
         for sink in (*own, *yours):
             place = {JsonLines: directory / METRICS_FILE, TensorBoard: directory / "tensorboard"}.get(type(sink))
@@ -48,9 +52,15 @@ class Sinks:
             tolerated.attempt(lambda sink=sink: self._open(sink))
 
     def _open(self, sink: Sink) -> None:
-        if sink not in self._opened:
+        if id(sink) in self._opened:
+            return
+        try:
             sink.open(*self._start)
-            self._opened.add(sink)
+        except Exception:
+            with contextlib.suppress(Exception):  # what it took before it failed
+                sink.close()
+            raise
+        self._opened.add(id(sink))
 
     def write(self, record: StepRecord) -> None:
         """Give every sink a record. A sink that could not be opened is opened again first."""
@@ -61,7 +71,7 @@ class Sinks:
         """Close every sink that was opened, and warn of records that were lost until the end."""
         for sink, tolerated in self._sinks:
             try:
-                if sink in self._opened:
+                if id(sink) in self._opened:
                     sink.close()
             except tolerated.kind as error:
                 tolerated.fail(error)

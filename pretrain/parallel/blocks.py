@@ -52,7 +52,8 @@ def compile_blocks(network: nn.Module, backend: str = "inductor", budget: float 
 def recompute_blocks(network: nn.Module, selective: bool = False, every: int = 1) -> None:
     """Recompute the activations of every so many-th block in backward (Chen et al., arXiv 1604.06174).
 
-    Stored are the block's inputs, and with `selective` the results of its projections and attention (arXiv 2205.05198).
+    Stored are the block's inputs, and with `selective` the results of its projections and attention (arXiv 2205.05198). A block must not
+    change such a result in place: torch 2.13 would store the changed one, and say nothing. Every family is tested for it.
     """
     contexts = _store_products if selective else noop_context_fn
     blocks = [unit for unit in network.units() if unit.role == "block"]

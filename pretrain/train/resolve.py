@@ -37,6 +37,7 @@ def resolve(config: Config) -> Config:
     config = dataclasses.replace(config, model=model, data=data, schedule=schedule)
     check_data(config)
     _check_masks(config)
+    _check_recomputation(config)
     check_options(config)
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config
@@ -68,6 +69,15 @@ def _check_masks(config: Config) -> None:
     elif model.attention_backend != "auto" and not needs_masks(config):
         raise ConfigError(
             f"model.attention_backend={model.attention_backend} has no effect without data.document_mask or a sliding window; remove it"
+        )
+
+
+def _check_recomputation(config: Config) -> None:
+    family = config.model.family
+    if config.parallel.activation_checkpointing == "selective" and not family_of(family).keeps_results:
+        raise ConfigError(
+            f"parallel.activation_checkpointing=selective: blocks of model.family={family} may change the results of projections in place, "
+            "which gives wrong gradients; set it to full"
         )
 
 

@@ -500,6 +500,11 @@ def test_any_printed_configuration_loads_back_equal(tmp_path, config, with_origi
     assert load_config(path)[0] == config
 
 
+@pytest.mark.parametrize("space", ["", " ", "\t", "\x0b", " \n"])
+def test_nothing_after_the_sign_is_null(space):
+    assert loaded(f"model.kv_heads={space}") == loaded("model.kv_heads=null")
+
+
 @settings(max_examples=10, deadline=None)
 @given(texts)
 @example("\xa0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.keys import RENAMED, REVALUED
 from pretrain.config.model_schema import EncoderConfig, Model
-from pretrain.config.schema import Config
+from pretrain.config.schema import Config, Parallel
 from pretrain.config.written import of_today
+from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.parallel.blocks import compile_blocks, recompute_blocks, set_compute_format
 from pretrain.parallel.initialise import initialise
+from pretrain.train.resolve import resolve
 
 LENGTH, VOCABULARY, DIM = 32, 61, 32
+OLMO = {"model_type": "olmo", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+        "vocab_size": 61, "clip_qkv": 0.001}  # fmt: skip
 QUICK = ("llama", "gemma2", "gpt2", "gpt_oss", "deepseek_v3", "t5")
 LLAMA = Model(family="llama", dim=DIM, layers=4, heads=4, vocab_size=VOCABULARY)
 T5 = Model(family="t5", dim=DIM, layers=2, heads=4, vocab_size=VOCABULARY, encoder=EncoderConfig(decoder_start_id=0))
@@ -72,6 +77,16 @@ def test_gradients_are_the_same_bits_whatever_is_recomputed(family, dtype):
         found = gradients(network_of(model, dtype, options))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), mode
+
+
+def test_selective_is_refused_where_blocks_change_results_in_place():
+    """`selective` stores what a projection gave. OLMo of transformers clips it in place, and its gradients were wrong by a factor of 66."""
+    config = Config(
+        model=Model(family="hf", hf_config=json.dumps(OLMO)), parallel=Parallel(activation_checkpointing="selective")
+    )
+    with pytest.raises(ConfigError, match="selective: blocks of model.family=hf may change .* set it to full"):
+        resolve(config)
+    resolve(dataclasses.replace(config, parallel=Parallel(activation_checkpointing="full")))
 
 
 def test_the_work_is_what_the_mode_says():
@@ -136,5 +151,8 @@ def test_values_of_before_are_read_from_records():
     for before, today in ((True, "full"), (False, "none"), ("selective", "selective")):
         found = of_today({"parallel": {"activation_checkpointing": before}, "run": {"name": "x"}})
         assert found == {"parallel": {"activation_checkpointing": today}, "run": {"name": "x"}}
+    for odd in (1, 0, None, [1], "true"):
+        found = of_today({"parallel": {"activation_checkpointing": odd}})
+        assert found == {"parallel": {"activation_checkpointing": odd}}
     assert not REVALUED.keys() & RENAMED.keys()
     assert Config().parallel.activation_checkpointing == "none"

@@ -111,4 +111,14 @@ class _OnDisk:
         return [whole]
 
 
-HF = _Own(name="hf", model_type="", architecture="", fields=(), weights=(), rope=None, masks=False, packages=("transformers",))
+HF = _Own(
+    name="hf",
+    model_type="",
+    architecture="",
+    fields=(),
+    weights=(),
+    rope=None,
+    masks=False,
+    keeps_results=False,
+    packages=("transformers",),
+)

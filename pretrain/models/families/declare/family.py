@@ -105,6 +105,7 @@ class Family:
     llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
     elsewhere    what other programs make of a model (families/declare/other_readers.py has both)
     masks        attention takes masks: of documents, windows, sinks
+    keeps_results: no block changes the result of a projection in place, so that it can be stored for backward
     packages     packages beside torch that compute it, which ranks must have in one version
     """
 
@@ -133,6 +134,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     balance: float | None = None
     masks: bool = True
+    keeps_results: bool = True
     packages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

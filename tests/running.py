@@ -24,6 +24,7 @@ import yaml
 from safetensors.torch import load_file
 
 from pretrain.checkpoint.payload import Payload
+from pretrain.observe.equivalence import NEGLIGIBLE
 from pretrain.observe.metrics import read_metrics
 from pretrain.run import main
 
@@ -113,9 +114,10 @@ def gradients(run: Path, step: int = 1) -> dict[str, torch.Tensor]:
 
 
 def largest_gradient_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Largest relative difference of a parameter's gradient, in 2-norm."""
+    """Largest relative difference of a parameter's gradient, in 2-norm. One that is mere rounding is divided by what is negligible."""
     assert one.keys() == other.keys()
-    return max(float((one[name] - g).norm() / g.norm()) for name, g in other.items())
+    least = NEGLIGIBLE * float(torch.stack([g.norm() for g in other.values()]).norm())
+    return max(float((one[name] - g).norm()) / max(float(g.norm()), least) for name, g in other.items())
 
 
 def write_prepared(path: Path, tokenizer: Path, seed: int, documents: int) -> Path:

@@ -58,7 +58,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("parallel.activation_checkpointing"): ("gradient_checkpointing", "activation_checkpoint", "recompute", "recompute_activations"),
     _renamed("parallel.compile"): ("torch_compile", "use_compile"),
     _SHARDED: ("fsdp", "fsdp2", "fully_shard", "zero_stage", "zero", "deepspeed", "sharding_strategy"),
-    f"tensor parallelism (parallel.tensor) {_NOT_BUILT}": ("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
+    _renamed("parallel.tensor"): ("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
     f"pipeline parallelism (parallel.pipeline) {_NOT_BUILT}": (
         "pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree",
     ),

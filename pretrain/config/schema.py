@@ -337,7 +337,13 @@ class Parallel:
         ge=1,
         le=10_000_000,
     )
-    tensor: int = key(1, "Tensor-parallel ranks.", only=1)
+    tensor: int = key(
+        1,
+        "Ranks that share the matrices of every layer, and the positions of the sequences between them (tensor and sequence parallelism).",
+        ge=1,
+        le=10_000_000,
+        when={"parallel.strategy": ("fsdp",)},
+    )
     context: int = key(1, "Context-parallel ranks.", only=1)
     pipeline: int = key(1, "Pipeline stages.", only=1)
     expert: int = key(1, "Expert-parallel ranks.", only=1)

@@ -16,6 +16,7 @@ import functools
 import math
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pretrain.distributed.ranks import Ranks
@@ -73,6 +74,14 @@ class Mesh:
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """torch's mesh of this rank's groups along these axes. All ranks call it together the first time."""
         return self._device_mesh if axes == self._device_mesh.mesh_dim_names else self._device_mesh[axes]
+
+    def data_group(self) -> ProcessGroup | None:
+        """The ranks that see different samples and are alike otherwise. None: all ranks."""
+        if self.data_size == self.ranks.world_size:
+            return None
+        if self.sizes["replicate"] == 1:
+            return self.device_mesh("shard").get_group()
+        return self.device_mesh("replicate", "shard")._flatten("data").get_group()
 
     @functools.cached_property
     def _device_mesh(self) -> DeviceMesh:

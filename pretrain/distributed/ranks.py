@@ -180,6 +180,15 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
     return replace(ranks, control=control)
 
 
+def _forget_meshes() -> None:
+    """Drop what DTensor remembers of this run's meshes. A later run of the same process would get their groups, which are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        if hasattr(debug, "_clear_sharding_prop_cache"):  # private
+            debug._clear_sharding_prop_cache()
+
+
 def choose_backend(config: Config, device: torch.device) -> str:
     """The library that carries gradients. Raises LaunchError if it does not work on the device."""
     backend = config.parallel.backend
@@ -194,6 +203,7 @@ def stop() -> None:
     """Leave the process groups and the meeting. Call on the clean path only; a failed process just ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_meshes()
     close_meeting()
     gc.collect()
     sys.stdout.flush()

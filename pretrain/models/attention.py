@@ -178,8 +178,10 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 class Attention(nn.Module):
     """Causal self-attention with grouped queries (arXiv 2305.13245), over the positions that the mask leaves, all earlier ones
-    without one. Queries and keys are rotated where there are tables.
+    without one. Queries and keys are rotated where there are tables. `attend` is the function above, unless parallel/ sets another.
     """
+
+    attend: Callable[..., Tensor] = staticmethod(attend)
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -206,7 +208,7 @@ class Attention(nn.Module):
             q_BHTG, k_BKTG = rotate(q_BHTG, rope, self.layout), rotate(k_BKTG, rope, self.layout)
         if cache is not None:
             k_BKTG, v_BKTG = cache.append(k_BKTG, v_BKTG)
-        y_BHTG = attend(q_BHTG, k_BKTG, v_BKTG, mask, self.scale, self.soft_cap, self.sinks)
+        y_BHTG = self.attend(q_BHTG, k_BKTG, v_BKTG, mask, self.scale, self.soft_cap, self.sinks)
         return self.output(y_BHTG.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor, norm: nn.Module | None) -> Tensor:
@@ -229,6 +231,8 @@ def _query_key_norms(config: Model) -> tuple[nn.Module | None, nn.Module | None]
 
 class LatentAttention(nn.Module):
     """Causal self-attention whose keys and values come from one vector of `latent.kv_rank` per position. Called as `Attention`."""
+
+    attend: Callable[..., Tensor] = staticmethod(attend)
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -267,7 +271,7 @@ class LatentAttention(nn.Module):
         k_BHSG, v_BHSG = both_BSHG.transpose(1, 2).split([self.widths[0], self.value_dim], dim=-1)
         q_BHTG = torch.cat((plain_BHTG, turned_BHTR), dim=-1)
         k_BHSG = torch.cat((k_BHSG, key_B1TR.expand(-1, k_BHSG.shape[1], -1, -1)), dim=-1)
-        y_BHTG = attend(q_BHTG, k_BHSG, v_BHSG, mask, self.scale, self.soft_cap)
+        y_BHTG = self.attend(q_BHTG, k_BHSG, v_BHSG, mask, self.scale, self.soft_cap)
         return self.output(y_BHTG.transpose(1, 2).flatten(2))
 
 

@@ -18,7 +18,7 @@ from pretrain.config.schema import Loss
 from pretrain.conventions import IGNORED
 from pretrain.models.attention import Cache
 from pretrain.models.block import Block
-from pretrain.models.dropout import Dropout, make_dropout
+from pretrain.models.dropout import Dropout, every_row, make_dropout
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding, make_norm
 from pretrain.models.loss import Losses, LossOptions, OutputHead
@@ -59,6 +59,7 @@ class Decoder(nn.Module):
         self.config = config
         self.takes_tokens = True
         """Whether tokens enter here; a slice further on takes `Hidden`."""
+        self.rows_at_hand = every_row
         self.router_reports: dict[str, RouterReport] = {}
         self.embedding: nn.Module | None = Embedding(config.vocab_size, config.dim)
         learned = config.positions == "learned"
@@ -110,7 +111,7 @@ class Decoder(nn.Module):
         """
         if self.takes_tokens == (hidden is not None):
             raise ValueError("the first slice of a network takes tokens alone, and the others what the slice before returned")
-        dropout = make_dropout(self.config.dropout, keys_B, self.config.dim)
+        dropout = make_dropout(self.config.dropout, keys_B, self.config.dim, tokens_BT.shape[1], self.rows_at_hand)
         embedded_BTD, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT, dropout)
         counted_BT = targets_BT != IGNORED if targets_BT is not None and torch.is_grad_enabled() else None
         auxiliary_B = list(hidden.auxiliary_B) if hidden else []

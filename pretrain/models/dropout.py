@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,19 +24,25 @@ _THIRD, _FOURTH = 0x7FEB352D, 0x846CA68B - (1 << 32)  # lowbias32 (Wellons, "Pro
 _LEVELS = 1 << 16
 
 
+def every_row(x_BTX: Tensor) -> Tensor:
+    """Which positions of a sequence the hidden states of a network are of, unless parallel/ sets another function: all."""
+    return x_BTX
+
+
 class Dropout:
     """Dropout of one forward pass. `keys_B`: an int64 per sample, see `conventions.sample_keys`; `rate`: share of zeroed elements, rounded to a
-    multiple of 2^-16; `dim`: the width of what is dropped.
+    multiple of 2^-16; `dim`: the width of what is dropped; `places_R`: the positions of the rows that it is dropped from.
     """
 
-    def __init__(self, rate: float, keys_B: Tensor, dim: int) -> None:
+    def __init__(self, rate: float, keys_B: Tensor, dim: int, places_R: Tensor) -> None:
         self.dropped = max(1, min(_LEVELS - 1, round(rate * _LEVELS)))  # a rate is never nothing, nor everything
         self.keys_B, self.dim = keys_B, dim
+        self.steps_R = places_R * _STEP
 
     def at(self, name: str) -> DropoutMask:
         """The mask of one place in the network. Every place has a name of its own."""
         columns = _columns(-(-self.dim // 2), self.keys_B.device)
-        return DropoutMask(self.dropped, _finalise(self.keys_B ^ _hash_of(name)), columns)
+        return DropoutMask(self.dropped, _finalise(self.keys_B ^ _hash_of(name)), self.steps_R, columns)
 
     def of_block(self, block: str, sublayers: Sequence[str] = ("attention", "mlp")) -> BlockDropout:
         """The masks of a block, by sublayer. They are made outside the block, so that one compiled function serves all blocks."""
@@ -44,25 +50,24 @@ class Dropout:
 
 
 class DropoutMask:
-    """Dropout at one place in the network. `keys_B`: of the samples there; `columns`: a number per two components.
+    """Dropout at one place in the network. `keys_B`: of the samples there; `steps_R`: a number per position; `columns`: one per two components.
 
     The elements that are kept are scaled up by what is right for the rounded rate.
     """
 
-    def __init__(self, dropped: int, keys_B: Tensor, columns: Tensor) -> None:
-        self.dropped, self.keys_B, self.columns = dropped, keys_B, columns
+    def __init__(self, dropped: int, keys_B: Tensor, steps_R: Tensor, columns: Tensor) -> None:
+        self.dropped, self.keys_B, self.steps_R, self.columns = dropped, keys_B, steps_R, columns
         self.scale = _LEVELS / (_LEVELS - dropped)
 
     def __call__(self, x_BTD: Tensor) -> Tensor:
         """`x_BTD` with elements zeroed."""
-        kept_BTD = self.kept(x_BTD.shape[1], x_BTD.shape[2])
+        kept_BTD = self.kept(x_BTD.shape[2])
         # The factor comes last: in bf16 a mask that is already scaled would be off by its rounding everywhere.
         return x_BTD * kept_BTD.to(x_BTD.dtype) * self.scale
 
-    def kept(self, length: int, dim: int) -> Tensor:
-        """False where an element is zeroed, [B, T, D]."""
-        steps_T = torch.arange(length, device=self.keys_B.device) * _STEP
-        rows_BT = _finalise(self.keys_B[:, None] + steps_T)
+    def kept(self, dim: int) -> Tensor:
+        """False where an element is zeroed, [B, R, D]."""
+        rows_BT = _finalise(self.keys_B[:, None] + self.steps_R)
         # Two elements to a hash, its halves; in place, because this is the whole cost.
         z = rows_BT.to(torch.int32)[:, :, None] ^ self.columns
         z.mul_(_THIRD)
@@ -77,9 +82,13 @@ BlockDropout = dict[str, DropoutMask]
 """The masks of a block, by sublayer."""
 
 
-def make_dropout(rate: float, keys_B: Tensor | None, dim: int) -> Dropout | None:
-    """None where nothing is dropped: at rate 0, and without keys, which is how a network is evaluated."""
-    return Dropout(rate, keys_B, dim) if rate and keys_B is not None else None
+def make_dropout(
+    rate: float, keys_B: Tensor | None, dim: int, length: int, rows_at_hand: Callable[[Tensor], Tensor] = every_row
+) -> Dropout | None:
+    """Dropout in sequences of a length. None where nothing is dropped: at rate 0, and without keys, which is how a network is evaluated."""
+    if not rate or keys_B is None:
+        return None
+    return Dropout(rate, keys_B, dim, rows_at_hand(torch.arange(length, device=keys_B.device)[None])[0])
 
 
 def _finalise(z: Tensor) -> Tensor:

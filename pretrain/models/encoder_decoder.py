@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
 from pretrain.models.attention import Attention, LayerCache, attend
-from pretrain.models.dropout import BlockDropout, Dropout, make_dropout
+from pretrain.models.dropout import BlockDropout, Dropout, every_row, make_dropout
 from pretrain.models.layers import Embedding, Linear, Mlp, make_norm
 from pretrain.models.loss import Losses, LossOptions, OutputHead
 from pretrain.models.network import Unit
@@ -62,6 +62,8 @@ class DecodingCache:
 class CrossAttention(nn.Module):
     """Attention of target positions to the encoder's output."""
 
+    attend: Callable[..., Tensor] = staticmethod(attend)
+
     def __init__(self, config: Model) -> None:
         super().__init__()
         dim, head_dim, switches = config.dim, config.head_dim, config.attention
@@ -77,7 +79,7 @@ class CrossAttention(nn.Module):
         return self._heads(self.key(memory_BSD)), self._heads(self.value(memory_BSD))
 
     def forward(self, x_BTD: Tensor, keys_values: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        y_BHTG = attend(self._heads(self.query(x_BTD)), *keys_values, mask, self.scale)
+        y_BHTG = self.attend(self._heads(self.query(x_BTD)), *keys_values, mask, self.scale)
         return self.output(y_BHTG.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
@@ -150,6 +152,7 @@ class EncoderDecoder(nn.Module):
         self.norm = None if post else make_norm(config)
         options = LossOptions.of(loss, config.logit_soft_cap, config.logit_multiplier)
         self.output = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
+        self.rows_at_hand = every_row
 
     def forward(
         self,
@@ -169,11 +172,13 @@ class EncoderDecoder(nn.Module):
         `keys_B`: see `models/dropout.py`; without them nothing is dropped. With a `cache` the tokens continue those that are in it, one
         at a time after the first call, and only the first call reads the sources.
         """
-        dropout = make_dropout(self.config.dropout, keys_B, self.config.dim)
+        dropout = make_dropout(self.config.dropout, keys_B, self.config.dim, tokens_BT.shape[1], self.rows_at_hand)
         memory_BSD, memory_mask = None, cache.source_mask if cache else None
         if memory_mask is None:
             memory_mask = _real(source_lengths_B, source_BS)
-            memory_BSD = self.encode(source_BS, memory_mask, dropout)
+            length = source_BS.shape[1]
+            dropped = make_dropout(self.config.dropout, keys_B, self.config.dim, length, self.rows_at_hand)
+            memory_BSD = self.encode(source_BS, memory_mask, dropped)
         start = 0
         if cache:
             cache.source_mask, start = memory_mask, cache.length
@@ -210,7 +215,8 @@ class EncoderDecoder(nn.Module):
         if config.embedding_multiplier != 1:
             x_BTD = x_BTD * config.embedding_multiplier
         if config.positions == "sinusoidal":
-            x_BTD = x_BTD + sinusoids(start, start + tokens_BT.shape[1], config.dim, tokens_BT.device).to(x_BTD.dtype)
+            table_TD = sinusoids(start, start + tokens_BT.shape[1], config.dim, tokens_BT.device)
+            x_BTD = x_BTD + self.rows_at_hand(table_TD[None]).to(x_BTD.dtype)
         return x_BTD if dropout is None else dropout.at(name)(x_BTD)
 
     def units(self) -> list[Unit]:

@@ -9,6 +9,7 @@ K choices of each, R = N x K rows, E experts, D model, F width of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -163,8 +164,20 @@ class MixtureOfExperts(nn.Module):
         return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)), report
 
 
+def project_rows(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, experts_R: Tensor, ends_E: Tensor) -> Tensor:
+    """Each row times the weight of its expert, plus its bias. Rows are sorted by expert; those of expert e end at `ends_E[e]`."""
+    product = _grouped if _has_grouped_kernel(x_RI, weight_EOI) else _one_by_one
+    y_RO = product(x_RI, weight_EOI.to(x_RI.dtype), ends_E)
+    # An embedding look-up: its gradient is a sum per expert, of zero rows too, in a fixed order.
+    return y_RO if bias_EO is None else y_RO + F.embedding(experts_R, bias_EO.to(x_RI.dtype))
+
+
 class Experts(nn.Module):
-    """MLPs of one shape whose weights are stacked: gate and up [E, F, D], down [E, D, F], biases [E, F] and [E, D]."""
+    """MLPs of one shape whose weights are stacked: gate and up [E, F, D], down [E, D, F], biases [E, F] and [E, D]. `product` is
+    `project_rows`, unless parallel/ sets another.
+    """
+
+    product: Callable[..., Tensor] = staticmethod(project_rows)
 
     def __init__(self, count: int, dim: int, ffn_dim: int, activation: str, gated: bool, bias: bool) -> None:
         super().__init__()
@@ -180,17 +193,12 @@ class Experts(nn.Module):
         """Each row through its expert; `experts_R` says which, and is sorted."""
         count = len(self.up)
         ends_E = torch.searchsorted(experts_R, torch.arange(count, device=x_RD.device), right=True)
-        project = _grouped if _has_grouped_kernel(x_RD, self.up) else _one_by_one
-
-        def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            y = project(x, weight.to(x.dtype), ends_E)
-            # An embedding look-up: its gradient is a sum per expert, of zero rows too, in a fixed order.
-            return y if bias is None else y + F.embedding(experts_R, bias.to(x.dtype))
-
-        up_RF = run(x_RD, self.up, self.up_bias)
+        up_RF = self.product(x_RD, self.up, self.up_bias, experts_R, ends_E)
         if self.gate is None:
-            return run(ACTIVATIONS[self.activation](up_RF), self.down, self.down_bias)
-        return run(gate(self.activation, run(x_RD, self.gate, self.gate_bias), up_RF), self.down, self.down_bias)
+            inner_RF = ACTIVATIONS[self.activation](up_RF)
+        else:
+            inner_RF = gate(self.activation, self.product(x_RD, self.gate, self.gate_bias, experts_R, ends_E), up_RF)
+        return self.product(inner_RF, self.down, self.down_bias, experts_R, ends_E)
 
 
 def _has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:

@@ -23,30 +23,45 @@ from torch.nn import functional as F
 from pretrain.config.model_schema import Model
 
 
+def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias, in the format of x."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 class Linear(nn.Linear):
-    """A projection that computes in the format of its input."""
+    """A projection that computes in the format of its input. `product` is `project`, unless parallel/ sets another."""
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(project)
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return self.product(x, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
         """Weights are drawn by name (parallel/initialise.py), so that they depend on nothing else."""
 
 
-class Embedding(nn.Module):
-    """Rows of a table by token id or position, in the format that the rest of the network computes in."""
+def look_up(table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table by id, in a format. The gradient of the table is formed in fp32."""
+    return _LookUp.apply(table_VD, ids, dtype)
 
-    def __init__(self, rows: int, dim: int) -> None:
+
+class Embedding(nn.Module):
+    """Rows of a table by token id or position, in the format that the rest of the network computes in. `rows` is `look_up`, unless
+    parallel/ sets another.
+    """
+
+    rows: Callable[[Tensor, Tensor, torch.dtype], Tensor] = staticmethod(look_up)
+
+    def __init__(self, count: int, dim: int) -> None:
         super().__init__()
         self.compute_dtype = torch.float32
-        self.weight = nn.Parameter(torch.empty(rows, dim))
+        self.weight = nn.Parameter(torch.empty(count, dim))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _LookUp.apply(self.weight, ids, self.compute_dtype)
+        return self.rows(self.weight, ids, self.compute_dtype)
 
 
 class _LookUp(torch.autograd.Function):
@@ -57,15 +72,20 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.rows = len(table_VD)
+        ctx.count = len(table_VD)
         return F.embedding(ids, table_VD).to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g: Tensor) -> tuple[Tensor, None, None]:
         (ids,) = ctx.saved_tensors
-        g = g.to(torch.promote_types(g.dtype, torch.float32))
-        return torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, -1, False), None, None
+        return table_gradient(g, ids, ctx.count), None, None
+
+
+def table_gradient(g: Tensor, ids: Tensor, count: int) -> Tensor:
+    """The gradient [count, D] of a table whose rows `ids` were looked up, added in fp32 (fp64 from fp64)."""
+    g = g.to(torch.promote_types(g.dtype, torch.float32))
+    return torch.ops.aten.embedding_dense_backward(g, ids, count, -1, False)
 
 
 class RMSNorm(nn.Module):
@@ -76,8 +96,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
+    def gain(self) -> Tensor:
+        """What normed components are multiplied with, [D], fp32."""
+        return self.weight.float()
+
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight.float(), self.eps)
+        return rms_norm(x, self.gain(), self.eps)
 
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float) -> Tensor:
@@ -111,8 +135,8 @@ class _RMSNorm(torch.autograd.Function):
 class OffsetRMSNorm(RMSNorm):
     """RMSNorm whose gain is one plus the weight, applied in fp32 (Gemma, arXiv 2403.08295)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, 1.0 + self.weight.float(), self.eps)
+    def gain(self) -> Tensor:
+        return 1.0 + self.weight.float()
 
 
 class LayerNorm(nn.Module):

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,35 @@ class LossOptions:
 CROSS_ENTROPY = LossOptions()
 
 
+class VocabularyShard(Protocol):
+    """A stretch of the output weight's rows, where other ranks hold the rest. parallel/ makes it; here nobody knows of ranks.
+
+    Each rank has the logits of its own rows. Every rank calls every method together with the others.
+    """
+
+    start: int
+    """The token of the first row at hand."""
+    largest: int
+    """The most rows that a rank holds."""
+    vocabulary: int
+    """The rows of all ranks."""
+
+    def part(self, weight_VD: Tensor) -> Tensor:
+        """The rows at hand, as a plain tensor."""
+
+    def whole(self, gradient: Tensor, weight_VD: Tensor) -> Tensor:
+        """A gradient of the rows at hand as one of the weight."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks."""
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of all ranks, [ranks, ...]."""
+
+    def join(self, logits_BTV: Tensor) -> Tensor:
+        """The logits of the whole vocabulary from those of the rows at hand."""
+
+
 class Losses(NamedTuple):
     """Summed over the target tokens of each sequence, [B], fp32 (fp64 from fp64)."""
 
@@ -146,20 +175,27 @@ def fused_losses(
 
 @torch.compiler.disable
 def fused_losses_and_entropy(
-    x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, options: LossOptions = CROSS_ENTROPY, weights_B: Tensor | None = None
+    x_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    options: LossOptions = CROSS_ENTROPY,
+    weights_B: Tensor | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Losses:
     """`sequence_losses_and_entropy` of the logits x @ weight.T, without ever having more than a chunk of them.
 
     The products are of the format of `x_BTD`, to which `weight_VD` is cast; the weight's gradient is of fp32. `weights_B` multiplies
     each sequence's objective; no gradient flows to it. Weighting here, and not the result, leaves the upstream gradient common to all
-    tokens, which is the fast path.
+    tokens, which is the fast path. With a `shard` the losses are those of the whole vocabulary, equal on all ranks, and the gradient of x
+    is what the rows at hand add to it.
     """
     if x_BTD.shape[:-1] != targets_BT.shape:  # would be flattened to something else otherwise
         raise ValueError(f"activations are {tuple(x_BTD.shape)}, targets {tuple(targets_BT.shape)}")
     weights_N = None
     if weights_B is not None:
         weights_N = weights_B.detach().to(loss_dtype(x_BTD))[:, None].expand(targets_BT.shape).flatten()
-    both = _FusedLosses.apply(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), weights_N, options, torch.is_grad_enabled())
+    arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), weights_N, options, shard, torch.is_grad_enabled()
+    both = _FusedLosses.apply(*arguments)
     return Losses(*(losses_N.view(targets_BT.shape).sum(dim=1) for losses_N in both))
 
 
@@ -167,11 +203,11 @@ class _FusedLosses(torch.autograd.Function):
     """Weighted token losses and plain cross-entropies, both [N], of activations [N, D] and an output weight [V, D]."""
 
     @staticmethod
-    def forward(ctx, x_ND, weight_VD, targets_N, weights_N, options, recorded):
+    def forward(ctx, x_ND, weight_VD, targets_N, weights_N, options, shard, recorded):
         needs_x, needs_weight = (recorded and needed for needed in ctx.needs_input_grad[:2])
-        both, *ctx.unit = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, options, needs_x, needs_weight)
+        both, *ctx.unit = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, options, shard, needs_x, needs_weight)
         ctx.save_for_backward(x_ND, weight_VD, targets_N, weights_N)
-        ctx.options = options
+        ctx.options, ctx.shard = options, shard
         ctx.mark_non_differentiable(both[1])
         return both
 
@@ -187,8 +223,12 @@ class _FusedLosses(torch.autograd.Function):
             del unit
             weights_N = upstream_N if weights_N is None else upstream_N * weights_N
             needs = ctx.needs_input_grad[:2]
-            _, grad_x, grad_weight = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, ctx.options, *needs)
-        return grad_x, grad_weight, None, None, None, None
+            _, grad_x, grad_weight = _losses_and_gradients(
+                x_ND, weight_VD, targets_N, weights_N, ctx.options, ctx.shard, *needs
+            )
+        if ctx.shard is not None and grad_weight is not None:
+            grad_weight = ctx.shard.whole(grad_weight, weight_VD)
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def _scale_in_place(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
@@ -204,17 +244,18 @@ def _losses_and_gradients(
     targets_N: Tensor,
     weights_N: Tensor | None,
     options: LossOptions,
+    shard: VocabularyShard | None,
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
     """Weighted losses and plain cross-entropies [N], and the gradients of the losses' sum with respect to x, in its format, and to the
-    weight, in fp32.
+    weight's rows at hand, in fp32.
     """
-    dtype, weight_VD = loss_dtype(x_ND), weight_VD.to(x_ND.dtype)
+    dtype, weight_VD = loss_dtype(x_ND), (weight_VD if shard is None else shard.part(weight_VD)).to(x_ND.dtype)
     losses_N, entropies_N = (torch.empty(len(x_ND), dtype=dtype, device=x_ND.device) for _ in range(2))
     grad_x_ND = torch.empty_like(x_ND) if needs_x else None
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
-    for rows, logits in _chunks(x_ND, weight_VD, options):
+    for rows, logits in _chunks(x_ND, weight_VD, options, shard):
         x, targets = x_ND[rows], targets_N[rows]
         losses, entropies_N[rows] = logits.project(x).losses(targets)
         if needs_x or needs_weight:
@@ -246,9 +287,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, limit: int) -> None
         part.add_(torch.mm(here, right, out_dtype=total.dtype) if right.is_cuda else torch.mm(here, right))
 
 
-def _chunks(x_ND: Tensor, weight_VD: Tensor, options: LossOptions) -> Iterator[tuple[slice, _ChunkLogits]]:
-    """Slices of the tokens, of equal size but for the last, with buffers for their logits."""
-    tokens, vocabulary = len(x_ND), len(weight_VD)
+def _chunks(
+    x_ND: Tensor, weight_VD: Tensor, options: LossOptions, shard: VocabularyShard | None
+) -> Iterator[tuple[slice, _ChunkLogits]]:
+    """Slices of the tokens, of equal size but for the last, with buffers for their logits. With a `shard` they are the same on all ranks."""
+    tokens, vocabulary = len(x_ND), len(weight_VD) if shard is None else shard.largest
     if not tokens:
         return
     on_cpu = x_ND.device.type == "cpu"
@@ -258,7 +301,7 @@ def _chunks(x_ND: Tensor, weight_VD: Tensor, options: LossOptions) -> Iterator[t
         most = min(most, CPU_CHUNK_TOKENS)
     count = -(-tokens // most)
     size = -(-tokens // count)
-    buffers = _ChunkLogits(size, weight_VD, options, limit)
+    buffers = _ChunkLogits(size, weight_VD, options, shard, limit)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens)), buffers
 
@@ -273,8 +316,9 @@ class _ChunkLogits:
     def bytes_per_logit(dtype: torch.dtype) -> int:
         return 2 * dtype.itemsize if dtype.itemsize >= 4 else dtype.itemsize + 8
 
-    def __init__(self, tokens: int, weight_VD: Tensor, options: LossOptions, limit: int) -> None:
-        self.weight_VD, self.options, self.bytes = weight_VD, options, limit
+    def __init__(self, tokens: int, weight_VD: Tensor, options: LossOptions, shard: VocabularyShard | None, limit: int) -> None:
+        self.weight_VD, self.options, self.shard, self.bytes = weight_VD, options, shard, limit
+        self.vocabulary = len(weight_VD) if shard is None else shard.vocabulary
         dtype = loss_dtype(weight_VD)
         shape, device = (tokens, len(weight_VD)), weight_VD.device
         self._raw = torch.empty(shape, dtype=weight_VD.dtype, device=device)
@@ -295,17 +339,24 @@ class _ChunkLogits:
         torch.softmax(self.logits, dim=1, out=self.probabilities)
         # The largest probability is one over the sum of exponentials, and never so small that its logarithm is lost.
         self.log_partition = self.logits.amax(dim=1) - self.probabilities.amax(dim=1).log()
+        if self.shard is not None:
+            own, self.log_partition = self.log_partition, self.shard.gather(self.log_partition).logsumexp(dim=0)
+            self.probabilities.mul_((own - self.log_partition).exp_()[:, None])
         return self
 
     def losses(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Token losses and cross-entropies [n], zero where ignored."""
         options, lse = self.options, self.log_partition
         counted = targets != IGNORED
-        target_logits = self.logits.gather(1, targets.where(counted, 0)[:, None]).squeeze(1)
+        columns, here = self._columns(targets)
+        target_logits = self.logits.gather(1, columns[:, None]).squeeze(1)
+        if self.shard is not None:
+            target_logits = self.shard.sum(target_logits.where(here, 0))
         entropies = (lse - target_logits).where(counted, 0)
         losses = lse - (1 - options.label_smoothing) * target_logits
         if options.label_smoothing:
-            losses -= options.label_smoothing * self.logits.mean(dim=1)
+            mean = self.logits.mean(dim=1) if self.shard is None else self.shard.sum(self.logits.sum(dim=1)) / self.vocabulary
+            losses -= options.label_smoothing * mean
         if options.z_loss:
             losses += options.z_loss * lse.square()
         return losses.where(counted, 0), entropies
@@ -321,12 +372,21 @@ class _ChunkLogits:
         factor = counted * (1 + 2 * options.z_loss * self.log_partition) if options.z_loss else counted
         grad.mul_(factor[:, None])
         if options.label_smoothing:
-            grad.sub_(options.label_smoothing / grad.shape[1] * counted[:, None])
+            grad.sub_(options.label_smoothing / self.vocabulary * counted[:, None])
         rows = torch.arange(len(targets), device=targets.device)
-        grad[rows, targets.where(targets != IGNORED, 0)] -= (1 - options.label_smoothing) * counted
+        columns, here = self._columns(targets)
+        grad[rows, columns] -= (1 - options.label_smoothing) * here.to(grad.dtype)
         if options.soft_cap is not None:
             grad.mul_(self.logits.div_(options.soft_cap).square_().neg_().add_(1))
         return grad if grad.dtype == self.raw.dtype else self.raw.copy_(grad)
+
+    def _columns(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The column of each target, 0 where it is ignored or not at hand; and whether it is at hand."""
+        columns, here = targets, targets != IGNORED
+        if self.shard is not None:
+            columns = targets - self.shard.start
+            here = here & (columns >= 0) & (columns < self.logits.shape[1])
+        return columns.where(here, 0), here
 
 
 class OutputHead(nn.Module):
@@ -339,6 +399,7 @@ class OutputHead(nn.Module):
     def __init__(self, dim: int, vocab_size: int, options: LossOptions = CROSS_ENTROPY, tied: bool = False) -> None:
         super().__init__()
         self.options = options
+        self.shard: VocabularyShard | None = None
         # Values are drawn by name (parallel/initialise.py), so that they depend on nothing else.
         self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(vocab_size, dim)))
 
@@ -359,7 +420,9 @@ class OutputHead(nn.Module):
             raise ValueError("a tied head is called with the embedding's weight, and no other head is")
         weight = self.weight if weight is None else weight
         if targets_BT is None:
-            return finish_logits(F.linear(x_BTD, weight.to(x_BTD.dtype)), self.options)
+            part = weight if self.shard is None else self.shard.part(weight)
+            logits_BTV = finish_logits(F.linear(x_BTD, part.to(x_BTD.dtype)), self.options)
+            return logits_BTV if self.shard is None else self.shard.join(logits_BTV)
         options = self.options if torch.is_grad_enabled() else self.options.cross_entropy_only()
-        losses = fused_losses_and_entropy(x_BTD, weight, targets_BT, options, sequence_weights_B)
+        losses = fused_losses_and_entropy(x_BTD, weight, targets_BT, options, sequence_weights_B, self.shard)
         return losses if with_cross_entropy else losses.objective_B

@@ -57,15 +57,15 @@ class OptimizerSet:
     """
 
     def __init__(self, parts: Iterable[nn.Module], config: Optim) -> None:
-        groups: dict[str, dict[tuple[Rule, bool], list[nn.Parameter]]] = {}
+        groups: dict[str, dict[tuple[Rule, object], list[nn.Parameter]]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         for part in parts:
             by_name = rules(part, config)
             for name, parameter in part.named_parameters():
                 if name in by_name:
                     self.parameters[name] = parameter
-                    # Sharded and whole tensors cannot share a group: a fused update takes one kind.
-                    kind = by_name[name], isinstance(parameter, DTensor)
+                    # A fused update takes whole tensors, or sharded ones of one mesh.
+                    kind = by_name[name], parameter.device_mesh if isinstance(parameter, DTensor) else None
                     groups.setdefault(by_name[name].optimizer, {}).setdefault(kind, []).append(parameter)
         self.optimizers = [
             _OPTIMIZERS[name](

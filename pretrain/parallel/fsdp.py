@@ -33,6 +33,7 @@ class FullyShard:
         self.device = mesh.device
         self.hybrid = mesh.sizes["replicate"] > 1
         self.mesh = mesh.device_mesh("replicate", "shard") if self.hybrid else mesh.device_mesh("shard")
+        self.data_group = mesh.data_group()
         self.reduce_dtype = DTYPES[config.precision.reduce]
         self.root: FSDPModule | None = None
         self.vectors: list[nn.Parameter] = []
@@ -99,7 +100,7 @@ class FullyShard:
         if not gradients:
             return
         together = torch.cat([gradient.flatten() for gradient in gradients]).to(self.reduce_dtype)
-        dist.all_reduce(together)
+        dist.all_reduce(together, group=self.data_group)
         for gradient, part in zip(gradients, together.split([gradient.numel() for gradient in gradients])):
             gradient.copy_(part.view_as(gradient))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.data.stream import check_micro_steps
 from pretrain.distributed.launcher import command_for
@@ -42,13 +43,14 @@ class Layout:
     strategy: str
     replicate: int
     shard: int
+    tensor: int
     micro_steps: int
     """Micro-steps of a step of `batch.sequences`; a step of a ramp has another number. 0 for pairs, where each step has its own."""
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh (`distributed/mesh.py`)."""
-        return {"replicate": self.replicate, "shard": self.shard}
+        return {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
 
     @property
     def data_size(self) -> int:
@@ -57,6 +59,10 @@ class Layout:
 
     @property
     def name(self) -> str:
+        return self._data_name if self.tensor == 1 else f"{self._data_name} x tensor {self.tensor}"
+
+    @property
+    def _data_name(self) -> str:
         if self.strategy == "single":
             return "single"
         if self.strategy == "fsdp" and self.replicate > 1 and self.shard > 1:
@@ -70,7 +76,9 @@ def expected_world_size(config: Config) -> int | None:
     if parallel.strategy == "single":
         return 1
     if parallel.replicate or parallel.shard:
-        return (parallel.replicate or 1) * (parallel.shard or 1)
+        return (parallel.replicate or 1) * (parallel.shard or 1) * parallel.tensor
+    if parallel.tensor > 1:
+        return parallel.tensor
     return None if parallel.strategy == "auto" else 2  # at least; the launcher may start more
 
 
@@ -81,11 +89,11 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
     if strategy == "auto":
         strategy = _automatic(config, world_size, parameters, device_memory)
     replicate, shard = _axes(config, strategy, world_size)
-    return Layout(strategy, replicate, shard, check_micro_steps(config, replicate * shard))
+    return Layout(strategy, replicate, shard, config.parallel.tensor, check_micro_steps(config, replicate * shard))
 
 
 def _automatic(config: Config, world_size: int, parameters: int, device_memory: int | None) -> str:
-    if (config.parallel.shard or 1) > 1:
+    if (config.parallel.shard or 1) > 1 or config.parallel.tensor > 1:
         return "fsdp"
     if world_size == 1 and (config.parallel.replicate or 1) == 1:
         return "single"
@@ -101,7 +109,13 @@ def _axes(config: Config, strategy: str, world_size: int) -> tuple[int, int]:
             raise ConfigError(
                 f"parallel.strategy={strategy} cannot {axis}, but parallel.{axis}={size}; use parallel.strategy={able}"
             )
-    replicate, shard = config.parallel.replicate, config.parallel.shard
+    replicate, shard, tensor = config.parallel.replicate, config.parallel.shard, config.parallel.tensor
+    if world_size % tensor:
+        raise LaunchError(
+            f"parallel.tensor={tensor}: {world_size} processes do not divide by {tensor}; start "
+            f"{nearest_multiples(world_size, tensor)}: {command_for(tensor)}"
+        )
+    data_size = world_size // tensor
     if not axes:
         if world_size > 1:
             raise LaunchError(
@@ -112,21 +126,23 @@ def _axes(config: Config, strategy: str, world_size: int) -> tuple[int, int]:
     if axes == ("replicate",):
         replicate, shard = replicate or world_size, 1
     elif replicate is None and shard is None:
-        replicate, shard = 1, world_size
+        replicate, shard = 1, data_size
     elif shard is None or replicate is None:
         given = replicate or shard
-        other = world_size // given if world_size % given == 0 else 0
+        other = data_size // given if data_size % given == 0 else 0
         replicate, shard = (given, other) if shard is None else (other, given)
     _check_world(config, strategy, replicate, shard, world_size)
     return replicate, shard
 
 
 def _check_world(config: Config, strategy: str, replicate: int, shard: int, world_size: int) -> None:
-    wanted = replicate * shard
+    tensor = config.parallel.tensor
+    wanted = replicate * shard * tensor
     replicate_key, shard_key = ("null" if axis is None else axis for axis in (config.parallel.replicate, config.parallel.shard))
     keys = f"{_chosen(config, strategy)}, parallel.replicate={replicate_key}, parallel.shard={shard_key}"
+    keys += f", parallel.tensor={tensor}" if tensor > 1 else ""
     if wanted == 0:
-        given = config.parallel.replicate or config.parallel.shard
+        given = (config.parallel.replicate or config.parallel.shard) * tensor
         near = nearest_multiples(world_size, given)
         raise LaunchError(f"{keys}: {world_size} processes do not divide by {given}; start {near}: {command_for(given)}")
     if wanted != world_size:
@@ -147,6 +163,44 @@ def _chosen(config: Config, strategy: str) -> str:
     return f"parallel.strategy={strategy}{auto}"
 
 
+def check_tensor(model: Model, ranks: int) -> None:
+    """Raise ConfigError for a network whose matrices so many ranks cannot share. It names the nearest numbers that can."""
+    if ranks == 1:
+        return
+    if model.family == "hf":
+        raise ConfigError(
+            f"parallel.tensor={ranks}: models of model.family=hf are transformers' own code, which is not split; set parallel.tensor=1"
+        )
+    if problem := _not_shared(model, ranks):
+        legal = [n for n in range(1, 2 * ranks + 1) if _not_shared(model, n) is None]
+        near = [max(n for n in legal if n < ranks), *[n for n in legal if n > ranks][:1]]
+        raise ConfigError(f"parallel.tensor={ranks}: {problem}; use {' or '.join(map(str, near))}")
+
+
+def _not_shared(model: Model, ranks: int) -> str | None:
+    """Why so many ranks cannot share the matrices of a network."""
+    experts = model.experts
+    dense = not experts.count or experts.dense_layers
+    counts = {
+        "heads": model.heads,
+        "ffn_dim": model.ffn_dim if dense else 0,
+        "experts.ffn_dim": experts.ffn_dim if experts.count else 0,
+    }
+    for name, count in counts.items():
+        if count % ranks:
+            return f"model.{name}={count} does not divide by it"
+    keys = model.heads if model.latent.kv_rank else model.kv_heads
+    if keys % ranks and ranks % keys:
+        return f"model.kv_heads={keys} and it do not divide by each other"
+    rows = {"vocab_size": model.vocab_size, "encoder.vocab_size": model.encoder.vocab_size}
+    if model.positions == "learned":
+        rows["max_sequence_length"] = model.max_sequence_length
+    for name, count in rows.items():
+        if count and (ranks - 1) * -(-count // ranks) >= count:
+            return f"model.{name}={count} is too small, the last rank would have no row of the table"
+    return None
+
+
 def check_options(config: Config) -> None:
     """Raise ConfigError for values that cannot go together on any number of processes. It names both keys."""
     schedule, steps = config.schedule, config.run.steps
@@ -165,6 +219,7 @@ def check_options(config: Config) -> None:
             "parallel.activation_checkpointing=selective does not reach into blocks that parallel.compile=true compiles; set "
             "parallel.activation_memory_budget (0 to 1) instead, or activation_checkpointing=full"
         )
+    check_tensor(config.model, config.parallel.tensor)
     beyond = [step for step in config.log.gradients_at if step > steps]
     if beyond:
         raise ConfigError(f"log.gradients_at={config.log.gradients_at}: step {beyond[0]} is beyond run.steps={steps}")

@@ -4,6 +4,7 @@ In every layout the gradient that ends up in `parameter.grad` is the sum over al
 target tokens of the whole step, and nothing is averaged after that. `Strategy` composes what the axes need:
 
     blocks.py        number formats, recomputation, compilation: alike under every layout
+    tensor.py        the tensor axis: which part of a matrix a rank computes with
     single.py, ddp.py, fsdp.py
                      the data axes: where weights lie, and how gradients of different samples are added (`DataAxes`)
 """
@@ -53,9 +54,14 @@ class Strategy:
         module, kind = STRATEGIES[strategy].made_by.split(".")  # imported on use
         self.config, self.mesh = config, mesh
         self.data_axes: DataAxes = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(config, mesh)
+        self.tensor_axis = None
+        if mesh.sizes["tensor"] > 1:
+            self.tensor_axis = importlib.import_module("pretrain.parallel.tensor").TensorAxis(mesh)
 
     def place(self, network: nn.Module) -> None:
         """Spread a network that is on the meta device over the ranks, and draw its initial weights."""
+        if self.tensor_axis is not None:
+            self.tensor_axis.split(network)
         prepare_blocks(network, self.config)
         self.network = network
         self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed))
@@ -78,6 +84,8 @@ class Strategy:
         with self.data_axes.micro_step(last=last):
             losses = self._call(**inputs, with_cross_entropy=True)
             (losses.objective_B.sum() / target_tokens).backward()
+        if last and self.tensor_axis is not None:
+            self.tensor_axis.sum_gradients()
         return Losses(losses.objective_B.detach(), losses.cross_entropy_B)
 
     @torch.no_grad()

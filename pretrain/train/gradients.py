@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from torch import nn
@@ -16,6 +17,8 @@ def write_gradients(directory: Path, step: int, model: nn.Module, ranks: Ranks) 
 
     Raises TrainingError on all ranks if that fails, because the user asked for it.
     """
+    # It warns that tensors that are sharded twice are gathered in two steps, as they are.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     whole = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

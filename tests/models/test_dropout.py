@@ -21,7 +21,7 @@ SAMPLES, LENGTH, DIM = 400, 24, 64
 
 def zeroed(rate: float, name: str = "layer", seed: int = 0, samples: int = SAMPLES, length: int = LENGTH, dim: int = DIM):
     keys = torch.from_numpy(sample_keys(seed, np.arange(samples)))
-    return (~Dropout(rate, keys, dim).at(name).kept(length, dim)).double()
+    return (~Dropout(rate, keys, dim, torch.arange(length)).at(name).kept(dim)).double()
 
 
 def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -35,7 +35,7 @@ def test_the_rate_is_kept_and_the_mean_too(rate):
     mask = zeroed(rate)
     error = (rate * (1 - rate) / mask.numel()) ** 0.5
     assert abs(float(mask.mean()) - rate) < 4 * error
-    dropout = Dropout(rate, torch.from_numpy(sample_keys(0, np.arange(SAMPLES))), DIM).at("layer")
+    dropout = Dropout(rate, torch.from_numpy(sample_keys(0, np.arange(SAMPLES))), DIM, torch.arange(LENGTH)).at("layer")
     assert dropout.scale == pytest.approx(1 / (1 - rate), rel=2e-4)
     mean = dropout(torch.ones(SAMPLES, LENGTH, DIM)).double().mean()
     assert abs(float(mean) - 1) < 4 * error / (1 - rate) + 1e-6
@@ -71,10 +71,10 @@ def test_the_mask_does_not_depend_on_padding_or_on_the_other_samples():
 def test_gradients_pass_where_values_do():
     keys = torch.from_numpy(sample_keys(3, np.arange(2)))
     x = torch.randn(2, 3, 8, requires_grad=True)
-    mask = Dropout(0.5, keys, 8).at("a")
+    mask = Dropout(0.5, keys, 8, torch.arange(3)).at("a")
     y = mask(x)
     y.sum().backward()
-    assert torch.equal(x.grad, mask.kept(3, 8) * 2.0) and torch.equal(y, x * x.grad)
+    assert torch.equal(x.grad, mask.kept(8) * 2.0) and torch.equal(y, x * x.grad)
 
 
 def test_a_sample_has_another_key_in_every_epoch_and_run():
@@ -84,7 +84,7 @@ def test_a_sample_has_another_key_in_every_epoch_and_run():
 
 
 def test_nothing_is_dropped_without_keys_or_at_rate_0():
-    assert make_dropout(0.1, None, 8) is None and make_dropout(0.0, torch.zeros(1, dtype=torch.int64), 8) is None
+    assert make_dropout(0.1, None, 8, 3) is None and make_dropout(0.0, torch.zeros(1, dtype=torch.int64), 8, 3) is None
 
 
 # ---- decoders ---------------------------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ def gradients(network, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 def test_a_decoder_drops_embeddings_and_what_sublayers_add_and_nothing_else(name):
     """The network written out, with masks times 1 / (1 - rate) where GPT-2 has embd_pdrop and resid_pdrop."""
     network, tokens = decoder_of(name), tokens_of()["tokens_BT"]
-    dropout, place = Dropout(0.25, KEYS, 32), torch.arange(20)
+    dropout, place = Dropout(0.25, KEYS, 32, torch.arange(20)), torch.arange(20)
 
     def dropped(x, name):
-        return x * dropout.at(name).kept(20, 32) / 0.75
+        return x * dropout.at(name).kept(32) / 0.75
 
     with torch.no_grad():
         x = network.embedding(tokens)

@@ -138,6 +138,16 @@ def test_embeddings_that_are_used_again_by_later_depths_have_the_same_gradient(p
     assert largest_gradient_difference(gradient_of(pool, 2, trained, "fsdp", FSDP, *ahead), single) == 0.0
 
 
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES if f != "hf"])
+def test_ranks_that_share_matrices_compute_the_gradient_of_one_process(pool, trained, family):
+    shared = (FSDP, "parallel.tensor=2", "batch.micro_sequences=4", *masks(family))
+    for number_format, limit in (("fp32", FP32_LIMIT), ("bf16", 1e9)):
+        precision = f"precision.compute={number_format}"
+        single = gradient_of(pool, 1, trained, f"single-{number_format}", "batch.micro_sequences=4", precision, *masks(family))
+        other = gradient_of(pool, 2, trained, f"tensor-{number_format}", precision, *shared)
+        assert largest_gradient_difference(other, single) <= limit
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "not masked"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -52,6 +52,16 @@ LAYOUTS = {
     ),
     "fsdp on 2, tied": (2, "parallel.strategy=fsdp", "batch.micro_sequences=8", "model.tie_embeddings=true"),
     "ddp on 2, tied": (2, "parallel.strategy=ddp", "model.tie_embeddings=true"),
+    "tensor 2": (2, "parallel.strategy=fsdp", "parallel.tensor=2"),
+    "tensor 4, more ranks than key heads": (4, "parallel.strategy=fsdp", "parallel.tensor=4"),
+    "fsdp 2 x tensor 2": (4, "parallel.strategy=fsdp", "parallel.shard=2", "parallel.tensor=2", "batch.micro_sequences=2"),
+    "fsdp 2 x tensor 2, last": (
+        4, "parallel.strategy=fsdp", "parallel.tensor=2", "batch.micro_sequences=2", "parallel.grad_sync=last",
+        "parallel.activation_checkpointing=full",
+    ),
+    "replicate 2 x tensor 2, tied": (
+        4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=1", "parallel.tensor=2", "model.tie_embeddings=true",
+    ),
     "hsdp 2x2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"),
     "hsdp 2x2, last": (
         4,
@@ -121,9 +131,9 @@ MODELS = {
 def test_every_switch_of_a_model_computes_the_same_in_every_layout(pool, config_file, model):
     switches = (*MODELS[model], "batch.micro_sequences=8", "run.steps=4", "schedule.warmup_steps=1", "log.every_steps=1")
     single = train(pool, 1, config_file, "run.name=single", "log.gradients_at=[1]", *switches)
-    for strategy in ("ddp", "fsdp"):
-        layout = (f"parallel.strategy={strategy}", "parallel.activation_checkpointing=full")
-        run = train(pool, 2, config_file, f"run.name={strategy}", "log.gradients_at=[1]", *layout, *switches)
+    for strategy, *more in (("ddp",), ("fsdp",), ("fsdp", "parallel.tensor=2")):
+        layout = (f"parallel.strategy={strategy}", "parallel.activation_checkpointing=full", *more)
+        run = train(pool, 2, config_file, f"run.name={strategy}{len(more)}", "log.gradients_at=[1]", *layout, *switches)
         assert min(float(g.norm()) for g in gradients(run).values()) > 0
         assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
         assert largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
@@ -139,6 +149,7 @@ def test_dropout_is_the_same_in_every_layout_and_after_an_interruption(pool, tra
         "micro": (1, "batch.micro_sequences=16"),
         "ddp": (2, "parallel.strategy=ddp", "batch.micro_sequences=2", "parallel.activation_checkpointing=full"),
         "fsdp": (2, "parallel.strategy=fsdp", "batch.micro_sequences=8"),
+        "tensor": (4, "parallel.strategy=fsdp", "parallel.tensor=4", "batch.micro_sequences=8"),
     }
     for name, (world, *layout) in layouts.items():
         run = train(pool, world, config_file, f"run.name={name}", *options, *layout)
@@ -204,6 +215,9 @@ def test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothin
         "ddp": train(pool, 3, config_file, "run.name=ddp", "parallel.strategy=ddp", ten, *larger, *validating),
         "single 24": train(pool, 1, config_file, "run.name=single24", ten, *larger, *validating),
         "fsdp": train(pool, 2, config_file, "run.name=fsdp", "parallel.strategy=fsdp", ten, *validating),
+        "tensor": train(
+            pool, 4, config_file, "run.name=tensor", "parallel.strategy=fsdp", "parallel.tensor=2", ten, *validating
+        ),
     }
     assert losses(runs["without"]) == losses(runs["single"])
     measured = {
@@ -211,6 +225,7 @@ def test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothin
     }
     assert len(measured["single"]) == 2
     assert largest_relative_difference(measured["fsdp"], measured["single"]) <= METRIC_TOLERANCE
+    assert largest_relative_difference(measured["tensor"], measured["single"]) <= METRIC_TOLERANCE
     assert largest_relative_difference(measured["ddp"], measured["single 24"]) <= METRIC_TOLERANCE
 
 

@@ -24,6 +24,10 @@ LAYOUTS = {
     "fsdp on 2, recomputation": (2, "parallel.strategy=fsdp", "parallel.activation_checkpointing=full"),
     "fsdp on 4": (4, "parallel.strategy=fsdp", "batch.micro_sequences=4"),
     "hsdp 2x2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"),
+    "tensor 2": (2, "parallel.strategy=fsdp", "parallel.tensor=2"),
+    "fsdp 2 x tensor 2, recomputation": (
+        4, "parallel.strategy=fsdp", "parallel.tensor=2", "parallel.activation_checkpointing=full"
+    ),
 }  # fmt: skip
 
 
@@ -108,7 +112,8 @@ def test_a_run_with_corrections_resumes_exactly_and_goes_on_under_another_layout
 
 
 GLOBAL = ("model.experts.balance_scope=global_batch", "model.experts.balance_loss=1", "model.experts.correction=false",
-          "model.experts.correction_rate=0", "log.gradients_at=[3]")  # fmt: skip
+          "model.experts.correction_rate=0", "log.gradients_at=[3]",
+          "optim.lr=3e-4")  # fmt: skip  # two steps of AdamW amplify what is rounded in the first
 
 
 @pytest.fixture(scope="module")

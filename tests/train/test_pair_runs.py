@@ -74,6 +74,11 @@ LAYOUTS = {
     "fsdp on 2, one table and a head": (2, FSDP, "model.tie_embeddings=false"),
     "fsdp on 2, post-norm, recomputation": (2, FSDP, "model.norm.placement=post", "parallel.activation_checkpointing=full"),
     "fsdp on 2, pre-norm with a head": (2, FSDP, "model.norm.placement=pre", *OWN),
+    "tensor 2": (2, FSDP, "parallel.tensor=2"),
+    "tensor 4, a table for each side, post-norm": (
+        4, FSDP, "parallel.tensor=4", "model.encoder.share_embedding=false", "model.norm.placement=post", "batch.micro_tokens=60"
+    ),
+    "fsdp 2 x tensor 2, more ranks than pairs": (4, FSDP, "parallel.tensor=2", "batch.tokens=50", *OWN),
     "hsdp 2x2": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
 }  # fmt: skip
 

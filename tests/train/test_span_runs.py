@@ -54,6 +54,8 @@ LAYOUTS = {
     "ddp on 4": (4, DDP),
     "fsdp on 2, version 1.1, recomputation": (2, FSDP, *V11, "parallel.activation_checkpointing=full"),
     "fsdp on 4": (4, FSDP),
+    "fsdp 2 x tensor 2": (4, FSDP, "parallel.tensor=2"),
+    "tensor 2, version 1.1, recomputation": (2, FSDP, *V11, "parallel.tensor=2", "parallel.activation_checkpointing=full"),
     "hsdp 2x2": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
 }  # fmt: skip
 # The others with `-m slow`: python -m pytest tests/train/test_span_runs.py -m slow

@@ -1,0 +1,391 @@
+"""Tensor parallelism with sequence parallelism: ranks share the matrices of every layer (Megatron-LM, arXiv 1909.08053 and 2205.05198).
+
+    hidden states [B, R, D]      each rank has R of the T positions; norms, dropout and the residual stream work on these
+        | gather                 all positions
+    sublayer                     each rank has some heads, some columns of the MLP, or some inner columns of every expert
+        | scatter                sums over ranks, of this rank's positions
+    hidden states [B, R, D]
+
+The embedding has some rows of its table on each rank, and so has the output head, which computes its losses from the logits of these rows.
+
+One rule holds for all gradients: in backward, every rank has a part of each, and the parts add up to the gradient. `gather` adds them where
+positions are exchanged. A parameter that is split has no other parts. Any other parameter (norms, biases, routers, the small matrices of
+latent attention) is whole on every rank; its parts are added once in a step, by `sum_gradients`.
+
+Where the number of ranks does not divide T, the last positions are filled up, and what is computed from them is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional as F
+
+from pretrain.distributed.mesh import Mesh
+from pretrain.models.attention import Attention, LatentAttention, attend
+from pretrain.models.encoder_decoder import CrossAttention
+from pretrain.models.experts import Experts, MixtureOfExperts, RouterReport, project_rows
+from pretrain.models.layers import Embedding, Linear, Mlp, RMSNorm, project, table_gradient
+from pretrain.models.loss import OutputHead
+from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
+from pretrain.models.positions import RelativeBias
+
+_SUBLAYERS = (Attention, LatentAttention, CrossAttention, Mlp, MixtureOfExperts)
+
+
+class TensorAxis:
+    """Splits a network that is on the meta device over the ranks of the mesh's axis `tensor`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh.device_mesh("tensor")
+        self.group, self.size, self.rank = self.mesh.get_group(), mesh.sizes["tensor"], mesh.coordinates["tensor"]
+        self.split_names: set[str] = set()
+        """The parameters that are split."""
+
+    def split(self, network: nn.Module) -> None:
+        """Split the parameters of a network, and set what its modules compute with."""
+        self.network = network
+        targets, sources = Positions(self), Positions(self)
+        network.rows_at_hand = targets.own
+        network.register_forward_pre_hook(partial(_note_lengths, targets, sources), with_kwargs=True)
+        encoder = set(network.encoder.modules()) if hasattr(network, "encoder") else set()
+        inner = {module.shared for module in network.modules() if isinstance(module, MixtureOfExperts)}
+        biases = {module.table for module in network.modules() if isinstance(module, RelativeBias)}
+        for module in network.modules():
+            positions = sources if module in encoder else targets
+            if module not in biases:
+                self._split_module(module, positions)
+            if isinstance(module, _SUBLAYERS) and module not in inner:
+                module.forward = partial(_sublayer, positions, module.forward)
+            if isinstance(module, CrossAttention):
+                module.keys_values = partial(_with_all_positions, sources, module.keys_values)
+        self.split_names = {name for name, p in network.named_parameters() if isinstance(p, DTensor)}
+
+    def sum_gradients(self) -> None:
+        """Add the parts of the gradients of parameters that are whole on every rank. Call it after the last micro-step of a step."""
+        whole = [p.grad for name, p in self.network.named_parameters() if name not in self.split_names and p.grad is not None]
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in whole]
+        together = torch.cat([gradient.flatten() for gradient in local])
+        dist.all_reduce(together, group=self.group)
+        for gradient, summed in zip(local, together.split([gradient.numel() for gradient in local])):
+            gradient.copy_(summed.view_as(gradient))
+
+    def _split_module(self, module: nn.Module, positions: Positions) -> None:
+        match module:
+            case Attention() | LatentAttention() | CrossAttention():
+                self._split_attention(module)
+            case Mlp():
+                self._split_linear(module.up, 0)
+                self._split_linear(module.gate, 0)
+                self._split_linear(module.down, 1)
+            case MixtureOfExperts():  # every rank routes all positions, and has some inner columns of every expert
+                module.router.forward = partial(self._route, module.router.forward)
+            case Experts():
+                for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
+                    self._split_parameter(module, name, dim)
+                module.product = self._expert_product
+            case Embedding():
+                self._split_parameter(module, "weight", 0)
+                module.rows = partial(self._look_up, positions)
+            case OutputHead():
+                table = self.network.embedding if module.weight is None else module
+                module.shard = HeadShard(self, len(table.weight))
+                self._split_parameter(module, "weight", 0)
+                module.forward = partial(_with_all_positions, positions, module.forward)
+            case MultiTokenPrediction():
+                module.forward = partial(_with_all_tokens, positions, module.forward)
+            case MultiTokenDepth():
+                module.forward = partial(_with_own_tokens, positions, module.forward)
+
+    def _split_attention(self, module: nn.Module) -> None:
+        """Give each rank some heads. Fewer key heads than ranks stay whole, and each rank uses the one of its query heads."""
+        if isinstance(module, LatentAttention):
+            heads = keys = module.output.in_features // module.value_dim
+            for name in ("query", "query_up", "kv_up"):
+                self._split_linear(getattr(module, name, None), 0)
+        else:
+            heads, keys = (linear.out_features // module.head_dim for linear in (module.query, module.key))
+            split = [module.query, module.key, module.value] if keys % self.size == 0 else [module.query]
+            for linear in split:
+                self._split_linear(linear, 0)
+            if isinstance(module, Attention) and not module.per_head and module.query_norm is not None:
+                for linear, norm in ((module.query, module.query_norm), (module.key, module.key_norm)):
+                    if linear in split:
+                        norm.forward = partial(self._norm_of_all_heads, norm)
+        self._split_linear(module.output, 1)
+        module.attend = partial(self._attend, heads, keys)
+
+    def _split_linear(self, linear: Linear | None, dim: int) -> None:
+        """Split the rows (`dim` 0) or the columns (1) of a projection, if there is one."""
+        if linear is not None:
+            self._split_parameter(linear, "weight", dim)
+            linear.product = self._product_of_columns if dim else self._product_of_rows
+
+    def _split_parameter(self, module: nn.Module, name: str, dim: int) -> None:
+        whole = module._parameters[name]
+        if whole is not None and not isinstance(whole, DTensor):
+            # Without a source rank it communicates nothing.
+            part = distribute_tensor(whole.data, self.mesh, [Shard(dim)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+
+    def _own(self, count: int) -> slice:
+        """This rank's stretch of so many things, of which every rank has as many."""
+        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    # ---- what modules compute -----------------------------------------------------------------------------------------
+
+    def _product_of_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's components of the result."""
+        return project(x, weight.to_local(), None if bias is None else bias[self._own(len(bias))])
+
+    def _product_of_columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's addend of the result. One rank adds the bias."""
+        return project(x, weight.to_local(), self._once(bias))
+
+    def _expert_product(
+        self, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, experts_R: Tensor, ends_E: Tensor
+    ) -> Tensor:
+        if bias_EO is not None:
+            of_result = weight_EOI.placements[-1].dim == 2
+            bias_EO = self._once(bias_EO) if of_result else bias_EO[:, self._own(bias_EO.shape[1])]
+        return project_rows(x_RI, weight_EOI.to_local(), bias_EO, experts_R, ends_E)
+
+    def _once(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias * float(self.rank == 0)
+
+    def _attend(
+        self,
+        heads: int,
+        keys: int,
+        q_BHTG: Tensor,
+        k_BKSG: Tensor,
+        v_BKSG: Tensor,
+        mask: Any,
+        scale: float,
+        soft_cap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        own = self._own(heads)
+        if keys % self.size:
+            used = slice(own.start * keys // heads, (own.stop - 1) * keys // heads + 1)
+            k_BKSG, v_BKSG = k_BKSG[:, used], v_BKSG[:, used]
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1:  # a bias of positions, by head
+            mask = mask[:, own]
+        return attend(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, None if sinks_H is None else sinks_H[own])
+
+    def _norm_of_all_heads(self, norm: RMSNorm, x_BTC: Tensor) -> Tensor:
+        """A root-mean-square norm over the components of all ranks."""
+        y_BTC, gain_D = x_BTC.float(), norm.gain()
+        square_BT1 = _Sum.apply(y_BTC.square().sum(-1, keepdim=True), self.group) / len(gain_D)
+        return (y_BTC * (square_BT1 + norm.eps).rsqrt() * gain_D[self._own(len(gain_D))]).to(x_BTC.dtype)
+
+    def _look_up(self, positions: Positions, table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = _LookUpPart.apply(table_VD, ids, dtype, _first_row(len(table_VD), self.size, self.rank))
+        return positions.scatter(rows) if ids.dim() > 1 else positions.scatter(rows[None])[0]
+
+    def _route(self, forward: Callable[..., Any], *arguments: Any) -> tuple[Tensor, Tensor, RouterReport | None]:
+        chosen_BTK, weights_BTK, report = forward(*arguments)
+        if report is not None:  # all ranks compute the same loss
+            report = report._replace(loss_B=_Shared.apply(report.loss_B, self.size))
+        return chosen_BTK, weights_BTK, report
+
+
+class Positions:
+    """How the positions of a kind of sequences are spread: each rank has R = T / ranks of them, rounded up."""
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self.axis = axis
+        self.length = 0
+        """T of the forward pass that runs."""
+
+    def gather(self, x_BRX: Tensor) -> Tensor:
+        """All positions [B, T, X]. In backward each rank gets the sum of its positions' gradients."""
+        return _Gather.apply(x_BRX, self.axis.group, self.axis.size)[:, : self.length]
+
+    def scatter(self, y_BTX: Tensor) -> Tensor:
+        """The sum over ranks of this rank's positions [B, R, X]."""
+        return _Scatter.apply(self._filled(y_BTX), self.axis.group, self.axis.size)
+
+    def own(self, x_BTX: Tensor) -> Tensor:
+        """This rank's positions [B, R, X]."""
+        filled = self._filled(x_BTX)
+        return filled[:, self.axis._own(filled.shape[1])]
+
+    def _filled(self, x_BTX: Tensor) -> Tensor:
+        missing = -x_BTX.shape[1] % self.axis.size
+        return F.pad(x_BTX, (0, 0) * (x_BTX.dim() - 2) + (0, missing)) if missing else x_BTX
+
+
+class HeadShard:
+    """The rows of the output weight that a rank holds. See `VocabularyShard` in models/loss.py."""
+
+    def __init__(self, axis: TensorAxis, vocabulary: int) -> None:
+        self.axis, self.vocabulary = axis, vocabulary
+        self.start, self.largest = _first_row(vocabulary, axis.size, axis.rank), -(-vocabulary // axis.size)
+
+    def part(self, weight_VD: Tensor) -> Tensor:
+        return weight_VD.to_local()
+
+    def whole(self, gradient: Tensor, weight_VD: Tensor) -> Tensor:
+        return _like(gradient, weight_VD)
+
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self.axis.group)
+        return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        return _gather(values[None], self.axis.group, self.axis.size).unflatten(1, (self.axis.size, -1))[0]
+
+    def join(self, logits_BTV: Tensor) -> Tensor:
+        filled = F.pad(logits_BTV, (0, self.largest - logits_BTV.shape[2])).transpose(1, 2)
+        return _Gather.apply(filled, self.axis.group, self.axis.size)[:, : self.vocabulary].transpose(1, 2)
+
+
+# ---- around modules -------------------------------------------------------------------------------------------------------
+
+
+def _note_lengths(targets: Positions, sources: Positions, network: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
+    targets.length = (arguments[0] if arguments else named["tokens_BT"]).shape[1]
+    if named.get("source_BS") is not None:
+        sources.length = named["source_BS"].shape[1]
+
+
+def _sublayer(positions: Positions, forward: Callable[..., Any], x_BRD: Tensor, *arguments: Any) -> Any:
+    """A sublayer between `gather` and `scatter`. Experts return a report beside the result."""
+    result = forward(positions.gather(x_BRD), *arguments)
+    if isinstance(result, tuple):
+        return positions.scatter(result[0]), *result[1:]
+    return positions.scatter(result)
+
+
+def _with_all_positions(positions: Positions, forward: Callable[..., Any], x_BRD: Tensor, *arguments: Any, **named: Any) -> Any:
+    return forward(positions.gather(x_BRD), *arguments, **named)
+
+
+def _with_all_tokens(
+    positions: Positions, forward: Callable[..., Any], hidden_BRD: Tensor, embedded_BRD: Tensor, *arguments: Any
+) -> Any:
+    """Multi-token prediction shifts the embedded tokens along the sequence."""
+    return forward(hidden_BRD, positions.gather(embedded_BRD), *arguments)
+
+
+def _with_own_tokens(
+    positions: Positions, forward: Callable[..., Any], hidden_BRD: Tensor, embedded_BTD: Tensor, *arguments: Any
+) -> Any:
+    return forward(hidden_BRD, positions.own(embedded_BTD), *arguments)
+
+
+# ---- collectives with gradients, and parts of tensors -----------------------------------------------------------------------
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _gather(x_BRX: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+    parts = x_BRX.new_empty(size, *x_BRX.shape)
+    _all_gather(parts.flatten(0, 1), x_BRX.contiguous(), group=group)
+    return parts.movedim(0, 1).flatten(1, 2)
+
+
+def _scatter(y_BTX: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+    parts = y_BTX.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
+    own = torch.empty_like(parts[0])
+    _reduce_scatter(own, parts.flatten(0, 1), group=group)
+    return own
+
+
+class _Gather(torch.autograd.Function):
+    """[B, R, X] of each rank, one after the other: [B, ranks x R, X]."""
+
+    @staticmethod
+    def forward(ctx, x_BRX: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return _gather(x_BRX, group, size)
+
+    @staticmethod
+    def backward(ctx, g_BTX: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter(g_BTX, ctx.group, ctx.size), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """The sum over ranks of this rank's positions. The gradient of a sum is that of every addend."""
+
+    @staticmethod
+    def forward(ctx, y_BTX: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return _scatter(y_BTX, group, size)
+
+    @staticmethod
+    def backward(ctx, g_BRX: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(g_BRX, ctx.group, ctx.size), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, of which every rank makes something else: so its gradient is a sum too."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        g = g.clone()
+        dist.all_reduce(g, group=ctx.group)
+        return g, None
+
+
+class _Shared(torch.autograd.Function):
+    """A value that every rank computes alike, with all of its gradient: each rank keeps one part of as many as there are ranks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        return g / ctx.size, None
+
+
+class _LookUpPart(torch.autograd.Function):
+    """Rows of the part of a table that is at hand, zeros for other ids. It takes the DTensor itself: between functions, autograd would
+    round the gradient to the table's format.
+    """
+
+    @staticmethod
+    def forward(ctx, table_VD: Tensor, ids: Tensor, dtype: torch.dtype, first: int) -> Tensor:
+        part = table_VD.to_local()
+        here = (ids >= first) & (ids < first + len(part))
+        ids = (ids - first).where(here, 0)
+        ctx.save_for_backward(table_VD, ids, here)
+        return F.embedding(ids, part).to(dtype).mul_(here[..., None])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None, None, None]:
+        table_VD, ids, here = ctx.saved_tensors
+        gradient = table_gradient(g * here[..., None], ids, len(table_VD.to_local()))
+        return _like(gradient, table_VD), None, None, None
+
+
+def _like(part: Tensor, whole: DTensor) -> DTensor:
+    """This rank's part of a tensor that is spread as another one is."""
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _first_row(count: int, size: int, rank: int) -> int:
+    """The first of `count` rows that a rank holds; DTensor gives the last ranks fewer."""
+    return min(count, rank * -(-count // size))

@@ -1,0 +1,166 @@
+"""Ranks that share every matrix compute what one process computes: in fp64, where no rounding hides a difference, for every family."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.config.model_schema import (
+    AttentionConfig,
+    EncoderConfig,
+    ExpertsConfig,
+    Latent,
+    MlpConfig,
+    Model,
+    Norm,
+    Relative,
+    Rope,
+)
+from pretrain.config.schema import Loss
+from pretrain.conventions import IGNORED, sample_keys
+from pretrain.errors import ConfigError
+from pretrain.models.families import complete
+from pretrain.observe.equivalence import NEGLIGIBLE
+from pretrain.parallel.layout import check_tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
+from parity import ALL, cases  # noqa: E402
+
+SMALL = {"dim": 24, "layers": 2, "heads": 4, "ffn_dim": 40, "vocab_size": 61}
+EXPERTS = ExpertsConfig(
+    count=6, active=2, ffn_dim=24, shared=1, balance_loss=0.1, router_z_loss=0.01, scoring="sigmoid", correction=True, correction_rate=0.05,
+    dense_layers=[0], groups=3, active_groups=2, scale=1.5,
+)  # fmt: skip
+OWN = {
+    "experts, latent attention, tokens further ahead, dropout": Model(
+        family="custom", **SMALL, experts=EXPERTS, predict_ahead=2, dropout=0.2, latent=Latent(kv_rank=16, query_rank=12, rope_dim=4, plain_dim=8, value_dim=8)
+    ),
+    "experts with biases": Model(
+        family="custom", **SMALL, experts=ExpertsConfig(count=4, active=2, ffn_dim=16, router_bias=True), mlp=MlpConfig(bias=True)
+    ),
+    "one key head, sinks, a window, soft-caps, tied": Model(
+        family="custom", **SMALL, kv_heads=1, attention=AttentionConfig(sinks=True, window=7, soft_cap=5.0, bias=["query", "key", "value", "output"]),
+        logit_soft_cap=3.0, tie_embeddings=True, embedding_multiplier=5.66,
+    ),
+    "normed queries and keys of all heads, one key head": Model(family="custom", **SMALL, kv_heads=1, norm=Norm(qk="full", placement="reordered")),
+    "layer norms, learned positions, parallel residual": Model(
+        family="custom", **SMALL, norm=Norm(kind="layer"), positions="learned", parallel_residual=True, dropout=0.1,
+        attention=AttentionConfig(bias=["query", "value", "output"]), mlp=MlpConfig(gated=False, activation="gelu", bias=True), rope=Rope(),
+    ),
+    "pairs, pre-norm, tables of their own, dropout": Model(
+        family="transformer", **SMALL, tie_embeddings=False, dropout=0.2, norm=Norm(placement="pre"),
+        encoder=EncoderConfig(layers=2, share_embedding=False, vocab_size=53),
+    ),
+    "pairs, post-norm, one table": Model(family="transformer", **SMALL, norm=Norm(placement="post"), encoder=EncoderConfig(layers=1, share_embedding=True)),
+    "T5": Model(family="t5", **SMALL, encoder=EncoderConfig(layers=2, share_embedding=True), relative=Relative(buckets=8, max_distance=20)),
+}  # fmt: skip
+LOSS = Loss(z_loss=1e-2, label_smoothing=0.1)
+
+
+def models(ranks: int, every_family: bool) -> dict[str, Model]:
+    """The cases that so many ranks can share."""
+    found = {name: complete(model, 41) for name, model in OWN.items()}
+    if every_family:
+        found |= {f"{family}: {name}": cases(family)[name] for family, name in ALL}
+    return {name: model for name, model in found.items() if is_legal(model, ranks)}
+
+
+def is_legal(model: Model, ranks: int) -> bool:
+    try:
+        check_tensor(model, ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def batch(model: Model) -> dict[str, torch.Tensor]:
+    """Three sequences of a length that no number of ranks divides; targets that carry no loss; documents."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(model.vocab_size, (3, 42), generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[1, 5:20] = IGNORED
+    inputs = {"tokens_BT": ids[:, :-1], "targets_BT": targets, "keys_B": torch.from_numpy(sample_keys(0, np.arange(3)))}
+    if model.encoder.layers:
+        inputs["source_BS"] = torch.randint(model.encoder.vocab_size or model.vocab_size, (3, 23), generator=generator)
+        inputs["source_lengths_B"] = torch.tensor([23, 7, 12])
+    else:
+        inputs["documents_BT"] = (torch.rand(3, 41, generator=generator) < 0.1).cumsum(dim=1)
+    return inputs
+
+
+def values_and_gradients(model: Model, axis=None) -> dict[str, torch.Tensor]:
+    """Losses, logits, what routers counted and every whole gradient."""
+    from torch.distributed.tensor import DTensor
+
+    from pretrain.models import build_network
+    from pretrain.parallel.blocks import set_compute_format
+    from pretrain.parallel.initialise import initialise
+
+    with torch.device("meta"):
+        network = build_network(model, LOSS)
+    if axis is not None:
+        axis.split(network)
+    set_compute_format(network, torch.float64)
+    network.to_empty(device="cpu")
+    initialise(network, 3)
+    for parameter in network.parameters():  # wide enough that every part matters, and of one value on all ranks
+        local = parameter.data.to_local() if isinstance(parameter, DTensor) else parameter.data
+        local.mul_(6).add_(0.01)
+    inputs = batch(model)
+    losses = network(**inputs, with_cross_entropy=True)
+    losses.objective_B.sum().backward()
+    if axis is not None:
+        axis.sum_gradients()
+    found = {name: p.grad for name, p in network.named_parameters() if p.requires_grad}
+    found = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+    assert min(float(g.norm()) for g in found.values()) > 0
+    if hasattr(network, "take_router_reports"):
+        found |= {f"loads of {layer}": report.counts_E.double() for layer, report in network.take_router_reports().items()}
+    with torch.no_grad():
+        logits = network(**{name: x for name, x in inputs.items() if name not in ("targets_BT", "keys_B")})
+    return found | {"objective": losses.objective_B.detach(), "cross-entropy": losses.cross_entropy_B, "logits": logits}
+
+
+def differences(wanted: dict[str, Model]) -> dict[str, tuple[float, str]]:
+    """By case: the largest relative difference between all ranks together and one process, and where it is."""
+    from pretrain.config.schema import Config
+    from pretrain.distributed import ranks as distributed
+    from pretrain.distributed.mesh import Mesh
+    from pretrain.parallel.tensor import TensorAxis
+
+    _, _, world_size = distributed.launched_ranks()
+    mesh = Mesh({"tensor": world_size}, distributed.start(Config(), alone=False))
+    found = {}
+    kind = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with patch.object(torch.Tensor, "float", torch.Tensor.double), patch.object(torch, "float32", torch.float64):
+            for name, model in wanted.items():
+                alone, together = values_and_gradients(model), values_and_gradients(model, TensorAxis(mesh))
+                assert alone.keys() == together.keys()
+                least = NEGLIGIBLE * max(float(x.norm()) for x in alone.values())
+                gaps = ((float((together[k] - x).norm()) / max(float(x.norm()), least), k) for k, x in alone.items())
+                found[name] = max(gaps)
+    finally:
+        torch.set_default_dtype(kind)
+        distributed.stop()
+    return found
+
+
+# Every case of every family with `-m slow`: python -m pytest tests/parallel/test_tensor.py -m slow
+SIZES = [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("ranks, every_family", SIZES)
+def test_ranks_that_share_matrices_compute_what_one_process_computes(pool, ranks, every_family):
+    wanted = models(ranks, every_family)
+    assert len(wanted) > (100 if every_family else 7)
+    for found in pool.launch(ranks, differences, wanted):
+        assert found.keys() == wanted.keys()
+        worst = max(found, key=lambda name: found[name])
+        assert found[worst][0] <= 1e-10, (worst, found[worst])

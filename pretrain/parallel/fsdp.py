@@ -33,7 +33,7 @@ class FullyShard:
         self.device = mesh.device
         self.hybrid = mesh.sizes["replicate"] > 1
         self.mesh = mesh.device_mesh("replicate", "shard") if self.hybrid else mesh.device_mesh("shard")
-        self.data_group = mesh.data_group()
+        self.data_group, self.alone = mesh.data_group(), mesh.data_size == 1
         self.reduce_dtype = DTYPES[config.precision.reduce]
         self.root: FSDPModule | None = None
         self.vectors: list[nn.Parameter] = []
@@ -97,7 +97,7 @@ class FullyShard:
 
     def _sum_vectors(self) -> None:
         gradients = [parameter.grad for parameter in self.vectors if parameter.grad is not None]
-        if not gradients:
+        if not gradients or self.alone:
             return
         together = torch.cat([gradient.flatten() for gradient in gradients]).to(self.reduce_dtype)
         dist.all_reduce(together, group=self.data_group)

@@ -43,9 +43,10 @@ class Layout:
     strategy: str
     replicate: int
     shard: int
-    tensor: int
     micro_steps: int
     """Micro-steps of a step of `batch.sequences`; a step of a ramp has another number. 0 for pairs, where each step has its own."""
+
+    tensor: int = 1
 
     @property
     def axes(self) -> dict[str, int]:
@@ -89,7 +90,7 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
     if strategy == "auto":
         strategy = _automatic(config, world_size, parameters, device_memory)
     replicate, shard = _axes(config, strategy, world_size)
-    return Layout(strategy, replicate, shard, config.parallel.tensor, check_micro_steps(config, replicate * shard))
+    return Layout(strategy, replicate, shard, check_micro_steps(config, replicate * shard), config.parallel.tensor)
 
 
 def _automatic(config: Config, world_size: int, parameters: int, device_memory: int | None) -> str:
@@ -164,7 +165,7 @@ def _chosen(config: Config, strategy: str) -> str:
 
 
 def check_tensor(model: Model, ranks: int) -> None:
-    """Raise ConfigError for a network whose matrices so many ranks cannot share. It names the nearest numbers that can."""
+    """Raise ConfigError for a complete network whose matrices so many ranks cannot share. It names the nearest numbers that can."""
     if ranks == 1:
         return
     if model.family == "hf":
@@ -219,7 +220,6 @@ def check_options(config: Config) -> None:
             "parallel.activation_checkpointing=selective does not reach into blocks that parallel.compile=true compiles; set "
             "parallel.activation_memory_budget (0 to 1) instead, or activation_checkpointing=full"
         )
-    check_tensor(config.model, config.parallel.tensor)
     beyond = [step for step in config.log.gradients_at if step > steps]
     if beyond:
         raise ConfigError(f"log.gradients_at={config.log.gradients_at}: step {beyond[0]} is beyond run.steps={steps}")

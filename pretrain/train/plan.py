@@ -21,7 +21,7 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.shape import check_encoder, flat, resolved_switches, with_values
 from pretrain.observe.flops import flops_per_token
-from pretrain.parallel.layout import Layout, plan_layout
+from pretrain.parallel.layout import Layout, check_tensor, plan_layout
 from pretrain.train.resolve import needs_masks, resolve, usual_values
 from pretrain.train.translation import require_sacrebleu
 
@@ -101,6 +101,7 @@ def _lay_out(given: Config, config: Config, world_size: int, device: torch.devic
         require_sacrebleu()
     if needs_masks(config):
         attention_backend(config.model, device, training=True)
+    check_tensor(config.model, config.parallel.tensor)  # the vocabulary is known only now
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)

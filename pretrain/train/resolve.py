@@ -15,7 +15,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.shape import resolved_switches
 from pretrain.optim.schedule import fit
-from pretrain.parallel.layout import check_micro_steps, check_options
+from pretrain.parallel.layout import check_micro_steps, check_options, check_tensor
 from pretrain.train.identity import check_accepted
 
 
@@ -38,6 +38,7 @@ def resolve(config: Config) -> Config:
     check_data(config)
     _check_masks(config)
     _check_recomputation(config)
+    check_tensor(model, config.parallel.tensor)
     check_options(config)
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config

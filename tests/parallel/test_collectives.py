@@ -81,3 +81,16 @@ def test_gradients_travel_as_often_as_the_mode_says(pool, config_file, mode):
     micro = f"batch.micro_sequences={16 // MICRO_STEPS // world_size}"
     for counts in pool.launch(world_size, count_collectives, str(config_file), micro, *overrides):
         assert gradient_collectives(counts) == expected, counts
+
+
+def test_positions_travel_as_often_as_the_layers_say(pool, config_file):
+    """Each of the 2 blocks has 2 sublayers. Their input is gathered and their sum scattered; in backward it is the other way round."""
+    sublayers, layout = 4, ("parallel.strategy=fsdp", "parallel.shard=1", "parallel.tensor=2", "batch.micro_sequences=4")
+    table = head = 1  # the table scatters its rows, the head gathers what it gets
+    losses = 1  # of the logits: partitions are gathered, and the logits of the targets summed
+    for counts in pool.launch(2, count_collectives, str(config_file), *layout):
+        assert counts == {
+            "_allgather_base_": MICRO_STEPS * (2 * sublayers + table + head + losses),
+            "_reduce_scatter_base_": MICRO_STEPS * (2 * sublayers + table + head),
+            "allreduce_": MICRO_STEPS * losses + 1,  # gradients of what is whole on every rank, once per step
+        }

@@ -16,6 +16,7 @@ from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
 from pretrain.parallel import ddp
 from pretrain.parallel.layout import Layout, check_options, expected_world_size, plan_layout
+from pretrain.train.resolve import resolve
 
 GB = 10**9
 
@@ -51,13 +52,17 @@ def refused(kind: type[Exception], world_size: int, *overrides: str) -> str:
         (8, ["parallel.strategy=fsdp", "parallel.shard=2"], Layout("fsdp", 4, 2, 3), "hsdp 4x2"),
         (8, ["parallel={strategy: fsdp, replicate: 2, shard: 4}"], Layout("fsdp", 2, 4, 3), "hsdp 2x4"),
         (4, ["parallel={strategy: fsdp, replicate: 4, shard: 1}"], Layout("fsdp", 4, 1, 6), "fsdp 4 (replicated)"),
+        (2, ["parallel.tensor=2"], Layout("fsdp", 1, 1, 24, 2), "fsdp 1 x tensor 2"),
+        (8, ["parallel.tensor=2", "parallel.strategy=fsdp"], Layout("fsdp", 1, 4, 6, 2), "fsdp 4 x tensor 2"),
+        (8, ["parallel={replicate: 2, tensor: 2}"], Layout("fsdp", 2, 2, 6, 2), "hsdp 2x2 x tensor 2"),
+        (4, ["parallel={replicate: 2, shard: 1, tensor: 2}"], Layout("fsdp", 2, 1, 12, 2), "fsdp 2 (replicated) x tensor 2"),
     ],
 )
 def test_axes_and_micro_steps_follow_from_the_configuration(world_size, overrides, expected, name):
     layout = plan(world_size, *overrides)
     assert layout == expected
     assert layout.name == name
-    assert layout.data_size == world_size
+    assert layout.data_size * layout.tensor == world_size
 
 
 @settings(deadline=None)
@@ -133,12 +138,13 @@ def test_single_with_several_processes_is_refused():
         (2, "strategy: ddp, replicate: 4", 4),
         (1, "strategy: ddp, replicate: 2", 2),
         (1, "strategy: fsdp, replicate: 2, shard: 2", 4),
+        (4, "strategy: fsdp, replicate: 1, shard: 4, tensor: 2", 8),
     ],
 )
 def test_axes_that_do_not_multiply_to_the_processes_are_refused(world_size, axes, wanted):
     message = refused(LaunchError, world_size, f"parallel={{{axes}}}")
     for name, value in config(f"parallel={{{axes}}}").parallel.__dict__.items():
-        if name in ("strategy", "replicate", "shard"):
+        if name in ("strategy", "replicate", "shard") or (name == "tensor" and value > 1):
             assert f"parallel.{name}={'null' if value is None else value}" in message
     assert f"expects {wanted} processes, {world_size} started" in message
     assert f"torchrun --nproc-per-node {wanted} " in message
@@ -146,7 +152,7 @@ def test_axes_that_do_not_multiply_to_the_processes_are_refused(world_size, axes
 
 @pytest.mark.parametrize(
     "world_size, axis, near",
-    [(6, "replicate=4", "4 or 8"), (6, "shard=4", "4 or 8"), (1, "shard=2", "2"), (3, "replicate=8", "8")],
+    [(6, "replicate=4", "4 or 8"), (6, "shard=4", "4 or 8"), (1, "shard=2", "2"), (3, "replicate=8", "8"), (6, "tensor=4", "4 or 8")],
 )
 def test_an_axis_that_does_not_divide_the_processes_is_answered_with_numbers_that_do(world_size, axis, near):
     message = refused(LaunchError, world_size, "parallel.strategy=fsdp", f"parallel.{axis}")
@@ -282,3 +288,21 @@ def test_values_that_cannot_go_together_are_refused_with_both_keys(overrides, ke
 )
 def test_values_at_the_limit_are_taken(overrides):
     check_options(config("run.steps=10", *overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["parallel.tensor=3"], "parallel.tensor=3: model.heads=4 does not divide by it; use 2 or 4"),
+        (["parallel.tensor=4", "model.ffn_dim=70"], "parallel.tensor=4: model.ffn_dim=70 does not divide by it; use 2"),
+        (["parallel.tensor=4", "model.heads=12", "model.kv_heads=6", "model.dim=96", "model.ffn_dim=96"], "parallel.tensor=4: model.kv_heads=6 and it do not divide by each other; use 3 or 6"),
+        (["parallel.tensor=4", "model.vocab_size=5"], "parallel.tensor=4: model.vocab_size=5 is too small, the last rank would have no row of the table; use 2"),
+        (["parallel.tensor=2", "parallel.strategy=ddp"], "parallel.tensor=2 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.tensor=1"),
+        (["parallel.tensor=2", "parallel.strategy=single"], "parallel.tensor=2 has no effect with parallel.strategy=single; set parallel.strategy=fsdp, or set parallel.tensor=1"),
+    ],
+)  # fmt: skip
+def test_matrices_that_ranks_cannot_share_are_refused_with_the_nearest_numbers_that_can(config_file, overrides, message):
+    written, _ = load_config(config_file, ["parallel.strategy=fsdp", *overrides])
+    with pytest.raises(ConfigError) as raised:
+        resolve(written)
+    assert str(raised.value) == message

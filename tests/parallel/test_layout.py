@@ -152,7 +152,13 @@ def test_axes_that_do_not_multiply_to_the_processes_are_refused(world_size, axes
 
 @pytest.mark.parametrize(
     "world_size, axis, near",
-    [(6, "replicate=4", "4 or 8"), (6, "shard=4", "4 or 8"), (1, "shard=2", "2"), (3, "replicate=8", "8"), (6, "tensor=4", "4 or 8")],
+    [
+        (6, "replicate=4", "4 or 8"),
+        (6, "shard=4", "4 or 8"),
+        (1, "shard=2", "2"),
+        (3, "replicate=8", "8"),
+        (6, "tensor=4", "4 or 8"),
+    ],
 )
 def test_an_axis_that_does_not_divide_the_processes_is_answered_with_numbers_that_do(world_size, axis, near):
     message = refused(LaunchError, world_size, "parallel.strategy=fsdp", f"parallel.{axis}")

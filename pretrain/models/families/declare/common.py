@@ -288,9 +288,7 @@ def corrected(count: int, ffn_dim: int, dense: int, scale: float, groups: int, a
 def _first_layers(count: Any, config: dict[str, Any]) -> Any:
     layers = config["num_hidden_layers"]
     if isinstance(count, bool) or not isinstance(count, int) or count < 0 or not isinstance(layers, int):
-        raise ConfigError(
-            f"config.json: first_k_dense_replace={shown(count)} is not supported: expected a whole number of layers"
-        )
+        raise ConfigError(f"config.json: first_k_dense_replace={shown(count)} must be a number of layers")
     return list(range(min(count, layers)))
 
 

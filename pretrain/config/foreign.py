@@ -62,7 +62,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     f"pipeline parallelism (parallel.pipeline) {_NOT_BUILT}": (
         "pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree",
     ),
-    f"context parallelism (parallel.context) {_NOT_BUILT}": ("cp", "cp_size", "context_parallel_size", "context_parallel_degree"),
+    _renamed("parallel.context"): ("cp", "cp_size", "context_parallel_size", "context_parallel_degree"),
     _renamed("data.sequence_length"): (
         "block_size", "seq_len", "seq_length", "max_seq_len", "max_seq_length", "context_length", "sequence_len", "n_ctx",
     ),

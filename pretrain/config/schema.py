@@ -344,7 +344,13 @@ class Parallel:
         le=10_000_000,
         when={"parallel.strategy": ("fsdp",)},
     )
-    context: int = key(1, "Context-parallel ranks.", only=1)
+    context: int = key(
+        1,
+        "Ranks that share the positions of every sequence (context parallelism), for sequences that are too long for one device.",
+        ge=1,
+        le=10_000_000,
+        when={"parallel.strategy": ("fsdp",)},
+    )
     pipeline: int = key(1, "Pipeline stages.", only=1)
     expert: int = key(1, "Expert-parallel ranks.", only=1)
     grad_sync: Literal["auto", "last", "every"] = key(

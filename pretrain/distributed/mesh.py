@@ -72,12 +72,23 @@ class Mesh:
         return self.ranks.sum(name, values if self.counts_losses else values.new_zeros(values.shape))
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
-        """torch's mesh of this rank's groups along these axes. All ranks call it together the first time."""
+        """torch's mesh of this rank's groups along these axes, where `shard` has the context ranks too. All ranks call it together the
+        first time.
+        """
         return self._device_mesh if axes == self._device_mesh.mesh_dim_names else self._device_mesh[axes]
 
-    def data_group(self) -> ProcessGroup | None:
-        """The ranks that see different samples and are alike otherwise. None: all ranks."""
-        if self.data_size == self.ranks.world_size:
+    def context_group(self) -> ProcessGroup:
+        """The ranks that have other positions of the same samples. All ranks call it together the first time."""
+        shape = (
+            self.ranks.world_size // self.sizes["context"] // self.sizes["tensor"],
+            self.sizes["context"],
+            self.sizes["tensor"],
+        )
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("rest", "context", "tensor")).get_group("context")
+
+    def gradient_group(self) -> ProcessGroup | None:
+        """The ranks whose gradients of the same parameters add up: those with other samples or positions. None: all ranks."""
+        if self.data_size * self.sizes["context"] == self.ranks.world_size:
             return None
         if self.sizes["replicate"] == 1:
             return self.device_mesh("shard").get_group()
@@ -85,8 +96,10 @@ class Mesh:
 
     @functools.cached_property
     def _device_mesh(self) -> DeviceMesh:
+        # Weights are sharded over the context ranks as well, which are neighbours on the axis `shard`.
+        sizes = self.sizes | {"shard": self.sizes["shard"] * self.sizes["context"], "context": 1}
         # An axis of size 1 would need one group per rank, and all ranks would make every group. FSDP2 needs its axis
         # even so.
-        axes = [axis for axis in AXES if self.sizes[axis] > 1 or axis == "shard"]
-        shape = tuple(self.sizes[axis] for axis in axes)
+        axes = [axis for axis in AXES if sizes[axis] > 1 or axis == "shard"]
+        shape = tuple(sizes[axis] for axis in axes)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=tuple(axes))

@@ -31,57 +31,6 @@ class RouterReport(NamedTuple):
     """Positions sent to each expert, int64."""
 
 
-class Router(nn.Module):
-    """Scores of all experts from one projection, computed in fp32; the best `experts.active` are chosen.
-
-    `correction` is added to the scores for the choice alone and gets no gradient (arXiv 2408.15664): train/balancing.py moves it.
-    `shares_E` is for `experts.balance_scope: global_batch`: how many of a position's choices went to each expert on average in the step
-    before; train/balancing.py sets it. None before the first step, and then even.
-    """
-
-    shares_E: Tensor | None = None
-
-    def __init__(self, config: Model) -> None:
-        super().__init__()
-        self.config = config.experts
-        count = config.experts.count
-        self.weight = nn.Parameter(torch.empty(count, config.dim))
-        self.bias = nn.Parameter(torch.zeros(count)) if config.experts.router_bias else None
-        self.correction = nn.Parameter(torch.zeros(count), requires_grad=False) if config.experts.correction else None
-
-    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None) -> tuple[Tensor, Tensor, RouterReport | None]:
-        """Chosen experts [B, T, K] and their weights [B, T, K], fp32; a report over the positions that are `counted_BT`."""
-        config = self.config
-        # The matrix is rounded to the compute format first, as FSDP2 hands it over; the products are of fp32.
-        weight_ED = self.weight.to(x_BTD.dtype).float()
-        logits_BTE = F.linear(x_BTD.float(), weight_ED, None if self.bias is None else self.bias.float())
-        scores_BTE = logits_BTE.softmax(-1) if config.scoring == "softmax" else logits_BTE.sigmoid()
-        chosen_BTK = self._choose(scores_BTE.detach())
-        weights_BTK = scores_BTE.gather(-1, chosen_BTK)
-        if config.normalise:
-            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
-        if config.scale != 1:
-            weights_BTK = weights_BTK * config.scale
-        if counted_BT is None:
-            return chosen_BTK, weights_BTK, None
-        return chosen_BTK, weights_BTK, report(logits_BTE, scores_BTE, chosen_BTK, counted_BT, config, self.shares_E)
-
-    def _choose(self, scores_BTE: Tensor) -> Tensor:
-        if self.correction is not None:
-            scores_BTE = scores_BTE + self.correction.to(scores_BTE)
-        if self.config.groups > 1:
-            scores_BTE = _best_groups(scores_BTE, self.config.groups, self.config.active_groups)
-        return scores_BTE.topk(self.config.active, dim=-1).indices
-
-
-def _best_groups(scores_BTE: Tensor, groups: int, active: int) -> Tensor:
-    """Scores without the experts of other groups than the `active` best; a group is as good as its two best (DeepSeek-V3)."""
-    scores_BTGS = scores_BTE.unflatten(-1, (groups, -1))
-    best_BTA = scores_BTGS.topk(2, dim=-1).values.sum(-1).topk(active, dim=-1).indices
-    kept_BTG = torch.zeros_like(scores_BTGS[..., 0], dtype=torch.bool).scatter(-1, best_BTA, True)
-    return scores_BTGS.masked_fill(~kept_BTG[..., None], -torch.inf).flatten(-2)
-
-
 def report(
     logits_BTE: Tensor,
     scores_BTE: Tensor,
@@ -120,6 +69,60 @@ def report(
     if config.router_z_loss:
         loss_B = loss_B + config.router_z_loss * (logits_BTE.logsumexp(-1).square() * counted_BT).sum(1)
     return RouterReport(loss_B, counts_BE.sum(0))
+
+
+class Router(nn.Module):
+    """Scores of all experts from one projection, computed in fp32; the best `experts.active` are chosen.
+
+    `correction` is added to the scores for the choice alone and gets no gradient (arXiv 2408.15664): train/balancing.py moves it.
+    `shares_E` is for `experts.balance_scope: global_batch`: how many of a position's choices went to each expert on average in the step
+    before; train/balancing.py sets it. None before the first step, and then even. `report` is the function above, unless parallel/ sets
+    another.
+    """
+
+    report: Callable[..., RouterReport] = staticmethod(report)
+
+    shares_E: Tensor | None = None
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.config = config.experts
+        count = config.experts.count
+        self.weight = nn.Parameter(torch.empty(count, config.dim))
+        self.bias = nn.Parameter(torch.zeros(count)) if config.experts.router_bias else None
+        self.correction = nn.Parameter(torch.zeros(count), requires_grad=False) if config.experts.correction else None
+
+    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None) -> tuple[Tensor, Tensor, RouterReport | None]:
+        """Chosen experts [B, T, K] and their weights [B, T, K], fp32; a report over the positions that are `counted_BT`."""
+        config = self.config
+        # The matrix is rounded to the compute format first, as FSDP2 hands it over; the products are of fp32.
+        weight_ED = self.weight.to(x_BTD.dtype).float()
+        logits_BTE = F.linear(x_BTD.float(), weight_ED, None if self.bias is None else self.bias.float())
+        scores_BTE = logits_BTE.softmax(-1) if config.scoring == "softmax" else logits_BTE.sigmoid()
+        chosen_BTK = self._choose(scores_BTE.detach())
+        weights_BTK = scores_BTE.gather(-1, chosen_BTK)
+        if config.normalise:
+            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
+        if config.scale != 1:
+            weights_BTK = weights_BTK * config.scale
+        if counted_BT is None:
+            return chosen_BTK, weights_BTK, None
+        return chosen_BTK, weights_BTK, self.report(logits_BTE, scores_BTE, chosen_BTK, counted_BT, config, self.shares_E)
+
+    def _choose(self, scores_BTE: Tensor) -> Tensor:
+        if self.correction is not None:
+            scores_BTE = scores_BTE + self.correction.to(scores_BTE)
+        if self.config.groups > 1:
+            scores_BTE = _best_groups(scores_BTE, self.config.groups, self.config.active_groups)
+        return scores_BTE.topk(self.config.active, dim=-1).indices
+
+
+def _best_groups(scores_BTE: Tensor, groups: int, active: int) -> Tensor:
+    """Scores without the experts of other groups than the `active` best; a group is as good as its two best (DeepSeek-V3)."""
+    scores_BTGS = scores_BTE.unflatten(-1, (groups, -1))
+    best_BTA = scores_BTGS.topk(2, dim=-1).values.sum(-1).topk(active, dim=-1).indices
+    kept_BTG = torch.zeros_like(scores_BTGS[..., 0], dtype=torch.bool).scatter(-1, best_BTA, True)
+    return scores_BTGS.masked_fill(~kept_BTG[..., None], -torch.inf).flatten(-2)
 
 
 def check_router(model: Model) -> None:

@@ -33,7 +33,8 @@ class FullyShard:
         self.device = mesh.device
         self.hybrid = mesh.sizes["replicate"] > 1
         self.mesh = mesh.device_mesh("replicate", "shard") if self.hybrid else mesh.device_mesh("shard")
-        self.data_group, self.alone = mesh.data_group(), mesh.data_size == 1
+        self.group = mesh.gradient_group()
+        self.alone = mesh.data_size * mesh.sizes["context"] == 1
         self.reduce_dtype = DTYPES[config.precision.reduce]
         self.root: FSDPModule | None = None
         self.vectors: list[nn.Parameter] = []
@@ -100,7 +101,7 @@ class FullyShard:
         if not gradients or self.alone:
             return
         together = torch.cat([gradient.flatten() for gradient in gradients]).to(self.reduce_dtype)
-        dist.all_reduce(together, group=self.data_group)
+        dist.all_reduce(together, group=self.group)
         for gradient, part in zip(gradients, together.split([gradient.numel() for gradient in gradients])):
             gradient.copy_(part.view_as(gradient))
 

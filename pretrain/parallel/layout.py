@@ -47,11 +47,12 @@ class Layout:
     """Micro-steps of a step of `batch.sequences`; a step of a ramp has another number. 0 for pairs, where each step has its own."""
 
     tensor: int = 1
+    context: int = 1
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh (`distributed/mesh.py`)."""
-        return {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
+        return {"replicate": self.replicate, "shard": self.shard, "context": self.context, "tensor": self.tensor}
 
     @property
     def data_size(self) -> int:
@@ -59,8 +60,14 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def state_parts(self) -> int:
+        """Ranks that share one copy of weights, gradients and moments."""
+        return self.shard * self.context * self.tensor
+
+    @property
     def name(self) -> str:
-        return self._data_name if self.tensor == 1 else f"{self._data_name} x tensor {self.tensor}"
+        others = {"context": self.context, "tensor": self.tensor}
+        return " x ".join([self._data_name, *(f"{axis} {size}" for axis, size in others.items() if size > 1)])
 
     @property
     def _data_name(self) -> str:
@@ -77,10 +84,15 @@ def expected_world_size(config: Config) -> int | None:
     if parallel.strategy == "single":
         return 1
     if parallel.replicate or parallel.shard:
-        return (parallel.replicate or 1) * (parallel.shard or 1) * parallel.tensor
-    if parallel.tensor > 1:
-        return parallel.tensor
+        return (parallel.replicate or 1) * (parallel.shard or 1) * ranks_of_a_sample(config)
+    if ranks_of_a_sample(config) > 1:
+        return ranks_of_a_sample(config)
     return None if parallel.strategy == "auto" else 2  # at least; the launcher may start more
+
+
+def ranks_of_a_sample(config: Config) -> int:
+    """How many ranks see the same samples."""
+    return config.parallel.tensor * config.parallel.context
 
 
 def plan_layout(config: Config, world_size: int, parameters: int, device_memory: int | None) -> Layout:
@@ -90,11 +102,18 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
     if strategy == "auto":
         strategy = _automatic(config, world_size, parameters, device_memory)
     replicate, shard = _axes(config, strategy, world_size)
-    return Layout(strategy, replicate, shard, check_micro_steps(config, replicate * shard), config.parallel.tensor)
+    return Layout(
+        strategy,
+        replicate,
+        shard,
+        check_micro_steps(config, replicate * shard),
+        config.parallel.tensor,
+        config.parallel.context,
+    )
 
 
 def _automatic(config: Config, world_size: int, parameters: int, device_memory: int | None) -> str:
-    if (config.parallel.shard or 1) > 1 or config.parallel.tensor > 1:
+    if (config.parallel.shard or 1) > 1 or ranks_of_a_sample(config) > 1:
         return "fsdp"
     if world_size == 1 and (config.parallel.replicate or 1) == 1:
         return "single"
@@ -110,13 +129,13 @@ def _axes(config: Config, strategy: str, world_size: int) -> tuple[int, int]:
             raise ConfigError(
                 f"parallel.strategy={strategy} cannot {axis}, but parallel.{axis}={size}; use parallel.strategy={able}"
             )
-    replicate, shard, tensor = config.parallel.replicate, config.parallel.shard, config.parallel.tensor
-    if world_size % tensor:
+    replicate, shard, together = config.parallel.replicate, config.parallel.shard, ranks_of_a_sample(config)
+    if world_size % together:
         raise LaunchError(
-            f"parallel.tensor={tensor}: {world_size} processes do not divide by {tensor}; start "
-            f"{nearest_multiples(world_size, tensor)}: {command_for(tensor)}"
+            f"{_of_a_sample(config)}: {world_size} processes do not divide by {together}; start "
+            f"{nearest_multiples(world_size, together)}: {command_for(together)}"
         )
-    data_size = world_size // tensor
+    data_size = world_size // together
     if not axes:
         if world_size > 1:
             raise LaunchError(
@@ -137,13 +156,13 @@ def _axes(config: Config, strategy: str, world_size: int) -> tuple[int, int]:
 
 
 def _check_world(config: Config, strategy: str, replicate: int, shard: int, world_size: int) -> None:
-    tensor = config.parallel.tensor
-    wanted = replicate * shard * tensor
+    together = ranks_of_a_sample(config)
+    wanted = replicate * shard * together
     replicate_key, shard_key = ("null" if axis is None else axis for axis in (config.parallel.replicate, config.parallel.shard))
     keys = f"{_chosen(config, strategy)}, parallel.replicate={replicate_key}, parallel.shard={shard_key}"
-    keys += f", parallel.tensor={tensor}" if tensor > 1 else ""
+    keys += f", {_of_a_sample(config)}" if together > 1 else ""
     if wanted == 0:
-        given = (config.parallel.replicate or config.parallel.shard) * tensor
+        given = (config.parallel.replicate or config.parallel.shard) * together
         near = nearest_multiples(world_size, given)
         raise LaunchError(f"{keys}: {world_size} processes do not divide by {given}; start {near}: {command_for(given)}")
     if wanted != world_size:
@@ -159,9 +178,31 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
         )
 
 
+def _of_a_sample(config: Config) -> str:
+    sizes = {axis: getattr(config.parallel, axis) for axis in ("context", "tensor")}
+    return ", ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
+
+
 def _chosen(config: Config, strategy: str) -> str:
     auto = " (the choice of auto)" if config.parallel.strategy == "auto" else ""
     return f"parallel.strategy={strategy}{auto}"
+
+
+def check_context(config: Config) -> None:
+    """Raise ConfigError for a complete configuration whose sequences context-parallel ranks cannot share."""
+    model, ranks = config.model, config.parallel.context
+    reasons = {
+        "models of model.family=hf are transformers' own code, which is not spread": model.family == "hf",
+        f"pairs of sequences (model.family={model.family}) are not spread": bool(model.encoder.layers),
+        f"parallel.tensor={config.parallel.tensor} spreads positions itself, and the two do not go together yet": config.parallel.tensor
+        > 1,
+        "model.attention_backend=flex needs whole masks; use sdpa": model.attention_backend == "flex",
+        f"2 x {ranks} stretches of data.sequence_length={config.data.sequence_length} tokens are empty": config.data.sequence_length
+        < 2 * ranks,
+    }
+    for reason, holds in reasons.items():
+        if ranks > 1 and holds:
+            raise ConfigError(f"parallel.context={ranks}: {reason}; set parallel.context=1, or change the other key")
 
 
 def check_tensor(model: Model, ranks: int) -> None:

@@ -5,6 +5,7 @@ target tokens of the whole step, and nothing is averaged after that. `Strategy` 
 
     blocks.py        number formats, recomputation, compilation: alike under every layout
     tensor.py        the tensor axis: which part of a matrix a rank computes with
+    context.py       the context axis: which positions of a sequence
     single.py, ddp.py, fsdp.py
                      the data axes: where weights lie, and how gradients of different samples are added (`DataAxes`)
 """
@@ -54,14 +55,18 @@ class Strategy:
         module, kind = STRATEGIES[strategy].made_by.split(".")  # imported on use
         self.config, self.mesh = config, mesh
         self.data_axes: DataAxes = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(config, mesh)
-        self.tensor_axis = None
+        self.tensor_axis = self.context_axis = None
         if mesh.sizes["tensor"] > 1:
             self.tensor_axis = importlib.import_module("pretrain.parallel.tensor").TensorAxis(mesh)
+        if mesh.sizes["context"] > 1:
+            self.context_axis = importlib.import_module("pretrain.parallel.context").ContextAxis(mesh)
 
     def place(self, network: nn.Module) -> None:
         """Spread a network that is on the meta device over the ranks, and draw its initial weights."""
         if self.tensor_axis is not None:
             self.tensor_axis.split(network)
+        if self.context_axis is not None:
+            self.context_axis.split(network)
         prepare_blocks(network, self.config)
         self.network = network
         self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed))
@@ -71,7 +76,7 @@ class Strategy:
         return [self.network]
 
     def forward_backward(self, batch: StepBatch, target_tokens: int) -> Losses:
-        """Compute the gradients of this rank's share of a step. Return the losses of its sequences, [B] each, not yet divided.
+        """Compute the gradients of this rank's share of a step. Return the losses of its tokens by sequence, [B] each, not yet divided.
 
         `target_tokens`: target tokens of the whole step, over all ranks.
         """
@@ -91,7 +96,10 @@ class Strategy:
     @torch.no_grad()
     def evaluate(self, **inputs: object) -> Tensor:
         """The network's forward without gradients: losses with targets, else logits. Call `release` after the last one."""
-        return self._call(**inputs)
+        result = self._call(**inputs)
+        if self.context_axis is None or inputs.get("targets_BT") is None:
+            return result
+        return self.context_axis.sum_losses(result)
 
     def release(self) -> None:
         """Free what `evaluate` leaves behind, before the next step."""

@@ -36,6 +36,7 @@ from pretrain.models.layers import Embedding, Linear, Mlp, RMSNorm, project, tab
 from pretrain.models.loss import OutputHead
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.models.positions import RelativeBias
+from pretrain.parallel.collectives import gather, scatter, total
 
 _SUBLAYERS = (Attention, LatentAttention, CrossAttention, Mlp, MixtureOfExperts)
 
@@ -183,7 +184,7 @@ class TensorAxis:
     def _norm_of_all_heads(self, norm: RMSNorm, x_BTC: Tensor) -> Tensor:
         """A root-mean-square norm over the components of all ranks."""
         y_BTC, gain_D = x_BTC.float(), norm.gain()
-        square_BT1 = _Sum.apply(y_BTC.square().sum(-1, keepdim=True), self.group) / len(gain_D)
+        square_BT1 = total(y_BTC.square().sum(-1, keepdim=True), self.group) / len(gain_D)
         return (y_BTC * (square_BT1 + norm.eps).rsqrt() * gain_D[self._own(len(gain_D))]).to(x_BTC.dtype)
 
     def _look_up(self, positions: Positions, table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -207,11 +208,11 @@ class Positions:
 
     def gather(self, x_BRX: Tensor) -> Tensor:
         """All positions [B, T, X]. In backward each rank gets the sum of its positions' gradients."""
-        return _Gather.apply(x_BRX, self.axis.group, self.axis.size)[:, : self.length]
+        return gather(x_BRX, self.axis.group)[:, : self.length]
 
     def scatter(self, y_BTX: Tensor) -> Tensor:
         """The sum over ranks of this rank's positions [B, R, X]."""
-        return _Scatter.apply(self._filled(y_BTX), self.axis.group, self.axis.size)
+        return scatter(self._filled(y_BTX), self.axis.group)
 
     def own(self, x_BTX: Tensor) -> Tensor:
         """This rank's positions [B, R, X]."""
@@ -241,11 +242,11 @@ class HeadShard:
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        return _gather(values[None], self.axis.group, self.axis.size).unflatten(1, (self.axis.size, -1))[0]
+        return gather(values[None], self.axis.group).unflatten(1, (self.axis.size, -1))[0]
 
     def join(self, logits_BTV: Tensor) -> Tensor:
         filled = F.pad(logits_BTV, (0, self.largest - logits_BTV.shape[2])).transpose(1, 2)
-        return _Gather.apply(filled, self.axis.group, self.axis.size)[:, : self.vocabulary].transpose(1, 2)
+        return gather(filled, self.axis.group)[:, : self.vocabulary].transpose(1, 2)
 
 
 # ---- around modules -------------------------------------------------------------------------------------------------------
@@ -282,67 +283,7 @@ def _with_own_tokens(
     return forward(hidden_BRD, positions.own(embedded_BTD), *arguments)
 
 
-# ---- collectives with gradients, and parts of tensors -----------------------------------------------------------------------
-
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _gather(x_BRX: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-    parts = x_BRX.new_empty(size, *x_BRX.shape)
-    _all_gather(parts.flatten(0, 1), x_BRX.contiguous(), group=group)
-    return parts.movedim(0, 1).flatten(1, 2)
-
-
-def _scatter(y_BTX: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-    parts = y_BTX.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
-    own = torch.empty_like(parts[0])
-    _reduce_scatter(own, parts.flatten(0, 1), group=group)
-    return own
-
-
-class _Gather(torch.autograd.Function):
-    """[B, R, X] of each rank, one after the other: [B, ranks x R, X]."""
-
-    @staticmethod
-    def forward(ctx, x_BRX: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _gather(x_BRX, group, size)
-
-    @staticmethod
-    def backward(ctx, g_BTX: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter(g_BTX, ctx.group, ctx.size), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """The sum over ranks of this rank's positions. The gradient of a sum is that of every addend."""
-
-    @staticmethod
-    def forward(ctx, y_BTX: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _scatter(y_BTX, group, size)
-
-    @staticmethod
-    def backward(ctx, g_BRX: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(g_BRX, ctx.group, ctx.size), None, None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over ranks, of which every rank makes something else: so its gradient is a sum too."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
-        g = g.clone()
-        dist.all_reduce(g, group=ctx.group)
-        return g, None
+# ---- parts of tensors ---------------------------------------------------------------------------------------------------------
 
 
 class _Shared(torch.autograd.Function):

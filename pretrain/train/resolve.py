@@ -15,7 +15,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.shape import resolved_switches
 from pretrain.optim.schedule import fit
-from pretrain.parallel.layout import check_micro_steps, check_options, check_tensor
+from pretrain.parallel.layout import check_context, check_micro_steps, check_options, check_tensor
 from pretrain.train.identity import check_accepted
 
 
@@ -37,8 +37,12 @@ def resolve(config: Config) -> Config:
     config = dataclasses.replace(config, model=model, data=data, schedule=schedule)
     check_data(config)
     _check_masks(config)
+    if config.parallel.context > 1 and model.attention_backend == "auto" and needs_masks(config):
+        # Ranks take rows of a mask, which FlexAttention's masks of blocks do not have.
+        config = dataclasses.replace(config, model=dataclasses.replace(model, attention_backend="sdpa"))
     _check_recomputation(config)
     check_tensor(model, config.parallel.tensor)
+    check_context(config)
     check_options(config)
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config

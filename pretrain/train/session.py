@@ -279,8 +279,8 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
 
 def state_bytes(config: Config, layout: Layout, parameters: int) -> int:
     """Bytes of weights, gradients and moments per rank, in fp32. FSDP2 without resharding adds the weights that stay gathered."""
-    sharded = layout.strategy == "fsdp" and layout.shard > 1
-    held = -(-parameters * STATE_BYTES_PER_PARAMETER // (layout.shard * layout.tensor))
+    sharded = layout.strategy == "fsdp" and layout.shard * layout.context > 1
+    held = -(-parameters * STATE_BYTES_PER_PARAMETER // layout.state_parts)
     gathered = sharded and not config.parallel.reshard_after_forward
     return held + (parameters * COMPUTE_BYTES[config.precision.compute] // layout.tensor if gathered else 0)
 
@@ -289,9 +289,9 @@ def _describe_memory(plan: Plan) -> list[str]:
     """The memory of the state, computed and not measured. Activations depend on the micro-batch and are not included."""
     config, layout, parameters = plan.config, plan.layout, plan.parameters
     held = f"{STATE_BYTES_PER_PARAMETER} bytes per parameter"
-    if layout.shard * layout.tensor > 1:
-        held += f" over {layout.shard * layout.tensor} ranks"
-        if layout.shard > 1 and not config.parallel.reshard_after_forward:
+    if layout.state_parts > 1:
+        held += f" over {layout.state_parts} ranks"
+        if layout.shard * layout.context > 1 and not config.parallel.reshard_after_forward:
             held += f", and gathered weights in {config.precision.compute}"
     place = " of host memory" if config.parallel.offload and layout.strategy == "fsdp" else ""
     return [

@@ -24,6 +24,10 @@ LAYOUTS = {
     "fsdp on 2, recomputation": (2, "parallel.strategy=fsdp", "parallel.activation_checkpointing=full"),
     "fsdp on 4": (4, "parallel.strategy=fsdp", "batch.micro_sequences=4"),
     "hsdp 2x2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"),
+    "context 2": (2, "parallel.strategy=fsdp", "parallel.context=2"),
+    "fsdp 2 x context 2, recomputation": (
+        4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.activation_checkpointing=full"
+    ),
     "tensor 2": (2, "parallel.strategy=fsdp", "parallel.tensor=2"),
     "fsdp 2 x tensor 2, recomputation": (
         4, "parallel.strategy=fsdp", "parallel.tensor=2", "parallel.activation_checkpointing=full"
@@ -60,7 +64,7 @@ def loads(run):
 
 
 # The others with `-m slow`: python -m pytest tests/train/test_experts_in_layouts.py -m slow
-QUICK = {"other micro-batch", "ddp on 2, every, recomputation", "fsdp on 2", "hsdp 2x2"}
+QUICK = {"other micro-batch", "ddp on 2, every, recomputation", "fsdp on 2", "tensor 2", "fsdp 2 x context 2, recomputation"}
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])

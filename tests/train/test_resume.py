@@ -18,6 +18,7 @@ LAYOUTS = {
     "hsdp 2x2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"),
     "tensor 2": (2, "parallel.strategy=fsdp", "parallel.tensor=2"),
     "fsdp 2 x tensor 2": (4, "parallel.strategy=fsdp", "parallel.tensor=2"),
+    "fsdp 2 x context 2": (4, "parallel.strategy=fsdp", "parallel.context=2"),
 }
 # 24 sequences divide over every world size above.
 BATCH = ("batch.sequences=24", "batch.micro_sequences=2")
@@ -30,7 +31,7 @@ def equal(one, other) -> bool:
 
 @pytest.mark.parametrize(("first", "second"), [
     ("single", "fsdp 3"), ("hsdp 2x2", "single"), ("fsdp 2 x tensor 2", "ddp 2"),
-    pytest.param("ddp 2", "fsdp 2 x tensor 2", marks=pytest.mark.slow), pytest.param("tensor 2", "fsdp 4", marks=pytest.mark.slow), pytest.param("ddp 4", "fsdp 2", marks=pytest.mark.slow), pytest.param("fsdp 4", "hsdp 2x2", marks=pytest.mark.slow),
+    pytest.param("fsdp 2 x tensor 2", "fsdp 2 x context 2", marks=pytest.mark.slow), pytest.param("ddp 2", "fsdp 2 x tensor 2", marks=pytest.mark.slow), pytest.param("tensor 2", "fsdp 4", marks=pytest.mark.slow), pytest.param("ddp 4", "fsdp 2", marks=pytest.mark.slow), pytest.param("fsdp 4", "hsdp 2x2", marks=pytest.mark.slow),
     pytest.param("ddp 2", "fsdp 4", marks=pytest.mark.slow), pytest.param("fsdp 2", "ddp 4", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_checkpoint_resumes_bit_equal_under_another_layout_and_sees_the_same_samples(pool, config_file, first, second):
@@ -51,7 +52,7 @@ def test_a_checkpoint_resumes_bit_equal_under_another_layout_and_sees_the_same_s
     )
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 2", "ddp 4", "fsdp 2", "fsdp 3", "tensor 2"}))
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 2", "ddp 4", "fsdp 2", "fsdp 3", "tensor 2", "fsdp 2 x context 2"}))
 def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, trained_run, config_file, layout):
     world, *options = LAYOUTS[layout]
     short = (*BATCH, *EVERY, "run.steps=5", "schedule.warmup_steps=1")
@@ -61,7 +62,7 @@ def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, trained_
     assert equal(state_of(again, 5), state_of(origin, 5))
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2", "tensor 2"}))
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2", "tensor 2", "fsdp 2 x context 2"}))
 def test_the_same_layout_resumes_in_every_bit_when_deterministic(pool, config_file, layout):
     world, *options = LAYOUTS[layout]
     fixed = (*BATCH, *EVERY, "run.deterministic=true", *HALVES, *options)

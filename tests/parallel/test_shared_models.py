@@ -1,4 +1,4 @@
-"""Ranks that share every matrix compute what one process computes: in fp64, where no rounding hides a difference, for every family."""
+"""Ranks that share matrices or positions compute what one process computes: in fp64, where no rounding hides a difference, for every family."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pretrain.config.model_schema import (
     Relative,
     Rope,
 )
-from pretrain.config.schema import Loss
+from pretrain.config.schema import Config, Loss, Parallel
 from pretrain.conventions import IGNORED, sample_keys
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete
 from pretrain.observe.equivalence import NEGLIGIBLE
-from pretrain.parallel.layout import check_tensor
+from pretrain.parallel.layout import check_context, check_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 from parity import ALL, cases  # noqa: E402
@@ -62,17 +62,18 @@ OWN = {
 LOSS = Loss(z_loss=1e-2, label_smoothing=0.1)
 
 
-def models(ranks: int, every_family: bool) -> dict[str, Model]:
-    """The cases that so many ranks can share."""
+def models(kind: str, ranks: int, every_family: bool) -> dict[str, Model]:
+    """The cases that so many ranks of an axis can share."""
     found = {name: complete(model, 41) for name, model in OWN.items()}
     if every_family:
         found |= {f"{family}: {name}": cases(family)[name] for family, name in ALL}
-    return {name: model for name, model in found.items() if is_legal(model, ranks)}
+    return {name: model for name, model in found.items() if is_legal(model, kind, ranks)}
 
 
-def is_legal(model: Model, ranks: int) -> bool:
+def is_legal(model: Model, kind: str, ranks: int) -> bool:
     try:
-        check_tensor(model, ranks)
+        check_tensor(model, ranks if kind == "tensor" else 1)
+        check_context(Config(model=model, parallel=Parallel(context=ranks if kind == "context" else 1)))
     except ConfigError:
         return False
     return True
@@ -114,53 +115,59 @@ def values_and_gradients(model: Model, axis=None) -> dict[str, torch.Tensor]:
     inputs = batch(model)
     losses = network(**inputs, with_cross_entropy=True)
     losses.objective_B.sum().backward()
-    if axis is not None:
+    if hasattr(axis, "sum_gradients"):
         axis.sum_gradients()
     found = {name: p.grad for name, p in network.named_parameters() if p.requires_grad}
     found = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
-    assert min(float(g.norm()) for g in found.values()) > 0
     if hasattr(network, "take_router_reports"):
         found |= {f"loads of {layer}": report.counts_E.double() for layer, report in network.take_router_reports().items()}
+    found |= {"objective": losses.objective_B.detach(), "cross-entropy": losses.cross_entropy_B}
+    if axis is not None and not hasattr(axis, "sum_gradients"):  # a data axis adds these up
+        for part in found.values():
+            torch.distributed.all_reduce(part)
+    assert min(float(g.norm()) for g in found.values()) > 0
     with torch.no_grad():
         logits = network(**{name: x for name, x in inputs.items() if name not in ("targets_BT", "keys_B")})
-    return found | {"objective": losses.objective_B.detach(), "cross-entropy": losses.cross_entropy_B, "logits": logits}
+    return found | {"logits": logits}
 
 
-def differences(wanted: dict[str, Model]) -> dict[str, tuple[float, str]]:
+def differences(kind: str, wanted: dict[str, Model]) -> dict[str, tuple[float, str]]:
     """By case: the largest relative difference between all ranks together and one process, and where it is."""
-    from pretrain.config.schema import Config
     from pretrain.distributed import ranks as distributed
     from pretrain.distributed.mesh import Mesh
+    from pretrain.parallel.context import ContextAxis
     from pretrain.parallel.tensor import TensorAxis
 
     _, _, world_size = distributed.launched_ranks()
-    mesh = Mesh({"tensor": world_size}, distributed.start(Config(), alone=False))
+    mesh = Mesh({kind: world_size}, distributed.start(Config(), alone=False))
+    make = {"tensor": TensorAxis, "context": ContextAxis}[kind]
     found = {}
-    kind = torch.get_default_dtype()
+    default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with patch.object(torch.Tensor, "float", torch.Tensor.double), patch.object(torch, "float32", torch.float64):
             for name, model in wanted.items():
-                alone, together = values_and_gradients(model), values_and_gradients(model, TensorAxis(mesh))
+                alone, together = values_and_gradients(model), values_and_gradients(model, make(mesh))
                 assert alone.keys() == together.keys()
                 least = NEGLIGIBLE * max(float(x.norm()) for x in alone.values())
                 gaps = ((float((together[k] - x).norm()) / max(float(x.norm()), least), k) for k, x in alone.items())
                 found[name] = max(gaps)
     finally:
-        torch.set_default_dtype(kind)
+        torch.set_default_dtype(default)
         distributed.stop()
     return found
 
 
-# Every case of every family with `-m slow`: python -m pytest tests/parallel/test_tensor.py -m slow
+# Every case of every family with `-m slow`: python -m pytest tests/parallel/test_shared_models.py -m slow
 SIZES = [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)]
 
 
+@pytest.mark.parametrize("kind", ["tensor", "context"])
 @pytest.mark.parametrize("ranks, every_family", SIZES)
-def test_ranks_that_share_matrices_compute_what_one_process_computes(pool, ranks, every_family):
-    wanted = models(ranks, every_family)
-    assert len(wanted) > (100 if every_family else 7)
-    for found in pool.launch(ranks, differences, wanted):
+def test_ranks_that_share_a_model_compute_what_one_process_computes(pool, kind, ranks, every_family):
+    wanted = models(kind, ranks, every_family)
+    assert len(wanted) > (100 if every_family else 4)
+    for found in pool.launch(ranks, differences, kind, wanted):
         assert found.keys() == wanted.keys()
         worst = max(found, key=lambda name: found[name])
         assert found[worst][0] <= 1e-10, (worst, found[worst])
@@ -170,7 +177,6 @@ def kept_by_forward(model: Model) -> tuple[int, int]:
     """The bytes of activations that autograd keeps on this rank for backward: on its own, and sharing with the others."""
     from torch.distributed.tensor import DTensor
 
-    from pretrain.config.schema import Config
     from pretrain.distributed import ranks as distributed
     from pretrain.distributed.mesh import Mesh
     from pretrain.models import build_network

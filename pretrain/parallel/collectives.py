@@ -1,0 +1,75 @@
+"""Collectives with gradients, for the axes that split activations."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather(x_BRX: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, R, X] of each rank, one after the other: [B, ranks x R, X]. In backward each rank gets the sum of its part's gradients."""
+    return _Gather.apply(x_BRX, group)
+
+
+def scatter(y_BTX: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks of this rank's stretch [B, T / ranks, X]. The gradient of a sum is that of every addend."""
+    return _Scatter.apply(y_BTX, group)
+
+
+def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, of which every rank makes something else: so its gradient is a sum too."""
+    return _Total.apply(x, group)
+
+
+def _gather(x_BRX: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = x_BRX.new_empty(group.size(), *x_BRX.shape)
+    _all_gather(parts.flatten(0, 1), x_BRX.contiguous(), group=group)
+    return parts.movedim(0, 1).flatten(1, 2)
+
+
+def _scatter(y_BTX: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = y_BTX.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()
+    own = torch.empty_like(parts[0])
+    _reduce_scatter(own, parts.flatten(0, 1), group=group)
+    return own
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BRX: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x_BRX, group)
+
+    @staticmethod
+    def backward(ctx, g_BTX: Tensor) -> tuple[Tensor, None]:
+        return _scatter(g_BTX, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_BTX: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scatter(y_BTX, group)
+
+    @staticmethod
+    def backward(ctx, g_BRX: Tensor) -> tuple[Tensor, None]:
+        return _gather(g_BRX, ctx.group), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        g = g.clone()
+        dist.all_reduce(g, group=ctx.group)
+        return g, None

@@ -1,0 +1,153 @@
+"""Context parallelism: ranks share the positions of every sequence, so that a sequence may be longer than one device can hold.
+
+    hidden states [B, R, D]     each rank has R = T / ranks positions, through the whole network
+    attention                   its queries are of these positions; keys and values of all positions are gathered (Llama 3, arXiv 2407.21783, 3.3.2)
+
+A causal mask gives later positions more work. So the sequence is cut into twice as many stretches as there are ranks, and rank i has stretches i
+and 2 x ranks - 1 - i, whose work adds up to the same on every rank. Queries of a stretch are multiplied with the keys up to its end alone.
+
+Every rank is given the whole sequence of tokens, which are small. Masks, rotary tables and documents are therefore those of the whole sequence, and each rank
+takes the rows of its positions. Every rank has a part of each gradient and of each sequence's loss; the parts add up.
+
+Where the stretches do not divide T, the last positions are filled up, and what is computed from them is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pretrain.conventions import IGNORED
+from pretrain.distributed.mesh import Mesh
+from pretrain.models.attention import Attention, LatentAttention
+from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
+from pretrain.models.layers import Embedding
+from pretrain.models.loss import Losses, OutputHead
+from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
+from pretrain.parallel.collectives import gather
+
+
+class ContextAxis:
+    """Spreads the positions of a network's sequences over the ranks of the mesh's axis `context`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.group = mesh.context_group()
+        self.size, self.rank = mesh.sizes["context"], mesh.coordinates["context"]
+        self.length = 0
+        """T of the forward pass that runs."""
+
+    def split(self, network: nn.Module) -> None:
+        """Set what the modules of a network compute with. All parameters stay whole."""
+        network.rows_at_hand = self.own
+        network.register_forward_pre_hook(self._note_length, with_kwargs=True)
+        for module in network.modules():
+            match module:
+                case Attention() | LatentAttention():
+                    module.forward = partial(self._attention, module.forward)
+                    module.attend = partial(self._attend, module.attend)
+                case MixtureOfExperts():
+                    module.forward = partial(self._experts, module.forward)
+                case Router():
+                    module.report = partial(self._report, module.report)
+                case Embedding():
+                    module.rows = partial(self._look_up, module.rows)
+                case OutputHead():
+                    module.forward = partial(self._head, module.forward)
+                case MultiTokenPrediction():
+                    module.forward = partial(self._with_all_tokens, module.forward)
+                case MultiTokenDepth():
+                    module.forward = partial(self._with_own_tokens, module.forward)
+
+    def sum_losses(self, losses_B: Tensor) -> Tensor:
+        """The losses of whole sequences from those of the positions at hand. No gradient flows through it."""
+        losses_B = losses_B.clone()
+        dist.all_reduce(losses_B, group=self.group)
+        return losses_B
+
+    # ---- positions ----------------------------------------------------------------------------------------------------
+
+    def own(self, x_BTX: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
+        """This rank's positions along a dimension of T."""
+        x = x_BTX.movedim(dim, 0)
+        missing = -len(x) % (2 * self.size)
+        if missing:
+            x = torch.cat((x, x.new_full((missing, *x.shape[1:]), fill)))
+        stretches = x.unflatten(0, (2 * self.size, -1))
+        return torch.cat((stretches[self.rank], stretches[-1 - self.rank])).movedim(0, dim)
+
+    def gather(self, x_BRX: Tensor) -> Tensor:
+        """All positions [B, T, X], in order. In backward each rank gets the sum of its positions' gradients."""
+        stretches = gather(x_BRX, self.group).unflatten(1, (self.size, 2, -1))
+        ordered = torch.cat((stretches[:, :, 0], stretches[:, :, 1].flip(1)), dim=1)
+        return ordered.flatten(1, 2)[:, : self.length]
+
+    def _stretches(self, rows: int) -> list[tuple[slice, int]]:
+        """This rank's two stretches: where their rows are, and the position of the first one."""
+        count = rows // 2
+        return [(slice(0, count), self.rank * count), (slice(count, rows), (2 * self.size - 1 - self.rank) * count)]
+
+    # ---- what modules compute -----------------------------------------------------------------------------------------
+
+    def _note_length(self, network: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
+        if named.get("cache") is not None:
+            raise ValueError(
+                "a cache of generation holds all positions of a sequence; with context-parallel ranks there is none"
+            )
+        self.length = (arguments[0] if arguments else named["tokens_BT"]).shape[1]
+
+    def _look_up(self, rows: Callable[..., Tensor], table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return rows(table_VD, self.own(ids, dim=ids.dim() - 1), dtype)
+
+    def _attention(
+        self, forward: Callable[..., Tensor], x_BRD: Tensor, rope: Any = None, mask: Any = None, cache: Any = None
+    ) -> Tensor:
+        own = None if rope is None else tuple(self.own(table, dim=table.dim() - 2) for table in rope)
+        return forward(x_BRD, own, mask, cache)
+
+    def _attend(
+        self, attend: Callable[..., Tensor], q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, mask: Tensor | None, *options: Any
+    ) -> Tensor:
+        k_BKTG, v_BKTG = (self.gather(x.transpose(1, 2)).transpose(1, 2) for x in (k_BKRG, v_BKRG))
+        found = []
+        for rows, first in self._stretches(q_BHRG.shape[2]):
+            # Rows that fill up see what the last position sees: nothing is made of their results.
+            places = torch.arange(first, first + rows.stop - rows.start, device=q_BHRG.device).clamp(max=self.length - 1)
+            stop = min(self.length, first + rows.stop - rows.start)
+            seen = places[:, None] >= torch.arange(stop, device=q_BHRG.device) if mask is None else mask[..., places, :stop]
+            found.append(attend(q_BHRG[:, :, rows], k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], seen, *options))
+        return torch.cat(found, dim=2)
+
+    def _experts(self, forward: Callable[..., Any], x_BRD: Tensor, counted_BT: Tensor | None = None) -> Any:
+        return forward(x_BRD, None if counted_BT is None else self.own(counted_BT))
+
+    def _report(
+        self,
+        report: Callable[..., RouterReport],
+        logits: Tensor,
+        scores: Tensor,
+        chosen: Tensor,
+        counted: Tensor,
+        *options: Any,
+    ) -> RouterReport:
+        """The report over whole sequences, which every rank makes alike; each takes one part of the loss."""
+        whole = report(*(self.gather(x) for x in (logits, scores, chosen, counted)), *options)
+        return RouterReport(whole.loss_B / self.size, whole.counts_E * (self.rank == 0))
+
+    def _head(
+        self, forward: Callable[..., Any], x_BRD: Tensor, targets_BT: Tensor | None = None, *arguments: Any, **named: Any
+    ) -> Tensor | Losses:
+        if targets_BT is None:
+            return self.gather(forward(x_BRD, None, *arguments, **named))
+        return forward(x_BRD, self.own(targets_BT, fill=IGNORED), *arguments, **named)
+
+    def _with_all_tokens(self, forward: Callable[..., Any], hidden_BRD: Tensor, embedded_BRD: Tensor, *arguments: Any) -> Any:
+        """Multi-token prediction shifts the embedded tokens along the sequence."""
+        return forward(hidden_BRD, self.gather(embedded_BRD), *arguments)
+
+    def _with_own_tokens(self, forward: Callable[..., Any], hidden_BRD: Tensor, embedded_BTD: Tensor, *arguments: Any) -> Any:
+        return forward(hidden_BRD, self.own(embedded_BTD), *arguments)

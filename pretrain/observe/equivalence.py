@@ -5,7 +5,7 @@ also rounded once. So a layout is compared with the single process that has the 
 differ by that rounding: each addend by 2^-9 of itself (u, the unit roundoff of bf16). Both sums together may differ by 2 u times the addends'
 norms over the norm of their sum. That ratio is at most 4 for the 16 micro-batches here, if they are unrelated.
 
-A layout that splits matrices also adds up activations in another order, so it rounds them elsewhere. A parameter whose gradient is small because
+A layout that splits matrices or positions also adds up activations in another order, so it rounds them elsewhere. A parameter whose gradient is small because
 large terms cancel has the rounding of these terms. So differences up to u times the norm of the whole gradient are mere rounding there.
 """
 
@@ -36,7 +36,7 @@ NEGLIGIBLE = 1e-6
 UNIT_ROUNDOFF = {"fp32": 2**-24, "bf16": 2**-9}
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE = "single"
-_SIZES = ("parallel.replicate", "parallel.shard", "parallel.tensor")
+_SIZES = ("parallel.replicate", "parallel.shard", "parallel.context", "parallel.tensor")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Case:
 
     @property
     def splits(self) -> bool:
-        """Whether ranks share matrices."""
-        return any(override.startswith("parallel.tensor=") for override in self.overrides)
+        """Whether ranks share matrices or positions."""
+        return any(override.startswith(("parallel.tensor=", "parallel.context=")) for override in self.overrides)
 
     def command(self, config: Path, overrides: list[str]) -> list[str]:
         script = [str(ROOT / "pretrain" / "run.py"), "--config", str(config), *self.overrides, *overrides]
@@ -143,6 +143,9 @@ def cases(sequences: int) -> list[Case]:
             "tensor=2",
             model=2,
         ),
+        case("context parallel on 2", 2, 1, "strategy=fsdp", "context=2", model=2),
+        case("context parallel on 4", 4, 1, "strategy=fsdp", "context=4", model=4),
+        case("FSDP2 on 2 x context parallel on 2, accumulation 4", 4, 4, "strategy=fsdp", "shard=2", "context=2", model=2),
         case("DDP on 2, accelerate launch", 2, 1, "strategy=ddp", launcher="accelerate"),
         case("FSDP2 on 2, accelerate launch", 2, 1, "strategy=fsdp", launcher="accelerate"),
     ]

@@ -14,6 +14,7 @@ Where the stretches do not divide T, the last positions are filled up, and what 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -115,10 +116,12 @@ class ContextAxis:
         k_BKTG, v_BKTG = (self.gather(x.transpose(1, 2)).transpose(1, 2) for x in (k_BKRG, v_BKRG))
         found = []
         for rows, first in self._stretches(q_BHRG.shape[2]):
-            # Rows that fill up see what the last position sees: nothing is made of their results.
-            places = torch.arange(first, first + rows.stop - rows.start, device=q_BHRG.device).clamp(max=self.length - 1)
-            stop = min(self.length, first + rows.stop - rows.start)
-            seen = places[:, None] >= torch.arange(stop, device=q_BHRG.device) if mask is None else mask[..., places, :stop]
+            last = first + rows.stop - rows.start
+            stop = min(self.length, last)
+            if mask is None:
+                seen = _causal(first, last, stop, q_BHRG.dtype, q_BHRG.device)
+            else:
+                seen = mask[..., _places(first, last, self.length, q_BHRG.device), :stop]
             found.append(attend(q_BHRG[:, :, rows], k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], seen, *options))
         return torch.cat(found, dim=2)
 
@@ -151,3 +154,17 @@ class ContextAxis:
 
     def _with_own_tokens(self, forward: Callable[..., Any], hidden_BRD: Tensor, embedded_BTD: Tensor, *arguments: Any) -> Any:
         return forward(hidden_BRD, self.own(embedded_BTD), *arguments)
+
+
+def _places(first: int, last: int, length: int, device: torch.device) -> Tensor:
+    """Positions from `first` to `last`. Those that fill up see what the last real one sees: nothing is made of their results."""
+    return torch.arange(first, last, device=device).clamp(max=length - 1)
+
+
+@functools.lru_cache(8)
+def _causal(first: int, last: int, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to the scores of queries [first, last) over keys [0, stop): -inf at later ones. All layers share it, in the format of the
+    queries: of a Boolean mask, torch would make and keep a copy for each layer.
+    """
+    seen = _places(first, last, stop, device)[:, None] >= torch.arange(stop, device=device)
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)

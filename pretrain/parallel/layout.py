@@ -192,7 +192,6 @@ def check_context(config: Config) -> None:
     """Raise ConfigError for a complete configuration whose sequences context-parallel ranks cannot share."""
     model, ranks = config.model, config.parallel.context
     reasons = {
-        "models of model.family=hf are transformers' own code, which is not spread": model.family == "hf",
         f"pairs of sequences (model.family={model.family}) are not spread": bool(model.encoder.layers),
         f"parallel.tensor={config.parallel.tensor} spreads positions itself, and the two do not go together yet": config.parallel.tensor
         > 1,
@@ -209,10 +208,6 @@ def check_tensor(model: Model, ranks: int) -> None:
     """Raise ConfigError for a complete network whose matrices so many ranks cannot share. It names the nearest numbers that can."""
     if ranks == 1:
         return
-    if model.family == "hf":
-        raise ConfigError(
-            f"parallel.tensor={ranks}: models of model.family=hf are transformers' own code, which is not split; set parallel.tensor=1"
-        )
     if problem := _not_shared(model, ranks):
         legal = [n for n in range(1, 2 * ranks + 1) if _not_shared(model, n) is None]
         near = [max(n for n in legal if n < ranks), *[n for n in legal if n > ranks][:1]]

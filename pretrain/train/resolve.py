@@ -41,8 +41,7 @@ def resolve(config: Config) -> Config:
         # Ranks take rows of a mask, which FlexAttention's masks of blocks do not have.
         config = dataclasses.replace(config, model=dataclasses.replace(model, attention_backend="sdpa"))
     _check_recomputation(config)
-    check_tensor(model, config.parallel.tensor)
-    check_context(config)
+    _check_sharing(config)
     check_options(config)
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config
@@ -75,6 +74,19 @@ def _check_masks(config: Config) -> None:
         raise ConfigError(
             f"model.attention_backend={model.attention_backend} has no effect without data.document_mask or a sliding window; remove it"
         )
+
+
+def _check_sharing(config: Config) -> None:
+    """Raise ConfigError for ranks that cannot share the network or its sequences."""
+    for axis in ("tensor", "context"):
+        size = getattr(config.parallel, axis)
+        if size > 1 and not family_of(config.model.family).splits:
+            raise ConfigError(
+                f"parallel.{axis}={size}: models of model.family={config.model.family} are code of transformers, which ranks cannot share; "
+                f"set parallel.{axis}=1"
+            )
+    check_tensor(config.model, config.parallel.tensor)
+    check_context(config)
 
 
 def _check_recomputation(config: Config) -> None:

@@ -94,3 +94,15 @@ def test_positions_travel_as_often_as_the_layers_say(pool, config_file):
             "_reduce_scatter_base_": MICRO_STEPS * (2 * sublayers + table + head),
             "allreduce_": MICRO_STEPS * losses + 1,  # gradients of what is whole on every rank, once per step
         }
+
+
+def test_keys_and_values_travel_once_per_layer(pool, config_file):
+    """Forward gathers the keys and the values of each of the 2 blocks, and backward scatters their gradients. Weights are sharded as well."""
+    layers, layout = 2, ("parallel.strategy=fsdp", "parallel.shard=1", "parallel.context=2", "batch.micro_sequences=4")
+    for counts in pool.launch(2, count_collectives, str(config_file), *layout):
+        gathered_again = SHARDED_UNITS - 1  # the head is kept for backward, which comes at once
+        assert counts == {
+            "_allgather_base_": MICRO_STEPS * (2 * layers + SHARDED_UNITS + gathered_again),
+            "_reduce_scatter_base_": MICRO_STEPS * (2 * layers + SHARDED_UNITS),
+            "allreduce_": VECTORS,
+        }

@@ -312,3 +312,31 @@ def test_matrices_that_ranks_cannot_share_are_refused_with_the_nearest_numbers_t
     with pytest.raises(ConfigError) as raised:
         resolve(written)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["parallel.tensor=2"], "parallel.context=2: parallel.tensor=2 spreads positions itself, and the two do not go together yet"),
+        (["data.sequence_length=3"], "parallel.context=2: 2 x 2 stretches of data.sequence_length=3 tokens are empty"),
+        (["model.attention_backend=flex", "data.document_mask=true"], "parallel.context=2: model.attention_backend=flex needs whole masks; use sdpa"),
+    ],
+)  # fmt: skip
+def test_sequences_that_ranks_cannot_share_are_refused(config_file, overrides, message):
+    written, _ = load_config(config_file, ["parallel.strategy=fsdp", "parallel.context=2", *overrides])
+    with pytest.raises(ConfigError) as raised:
+        resolve(written)
+    assert str(raised.value) == f"{message}; set parallel.context=1, or change the other key"
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_models_of_transformers_are_not_shared(tmp_path, axis):
+    from hf_configs import write_config
+
+    family = [
+        f"model={{family: hf, hf_config: {write_config(tmp_path, 'stablelm')}}}",
+        "parallel.strategy=fsdp",
+        "data.sequence_length=32",
+    ]
+    with pytest.raises(ConfigError, match=f"parallel.{axis}=2: models of model.family=hf are code of transformers"):
+        resolve(load_config(None, [*family, f"parallel.{axis}=2"])[0])

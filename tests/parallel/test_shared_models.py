@@ -173,27 +173,29 @@ def test_ranks_that_share_a_model_compute_what_one_process_computes(pool, kind, 
         assert found[worst][0] <= 1e-10, (worst, found[worst])
 
 
-def kept_by_forward(model: Model) -> tuple[int, int]:
-    """The bytes of activations that autograd keeps on this rank for backward: on its own, and sharing with the others."""
+def cost_of_forward(kind: str, model: Model, length: int) -> list[tuple[int, int]]:
+    """The bytes of activations that autograd keeps on this rank for backward, and FLOPs: on its own, and sharing with the others."""
     from torch.distributed.tensor import DTensor
+    from torch.utils.flop_counter import FlopCounterMode
 
     from pretrain.distributed import ranks as distributed
     from pretrain.distributed.mesh import Mesh
     from pretrain.models import build_network
+    from pretrain.parallel.context import ContextAxis
     from pretrain.parallel.initialise import initialise
     from pretrain.parallel.tensor import TensorAxis
 
     _, _, world_size = distributed.launched_ranks()
-    mesh = Mesh({"tensor": world_size}, distributed.start(Config(), alone=False))
+    mesh = Mesh({kind: world_size}, distributed.start(Config(), alone=False))
     found = []
-    for axis in (None, TensorAxis(mesh)):
+    for axis in (None, {"tensor": TensorAxis, "context": ContextAxis}[kind](mesh)):
         with torch.device("meta"):
             network = build_network(model)
         if axis is not None:
             axis.split(network)
         network.to_empty(device="cpu")
         initialise(network, 0)
-        ids = torch.arange(4 * 129).view(4, 129) % model.vocab_size
+        ids = torch.arange(4 * (length + 1)).view(4, -1) % model.vocab_size
         weights = {(p.to_local() if isinstance(p, DTensor) else p).untyped_storage().data_ptr() for p in network.parameters()}
         kept: dict[int, torch.UntypedStorage] = {}
 
@@ -205,13 +207,20 @@ def kept_by_forward(model: Model) -> tuple[int, int]:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             loss = network(tokens_BT=ids[:, :-1], targets_BT=ids[:, 1:])
         assert loss.requires_grad
-        found.append(sum(storage.nbytes() for place, storage in kept.items() if place not in weights))
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            network(tokens_BT=ids[:, :-1], targets_BT=ids[:, 1:])
+        found.append((sum(s.nbytes() for place, s in kept.items() if place not in weights), counter.get_total_flops()))
     distributed.stop()
-    return found[0], found[1]
+    return found
 
 
-def test_ranks_share_the_memory_of_activations_and_of_the_head(pool):
-    """Hidden states, heads and inner columns are split. What backward needs of a sublayer's gathered input is whole on every rank."""
-    model = complete(Model(family="llama", dim=128, layers=4, heads=4, ffn_dim=512, vocab_size=8000), 128)
-    for alone, together in pool.launch(4, kept_by_forward, model):
-        assert 0.25 * alone < together < 0.4 * alone
+@pytest.mark.parametrize("kind", ["tensor", "context"])
+def test_ranks_share_activations_and_work_evenly(pool, kind):
+    """What backward needs of gathered tensors is whole on every rank: inputs of sublayers, or keys and values."""
+    model = complete(Model(family="llama", dim=128, layers=4, heads=4, kv_heads=1, ffn_dim=512, vocab_size=8000), 512)
+    costs = pool.launch(4, cost_of_forward, kind, model, 512)
+    for (kept, work), (kept_together, work_together) in costs:
+        assert 0.2 * kept < kept_together < 0.4 * kept
+        # One process multiplies all queries with all keys; under `context` the later keys of a stretch are left out.
+        assert 0.2 * work < work_together < 0.27 * work
+    assert len({work for _, (_, work) in costs}) == 1

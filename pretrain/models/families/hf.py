@@ -119,6 +119,7 @@ HF = _Own(
     weights=(),
     rope=None,
     masks=False,
+    splits=False,
     keeps_results=False,
     packages=("transformers",),
 )

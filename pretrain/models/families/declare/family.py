@@ -105,6 +105,7 @@ class Family:
     llama_cpp    the switches that llama.cpp obeys, besides sizes, with the values that it computes; None: not tried
     elsewhere    what other programs make of a model (families/declare/other_readers.py has both)
     masks        attention takes masks: of documents, windows, sinks
+    splits: its networks are made of our layers, which ranks can share (`parallel.tensor`, `parallel.context`)
     keeps_results: no block changes the result of a projection in place, so that it can be stored for backward
     packages     packages beside torch that compute it, which ranks must have in one version
     """
@@ -134,6 +135,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     balance: float | None = None
     masks: bool = True
+    splits: bool = True
     keeps_results: bool = True
     packages: tuple[str, ...] = ()
 

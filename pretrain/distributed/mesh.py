@@ -77,6 +77,7 @@ class Mesh:
         """
         return self._device_mesh if axes == self._device_mesh.mesh_dim_names else self._device_mesh[axes]
 
+    @functools.cached_property
     def context_group(self) -> ProcessGroup:
         """The ranks that have other positions of the same samples. All ranks call it together the first time."""
         shape = (

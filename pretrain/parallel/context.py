@@ -37,14 +37,15 @@ class ContextAxis:
     """Spreads the positions of a network's sequences over the ranks of the mesh's axis `context`."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.group = mesh.context_group()
+        self.group = mesh.context_group
         self.size, self.rank = mesh.sizes["context"], mesh.coordinates["context"]
         self.length = 0
         """T of the forward pass that runs."""
 
     def split(self, network: nn.Module) -> None:
-        """Set what the modules of a network compute with. All parameters stay whole."""
-        network.rows_at_hand = self.own
+        """Set what the modules of a network compute with. All parameters stay whole. What tensor-parallel ranks set is set before."""
+        inner = network.rows_at_hand
+        network.rows_at_hand = lambda x_BTX: inner(self.own(x_BTX))
         network.register_forward_pre_hook(self._note_length, with_kwargs=True)
         for module in network.modules():
             match module:
@@ -80,6 +81,10 @@ class ContextAxis:
             x = torch.cat((x, x.new_full((missing, *x.shape[1:]), fill)))
         stretches = x.unflatten(0, (2 * self.size, -1))
         return torch.cat((stretches[self.rank], stretches[-1 - self.rank])).movedim(0, dim)
+
+    def rows(self, length: int) -> int:
+        """How many positions of a sequence of a length a rank has."""
+        return 2 * -(-length // (2 * self.size))
 
     def gather(self, x_BRX: Tensor) -> Tensor:
         """All positions [B, T, X], in order. In backward each rank gets the sum of its positions' gradients."""

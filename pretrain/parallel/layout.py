@@ -193,8 +193,9 @@ def check_context(config: Config) -> None:
     model, ranks = config.model, config.parallel.context
     reasons = {
         f"pairs of sequences (model.family={model.family}) are not spread": bool(model.encoder.layers),
-        f"parallel.tensor={config.parallel.tensor} spreads positions itself, and the two do not go together yet": config.parallel.tensor
-        > 1,
+        f"model.predict_ahead={model.predict_ahead} shifts sequences, which parallel.tensor={config.parallel.tensor} cuts as well": bool(
+            model.predict_ahead and config.parallel.tensor > 1
+        ),
         "model.attention_backend=flex needs whole masks; use sdpa": model.attention_backend == "flex",
         f"2 x {ranks} stretches of data.sequence_length={config.data.sequence_length} tokens are empty": config.data.sequence_length
         < 2 * ranks,

@@ -64,7 +64,7 @@ class Strategy:
     def place(self, network: nn.Module) -> None:
         """Spread a network that is on the meta device over the ranks, and draw its initial weights."""
         if self.tensor_axis is not None:
-            self.tensor_axis.split(network)
+            self.tensor_axis.split(network, *([self.context_axis.rows] if self.context_axis else []))
         if self.context_axis is not None:
             self.context_axis.split(network)
         prepare_blocks(network, self.config)

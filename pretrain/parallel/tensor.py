@@ -50,12 +50,15 @@ class TensorAxis:
         self.split_names: set[str] = set()
         """The parameters that are split."""
 
-    def split(self, network: nn.Module) -> None:
-        """Split the parameters of a network, and set what its modules compute with."""
+    def split(self, network: nn.Module, rows: Callable[[int], int] = lambda length: length) -> None:
+        """Split the parameters of a network, and set what its modules compute with.
+
+        `rows`: how many positions of a sequence of a length these ranks have together; under context parallelism not all.
+        """
         self.network = network
         targets, sources = Positions(self), Positions(self)
         network.rows_at_hand = targets.own
-        network.register_forward_pre_hook(partial(_note_lengths, targets, sources), with_kwargs=True)
+        network.register_forward_pre_hook(partial(_note_lengths, rows, targets, sources), with_kwargs=True)
         encoder = set(network.encoder.modules()) if hasattr(network, "encoder") else set()
         inner = {module.shared for module in network.modules() if isinstance(module, MixtureOfExperts)}
         biases = {module.table for module in network.modules() if isinstance(module, RelativeBias)}
@@ -252,8 +255,15 @@ class HeadShard:
 # ---- around modules -------------------------------------------------------------------------------------------------------
 
 
-def _note_lengths(targets: Positions, sources: Positions, network: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
-    targets.length = (arguments[0] if arguments else named["tokens_BT"]).shape[1]
+def _note_lengths(
+    rows: Callable[[int], int],
+    targets: Positions,
+    sources: Positions,
+    network: nn.Module,
+    arguments: tuple,
+    named: dict[str, Any],
+) -> None:
+    targets.length = rows((arguments[0] if arguments else named["tokens_BT"]).shape[1])
     if named.get("source_BS") is not None:
         sources.length = named["source_BS"].shape[1]
 

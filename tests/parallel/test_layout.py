@@ -317,7 +317,7 @@ def test_matrices_that_ranks_cannot_share_are_refused_with_the_nearest_numbers_t
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["parallel.tensor=2"], "parallel.context=2: parallel.tensor=2 spreads positions itself, and the two do not go together yet"),
+        (["parallel.tensor=2", "model.predict_ahead=1"], "parallel.context=2: model.predict_ahead=1 shifts sequences, which parallel.tensor=2 cuts as well"),
         (["data.sequence_length=3"], "parallel.context=2: 2 x 2 stretches of data.sequence_length=3 tokens are empty"),
         (["model.attention_backend=flex", "data.document_mask=true"], "parallel.context=2: model.attention_backend=flex needs whole masks; use sdpa"),
     ],

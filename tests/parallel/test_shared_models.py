@@ -70,10 +70,15 @@ def models(kind: str, ranks: int, every_family: bool) -> dict[str, Model]:
     return {name: model for name, model in found.items() if is_legal(model, kind, ranks)}
 
 
+def sizes_of(kind: str, ranks: int) -> dict[str, int]:
+    return {"context": ranks // 2, "tensor": 2} if kind == "both" else {kind: ranks}
+
+
 def is_legal(model: Model, kind: str, ranks: int) -> bool:
     try:
-        check_tensor(model, ranks if kind == "tensor" else 1)
-        check_context(Config(model=model, parallel=Parallel(context=ranks if kind == "context" else 1)))
+        sizes = sizes_of(kind, ranks)
+        check_tensor(model, sizes.get("tensor", 1))
+        check_context(Config(model=model, parallel=Parallel(**sizes)))
     except ConfigError:
         return False
     return True
@@ -94,7 +99,7 @@ def batch(model: Model) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def values_and_gradients(model: Model, axis=None) -> dict[str, torch.Tensor]:
+def values_and_gradients(model: Model, tensor=None, context=None) -> dict[str, torch.Tensor]:
     """Losses, logits, what routers counted and every whole gradient."""
     from torch.distributed.tensor import DTensor
 
@@ -104,8 +109,10 @@ def values_and_gradients(model: Model, axis=None) -> dict[str, torch.Tensor]:
 
     with torch.device("meta"):
         network = build_network(model, LOSS)
-    if axis is not None:
-        axis.split(network)
+    if tensor is not None:
+        tensor.split(network, *([context.rows] if context else []))
+    if context is not None:
+        context.split(network)
     set_compute_format(network, torch.float64)
     network.to_empty(device="cpu")
     initialise(network, 3)
@@ -115,16 +122,16 @@ def values_and_gradients(model: Model, axis=None) -> dict[str, torch.Tensor]:
     inputs = batch(model)
     losses = network(**inputs, with_cross_entropy=True)
     losses.objective_B.sum().backward()
-    if hasattr(axis, "sum_gradients"):
-        axis.sum_gradients()
+    if tensor is not None:
+        tensor.sum_gradients()
     found = {name: p.grad for name, p in network.named_parameters() if p.requires_grad}
     found = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
     if hasattr(network, "take_router_reports"):
         found |= {f"loads of {layer}": report.counts_E.double() for layer, report in network.take_router_reports().items()}
     found |= {"objective": losses.objective_B.detach(), "cross-entropy": losses.cross_entropy_B}
-    if axis is not None and not hasattr(axis, "sum_gradients"):  # a data axis adds these up
+    if context is not None:  # a data axis adds these up
         for part in found.values():
-            torch.distributed.all_reduce(part)
+            torch.distributed.all_reduce(part, group=context.group)
     assert min(float(g.norm()) for g in found.values()) > 0
     with torch.no_grad():
         logits = network(**{name: x for name, x in inputs.items() if name not in ("targets_BT", "keys_B")})
@@ -139,15 +146,20 @@ def differences(kind: str, wanted: dict[str, Model]) -> dict[str, tuple[float, s
     from pretrain.parallel.tensor import TensorAxis
 
     _, _, world_size = distributed.launched_ranks()
-    mesh = Mesh({kind: world_size}, distributed.start(Config(), alone=False))
-    make = {"tensor": TensorAxis, "context": ContextAxis}[kind]
+    mesh = Mesh(sizes_of(kind, world_size), distributed.start(Config(), alone=False))
+
+    def axes() -> tuple:
+        return tuple(
+            kind(mesh) if mesh.sizes[axis] > 1 else None for axis, kind in (("tensor", TensorAxis), ("context", ContextAxis))
+        )
+
     found = {}
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with patch.object(torch.Tensor, "float", torch.Tensor.double), patch.object(torch, "float32", torch.float64):
             for name, model in wanted.items():
-                alone, together = values_and_gradients(model), values_and_gradients(model, make(mesh))
+                alone, together = values_and_gradients(model), values_and_gradients(model, *axes())
                 assert alone.keys() == together.keys()
                 least = NEGLIGIBLE * max(float(x.norm()) for x in alone.values())
                 gaps = ((float((together[k] - x).norm()) / max(float(x.norm()), least), k) for k, x in alone.items())
@@ -162,11 +174,13 @@ def differences(kind: str, wanted: dict[str, Model]) -> dict[str, tuple[float, s
 SIZES = [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("kind", ["tensor", "context"])
+@pytest.mark.parametrize("kind", ["tensor", "context", "both"])
 @pytest.mark.parametrize("ranks, every_family", SIZES)
 def test_ranks_that_share_a_model_compute_what_one_process_computes(pool, kind, ranks, every_family):
+    if kind == "both" and ranks == 2:
+        pytest.skip("two axes need four ranks")
     wanted = models(kind, ranks, every_family)
-    assert len(wanted) > (100 if every_family else 4)
+    assert len(wanted) > (100 if every_family else 3)
     for found in pool.launch(ranks, differences, kind, wanted):
         assert found.keys() == wanted.keys()
         worst = max(found, key=lambda name: found[name])

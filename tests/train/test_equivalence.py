@@ -68,6 +68,7 @@ LAYOUTS = {
         4, "parallel.strategy=fsdp", "parallel.context=2", "batch.micro_sequences=2", "parallel.grad_sync=last", "model.tie_embeddings=true",
     ),
     "hsdp 2x2 of context 2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=1", "parallel.context=2"),
+    "context 2 x tensor 2": (4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.tensor=2"),
     "hsdp 2x2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"),
     "hsdp 2x2, last": (
         4,

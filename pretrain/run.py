@@ -30,6 +30,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--origins", action="store_true", help="with --print-config: where every value was written")
     parser.add_argument("--check", action="store_true", help="check configuration, data and layout, and stop")
     parser.add_argument("--ranks", type=int, metavar="N", help="with --check: for how many processes (no launcher needed)")
+    parser.add_argument(
+        "--explain", action="store_true", help="with --check: which samples, positions and weights each rank has"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a configuration value")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
@@ -38,6 +41,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--ranks goes with --check; a launcher decides how many processes train, e.g. torchrun --nproc-per-node 8")
     if arguments.ranks is not None and arguments.ranks < 1:
         parser.error(f"--ranks={arguments.ranks} must be at least 1")
+    if arguments.explain and not arguments.check:
+        parser.error("--explain goes with --check; add --ranks N for N processes")
     if arguments.origins and not arguments.print_config:
         parser.error("--origins goes with --print-config")
     if arguments.check and arguments.print_config:
@@ -90,7 +95,11 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
         from pretrain.train.callbacks import Extensions
         from pretrain.train.session import check, train
 
-        return check(config, arguments.ranks) if arguments.check else train(config, Extensions(callbacks, sinks))
+        return (
+            check(config, arguments.ranks, arguments.explain)
+            if arguments.check
+            else train(config, Extensions(callbacks, sinks))
+        )
     except ConfigError as error:
         if error.key is None or error.key not in origins:
             raise

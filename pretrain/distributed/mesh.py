@@ -24,6 +24,14 @@ from pretrain.distributed.ranks import Ranks
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
+def coordinates_of(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    """A rank's place on each axis of a grid of these sizes."""
+    coordinates = {}
+    for axis in reversed(AXES):
+        rank, coordinates[axis] = divmod(rank, sizes[axis])
+    return coordinates
+
+
 class Mesh:
     """This rank's place in the grid, and sums over parts of it. `sizes` are by axis; an axis that is not named has size 1."""
 
@@ -34,10 +42,7 @@ class Mesh:
         if math.prod(self.sizes.values()) != ranks.world_size:
             raise ValueError(f"a mesh of {self.sizes} has another number of ranks than the {ranks.world_size} of the run")
         self.ranks, self.device = ranks, ranks.device
-        self.coordinates: dict[str, int] = {}
-        place = ranks.rank
-        for axis in reversed(AXES):
-            place, self.coordinates[axis] = divmod(place, self.sizes[axis])
+        self.coordinates = coordinates_of(ranks.rank, self.sizes)
 
     @property
     def data_size(self) -> int:

@@ -12,6 +12,7 @@ from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.data.stream import check_micro_steps
 from pretrain.distributed.launcher import command_for
+from pretrain.distributed.mesh import AXES, coordinates_of
 from pretrain.errors import ConfigError, LaunchError, nearest_multiples
 
 STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments
@@ -176,6 +177,38 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
             "(on a host without GPU, accelerate launch needs --multi_gpu to start several). For one process, set "
             f"parallel.strategy=single, or parallel.{STRATEGIES[strategy].axes[-1]}=1"
         )
+
+
+def explain_ranks(layout: Layout, config: Config) -> list[str]:
+    """A table with what each rank has: its place on every axis, samples of a step, positions, heads, and its share of the weights."""
+    sizes = {axis: layout.axes.get(axis, 1) for axis in AXES}
+    axes = [axis for axis in AXES if sizes[axis] > 1]
+    rows = [["rank", *axes, "samples of a step", "positions", "query heads", "weights"]]
+    for rank in range(math.prod(sizes.values())):
+        place = coordinates_of(rank, sizes)
+        data_rank = place["replicate"] * sizes["shard"] + place["shard"]
+        share = config.batch.sequences // layout.data_size
+        samples = "by length" if config.batch.tokens else _span(data_rank * share, (data_rank + 1) * share)
+        heads = config.model.heads // sizes["tensor"]
+        own = _span(place["tensor"] * heads, (place["tensor"] + 1) * heads)
+        weights = "all" if layout.state_parts == 1 else f"1/{layout.state_parts}"
+        where = [str(place[axis]) for axis in axes]
+        rows.append([str(rank), *where, samples, _positions(config.data.sequence_length, place, sizes), own, weights])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+
+
+def _positions(length: int, place: dict[str, int], sizes: dict[str, int]) -> str:
+    """The stretches of a sequence of which a rank has the hidden states, see parallel/context.py."""
+    if sizes["context"] == 1:
+        return _span(0, length)
+    count, last = -(-length // (2 * sizes["context"])), 2 * sizes["context"] - 1
+    starts = (place["context"] * count, (last - place["context"]) * count)
+    return ", ".join(_span(start, min(length, start + count)) for start in starts if start < length)
+
+
+def _span(start: int, stop: int) -> str:
+    return f"{start}-{stop - 1}" if stop - start > 1 else str(start)
 
 
 def _of_a_sample(config: Config) -> str:

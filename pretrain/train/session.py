@@ -24,7 +24,7 @@ from pretrain.huggingface.export_check import start_export_check
 from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
-from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout, expected_world_size
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout, expected_world_size, explain_ranks
 from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
 from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
@@ -39,8 +39,9 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 
 
-def check(config: Config, processes: int | None = None) -> int:
+def check(config: Config, processes: int | None = None, explain: bool = False) -> int:
     """Run every check that needs no training. Without a launcher, assume `processes`, or as many as the configuration asks for.
+    `explain`: print what each rank has.
 
     If the data cannot be opened, everything else is checked all the same, and all problems are reported.
     """
@@ -61,6 +62,8 @@ def check(config: Config, processes: int | None = None) -> int:
     if rank == 0:
         origin = _check_directory(plan)
         print("\n".join([*describe(plan, world_size, origin), *_other_devices(plan, device), *_intentions(plan, origin)]))
+        if explain:
+            print("\n".join(explain_ranks(plan.layout, plan.config)))
         _check_export(plan)
         print("the configuration is valid")
     return 0

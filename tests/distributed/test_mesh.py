@@ -63,7 +63,9 @@ def sums_on_a_rank(sizes: dict[str, int]) -> tuple:
     mesh = Mesh(sizes, Ranks(rank, local_rank, world, CPU, dist.group.WORLD))
     own = torch.tensor(10**rank)
     sums = int(mesh.sum_over_data("samples", own.clone())), int(mesh.sum_over_loss("losses", own.clone()))
-    groups = {axis: dist.get_process_group_ranks(mesh.device_mesh(axis).get_group()) for axis in sizes if sizes[axis] > 1}
+    groups = {axis: mesh.context_group if axis == "context" else mesh.device_mesh(axis).get_group() for axis in sizes}
+    groups = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
+    groups["gradients"] = dist.get_process_group_ranks(mesh.gradient_group() or dist.group.WORLD)
     dist.barrier()
     return sums, groups
 
@@ -72,10 +74,19 @@ def test_sums_over_ranks_count_every_sample_once_whatever_else_the_ranks_share(p
     found = pool.launch(4, sums_on_a_rank, {"shard": 2, "tensor": 2})
     assert [sums for sums, _ in found] == [(101, 101)] * 4
     assert [groups for _, groups in found] == [
-        {"shard": [rank % 2, rank % 2 + 2], "tensor": [rank - rank % 2, rank - rank % 2 + 1]} for rank in range(4)
+        {
+            "shard": [rank % 2, rank % 2 + 2],
+            "tensor": [rank - rank % 2, rank - rank % 2 + 1],
+            "gradients": [rank % 2, rank % 2 + 2],
+        }
+        for rank in range(4)
     ]
+    found = pool.launch(4, sums_on_a_rank, {"context": 2, "tensor": 2})
+    assert [sums for sums, _ in found] == [(1, 101)] * 4
+    assert [groups["gradients"] for _, groups in found] == [groups["context"] for _, groups in found] == [[0, 2], [1, 3]] * 2
     found = pool.launch(4, sums_on_a_rank, {"pipeline": 2, "context": 2})
     assert [sums for sums, _ in found] == [(1, 1100)] * 4
+    assert [groups["context"] for _, groups in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def norms_on_a_rank() -> tuple:

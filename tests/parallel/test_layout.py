@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +17,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
 from pretrain.parallel import ddp
-from pretrain.parallel.layout import Layout, check_options, expected_world_size, plan_layout
+from pretrain.parallel.layout import Layout, check_options, expected_world_size, explain_ranks, plan_layout
 from pretrain.train.resolve import resolve
 
 GB = 10**9
@@ -340,3 +342,23 @@ def test_models_of_transformers_are_not_shared(tmp_path, axis):
     ]
     with pytest.raises(ConfigError, match=f"parallel.{axis}=2: models of model.family=hf are code of transformers"):
         resolve(load_config(None, [*family, f"parallel.{axis}=2"])[0])
+
+
+def test_an_explanation_gives_every_token_of_a_step_and_every_head_to_someone():
+    """From the table alone: replicas have other samples, context ranks other positions, tensor ranks other heads."""
+    given = config(
+        "batch={sequences: 48, micro_sequences: 2}", "model.heads=4", "data.sequence_length=50",
+        "parallel={strategy: fsdp, replicate: 2, shard: 2, context: 2, tensor: 2}",
+    )  # fmt: skip
+    head, *rows = explain_ranks(plan_layout(given, 16, 10**6, None), given)
+    assert head.split() == "rank replicate shard context tensor samples of a step positions query heads weights".split()
+    covered = set()
+    for number, row in enumerate(rows):
+        rank, *_, samples, positions, heads, weights = (cell for cell in re.split(r"\s{2,}", row.strip()))
+        assert int(rank) == number and weights == "1/8"
+        for stretch in positions.split(", "):
+            whole = [range(int(a), int(b) + 1) for a, b in (cell.split("-") for cell in (samples, stretch, heads))]
+            new = set(itertools.product(*whole))
+            assert not new & covered
+            covered |= new
+    assert len(rows) == 16 and len(covered) == 48 * 50 * 4

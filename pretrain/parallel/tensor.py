@@ -76,10 +76,14 @@ class TensorAxis:
         """Add the parts of the gradients of parameters that are whole on every rank. Call it after the last micro-step of a step."""
         whole = [p.grad for name, p in self.network.named_parameters() if name not in self.split_names and p.grad is not None]
         local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in whole]
-        together = torch.cat([gradient.flatten() for gradient in local])
-        dist.all_reduce(together, group=self.group)
-        for gradient, summed in zip(local, together.split([gradient.numel() for gradient in local])):
-            gradient.copy_(summed.view_as(gradient))
+        for device in sorted(
+            {gradient.device for gradient in local}, key=str
+        ):  # with parallel.offload, matrices are on the host
+            here = [gradient for gradient in local if gradient.device == device]
+            together = torch.cat([gradient.flatten() for gradient in here])
+            dist.all_reduce(together, group=self.group)
+            for gradient, summed in zip(here, together.split([gradient.numel() for gradient in here])):
+                gradient.copy_(summed.view_as(gradient))
 
     def _split_module(self, module: nn.Module, positions: Positions) -> None:
         match module:

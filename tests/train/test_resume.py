@@ -95,3 +95,15 @@ def test_training_can_start_from_the_weights_of_another_run(pool, trained_run, c
     assert abs(losses(second)[0] - losses(first)[-1]) < 0.3 < losses(first)[0] - losses(first)[-1]
     state = json.loads((second / "checkpoints" / "step-00000010" / "state.json").read_text())
     assert (state["step"], state["samples"]) == (10, 160)
+
+
+@pytest.mark.slow
+def test_one_run_moves_through_every_kind_of_layout_with_one_loss_curve(pool, config_file):
+    """A run that changes its layout four times in mid-run, against one process that was never interrupted."""
+    every = (*BATCH, *EVERY, "schedule.name=constant", "schedule.warmup_steps=2")
+    single = train(pool, 1, config_file, "run.name=single", *every, "run.steps=15")
+    for leg, layout in enumerate(("ddp 2", "fsdp 2 x tensor 2", "hsdp 2x2", "fsdp 2 x context 2", "single")):
+        world, *options = LAYOUTS[layout]
+        moving = train(pool, world, config_file, "run.name=moving", *every, f"run.steps={3 * (leg + 1)}", *options)
+    assert len(losses(moving)) == 15
+    assert largest_relative_difference(losses(moving), losses(single)) <= 2e-6

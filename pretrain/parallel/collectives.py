@@ -1,13 +1,32 @@
-"""Collectives with gradients, for the axes that split activations."""
+"""What the axes that split activations have in common: collectives with gradients, and extension of modules."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def extend(module: nn.Module, extension: type, **attributes: Any) -> None:
+    """Make a module one of a subclass of its class, in which the methods of `extension` come first. They find the attributes on the module.
+
+    A function of its own for each module would do as well, but for compilation: torch compiles anew for every such function, and once for modules of one
+    class.
+    """
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    module.__class__ = _extended(extension, type(module))
+
+
+@functools.cache
+def _extended(extension: type, kind: type) -> type:
+    return type(f"{extension.__name__}{kind.__name__}", (extension, kind), {})
 
 
 def gather(x_BRX: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -30,7 +30,8 @@ from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding
 from pretrain.models.loss import Losses, OutputHead
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
-from pretrain.parallel.collectives import gather
+from pretrain.parallel.collectives import extend, gather
+from pretrain.parallel.tensor import AllTokens, OwnTokens
 
 
 class ContextAxis:
@@ -50,20 +51,19 @@ class ContextAxis:
         for module in network.modules():
             match module:
                 case Attention() | LatentAttention():
-                    module.forward = partial(self._attention, module.forward)
-                    module.attend = partial(self._attend, module.attend)
+                    extend(module, OwnQueries, context=self)
                 case MixtureOfExperts():
-                    module.forward = partial(self._experts, module.forward)
+                    extend(module, OwnCounted, context=self)
                 case Router():
-                    module.report = partial(self._report, module.report)
+                    extend(module, WholeReport, context=self)
                 case Embedding():
                     module.rows = partial(self._look_up, module.rows)
                 case OutputHead():
-                    module.forward = partial(self._head, module.forward)
+                    extend(module, OwnTargets, context=self)
                 case MultiTokenPrediction():
-                    module.forward = partial(self._with_all_tokens, module.forward)
+                    extend(module, AllTokens, positions=self)
                 case MultiTokenDepth():
-                    module.forward = partial(self._with_own_tokens, module.forward)
+                    extend(module, OwnTokens, positions=self)
 
     def sum_losses(self, losses_B: Tensor) -> Tensor:
         """The losses of whole sequences from those of the positions at hand. No gradient flows through it."""
@@ -92,7 +92,7 @@ class ContextAxis:
         ordered = torch.cat((stretches[:, :, 0], stretches[:, :, 1].flip(1)), dim=1)
         return ordered.flatten(1, 2)[:, : self.length]
 
-    def _stretches(self, rows: int) -> list[tuple[slice, int]]:
+    def stretches(self, rows: int) -> list[tuple[slice, int]]:
         """This rank's two stretches: where their rows are, and the position of the first one."""
         count = rows // 2
         return [(slice(0, count), self.rank * count), (slice(count, rows), (2 * self.size - 1 - self.rank) * count)]
@@ -109,56 +109,59 @@ class ContextAxis:
     def _look_up(self, rows: Callable[..., Tensor], table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return rows(table_VD, self.own(ids, dim=ids.dim() - 1), dtype)
 
-    def _attention(
-        self, forward: Callable[..., Tensor], x_BRD: Tensor, rope: Any = None, mask: Any = None, cache: Any = None
-    ) -> Tensor:
-        own = None if rope is None else tuple(self.own(table, dim=table.dim() - 2) for table in rope)
-        return forward(x_BRD, own, mask, cache)
 
-    def _attend(
-        self, attend: Callable[..., Tensor], q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, mask: Tensor | None, *options: Any
-    ) -> Tensor:
-        k_BKTG, v_BKTG = (self.gather(x.transpose(1, 2)).transpose(1, 2) for x in (k_BKRG, v_BKRG))
+class OwnQueries:
+    """Attention whose queries are of the positions at hand, and whose keys and values are of all."""
+
+    context: ContextAxis
+
+    def forward(self, x_BRD: Tensor, rope: Any = None, mask: Any = None, cache: Any = None) -> Tensor:
+        own = None if rope is None else tuple(self.context.own(table, dim=table.dim() - 2) for table in rope)
+        return super().forward(x_BRD, own, mask, cache)
+
+    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
+        length = self.context.length
+        k_BKTG, v_BKTG = (self.context.gather(x.transpose(1, 2)).transpose(1, 2) for x in (k_BKRG, v_BKRG))
         found = []
-        for rows, first in self._stretches(q_BHRG.shape[2]):
+        for rows, first in self.context.stretches(q_BHRG.shape[2]):
             last = first + rows.stop - rows.start
-            stop = min(self.length, last)
+            stop = min(length, last)
             if mask is None:
                 seen = _causal(first, last, stop, q_BHRG.dtype, q_BHRG.device)
             else:
-                seen = mask[..., _places(first, last, self.length, q_BHRG.device), :stop]
-            found.append(attend(q_BHRG[:, :, rows], k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], seen, *options))
+                seen = mask[..., _places(first, last, length, q_BHRG.device), :stop]
+            found.append(super().attend(q_BHRG[:, :, rows], k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], seen, *options))
         return torch.cat(found, dim=2)
 
-    def _experts(self, forward: Callable[..., Any], x_BRD: Tensor, counted_BT: Tensor | None = None) -> Any:
-        return forward(x_BRD, None if counted_BT is None else self.own(counted_BT))
 
-    def _report(
-        self,
-        report: Callable[..., RouterReport],
-        logits: Tensor,
-        scores: Tensor,
-        chosen: Tensor,
-        counted: Tensor,
-        *options: Any,
-    ) -> RouterReport:
-        """The report over whole sequences, which every rank makes alike; each takes one part of the loss."""
-        whole = report(*(self.gather(x) for x in (logits, scores, chosen, counted)), *options)
-        return RouterReport(whole.loss_B / self.size, whole.counts_E * (self.rank == 0))
+class OwnCounted:
+    """Experts that count the positions at hand."""
 
-    def _head(
-        self, forward: Callable[..., Any], x_BRD: Tensor, targets_BT: Tensor | None = None, *arguments: Any, **named: Any
-    ) -> Tensor | Losses:
+    context: ContextAxis
+
+    def forward(self, x_BRD: Tensor, counted_BT: Tensor | None = None) -> Any:
+        return super().forward(x_BRD, None if counted_BT is None else self.context.own(counted_BT))
+
+
+class WholeReport:
+    """A router whose report is of whole sequences. Every rank makes it alike, and each takes one part of the loss."""
+
+    context: ContextAxis
+
+    def report(self, logits: Tensor, scores: Tensor, chosen: Tensor, counted: Tensor, *options: Any) -> RouterReport:
+        whole = super().report(*(self.context.gather(x) for x in (logits, scores, chosen, counted)), *options)
+        return RouterReport(whole.loss_B / self.context.size, whole.counts_E * (self.context.rank == 0))
+
+
+class OwnTargets:
+    """An output head for the positions at hand. Logits are those of all positions."""
+
+    context: ContextAxis
+
+    def forward(self, x_BRD: Tensor, targets_BT: Tensor | None = None, *arguments: Any, **named: Any) -> Tensor | Losses:
         if targets_BT is None:
-            return self.gather(forward(x_BRD, None, *arguments, **named))
-        return forward(x_BRD, self.own(targets_BT, fill=IGNORED), *arguments, **named)
-
-    def _with_all_tokens(self, forward: Callable[..., Any], hidden_BRD: Tensor, embedded_BRD: Tensor, *arguments: Any) -> Any:
-        """Multi-token prediction shifts the embedded tokens along the sequence."""
-        return forward(hidden_BRD, self.gather(embedded_BRD), *arguments)
-
-    def _with_own_tokens(self, forward: Callable[..., Any], hidden_BRD: Tensor, embedded_BTD: Tensor, *arguments: Any) -> Any:
-        return forward(hidden_BRD, self.own(embedded_BTD), *arguments)
+            return self.context.gather(super().forward(x_BRD, None, *arguments, **named))
+        return super().forward(x_BRD, self.context.own(targets_BT, fill=IGNORED), *arguments, **named)
 
 
 def _places(first: int, last: int, length: int, device: torch.device) -> Tensor:

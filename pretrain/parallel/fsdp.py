@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
@@ -55,6 +56,7 @@ class FullyShard:
                 param_dtype=DTYPES[self.config.precision.compute], reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
             ),
             "offload_policy": self._offload_policy(),
+            "shard_placement_fn": self._placement,
             "ignored_params": {parameter for parameter in network.parameters() if _is_whole(parameter)},
         }
         for unit in network.units():
@@ -72,6 +74,18 @@ class FullyShard:
                 module.set_gradient_divide_factor(1.0)
             if isinstance(module, (Embedding, OutputHead)) and self.reduce_dtype == torch.float32:
                 module.register_forward_pre_hook(_keep_gradient_in_fp32)
+
+    def _placement(self, parameter: nn.Parameter) -> Shard | None:
+        """Where to shard a parameter; None: by rows.
+
+        torch 2.13 finds the wrong place for shards of rows that tensor-parallel ranks have in unequal numbers. Such tables are sharded by columns.
+        """
+        uneven = (
+            isinstance(parameter, DTensor)
+            and parameter.placements[0] == Shard(0)
+            and len(parameter) % parameter.device_mesh.size()
+        )
+        return Shard(1) if uneven and parameter.shape[1] % self.mesh.size(-1) == 0 else None
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self.config.parallel.offload:

@@ -103,6 +103,7 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
     if strategy == "auto":
         strategy = _automatic(config, world_size, parameters, device_memory)
     replicate, shard = _axes(config, strategy, world_size)
+    _check_tables(config.model, config.parallel.tensor, shard * config.parallel.context)
     return Layout(
         strategy,
         replicate,
@@ -245,7 +246,25 @@ def check_tensor(model: Model, ranks: int) -> None:
     if problem := _not_shared(model, ranks):
         legal = [n for n in range(1, 2 * ranks + 1) if _not_shared(model, n) is None]
         near = [max(n for n in legal if n < ranks), *[n for n in legal if n > ranks][:1]]
-        raise ConfigError(f"parallel.tensor={ranks}: {problem}; use {' or '.join(map(str, near))}")
+        raise ConfigError(f"parallel.tensor={ranks}: {problem}; use {' or '.join(map(str, near))}, or change that key")
+
+
+def _tables(model: Model) -> dict[str, int]:
+    """The rows of each table, by the key that decides them."""
+    rows = {"vocab_size": model.vocab_size, "encoder.vocab_size": model.encoder.vocab_size}
+    if model.positions == "learned":
+        rows["max_sequence_length"] = model.max_sequence_length
+    return {name: count for name, count in rows.items() if count}
+
+
+def _check_tables(model: Model, tensor: int, parts: int) -> None:
+    """Raise ConfigError for tables that can be sharded neither by rows nor by columns (`FullyShard._placement`)."""
+    for name, count in _tables(model).items():
+        if count % tensor and parts > 2 and model.dim % parts:
+            raise ConfigError(
+                f"model.{name}={count} does not divide by parallel.tensor={tensor}, nor model.dim={model.dim} by the {parts} ranks that share "
+                f"weights; use model.{name}={-(-count // tensor) * tensor}"
+            )
 
 
 def _not_shared(model: Model, ranks: int) -> str | None:
@@ -262,12 +281,9 @@ def _not_shared(model: Model, ranks: int) -> str | None:
             return f"model.{name}={count} does not divide by it"
     keys = model.heads if model.latent.kv_rank else model.kv_heads
     if keys % ranks and ranks % keys:
-        return f"model.kv_heads={keys} and it do not divide by each other"
-    rows = {"vocab_size": model.vocab_size, "encoder.vocab_size": model.encoder.vocab_size}
-    if model.positions == "learned":
-        rows["max_sequence_length"] = model.max_sequence_length
-    for name, count in rows.items():
-        if count and (ranks - 1) * -(-count // ranks) >= count:
+        return f"model.kv_heads={keys} is neither a multiple nor a divisor of it"
+    for name, count in _tables(model).items():
+        if (ranks - 1) * -(-count // ranks) >= count:
             return f"model.{name}={count} is too small, the last rank would have no row of the table"
     return None
 
@@ -289,6 +305,11 @@ def check_options(config: Config) -> None:
         raise ConfigError(
             "parallel.activation_checkpointing=selective does not reach into blocks that parallel.compile=true compiles; set "
             "parallel.activation_memory_budget (0 to 1) instead, or activation_checkpointing=full"
+        )
+    if config.parallel.compile and config.parallel.activation_memory_budget < 1 and ranks_of_a_sample(config) > 1:
+        raise ConfigError(
+            f"parallel.activation_memory_budget={config.parallel.activation_memory_budget} does not work with {_of_a_sample(config)}: torch's "
+            "compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"
         )
     beyond = [step for step in config.log.gradients_at if step > steps]
     if beyond:

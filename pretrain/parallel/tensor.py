@@ -29,14 +29,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from pretrain.distributed.mesh import Mesh
-from pretrain.models.attention import Attention, LatentAttention, attend
+from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.encoder_decoder import CrossAttention
 from pretrain.models.experts import Experts, MixtureOfExperts, RouterReport, project_rows
-from pretrain.models.layers import Embedding, Linear, Mlp, RMSNorm, project, table_gradient
+from pretrain.models.layers import Embedding, Linear, Mlp, project, table_gradient
 from pretrain.models.loss import OutputHead
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.models.positions import RelativeBias
-from pretrain.parallel.collectives import gather, scatter, total
+from pretrain.parallel.collectives import extend, gather, scatter, total
 
 _SUBLAYERS = (Attention, LatentAttention, CrossAttention, Mlp, MixtureOfExperts)
 
@@ -67,9 +67,9 @@ class TensorAxis:
             if module not in biases:
                 self._split_module(module, positions)
             if isinstance(module, _SUBLAYERS) and module not in inner:
-                module.forward = partial(_sublayer, positions, module.forward)
+                extend(module, Sublayer, positions=positions)
             if isinstance(module, CrossAttention):
-                module.keys_values = partial(_with_all_positions, sources, module.keys_values)
+                extend(module, CrossSublayer, sources=sources)
         self.split_names = {name for name, p in network.named_parameters() if isinstance(p, DTensor)}
 
     def sum_gradients(self) -> None:
@@ -94,7 +94,7 @@ class TensorAxis:
                 self._split_linear(module.gate, 0)
                 self._split_linear(module.down, 1)
             case MixtureOfExperts():  # every rank routes all positions, and has some inner columns of every expert
-                module.router.forward = partial(self._route, module.router.forward)
+                extend(module.router, SharedRouter, ranks=self.size)
             case Experts():
                 for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
                     self._split_parameter(module, name, dim)
@@ -106,11 +106,11 @@ class TensorAxis:
                 table = self.network.embedding if module.weight is None else module
                 module.shard = HeadShard(self, len(table.weight))
                 self._split_parameter(module, "weight", 0)
-                module.forward = partial(_with_all_positions, positions, module.forward)
+                extend(module, HeadOfAllPositions, positions=positions)
             case MultiTokenPrediction():
-                module.forward = partial(_with_all_tokens, positions, module.forward)
+                extend(module, AllTokens, positions=positions)
             case MultiTokenDepth():
-                module.forward = partial(_with_own_tokens, positions, module.forward)
+                extend(module, OwnTokens, positions=positions)
 
     def _split_attention(self, module: nn.Module) -> None:
         """Give each rank some heads. Fewer key heads than ranks stay whole, and each rank uses the one of its query heads."""
@@ -126,9 +126,11 @@ class TensorAxis:
             if isinstance(module, Attention) and not module.per_head and module.query_norm is not None:
                 for linear, norm in ((module.query, module.query_norm), (module.key, module.key_norm)):
                     if linear in split:
-                        norm.forward = partial(self._norm_of_all_heads, norm)
+                        extend(norm, NormOfAllHeads, group=self.group, own=self.own(norm.weight.numel()))
         self._split_linear(module.output, 1)
-        module.attend = partial(self._attend, heads, keys)
+        own = self.own(heads)
+        used = slice(own.start * keys // heads, (own.stop - 1) * keys // heads + 1) if keys % self.size else slice(None)
+        extend(module, OwnHeads, own_heads=own, used_keys=used)
 
     def _split_linear(self, linear: Linear | None, dim: int) -> None:
         """Split the rows (`dim` 0) or the columns (1) of a projection, if there is one."""
@@ -143,7 +145,7 @@ class TensorAxis:
             part = distribute_tensor(whole.data, self.mesh, [Shard(dim)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
-    def _own(self, count: int) -> slice:
+    def own(self, count: int) -> slice:
         """This rank's stretch of so many things, of which every rank has as many."""
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
@@ -151,7 +153,7 @@ class TensorAxis:
 
     def _product_of_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's components of the result."""
-        return project(x, weight.to_local(), None if bias is None else bias[self._own(len(bias))])
+        return project(x, weight.to_local(), None if bias is None else bias[self.own(len(bias))])
 
     def _product_of_columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's addend of the result. One rank adds the bias."""
@@ -162,47 +164,29 @@ class TensorAxis:
     ) -> Tensor:
         if bias_EO is not None:
             of_result = weight_EOI.placements[-1].dim == 2
-            bias_EO = self._once(bias_EO) if of_result else bias_EO[:, self._own(bias_EO.shape[1])]
+            bias_EO = self._once(bias_EO) if of_result else bias_EO[:, self.own(bias_EO.shape[1])]
         return project_rows(x_RI, weight_EOI.to_local(), bias_EO, experts_R, ends_E)
 
     def _once(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else bias * float(self.rank == 0)
 
-    def _attend(
-        self,
-        heads: int,
-        keys: int,
-        q_BHTG: Tensor,
-        k_BKSG: Tensor,
-        v_BKSG: Tensor,
-        mask: Any,
-        scale: float,
-        soft_cap: float = 0.0,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        own = self._own(heads)
-        if keys % self.size:
-            used = slice(own.start * keys // heads, (own.stop - 1) * keys // heads + 1)
-            k_BKSG, v_BKSG = k_BKSG[:, used], v_BKSG[:, used]
-        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1:  # a bias of positions, by head
-            mask = mask[:, own]
-        return attend(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, None if sinks_H is None else sinks_H[own])
-
-    def _norm_of_all_heads(self, norm: RMSNorm, x_BTC: Tensor) -> Tensor:
-        """A root-mean-square norm over the components of all ranks."""
-        y_BTC, gain_D = x_BTC.float(), norm.gain()
-        square_BT1 = total(y_BTC.square().sum(-1, keepdim=True), self.group) / len(gain_D)
-        return (y_BTC * (square_BT1 + norm.eps).rsqrt() * gain_D[self._own(len(gain_D))]).to(x_BTC.dtype)
-
     def _look_up(self, positions: Positions, table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         rows = _LookUpPart.apply(table_VD, ids, dtype, _first_row(len(table_VD), self.size, self.rank))
         return positions.scatter(rows) if ids.dim() > 1 else positions.scatter(rows[None])[0]
 
-    def _route(self, forward: Callable[..., Any], *arguments: Any) -> tuple[Tensor, Tensor, RouterReport | None]:
-        chosen_BTK, weights_BTK, report = forward(*arguments)
-        if report is not None:  # all ranks compute the same loss
-            report = report._replace(loss_B=_Shared.apply(report.loss_B, self.size))
-        return chosen_BTK, weights_BTK, report
+
+def _note_lengths(
+    rows: Callable[[int], int],
+    targets: Positions,
+    sources: Positions,
+    network: nn.Module,
+    arguments: tuple,
+    named: dict[str, Any],
+) -> None:
+    targets.length = rows((arguments[0] if arguments else named["tokens_BT"]).shape[1])
+    source_BS = arguments[1] if len(arguments) > 1 else named.get("source_BS")
+    if source_BS is not None:
+        sources.length = source_BS.shape[1]
 
 
 class Positions:
@@ -224,7 +208,7 @@ class Positions:
     def own(self, x_BTX: Tensor) -> Tensor:
         """This rank's positions [B, R, X]."""
         filled = self._filled(x_BTX)
-        return filled[:, self.axis._own(filled.shape[1])]
+        return filled[:, self.axis.own(filled.shape[1])]
 
     def _filled(self, x_BTX: Tensor) -> Tensor:
         missing = -x_BTX.shape[1] % self.axis.size
@@ -256,45 +240,101 @@ class HeadShard:
         return gather(filled, self.axis.group)[:, : self.vocabulary].transpose(1, 2)
 
 
-# ---- around modules -------------------------------------------------------------------------------------------------------
+# ---- extensions of modules (see `extend`) -----------------------------------------------------------------------------------
 
 
-def _note_lengths(
-    rows: Callable[[int], int],
-    targets: Positions,
-    sources: Positions,
-    network: nn.Module,
-    arguments: tuple,
-    named: dict[str, Any],
-) -> None:
-    targets.length = rows((arguments[0] if arguments else named["tokens_BT"]).shape[1])
-    if named.get("source_BS") is not None:
-        sources.length = named["source_BS"].shape[1]
-
-
-def _sublayer(positions: Positions, forward: Callable[..., Any], x_BRD: Tensor, *arguments: Any) -> Any:
+class Sublayer:
     """A sublayer between `gather` and `scatter`. Experts return a report beside the result."""
-    result = forward(positions.gather(x_BRD), *arguments)
-    if isinstance(result, tuple):
-        return positions.scatter(result[0]), *result[1:]
-    return positions.scatter(result)
+
+    positions: Positions
+
+    def forward(self, x_BRD: Tensor, *arguments: Any) -> Any:
+        result = super().forward(self.positions.gather(x_BRD), *arguments)
+        if isinstance(result, tuple):
+            return self.positions.scatter(result[0]), *result[1:]
+        return self.positions.scatter(result)
 
 
-def _with_all_positions(positions: Positions, forward: Callable[..., Any], x_BRD: Tensor, *arguments: Any, **named: Any) -> Any:
-    return forward(positions.gather(x_BRD), *arguments, **named)
+class CrossSublayer:
+    """Cross-attention: the encoder's output has positions of its own."""
+
+    sources: Positions
+
+    def keys_values(self, memory_BRD: Tensor) -> tuple[Tensor, Tensor]:
+        return super().keys_values(self.sources.gather(memory_BRD))
 
 
-def _with_all_tokens(
-    positions: Positions, forward: Callable[..., Any], hidden_BRD: Tensor, embedded_BRD: Tensor, *arguments: Any
-) -> Any:
-    """Multi-token prediction shifts the embedded tokens along the sequence."""
-    return forward(hidden_BRD, positions.gather(embedded_BRD), *arguments)
+class OwnHeads:
+    """Attention of some query heads. `used_keys`: which of the key heads at hand they need."""
+
+    own_heads: slice
+    used_keys: slice
+
+    def attend(
+        self,
+        q_BHTG: Tensor,
+        k_BKSG: Tensor,
+        v_BKSG: Tensor,
+        mask: Any,
+        scale: float,
+        soft_cap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1:  # a bias of positions, by head
+            mask = mask[:, self.own_heads]
+        sinks_H = None if sinks_H is None else sinks_H[self.own_heads]
+        return super().attend(q_BHTG, k_BKSG[:, self.used_keys], v_BKSG[:, self.used_keys], mask, scale, soft_cap, sinks_H)
 
 
-def _with_own_tokens(
-    positions: Positions, forward: Callable[..., Any], hidden_BRD: Tensor, embedded_BTD: Tensor, *arguments: Any
-) -> Any:
-    return forward(hidden_BRD, positions.own(embedded_BTD), *arguments)
+class NormOfAllHeads:
+    """A root-mean-square norm over the components of all ranks, of which `own` are at hand."""
+
+    group: dist.ProcessGroup
+    own: slice
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        y_BTC, gain_D = x_BTC.float(), self.gain()
+        square_BT1 = total(y_BTC.square().sum(-1, keepdim=True), self.group) / len(gain_D)
+        return (y_BTC * (square_BT1 + self.eps).rsqrt() * gain_D[self.own]).to(x_BTC.dtype)
+
+
+class SharedRouter:
+    """A router that every rank runs alike: each keeps one part of the gradient of its losses."""
+
+    ranks: int
+
+    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None) -> tuple[Tensor, Tensor, RouterReport | None]:
+        chosen_BTK, weights_BTK, report = super().forward(x_BTD, counted_BT)
+        if report is not None:
+            report = report._replace(loss_B=_Shared.apply(report.loss_B, self.ranks))
+        return chosen_BTK, weights_BTK, report
+
+
+class HeadOfAllPositions:
+    """An output head, whose ranks have rows of the vocabulary and not positions."""
+
+    positions: Positions
+
+    def forward(self, x_BRD: Tensor, *arguments: Any, **named: Any) -> Any:
+        return super().forward(self.positions.gather(x_BRD), *arguments, **named)
+
+
+class AllTokens:
+    """Multi-token prediction, which shifts the embedded tokens along the sequence."""
+
+    positions: Any
+
+    def forward(self, hidden_BRD: Tensor, embedded_BRD: Tensor, *arguments: Any) -> Any:
+        return super().forward(hidden_BRD, self.positions.gather(embedded_BRD), *arguments)
+
+
+class OwnTokens:
+    """A depth of multi-token prediction, which gets the shifted tokens."""
+
+    positions: Any
+
+    def forward(self, hidden_BRD: Tensor, embedded_BTD: Tensor, *arguments: Any) -> Any:
+        return super().forward(hidden_BRD, self.positions.own(embedded_BTD), *arguments)
 
 
 # ---- parts of tensors ---------------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class Trainer:
     def _skip_step(self, number: int, batch: StepBatch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
         """Leave weights, moments and balancing as they are. Raises TrainingError if no more steps may be skipped."""
         bad = batch.positions[~torch.isfinite(losses).cpu().numpy()].tolist()
-        everywhere = self.ranks.gather("samples of a refused step", bad)
+        everywhere = self.ranks.gather("samples of a refused step", bad if self.mesh.counts_losses else [])
         where = "; ".join(f"rank {rank}: samples {positions[:8]}" for rank, positions in enumerate(everywhere) if positions)
         what = f"step {number}: loss {objective}, gradient norm {grad_norm} ({where or 'every loss is finite'})"
         self.skipped_in_a_row += 1

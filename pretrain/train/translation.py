@@ -33,9 +33,9 @@ CHUNK = 64
 
 
 def translate_and_score(
-    call: Callable[..., Tensor], pairs: PreparedPairs, config: Config, ranks: Ranks, poll: StopPoll
+    call: Callable[..., Tensor], pairs: PreparedPairs, config: Config, ranks: Ranks, share: tuple[int, int], poll: StopPoll
 ) -> dict[str, float] | None:
-    """Scores of the translations of a validation source, on the main rank; None on the others, who decode their share.
+    """Scores of the translations of a validation source, on the main rank; None on the others, who decode their share (`translate_sources`).
 
     References are decoded from the targets' tokens; preparation counts those that differ from the text. Raises Stopped on all
     ranks if one was asked to stop.
@@ -46,7 +46,7 @@ def translate_and_score(
     sources, targets = ranks.attempt("reading of pairs", lambda: pairs.read(numbers), DataError)
     end = pairs.target.eod_id
     start = start_token(config.model, end)
-    translations = translate_sources(call, sources, config.model.layers, start, end, search, ranks, poll)
+    translations = translate_sources(call, sources, config.model.layers, start, end, search, ranks, share, poll)
     if not ranks.is_main:
         return None
     source_tokenizer, tokenizer = (_tokenizer(str(side.tokenizer_path)) for side in (pairs.source, pairs.target))
@@ -67,11 +67,13 @@ def translate_sources(
     end_id: int,
     search: Search,
     ranks: Ranks,
+    share: tuple[int, int] = (0, 1),
     poll: StopPoll | None = None,
 ) -> list[list[int]]:
     """The translation of each source (token ids, its end token included), the same on every rank.
 
-    Chunks of sentences of similar length are dealt to the ranks, which make the same number of calls. `poll`: checked at every token.
+    Chunks of sentences of similar length are dealt out. `share`: this rank's number among those that see different samples, and how many
+    these are. All ranks make the same number of calls. `poll`: checked at every token.
     """
 
     def agree(number: int) -> int:
@@ -84,8 +86,9 @@ def translate_sources(
     by_length = sorted(range(len(sources)), key=lambda i: (-len(sources[i]), i))
     chunks = [by_length[i : i + CHUNK] for i in range(0, len(by_length), CHUNK)]
     results: dict[int, list[int]] = {}
-    for first in range(0, len(chunks), ranks.world_size):
-        mine = chunks[first + ranks.rank] if first + ranks.rank < len(chunks) else []
+    number, count = share
+    for first in range(0, len(chunks), count):
+        mine = chunks[first + number] if first + number < len(chunks) else []
         rows = [sources[i] for i in mine] or [np.array([end_id])]
         lengths_B = torch.tensor([len(row) for row in rows])
         source_BS = torch.full((len(rows), int(lengths_B.max())), end_id)

@@ -70,7 +70,8 @@ class Evaluation:
         return validate(self.strategy.evaluate, source, self.config.validation.sequences, rows, self.loader, self.ranks, poll)
 
     def _translate(self, source: PreparedPairs, poll: StopPoll) -> dict[str, float] | None:
-        return translate_and_score(self.strategy.evaluate, source, self.config, self.ranks, poll)
+        share = self.loader.data_rank, self.loader.data_size
+        return translate_and_score(self.strategy.evaluate, source, self.config, self.ranks, share, poll)
 
 
 @torch.no_grad()

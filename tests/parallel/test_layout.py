@@ -301,11 +301,12 @@ def test_values_at_the_limit_are_taken(overrides):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["parallel.tensor=3"], "parallel.tensor=3: model.heads=4 does not divide by it; use 2 or 4"),
-        (["parallel.tensor=4", "model.ffn_dim=70"], "parallel.tensor=4: model.ffn_dim=70 does not divide by it; use 2"),
-        (["parallel.tensor=4", "model.heads=12", "model.kv_heads=6", "model.dim=96", "model.ffn_dim=96"], "parallel.tensor=4: model.kv_heads=6 and it do not divide by each other; use 3 or 6"),
-        (["parallel.tensor=4", "model.vocab_size=5"], "parallel.tensor=4: model.vocab_size=5 is too small, the last rank would have no row of the table; use 2"),
+        (["parallel.tensor=3"], "parallel.tensor=3: model.heads=4 does not divide by it; use 2 or 4, or change that key"),
+        (["parallel.tensor=4", "model.ffn_dim=70"], "parallel.tensor=4: model.ffn_dim=70 does not divide by it; use 2, or change that key"),
+        (["parallel.tensor=4", "model.heads=12", "model.kv_heads=6", "model.dim=96", "model.ffn_dim=96"], "parallel.tensor=4: model.kv_heads=6 is neither a multiple nor a divisor of it; use 3 or 6, or change that key"),
+        (["parallel.tensor=4", "model.vocab_size=5"], "parallel.tensor=4: model.vocab_size=5 is too small, the last rank would have no row of the table; use 2, or change that key"),
         (["parallel.tensor=2", "parallel.strategy=ddp"], "parallel.tensor=2 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.tensor=1"),
+        (["parallel.tensor=2", "parallel.compile=true", "parallel.activation_memory_budget=0.5"], "parallel.activation_memory_budget=0.5 does not work with parallel.tensor=2: torch's compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"),
         (["parallel.tensor=2", "parallel.strategy=single"], "parallel.tensor=2 has no effect with parallel.strategy=single; set parallel.strategy=fsdp, or set parallel.tensor=1"),
     ],
 )  # fmt: skip
@@ -362,3 +363,10 @@ def test_an_explanation_gives_every_token_of_a_step_and_every_head_to_someone():
             assert not new & covered
             covered |= new
     assert len(rows) == 16 and len(covered) == 48 * 50 * 4
+
+
+def test_a_table_that_can_be_sharded_in_no_way_is_refused():
+    odd = ["parallel={strategy: fsdp, tensor: 2}", "batch.sequences=48", "model.vocab_size=61", "model.dim=32"]
+    message = "model.vocab_size=61 does not divide by parallel.tensor=2, nor model.dim=32 by the 3 ranks that share weights; use model.vocab_size=62"
+    assert message in refused(ConfigError, 6, *odd)
+    assert plan(8, *odd).shard == 4 and plan(4, *odd).shard == 2 and plan(6, *odd, "model.vocab_size=62").shard == 3

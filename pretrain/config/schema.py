@@ -322,7 +322,7 @@ class Parallel:
     strategy: Literal["auto", "single", "ddp", "fsdp"] = key(
         "auto",
         "`single` process; `ddp` replicates; `fsdp` shards with FSDP2 (HSDP when `replicate` and `shard` are both above 1); "
-        "`auto`: fsdp where `shard` is above 1, else single on one process, else ddp where the replicated state "
+        "`auto`: fsdp where `shard`, `context` or `tensor` is above 1, else single on one process, else ddp where the replicated state "
         "fits in 40% of the device memory (always on CPU), else fsdp.",
     )
     replicate: int | None = key(

@@ -116,8 +116,9 @@ def test_a_run_with_corrections_resumes_exactly_and_goes_on_under_another_layout
 
 
 GLOBAL = ("model.experts.balance_scope=global_batch", "model.experts.balance_loss=1", "model.experts.correction=false",
-          "model.experts.correction_rate=0", "log.gradients_at=[3]",
-          "optim.lr=3e-4")  # fmt: skip  # two steps of AdamW amplify what is rounded in the first
+          "model.experts.correction_rate=0", "log.gradients_at=[3]")  # fmt: skip
+# Ranks that share matrices or positions round elsewhere, and two steps of AdamW amplify that.
+SLOWLY = "optim.lr=3e-4"
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +134,14 @@ QUICK_GLOBAL = {"ddp on 2"}
 def test_balance_over_the_global_batch_is_the_same_in_every_layout(pool, experts_file, single, single_global, layout):
     """M-D11: the shares are those of the whole step before, which every layout counts alike (invariant 1)."""
     world_size, *overrides = LAYOUTS[layout]
+    alone = single_global
+    if "context" in layout or "tensor" in layout:
+        overrides.append(SLOWLY)
+        alone = train(pool, 1, experts_file, f"run.name=slow-{list(LAYOUTS).index(layout)}", *GLOBAL, SLOWLY)
     run = train(pool, world_size, experts_file, f"run.name=global-{list(LAYOUTS).index(layout)}", *GLOBAL, *overrides)
-    assert largest_gradient_difference(gradients(run, 3), gradients(single_global, 3)) <= GRADIENT_TOLERANCE
-    assert largest_relative_difference(losses(run), losses(single_global)) <= METRIC_TOLERANCE
-    assert loads(run) == loads(single_global) != loads(single)
+    assert largest_gradient_difference(gradients(run, 3), gradients(alone, 3)) <= GRADIENT_TOLERANCE
+    assert largest_relative_difference(losses(run), losses(alone)) <= METRIC_TOLERANCE
+    assert loads(run) == loads(alone) != loads(single)
 
 
 def test_balance_over_the_global_batch_goes_on_after_a_resume_as_if_there_had_been_none(pool, experts_file, single_global):

@@ -75,7 +75,7 @@ def check_run_arguments(arguments: list[str]) -> None:
     for word in arguments:
         if "=" in word and not word.startswith("-"):
             apply_override(tree, word)
-        assert not word.startswith("--") or word in ("--config", "--check", "--ranks", "--print-config", "--origins")
+        assert not word.startswith("--") or word in ("--config", "--check", "--ranks", "--print-config", "--origins", "--explain")
     unknown = set(tree.values) - set(Config.__dataclass_fields__)
     assert not unknown
 

@@ -144,7 +144,7 @@ def yarn(**changes) -> dict:
         ("olmo3-7b", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "which has them by layer type"),
         ("pythia-160m", {"rope_theta": 20000}, "rope_theta=20000 is not read for gpt_neox, whose other field says 10000"),
         ("pythia-160m", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not read for gpt_neox"),
-        ("deepseek-v3", {"first_k_dense_replace": -3}, "first_k_dense_replace=-3 is not supported"),
+        ("deepseek-v3", {"first_k_dense_replace": -3}, "first_k_dense_replace=-3 must be a number of layers"),
         ("llama3.1-8b", {"hidden_size": 4096.0}, "hidden_size is missing or no whole number"),
         ("llama3.1-8b", {"is_decoder": True}, "is_decoder=True is not supported"),
         ("llama3.1-8b", {"pruned_heads": {"0": [1]}}, "pruned_heads="),

@@ -59,7 +59,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("parallel.compile"): ("torch_compile", "use_compile"),
     _SHARDED: ("fsdp", "fsdp2", "fully_shard", "zero_stage", "zero", "deepspeed", "sharding_strategy"),
     _renamed("parallel.tensor"): ("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
-    f"pipeline parallelism (parallel.pipeline) {_NOT_BUILT}": (
+    _renamed("parallel.pipeline"): (
         "pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree",
     ),
     _renamed("parallel.context"): ("cp", "cp_size", "context_parallel_size", "context_parallel_degree"),

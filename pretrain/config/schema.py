@@ -322,7 +322,7 @@ class Parallel:
     strategy: Literal["auto", "single", "ddp", "fsdp"] = key(
         "auto",
         "`single` process; `ddp` replicates; `fsdp` shards with FSDP2 (HSDP when `replicate` and `shard` are both above 1); "
-        "`auto`: fsdp where `shard`, `context` or `tensor` is above 1, else single on one process, else ddp where the replicated state "
+        "`auto`: fsdp where `shard`, `context`, `tensor` or `pipeline` is above 1, else single on one process, else ddp where the replicated state "
         "fits in 40% of the device memory (always on CPU), else fsdp.",
     )
     replicate: int | None = key(
@@ -351,7 +351,22 @@ class Parallel:
         le=10_000_000,
         when={"parallel.strategy": ("fsdp",)},
     )
-    pipeline: int = key(1, "Pipeline stages.", only=1)
+    pipeline: int = key(
+        1,
+        "Ranks that share the layers, each with a stage of them, and pass on hidden states (pipeline parallelism).",
+        ge=1,
+        le=10_000_000,
+        when={"parallel.strategy": ("fsdp",)},
+    )
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = key(
+        "1f1b",
+        "In which order a rank takes micro-batches: `1f1b`, one forward, one backward; `gpipe`, all forward, then all backward, which needs more "
+        "memory; `interleaved`, as 1f1b with `pipeline_chunks` stages per rank, which waits less and sends more.",
+        when={"parallel.pipeline": Except(1)},
+    )
+    pipeline_chunks: int = key(
+        2, "Stages of each rank of the pipeline.", ge=2, le=10_000, when={"parallel.pipeline_schedule": ("interleaved",)}
+    )
     expert: int = key(1, "Expert-parallel ranks.", only=1)
     grad_sync: Literal["auto", "last", "every"] = key(
         "auto",

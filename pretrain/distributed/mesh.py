@@ -43,6 +43,7 @@ class Mesh:
             raise ValueError(f"a mesh of {self.sizes} has another number of ranks than the {ranks.world_size} of the run")
         self.ranks, self.device = ranks, ranks.device
         self.coordinates = coordinates_of(ranks.rank, self.sizes)
+        self._pipeline_groups: dict[str, ProcessGroup] = {}
 
     @property
     def data_size(self) -> int:
@@ -76,6 +77,10 @@ class Mesh:
         """The sum over ranks with different target tokens, on the CPU, equal on every rank."""
         return self.ranks.sum(name, values if self.counts_losses else values.new_zeros(values.shape))
 
+    def sum_over_layers(self, name: str, values: Tensor) -> Tensor:
+        """The sum over ranks with different tokens or different layers, on the CPU, equal on every rank."""
+        return self.ranks.sum(name, values if self.is_source("tensor") else values.new_zeros(values.shape))
+
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """torch's mesh of this rank's groups along these axes, where `shard` has the context ranks too. All ranks call it together the
         first time.
@@ -91,6 +96,15 @@ class Mesh:
             self.sizes["tensor"],
         )
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("rest", "context", "tensor")).get_group("context")
+
+    def pipeline_group(self, purpose: str) -> ProcessGroup:
+        """The ranks that have other layers and the same samples: a group for each purpose. All ranks call it together the first time."""
+        if purpose not in self._pipeline_groups:
+            stages = self.sizes["pipeline"]
+            shape = (stages, self.ranks.world_size // stages)
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipeline", "rest"))
+            self._pipeline_groups[purpose] = mesh.get_group("pipeline")
+        return self._pipeline_groups[purpose]
 
     def gradient_group(self) -> ProcessGroup | None:
         """The ranks whose gradients of the same parameters add up: those with other samples or positions. None: all ranks."""

@@ -2,13 +2,14 @@
 
     tokens --embedding--> hidden [B, T, D] --layers, each by its LayerSpec--> hidden --norm, output--> logits or losses
 
-A network may be a slice of another: without an embedding it takes `Hidden` in place of tokens, without an output head it returns `Hidden`.
+A forward pass may go through a span of the layers only. It then takes the hidden states that the span before returned, and returns its own.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,6 @@ Inputs = dict[int, tuple[Tables | None, Mask | None]]
 """What layers get, by their window: rotary tables and mask."""
 
 
-class Hidden(NamedTuple):
-    """What passes from one slice of a network to the next."""
-
-    x_BTD: Tensor
-    auxiliary_B: tuple[Tensor, ...] = ()
-    """Auxiliary losses of the routers so far, in the order of the layers."""
-
-
 class Decoder(nn.Module):
     """Token ids in; logits, or the summed loss of each sequence, out. A network (`models/network.py`).
 
@@ -57,9 +50,7 @@ class Decoder(nn.Module):
     def __init__(self, config: Model, loss: Loss | None = None) -> None:
         super().__init__()
         self.config = config
-        self.takes_tokens = True
-        """Whether tokens enter here; a slice further on takes `Hidden`."""
-        self.rows_at_hand = every_row
+        self.rows_at_hand, self.compute_dtype = every_row, torch.float32
         self.router_reports: dict[str, RouterReport] = {}
         self.embedding: nn.Module | None = Embedding(config.vocab_size, config.dim)
         learned = config.positions == "learned"
@@ -72,19 +63,20 @@ class Decoder(nn.Module):
         self.output: nn.Module | None = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
         self.multi_token = _multi_token(config, specs[-1], loss) if config.predict_ahead else None
 
-    def keep(self, start: int, stop: int) -> Decoder:
-        """Make this network a slice: layers `start` to `stop` (excluded), the embedding with the first, the head with the last.
+    def keep(self, spans: list[range]) -> Decoder:
+        """Make this network one for these spans of layers alone, and return it.
 
-        A tied table stays at both ends, as one parameter in each of the two slices. Returns the network itself.
+        The embedding stays with the first layer, the head with the last one. A tied table stays with both, as one parameter in each of the two
+        networks. So does the embedding where the last layer's network predicts further tokens, which it embeds.
         """
-        last = stop == self.config.layers
+        kept = {number for span in spans for number in span}
         for name in list(self.layers):
-            if not start <= int(name) < stop:
+            if int(name) not in kept:
                 del self.layers[name]
+        last = self.config.layers - 1 in kept
         if not last:
             self.norm = self.output = self.multi_token = None
-        self.takes_tokens = start == 0
-        if not self.takes_tokens and self.multi_token is None:  # which embeds the tokens that it is told of
+        if 0 not in kept and self.multi_token is None:
             self.position_embedding = None
             if not (last and self.config.tie_embeddings):
                 self.embedding = None
@@ -98,53 +90,75 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         with_cross_entropy: bool = False,
         positions_BT: Tensor | None = None,
-        hidden: Hidden | None = None,
         keys_B: Tensor | None = None,
-    ) -> Tensor | Losses | Hidden:
+        span: range | None = None,
+        hidden: tuple[Tensor, ...] = (),
+    ) -> Tensor | Losses | tuple[Tensor, ...]:
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each sequence [B], fp32, in training
         with the auxiliary losses of routers (`models/experts.py`). `with_cross_entropy`: return that alone beside them.
 
         `documents_BT` [B, T] numbers the document of each position; padding has a number of its own. No position then attends to another
         document, and positions count from 0 in each. `positions_BT` [B, T] gives other positions. With a `cache` the tokens continue
-        those that are in it, and are added to it. `hidden`: what the slice before returned. `keys_B`: see `models/dropout.py`; without
-        them nothing is dropped.
+        those that are in it, and are added to it. `keys_B`: see `models/dropout.py`; without them nothing is dropped. `span`: go through
+        these layers only (by default through all), from what the span before returned as `hidden`. Returned is `hidden` for the next span, as
+        `hidden_like` describes it.
         """
-        if self.takes_tokens == (hidden is not None):
-            raise ValueError("the first slice of a network takes tokens alone, and the others what the slice before returned")
+        span = span or range(self.config.layers)
+        enters, leaves = span.start == 0, span.stop == self.config.layers
+        if enters == bool(hidden):
+            raise ValueError("the first span of a network takes tokens alone, and the others what the span before returned")
         dropout = make_dropout(self.config.dropout, keys_B, self.config.dim, tokens_BT.shape[1], self.rows_at_hand)
-        embedded_BTD, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT, dropout)
         counted_BT = targets_BT != IGNORED if targets_BT is not None and torch.is_grad_enabled() else None
-        auxiliary_B = list(hidden.auxiliary_B) if hidden else []
+        blocks = {name: block for name, block in self.layers.items() if int(name) in span}
+        ahead = self.multi_token if leaves and counted_BT is not None else None
+        specs = [block.spec for block in blocks.values()] + ([ahead.spec] if ahead else [])
+        places, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT, specs)
+        embedded_BTD = self._embed(tokens_BT, places, dropout) if enters or ahead else None
+        auxiliary_B = [loss_B for losses_AB in hidden[1:] for loss_B in losses_AB]
         # As a view, so that the gradients of the first block's two uses meet before those of multi-token prediction (see `Layer.forward` of
         # the encoder-decoder).
-        x_BTD = embedded_BTD.view_as(embedded_BTD) if hidden is None else hidden.x_BTD
-        for name, block in self.layers.items():
+        x_BTD = embedded_BTD.view_as(embedded_BTD) if enters else hidden[0]
+        for name, block in blocks.items():
             rope, mask = inputs[block.spec.window]
             layer_cache = cache.layers[int(name)] if cache else None
             dropped = dropout and dropout.of_block(f"layers.{name}")
             x_BTD, report = block(x_BTD, rope if block.spec.rope else None, mask, layer_cache, counted_BT, dropped)
             auxiliary_B += self._keep_report(name, report)
-        if self.output is None:
-            return Hidden(x_BTD, tuple(auxiliary_B))
+        if not leaves:
+            return (x_BTD, torch.stack(auxiliary_B)) if auxiliary_B else (x_BTD,)
         hidden_BTD, x_BTD = x_BTD, x_BTD if self.norm is None else self.norm(x_BTD)
         tied = self.embedding.weight if self.config.tie_embeddings else None
         if targets_BT is None:
             return self.output(x_BTD, None, tied)
-        if self.multi_token is None or counted_BT is None:
+        if ahead is None:
             losses = self.output(x_BTD, targets_BT, tied, with_cross_entropy=True)
             objective_B, cross_entropy_B = losses
         else:
-            spec = self.multi_token.spec
-            rope, mask = inputs[spec.window]
-            rope = rope if spec.rope else None
-            ahead, reports = self.multi_token(hidden_BTD, embedded_BTD, rope, mask, counted_BT, dropout)
+            rope, mask = inputs[ahead.spec.window]
+            rope = rope if ahead.spec.rope else None
+            further_BTD, reports = ahead(hidden_BTD, embedded_BTD, rope, mask, counted_BT, dropout)
             for depth, report in enumerate(reports):
                 auxiliary_B += self._keep_report(str(self.config.layers + depth), report)
-            losses = self.multi_token.losses(self.output, x_BTD, ahead, targets_BT, documents_BT, tied)
+            losses = ahead.losses(self.output, x_BTD, further_BTD, targets_BT, documents_BT, tied)
             objective_B, cross_entropy_B = losses.objective_B.sum(dim=0), losses.cross_entropy_B[0]
         for loss_B in auxiliary_B:
             objective_B = objective_B + loss_B
         return Losses(objective_B, cross_entropy_B) if with_cross_entropy else objective_B
+
+    def hidden_like(
+        self, span: range, tokens_BT: Tensor, targets_BT: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, ...]:
+        """What a forward pass with these arguments through `span` takes as `hidden`, without values, on the meta device.
+
+        These are the hidden states [B, T, D]; and in training the auxiliary losses [A, B] of the layers before that have a router.
+        """
+        if span.start == 0:
+            return ()
+        x_BTD = self.rows_at_hand(torch.empty(*tokens_BT.shape, self.config.dim, dtype=self.compute_dtype, device="meta"))
+        routers = sum(spec.experts for spec in layer_specs(self.config)[: span.start])
+        if not routers or targets_BT is None or not torch.is_grad_enabled():
+            return (x_BTD,)
+        return x_BTD, torch.empty(routers, len(tokens_BT), dtype=torch.float32, device="meta")
 
     def _keep_report(self, layer: str, report: RouterReport | None) -> list[Tensor]:
         """The auxiliary losses of a layer's router, if it has one. Its report is added up over micro-steps, until someone takes it."""
@@ -172,9 +186,9 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None,
         cache: Cache | None,
         positions_BT: Tensor | None,
-        dropout: Dropout | None,
-    ) -> tuple[Tensor | None, Inputs]:
-        """The embedded tokens, where this slice has the table; and what blocks get."""
+        specs: list[LayerSpec],
+    ) -> tuple[Tensor, Inputs]:
+        """The places of the tokens in their sequences; and what blocks of these specs get."""
         device = tokens_BT.device
         start = cache.length if cache else 0
         stop = start + tokens_BT.shape[1]
@@ -188,7 +202,7 @@ class Decoder(nn.Module):
             numbers_BT = document_numbers(documents_BT)
         restarted_BT = document_positions(numbers_BT)[:, start:] if numbers_BT is not None and positions_BT is None else None
         inputs = {}
-        for window in {spec.window for spec in self._specs()}:
+        for window in {spec.window for spec in specs}:
             mask = self._mask(start, stop, numbers_BT, device, window, cache)
             if positions_BT is not None:
                 tables = self._tables(positions_BT, stop, window > 0)
@@ -197,21 +211,17 @@ class Decoder(nn.Module):
                 tables = tables and tuple(table[start:] if restarted_BT is None else table[restarted_BT] for table in tables)
             # Sequences may differ in positions, heads do not.
             inputs[window] = tables and tuple(table[:, None] if table.dim() == 3 else table for table in tables), mask
-        if self.embedding is None or (not self.takes_tokens and self.multi_token is None):
-            return None, inputs
         places = restarted_BT if positions_BT is None else positions_BT
-        x_BTD = self._embed(tokens_BT, torch.arange(start, stop, device=device) if places is None else places)
-        return x_BTD if dropout is None else dropout.at("embedding")(x_BTD), inputs
+        return torch.arange(start, stop, device=device) if places is None else places, inputs
 
-    def _specs(self) -> list[LayerSpec]:
-        return [block.spec for block in self.layers.values()] + ([self.multi_token.spec] if self.multi_token else [])
-
-    def _embed(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    def _embed(self, tokens_BT: Tensor, positions_BT: Tensor, dropout: Dropout | None) -> Tensor:
         x_BTD = self.embedding(tokens_BT)
         if self.config.embedding_multiplier != 1:
             # Rounded to the compute format first, as Gemma does.
             x_BTD = x_BTD * torch.full((), self.config.embedding_multiplier, dtype=x_BTD.dtype, device=x_BTD.device)
-        return x_BTD if self.position_embedding is None else x_BTD + self.position_embedding(positions_BT)
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding(positions_BT)
+        return x_BTD if dropout is None else dropout.at("embedding")(x_BTD)
 
     def _tables(self, positions: Tensor, length: int, local: bool) -> Tables | None:
         return rotary_tables(self.config, positions, length, local) if self.config.positions == "rope" else None
@@ -255,28 +265,42 @@ class Decoder(nn.Module):
 
     def matmul_parameters(self) -> int:
         """Parameters that a token is multiplied with; of routed experts those of the active ones."""
-        config = self.config
-        tables = {id(module.weight) for module in self.modules() if isinstance(module, Embedding)}
-        matrices = [
-            (name, p.numel())
-            for name, p in self.named_parameters()
-            if p.dim() > 1 and id(p) not in tables and not name.endswith("bias")
-        ]
-        routed = sum(count for name, count in matrices if ".experts." in name)
-        rest = sum(count for name, count in matrices if ".experts." not in name)
-        # Every token predicted ahead goes through the one head again; a tied one is a table.
-        heads = config.predict_ahead + config.tie_embeddings
-        return (
-            rest + heads * config.vocab_size * config.dim + (routed and routed * config.experts.active // config.experts.count)
+        config, tables = self.config, {id(module.weight) for module in self.modules() if isinstance(module, Embedding)}
+        matrices = [(name, p) for name, p in self.named_parameters() if p.dim() > 1 and id(p) not in tables]
+        return self._active(matrices) + self._repeated_heads() * config.vocab_size * config.dim
+
+    def _active(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
+        matrices = [(name, p.numel()) for name, p in parameters if p.dim() > 1 and not name.endswith("bias")]
+        routed = sum(count for name, count in matrices if "experts." in name)
+        experts = self.config.experts
+        return sum(count for name, count in matrices if "experts." not in name) + (
+            routed and routed * experts.active // experts.count
         )
+
+    def _repeated_heads(self) -> int:
+        # Every token predicted ahead goes through the one head again; a tied one is a table.
+        return self.config.predict_ahead + self.config.tie_embeddings
 
     def attention_flops(self, sequence_length: int) -> int:
         """FLOPs per token of scores and of the sums over values, forward and backward, over all layers."""
-        config, latent = self.config, self.config.latent
-        widths = latent.plain_dim + latent.rope_dim + latent.value_dim if latent.kv_rank else 2 * config.head_dim
-        specs = layer_specs(config)
-        windows = [spec.window or sequence_length for spec in [*specs, *specs[-1:] * (config.predict_ahead or 0)]]
-        return 6 * config.heads * widths * sum(min(sequence_length, window) for window in windows)
+        specs = layer_specs(self.config)
+        return sum(
+            self._attention_flops(spec, sequence_length) for spec in [*specs, *specs[-1:] * (self.config.predict_ahead or 0)]
+        )
+
+    def _attention_flops(self, spec: LayerSpec, sequence_length: int) -> int:
+        latent = self.config.latent
+        widths = latent.plain_dim + latent.rope_dim + latent.value_dim if latent.kv_rank else 2 * self.config.head_dim
+        return 6 * self.config.heads * widths * min(sequence_length, spec.window or sequence_length)
+
+    def flops_by_layer(self, sequence_length: int) -> list[int]:
+        """`flops_per_token` by layer. The last one has those of the output head and of predicting further tokens, too."""
+        found = [
+            6 * self._active(block.named_parameters()) + self._attention_flops(block.spec, sequence_length)
+            for block in self.layers.values()
+        ]
+        found[-1] += self.flops_per_token(sequence_length) - sum(found)
+        return found
 
     def flops_per_token(self, sequence_length: int) -> int:
         """FLOPs of one forward and backward pass per token; of the whole network."""

@@ -42,8 +42,8 @@ class DecodingCache:
 
     @property
     def length(self) -> int:
-        """Target positions that are in it."""
-        return self.layers[0].own.length
+        """Target positions that are in it. A network with some of the layers fills in these alone."""
+        return max(layer.own.length for layer in self.layers)
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order; one may come several times (hypotheses of a beam)."""
@@ -51,7 +51,7 @@ class DecodingCache:
         if len(self.source_mask) > 1:
             self.source_mask = self.source_mask.index_select(0, rows)
         for layer in self.layers:
-            layer.cross = tuple(x.index_select(0, rows) for x in layer.cross)
+            layer.cross = layer.cross and tuple(x.index_select(0, rows) for x in layer.cross)
 
     def reorder(self, rows: Tensor) -> None:
         """`select` where a sequence is only replaced by another one of the same source: what is kept of sources stays."""
@@ -133,7 +133,7 @@ class Layer(nn.Module):
 
 class EncoderDecoder(nn.Module):
     """Source and target ids in; logits of the next target tokens, or the summed loss of each pair, out. A network
-    (`models/network.py`).
+    (`models/network.py`). Its layers are counted through: those of the encoder, then those of the decoder.
     """
 
     def __init__(self, config: Model, loss: Loss | None = None) -> None:
@@ -143,16 +143,39 @@ class EncoderDecoder(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.dim)
         self.source_embedding = None if config.encoder.share_embedding else Embedding(config.encoder.vocab_size, config.dim)
         relative, heads = config.relative, config.heads
+        self.encoder_bias = self.decoder_bias = None
         if config.positions == "relative":
             self.encoder_bias = RelativeBias(heads, relative.buckets, relative.max_distance, causal=False)
             self.decoder_bias = RelativeBias(heads, relative.buckets, relative.max_distance, causal=True)
-        self.encoder = nn.ModuleList(Layer(config, cross=False) for _ in range(config.encoder.layers))
+        self.encoder = nn.ModuleDict({str(i): Layer(config, cross=False) for i in range(config.encoder.layers)})
         self.encoder_norm = None if post else make_norm(config)
-        self.decoder = nn.ModuleList(Layer(config, cross=True) for _ in range(config.layers))
+        self.decoder = nn.ModuleDict({str(i): Layer(config, cross=True) for i in range(config.layers)})
         self.norm = None if post else make_norm(config)
         options = LossOptions.of(loss, config.logit_soft_cap, config.logit_multiplier)
         self.output = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
-        self.rows_at_hand = every_row
+        self.rows_at_hand, self.compute_dtype = every_row, torch.float32
+        self.first_of_decoder = config.encoder.layers
+        """The number of the decoder's first layer."""
+
+    def keep(self, spans: list[range]) -> EncoderDecoder:
+        """Make this network one for these spans of layers alone, and return it. Tables stay with every span that uses them."""
+        kept = {number for span in spans for number in span}
+        for stack, first in ((self.encoder, 0), (self.decoder, self.first_of_decoder)):
+            for name in list(stack):
+                if first + int(name) not in kept:
+                    del stack[name]
+        config, last = self.config, self.first_of_decoder + self.config.layers - 1 in kept
+        if self.first_of_decoder not in kept and not (0 in kept and config.encoder.share_embedding):
+            self.embedding = self.embedding if last and config.tie_embeddings else None
+        if 0 not in kept:
+            self.source_embedding = None
+        if self.first_of_decoder - 1 not in kept:
+            self.encoder_norm = None
+        if not last:
+            self.norm = self.output = None
+        self.encoder_bias = self.encoder_bias if len(self.encoder) else None
+        self.decoder_bias = self.decoder_bias if len(self.decoder) else None
+        return self
 
     def forward(
         self,
@@ -163,45 +186,81 @@ class EncoderDecoder(nn.Module):
         keys_B: Tensor | None = None,
         cache: DecodingCache | None = None,
         with_cross_entropy: bool = False,
-    ) -> Tensor | Losses:
+        span: range | None = None,
+        hidden: tuple[Tensor, ...] = (),
+    ) -> Tensor | Losses | tuple[Tensor, ...]:
         """Logits [B, T, V] in the compute format; with targets, the summed token losses of each pair [B], fp32, and if asked for the
         cross-entropy alone beside them.
 
         `tokens_BT`: the target so far, from its start token on. `source_lengths_B`: the real tokens of each source; the rest is padding.
         Without it all are real. Padding of targets needs no mask, because no position attends to a later one, and its target is IGNORED.
         `keys_B`: see `models/dropout.py`; without them nothing is dropped. With a `cache` the tokens continue those that are in it, one
-        at a time after the first call, and only the first call reads the sources.
+        at a time after the first call, and only the first call reads the sources. `span`: go through these layers only (by default through
+        all), from what the span before returned as `hidden`. Returned is `hidden` for the next span, as `hidden_like` describes it.
         """
-        dropout = make_dropout(self.config.dropout, keys_B, self.config.dim, tokens_BT.shape[1], self.rows_at_hand)
-        memory_BSD, memory_mask = None, cache.source_mask if cache else None
-        if memory_mask is None:
-            memory_mask = _real(source_lengths_B, source_BS)
-            length = source_BS.shape[1]
-            dropped = make_dropout(self.config.dropout, keys_B, self.config.dim, length, self.rows_at_hand)
-            memory_BSD = self.encode(source_BS, memory_mask, dropped)
-        start = 0
+        config, encoded = self.config, self.first_of_decoder
+        span = span or range(encoded + config.layers)
+        reads = cache is None or cache.source_mask is None
+        memory_mask = _real(source_lengths_B, source_BS) if reads else cache.source_mask
         if cache:
-            cache.source_mask, start = memory_mask, cache.length
+            cache.source_mask = memory_mask
+        if span.start < encoded and reads:
+            dropped = make_dropout(config.dropout, keys_B, config.dim, source_BS.shape[1], self.rows_at_hand)
+            hidden = (self.encode(source_BS, memory_mask, dropped, span, *hidden),)
+        if span.stop <= encoded:
+            return hidden
+        dropout = make_dropout(config.dropout, keys_B, config.dim, tokens_BT.shape[1], self.rows_at_hand)
+        start = cache.length if cache else 0
         mask = self._causal(start, start + tokens_BT.shape[1], tokens_BT.device)
-        x_BTD = self._embed(self.embedding, tokens_BT, start, dropout, "decoder.embedding")
-        for i, layer in enumerate(self.decoder):
-            dropped = dropout and dropout.of_block(f"decoder.{i}", ("attention", "cross", "mlp"))
-            x_BTD = layer(x_BTD, mask, dropped, memory_BSD, memory_mask, cache.layers[i] if cache else None)
+        if span.start <= encoded:
+            hidden = (self._embed(self.embedding, tokens_BT, start, dropout, "decoder.embedding"), *hidden)
+        x_BTD, memory_BSD = hidden if reads else (*hidden, None)
+        for name, layer in self.decoder.items():
+            if encoded + int(name) in span:
+                dropped = dropout and dropout.of_block(f"decoder.{name}", ("attention", "cross", "mlp"))
+                x_BTD = layer(x_BTD, mask, dropped, memory_BSD, memory_mask, cache.layers[int(name)] if cache else None)
+        if span.stop < encoded + config.layers:
+            return (x_BTD, memory_BSD) if reads else (x_BTD,)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
-        tied = self.embedding.weight if self.config.tie_embeddings else None
+        tied = self.embedding.weight if config.tie_embeddings else None
         return self.output(x_BTD, targets_BT, tied, with_cross_entropy=with_cross_entropy)
 
-    def encode(self, source_BS: Tensor, mask: Tensor, dropout: Dropout | None) -> Tensor:
-        """The encoder's output [B, S, D]; `mask` [B or 1, 1, 1, S] is true at real tokens."""
-        table = self.embedding if self.source_embedding is None else self.source_embedding
-        x_BSD = self._embed(table, source_BS, 0, dropout, "encoder.embedding")
+    def hidden_like(
+        self,
+        span: range,
+        tokens_BT: Tensor,
+        source_BS: Tensor | None = None,
+        cache: DecodingCache | None = None,
+        **others: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """What a forward pass with these arguments through `span` takes as `hidden`, without values, on the meta device.
+
+        In the encoder these are its hidden states [B, S, D]; in the decoder those of the targets [B, T, D], and unless only a cache is
+        continued, the encoder's output.
+        """
+
+        def states(ids: Tensor) -> Tensor:
+            return self.rows_at_hand(torch.empty(*ids.shape, self.config.dim, dtype=self.compute_dtype, device="meta"))
+
+        memory = () if span.start == 0 or (cache is not None and cache.source_mask is not None) else (states(source_BS),)
+        return (states(tokens_BT), *memory) if span.start > self.first_of_decoder else memory
+
+    def encode(
+        self, source_BS: Tensor, mask: Tensor, dropout: Dropout | None, span: range | None = None, x_BSD: Tensor | None = None
+    ) -> Tensor:
+        """The encoder's output [B, S, D]; `mask` [B or 1, 1, 1, S] is true at real tokens. `span`: go through these layers only, from `x_BSD`."""
+        span = span or range(self.first_of_decoder)
+        if span.start == 0:
+            table = self.embedding if self.source_embedding is None else self.source_embedding
+            x_BSD = self._embed(table, source_BS, 0, dropout, "encoder.embedding")
         if self.config.positions == "relative":
             bias = self.encoder_bias(0, source_BS.shape[1], source_BS.device)
             # A mask of one row is that of sources without padding.
             mask = bias if len(mask) == 1 < len(source_BS) else bias.masked_fill(~mask, -torch.inf)
-        for i, layer in enumerate(self.encoder):
-            x_BSD = layer(x_BSD, mask, dropout and dropout.of_block(f"encoder.{i}"))
-        return x_BSD if self.encoder_norm is None else self.encoder_norm(x_BSD)
+        for name, layer in self.encoder.items():
+            if int(name) in span:
+                x_BSD = layer(x_BSD, mask, dropout and dropout.of_block(f"encoder.{name}"))
+        return x_BSD if self.encoder_norm is None or span.stop < self.first_of_decoder else self.encoder_norm(x_BSD)
 
     def _causal(self, start: int, stop: int, device: torch.device) -> Tensor | None:
         """The mask of the decoder's own attention; None is a causal one from the first position on."""
@@ -221,14 +280,14 @@ class EncoderDecoder(nn.Module):
 
     def units(self) -> list[Unit]:
         """See `models/network.py`. A table that is used at several places is in no unit."""
-        own = [] if self.source_embedding is None else [self.source_embedding]
-        if own and not self.config.tie_embeddings:
-            own.insert(0, self.embedding)  # else the encoder or the head uses it as well
+        tables = [self.source_embedding]
+        if not self.config.tie_embeddings and not self.config.encoder.share_embedding:
+            tables.insert(0, self.embedding)  # else the encoder or the head uses it as well
         units = [
-            *(Unit([table], "first") for table in own),
-            *(Unit([layer], "block") for layer in (*self.encoder, *self.decoder)),
+            *(Unit([table], "first") for table in tables if table is not None),
+            *(Unit([layer], "block") for layer in (*self.encoder.values(), *self.decoder.values())),
         ]
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings or self.output is None:
             return units
         return [*units, Unit([self.output] if self.norm is None else [self.norm, self.output], "last", reshard=False)]
 
@@ -273,6 +332,17 @@ class EncoderDecoder(nn.Module):
         seen = config.encoder.layers * ratio * source_length + config.layers * (target_length + source_length)
         return round(6 * total + 12 * config.heads * config.head_dim * seen)
 
+    def flops_by_layer(self, source_length: float, target_length: float) -> list[int]:
+        """`flops_per_token` by layer, those of the encoder first. The last one has those of the output head, too."""
+        config, ratio = self.config, source_length / target_length
+        attention = 12 * config.heads * config.head_dim
+        of_encoder = round(ratio * (6 * _multiplied(self.encoder["0"]) + attention * source_length))
+        of_decoder = (self.flops_per_token(source_length, target_length) - config.encoder.layers * of_encoder) / config.layers
+        head = 6 * config.vocab_size * config.dim
+        return [of_encoder] * config.encoder.layers + [
+            round(of_decoder - head / config.layers + head * (i == config.layers - 1)) for i in range(config.layers)
+        ]
+
     def _fan_in_scale(self, name: str) -> float:
         config = self.config
         if name in ("embedding.weight", "source_embedding.weight"):
@@ -285,6 +355,10 @@ class EncoderDecoder(nn.Module):
         elif name.endswith("query.weight"):
             inputs *= config.head_dim / config.attention.query_scalar
         return inputs**-0.5
+
+
+def _multiplied(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
 
 
 def _real(lengths_B: Tensor | None, tokens_BS: Tensor) -> Tensor:

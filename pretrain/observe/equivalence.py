@@ -36,7 +36,7 @@ NEGLIGIBLE = 1e-6
 UNIT_ROUNDOFF = {"fp32": 2**-24, "bf16": 2**-9}
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE = "single"
-_SIZES = ("parallel.replicate", "parallel.shard", "parallel.context", "parallel.tensor")
+_SIZES = ("parallel.replicate", "parallel.shard", "parallel.context", "parallel.tensor", "parallel.pipeline")
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,18 @@ def cases(sequences: int) -> list[Case]:
         case("context parallel on 2", 2, 1, "strategy=fsdp", "context=2", model=2),
         case("context parallel on 4", 4, 1, "strategy=fsdp", "context=4", model=4),
         case("FSDP2 on 2 x context parallel on 2, accumulation 4", 4, 4, "strategy=fsdp", "shard=2", "context=2", model=2),
+        case("pipeline on 2, accumulation 4", 2, 4, "strategy=fsdp", "pipeline=2", model=2),
+        case("FSDP2 on 2 x pipeline on 2, accumulation 4", 4, 4, "strategy=fsdp", "shard=2", "pipeline=2", model=2),
+        case(
+            "tensor parallel on 2 x pipeline on 2, accumulation 4",
+            4,
+            4,
+            "strategy=fsdp",
+            "shard=1",
+            "tensor=2",
+            "pipeline=2",
+            model=4,
+        ),
         case("DDP on 2, accelerate launch", 2, 1, "strategy=ddp", launcher="accelerate"),
         case("FSDP2 on 2, accelerate launch", 2, 1, "strategy=fsdp", launcher="accelerate"),
     ]

@@ -53,10 +53,18 @@ _OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], Optim], torch.optim.Optim
 class OptimizerSet:
     """The optimizers of a network behind one set of verbs. Make it after the network is placed, because sharding replaces parameters.
 
-    `parts`: the modules on this rank, with the parameter names of the whole network.
+    `parts`: the modules on this rank, with the parameter names of the whole network. Other ranks may have other parameters: `counts` says of
+    a name whether this rank's gradient belongs to the norm of all, and `sum_over_layers` adds up the squares.
     """
 
-    def __init__(self, parts: Iterable[nn.Module], config: Optim) -> None:
+    def __init__(
+        self,
+        parts: Iterable[nn.Module],
+        config: Optim,
+        counts: Callable[[str], bool] = lambda name: True,
+        sum_over_layers: Callable[[Tensor], Tensor] = lambda value: value,
+    ) -> None:
+        self.counts, self.sum_over_layers = counts, sum_over_layers
         groups: dict[str, dict[tuple[Rule, object], list[nn.Parameter]]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         for part in parts:
@@ -92,7 +100,8 @@ class OptimizerSet:
 
     def clip(self, max_norm: float) -> Tensor:
         """See `clip_gradients`."""
-        return clip_gradients(self.parameters.values(), max_norm)
+        copies = [p for name, p in self.parameters.items() if not self.counts(name)]
+        return clip_gradients(self.parameters.values(), max_norm, copies, self.sum_over_layers)
 
     @property
     def has_state(self) -> bool:
@@ -124,23 +133,30 @@ class OptimizerSet:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    copies: Iterable[Tensor] = (),
+    sum_over_layers: Callable[[Tensor], Tensor] = lambda value: value,
+) -> Tensor:
     """Scale gradients in place so that their global 2-norm is at most `max_norm` (0: leave them); return the norm before.
 
     Squares are added in fp64: fp32 sums over half a million elements are off by some 1e-6, differently for whole and for sharded
     tensors. The result is a plain fp64 scalar on the gradients' device, equal on all ranks (Pascanu et al., arXiv 1211.5063; the
-    factor is that of torch.nn.utils.clip_grad_norm_). Raises RuntimeError for a placement whose norm does not follow from the norms
+    factor is that of torch.nn.utils.clip_grad_norm_). `copies`: those of the parameters that another rank counts. `sum_over_layers`: adds a
+    value over the ranks that have other parameters. Raises RuntimeError for a placement whose norm does not follow from the norms
     of its parts.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
+    uncounted = {id(p.grad) for p in copies}
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     squares: dict[object, list[Tensor]] = {}
     for gradient, norm in zip(gradients, torch._foreach_norm(local, 2, dtype=torch.float64)):
-        squares.setdefault(_sharding_of(gradient), []).append(norm.square())
+        squares.setdefault(_sharding_of(gradient), []).append(norm.square() * (id(gradient) not in uncounted))
     total = torch.zeros((), dtype=torch.float64, device=local[0].device)
     for sharding, values in squares.items():
         total += _sum_over_shards(torch.stack(values).sum(), sharding).to(total.device)
-    total = total.sqrt()
+    total = sum_over_layers(total).sqrt()
     if max_norm > 0:
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(local, factor.to(local[0].dtype))

@@ -48,6 +48,9 @@ class DataParallel:
     def release(self) -> None:
         return None
 
+    def finish_step(self) -> None:
+        return None
+
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
         if self.every:

@@ -107,10 +107,8 @@ class FullyShard:
         elif mode == "auto" and self.hybrid:
             self.root.set_requires_all_reduce(last)
         yield
-        if last:
-            self._sum_vectors()
 
-    def _sum_vectors(self) -> None:
+    def finish_step(self) -> None:
         gradients = [parameter.grad for parameter in self.vectors if parameter.grad is not None]
         if not gradients or self.alone:
             return

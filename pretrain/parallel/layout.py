@@ -14,6 +14,7 @@ from pretrain.data.stream import check_micro_steps
 from pretrain.distributed.launcher import command_for
 from pretrain.distributed.mesh import AXES, coordinates_of
 from pretrain.errors import ConfigError, LaunchError, nearest_multiples
+from pretrain.parallel.pipeline_order import bubble, cut, order, stages_of
 
 STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments
 DDP_MEMORY_SHARE = 0.4  # `auto` replicates a state up to this share of the device memory; the rest is for activations
@@ -49,11 +50,14 @@ class Layout:
 
     tensor: int = 1
     context: int = 1
+    pipeline: int = 1
+    bubble: float = 0.0
+    """The share of a step in which ranks of the pipeline wait, by the schedule alone."""
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh (`distributed/mesh.py`)."""
-        return {"replicate": self.replicate, "shard": self.shard, "context": self.context, "tensor": self.tensor}
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def data_size(self) -> int:
@@ -63,11 +67,11 @@ class Layout:
     @property
     def state_parts(self) -> int:
         """Ranks that share one copy of weights, gradients and moments."""
-        return self.shard * self.context * self.tensor
+        return self.shard * self.context * self.tensor * self.pipeline
 
     @property
     def name(self) -> str:
-        others = {"context": self.context, "tensor": self.tensor}
+        others = {"context": self.context, "tensor": self.tensor, "pipeline": self.pipeline}
         return " x ".join([self._data_name, *(f"{axis} {size}" for axis, size in others.items() if size > 1)])
 
     @property
@@ -93,7 +97,7 @@ def expected_world_size(config: Config) -> int | None:
 
 def ranks_of_a_sample(config: Config) -> int:
     """How many ranks see the same samples."""
-    return config.parallel.tensor * config.parallel.context
+    return config.parallel.tensor * config.parallel.context * config.parallel.pipeline
 
 
 def plan_layout(config: Config, world_size: int, parameters: int, device_memory: int | None) -> Layout:
@@ -104,14 +108,12 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
         strategy = _automatic(config, world_size, parameters, device_memory)
     replicate, shard = _axes(config, strategy, world_size)
     _check_tables(config.model, config.parallel.tensor, shard * config.parallel.context)
-    return Layout(
-        strategy,
-        replicate,
-        shard,
-        check_micro_steps(config, replicate * shard),
-        config.parallel.tensor,
-        config.parallel.context,
-    )
+    micro_steps = check_micro_steps(config, replicate * shard)
+    parallel, bubble_share = config.parallel, 0.0
+    if parallel.pipeline > 1 and micro_steps:
+        _check_micro_batches(config, replicate * shard)
+        bubble_share = bubble(order(parallel.pipeline_schedule, parallel.pipeline, stages_of(parallel), micro_steps))
+    return Layout(strategy, replicate, shard, micro_steps, parallel.tensor, parallel.context, parallel.pipeline, bubble_share)
 
 
 def _automatic(config: Config, world_size: int, parameters: int, device_memory: int | None) -> str:
@@ -180,11 +182,14 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
         )
 
 
-def explain_ranks(layout: Layout, config: Config) -> list[str]:
-    """A table with what each rank has: its place on every axis, samples of a step, positions, heads, and its share of the weights."""
-    sizes = {axis: layout.axes.get(axis, 1) for axis in AXES}
+def explain_ranks(layout: Layout, config: Config, costs: list[int]) -> list[str]:
+    """A table with what each rank has: its place on every axis, samples of a step, layers, positions, heads, and its share of the weights.
+
+    `costs`: of each layer (`strategy.layer_costs`).
+    """
+    sizes, spans = layout.axes, cut(costs, stages_of(config.parallel))
     axes = [axis for axis in AXES if sizes[axis] > 1]
-    rows = [["rank", *axes, "samples of a step", "positions", "query heads", "weights"]]
+    rows = [["rank", *axes, "samples of a step", "layers", "positions", "query heads", "weights"]]
     for rank in range(math.prod(sizes.values())):
         place = coordinates_of(rank, sizes)
         data_rank = place["replicate"] * sizes["shard"] + place["shard"]
@@ -194,7 +199,8 @@ def explain_ranks(layout: Layout, config: Config) -> list[str]:
         own = _span(place["tensor"] * heads, (place["tensor"] + 1) * heads)
         weights = "all" if layout.state_parts == 1 else f"1/{layout.state_parts}"
         where = [str(place[axis]) for axis in axes]
-        rows.append([str(rank), *where, samples, _positions(config.data.sequence_length, place, sizes), own, weights])
+        layers = ", ".join(_span(span.start, span.stop) for span in spans[place["pipeline"] :: layout.pipeline])
+        rows.append([str(rank), *where, samples, layers, _positions(config.data.sequence_length, place, sizes), own, weights])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
 
@@ -213,7 +219,7 @@ def _span(start: int, stop: int) -> str:
 
 
 def _of_a_sample(config: Config) -> str:
-    sizes = {axis: getattr(config.parallel, axis) for axis in ("context", "tensor")}
+    sizes = {axis: getattr(config.parallel, axis) for axis in ("context", "tensor", "pipeline")}
     return ", ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
 
 
@@ -237,6 +243,51 @@ def check_context(config: Config) -> None:
     for reason, holds in reasons.items():
         if ranks > 1 and holds:
             raise ConfigError(f"parallel.context={ranks}: {reason}; set parallel.context=1, or change the other key")
+
+
+def check_pipeline(config: Config) -> None:
+    """Raise ConfigError for a complete configuration whose layers the ranks of a pipeline cannot share."""
+    model, parallel = config.model, config.parallel
+    ranks, stages = parallel.pipeline, stages_of(parallel)
+    layers = model.layers + model.encoder.layers
+    if ranks == 1:
+        return
+    keys = f"parallel.pipeline={ranks}"
+    if stages > ranks:
+        keys += f", parallel.pipeline_chunks={parallel.pipeline_chunks}"
+    if stages > layers:
+        most = layers * ranks // stages
+        remedy = f"use at most parallel.pipeline={most}" if most > 1 else "set parallel.pipeline=1"
+        raise ConfigError(f"{keys}: {stages} stages need as many layers, but the model has {layers}; {remedy}, or more layers")
+    if parallel.pipeline_schedule == "interleaved" and (config.data.pairs is not None):
+        raise ConfigError(
+            f"{keys}: steps of pairs differ in their number of micro-batches, which parallel.pipeline_schedule=interleaved cannot take; use 1f1b"
+        )
+
+
+def _check_micro_batches(config: Config, data_size: int) -> None:
+    """Raise ConfigError for steps that have too few micro-batches for the pipeline, or a number that its schedule cannot take."""
+    ranks, schedule, unit = (
+        config.parallel.pipeline,
+        config.parallel.pipeline_schedule,
+        config.batch.micro_sequences * data_size,
+    )
+    named = {f"batch.ramp.{i}.sequences": stage.sequences for i, stage in enumerate(config.batch.ramp)}
+    for name, sequences in (named | {"batch.sequences": config.batch.sequences}).items():
+        count = sequences // unit
+
+        def takes(count: int) -> bool:
+            return count >= ranks and not (schedule == "interleaved" and count % (count // ranks))
+
+        if not takes(count):
+            near = next(n for n in range(count, count + ranks + 1) if takes(n))
+            reason = (
+                f"the {ranks} stages need at least as many" if count < ranks else f"schedule {schedule} cannot deal them out"
+            )
+            raise ConfigError(
+                f"parallel.pipeline={ranks}: {name}={sequences} has {count} micro-batches of {unit} samples, and {reason}; use "
+                f"{name}={near * unit}, or change batch.micro_sequences={config.batch.micro_sequences}"
+            )
 
 
 def check_tensor(model: Model, ranks: int) -> None:

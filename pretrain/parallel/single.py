@@ -25,5 +25,8 @@ class Single:
     def release(self) -> None:
         return None
 
+    def finish_step(self) -> None:
+        return None
+
     def micro_step(self, last: bool) -> AbstractContextManager:
         return nullcontext()

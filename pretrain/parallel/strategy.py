@@ -6,6 +6,7 @@ target tokens of the whole step, and nothing is averaged after that. `Strategy` 
     blocks.py        number formats, recomputation, compilation: alike under every layout
     tensor.py        the tensor axis: which part of a matrix a rank computes with
     context.py       the context axis: which positions of a sequence
+    pipeline.py      the pipeline axis: which layers, in which order of micro-batches
     single.py, ddp.py, fsdp.py
                      the data axes: where weights lie, and how gradients of different samples are added (`DataAxes`)
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -32,7 +34,7 @@ from pretrain.parallel.layout import STRATEGIES
 class DataAxes(Protocol):
     """How ranks that see different samples hold the weights and add their gradients. It is made with (config, mesh).
 
-    After the last micro-step of a step, `parameter.grad` holds the sum over all ranks and micro-steps. It is never averaged.
+    After `finish_step`, `parameter.grad` holds the sum over all ranks and micro-steps. It is never averaged.
     """
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
@@ -42,7 +44,13 @@ class DataAxes(Protocol):
         """
 
     def micro_step(self, last: bool) -> AbstractContextManager:
-        """The context of a micro-step's forward and backward. It synchronises gradients as `parallel.grad_sync` says."""
+        """The context of a micro-step's forward and backward. It synchronises gradients as `parallel.grad_sync` says.
+
+        Under `fsdp` it may be that of a backward alone: pipelines make several forward passes before.
+        """
+
+    def finish_step(self) -> None:
+        """Synchronise what is left after the last micro-step."""
 
     def release(self) -> None:
         """Free what a forward pass without backward leaves behind. Afterwards parameters are the sharded ones again."""
@@ -55,7 +63,9 @@ class Strategy:
         module, kind = STRATEGIES[strategy].made_by.split(".")  # imported on use
         self.config, self.mesh = config, mesh
         self.data_axes: DataAxes = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(config, mesh)
-        self.tensor_axis = self.context_axis = None
+        self.tensor_axis = self.context_axis = self.pipeline_axis = None
+        if mesh.sizes["pipeline"] > 1:
+            self.pipeline_axis = importlib.import_module("pretrain.parallel.pipeline").PipelineAxis(config, mesh)
         if mesh.sizes["tensor"] > 1:
             self.tensor_axis = importlib.import_module("pretrain.parallel.tensor").TensorAxis(mesh)
         if mesh.sizes["context"] > 1:
@@ -63,6 +73,8 @@ class Strategy:
 
     def place(self, network: nn.Module) -> None:
         """Spread a network that is on the meta device over the ranks, and draw its initial weights."""
+        if self.pipeline_axis is not None:
+            self.pipeline_axis.keep(network, layer_costs(network, self.config))
         if self.tensor_axis is not None:
             self.tensor_axis.split(network, *([self.context_axis.rows] if self.context_axis else []))
         if self.context_axis is not None:
@@ -75,28 +87,50 @@ class Strategy:
         """The modules on this rank whose parameters are trained and saved, by the names of the whole network."""
         return [self.network]
 
+    def counts(self, name: str) -> bool:
+        """Whether this rank counts a parameter in sums over layers. Of the pipeline's ranks that hold a copy, exactly one does."""
+        return self.pipeline_axis is None or self.pipeline_axis.counts(name)
+
+    def sum_over_layers(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that have other layers of this rank's part of the network."""
+        return value if self.pipeline_axis is None else self.pipeline_axis.sum(value)
+
     def forward_backward(self, batch: StepBatch, target_tokens: int) -> Losses:
         """Compute the gradients of this rank's share of a step. Return the losses of its tokens by sequence, [B] each, not yet divided.
 
         `target_tokens`: target tokens of the whole step, over all ranks.
         """
         micro_steps = batch.micro_steps(self.config.batch.micro_sequences)
-        losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
+        if self.pipeline_axis is not None:
+            inputs = partial(self._inputs, batch)
+            losses = self.pipeline_axis.forward_backward(self._call, micro_steps, inputs, self._backward, target_tokens)
+        else:
+            losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
+        self.data_axes.finish_step()
+        if self.tensor_axis is not None:
+            self.tensor_axis.sum_gradients()
+        if self.pipeline_axis is not None:
+            self.pipeline_axis.sum_shared_gradients()
         return Losses(*(torch.cat(part) for part in zip(*losses)))
 
+    def _inputs(self, batch: StepBatch, index: int) -> dict[str, Tensor]:
+        return batch.micro(index, self.config.batch.micro_sequences, self.mesh.device)
+
     def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> Losses:
-        inputs = batch.micro(index, self.config.batch.micro_sequences, self.mesh.device)
+        inputs = self._inputs(batch, index)
         with self.data_axes.micro_step(last=last):
             losses = self._call(**inputs, with_cross_entropy=True)
             (losses.objective_B.sum() / target_tokens).backward()
-        if last and self.tensor_axis is not None:
-            self.tensor_axis.sum_gradients()
         return Losses(losses.objective_B.detach(), losses.cross_entropy_B)
+
+    def _backward(self, last: bool, run: Callable[[], None]) -> None:
+        with self.data_axes.micro_step(last=last):
+            run()
 
     @torch.no_grad()
     def evaluate(self, **inputs: object) -> Tensor:
         """The network's forward without gradients: losses with targets, else logits. Call `release` after the last one."""
-        result = self._call(**inputs)
+        result = self._call(**inputs) if self.pipeline_axis is None else self.pipeline_axis.evaluate(self._call, inputs)
         if self.context_axis is None or inputs.get("targets_BT") is None:
             return result
         return self.context_axis.sum_losses(result)
@@ -104,3 +138,9 @@ class Strategy:
     def release(self) -> None:
         """Free what `evaluate` leaves behind, before the next step."""
         self.data_axes.release()
+
+
+def layer_costs(network: nn.Module, config: Config) -> list[int]:
+    """FLOPs per token of each layer of a whole network, by which it is cut into stages."""
+    length = config.data.sequence_length
+    return network.flops_by_layer(*((length, length) if config.model.encoder.layers else (length,)))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.distributed.mesh import Mesh
+from pretrain.models.experts import Router
 
 log = logging.getLogger(__name__)
 
@@ -18,10 +19,13 @@ class ExpertLoads:
 
     def __init__(self, model: nn.Module, config: Model, mesh: Mesh) -> None:
         self.model, self.config, self.mesh = model, config.experts, mesh
-        self.routers = model.routers() if config.experts.count else {}
         # A model of transformers has none here: it handles its routers itself.
-        self.since_report = torch.zeros(len(self.routers), config.experts.count or 0, dtype=torch.int64)
-        self.by_last_step = bool(self.routers) and config.experts.balance_scope == "global_batch"
+        self.routers = model.routers() if config.experts.count else {}
+        known = mesh.ranks.gather("layers with experts", list(self.routers)) if config.experts.count else []
+        self.layers = sorted({layer for own in known for layer in own}, key=int)
+        """Those of all ranks; a rank of a pipeline has some of their routers."""
+        self.since_report = torch.zeros(len(self.layers), config.experts.count or 0, dtype=torch.int64)
+        self.by_last_step = bool(self.layers) and config.experts.balance_scope == "global_batch"
         self.last: list[list[int]] | None = None
         """With `experts.balance_scope: global_batch`: positions that each expert got in the last step, by layer. A checkpoint holds them."""
 
@@ -35,23 +39,28 @@ class ExpertLoads:
     def _share(self, counts_LE: Tensor) -> None:
         """Tell the routers how the positions of the last step were spread."""
         self.last = counts_LE.tolist()
-        for router, counts_E in zip(self.routers.values(), counts_LE):
+        for router, counts_E in self._loaded(counts_LE):
             shares_E = counts_E.double() * self.config.active / counts_E.sum().clamp(min=1)
             router.shares_E = shares_E.to(router.weight.device, torch.float32)
 
+    def _loaded(self, counts_LE: Tensor) -> list[tuple[Router, Tensor]]:
+        """The routers of this rank, and the loads of each."""
+        return [(router, counts_LE[self.layers.index(layer)]) for layer, router in self.routers.items()]
+
     def after_step(self, target_tokens: int) -> float | None:
         """Balance by the step's loads. Return the mean auxiliary loss of a target token, None if no such loss is configured."""
-        if not self.routers:
+        if not self.layers:
             return None
         reports = self.model.take_router_reports()
-        counts_LE = self.mesh.sum_over_loss(
-            "loads of experts", torch.stack([reports[layer].counts_E for layer in self.routers])
-        )
-        losses = torch.stack([reports[layer].loss_B for layer in self.routers])
-        loss = self.mesh.sum_over_loss("losses of routers", losses.double().sum())
+        own_LE, loss = torch.zeros_like(self.since_report), torch.zeros((), dtype=torch.float64)
+        for layer, report in reports.items():
+            own_LE[self.layers.index(layer)] = report.counts_E
+            loss += report.loss_B.cpu()
+        counts_LE = self.mesh.sum_over_layers("loads of experts", own_LE)
+        loss = self.mesh.sum_over_layers("losses of routers", loss)
         self.since_report += counts_LE
         if self.config.correction_rate:
-            for router, counts_E in zip(self.routers.values(), counts_LE):
+            for router, counts_E in self._loaded(counts_LE):
                 move_correction(router.correction, counts_E, self.config.correction_rate)
         if self.by_last_step:
             self._share(counts_LE)
@@ -59,14 +68,14 @@ class ExpertLoads:
 
     def drop(self) -> None:
         """Forget the loads of a step that was not taken."""
-        if self.routers:
+        if self.layers:
             self.model.take_router_reports()
 
     def take(self) -> tuple[dict[str, list[int]] | None, dict[str, float] | None]:
         """By layer: target tokens that each expert got since the last call, and the largest load over the mean one."""
-        if not self.routers:
+        if not self.layers:
             return None, None
-        counts = {layer: counts_E.tolist() for layer, counts_E in zip(self.routers, self.since_report)}
+        counts = {layer: counts_E.tolist() for layer, counts_E in zip(self.layers, self.since_report)}
         self.since_report.zero_()
         return counts, {layer: max(c) * len(c) / max(1, sum(c)) for layer, c in counts.items()}
 

@@ -5,39 +5,52 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pretrain.distributed.ranks import Ranks
+from pretrain.distributed.mesh import Mesh
 from pretrain.errors import TrainingError
 
 
-def write_gradients(directory: Path, step: int, model: nn.Module, ranks: Ranks) -> None:
+def write_gradients(directory: Path, step: int, model: nn.Module, mesh: Mesh) -> None:
     """gradients/step-N.safetensors with the full gradient of every parameter. All ranks call; the main rank writes.
 
     Raises TrainingError on all ranks if that fails, because the user asked for it.
     """
     # It warns that tensors that are sharded twice are gathered in two steps, as they are.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    whole = {}
+    own = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        gradient = parameter.grad
-        whole[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().contiguous()
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            own[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().contiguous()
+    path = directory / "gradients" / f"step-{step:08d}.safetensors"
+    parts = [path.with_suffix(f".part-{stage}") for stage in range(1, mesh.sizes["pipeline"])]
 
     def save() -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        if mesh.is_source("replicate", "shard", "context", "tensor"):
+            stage = mesh.coordinates["pipeline"]
+            _write(parts[stage - 1] if stage else path, own)
 
-        path = directory / "gradients" / f"step-{step:08d}.safetensors"
-        path.parent.mkdir(exist_ok=True)
-        try:
-            save_file(whole, path)
-        except SafetensorError as error:
-            raise TrainingError(f"{path}: the gradients of log.gradients_at cannot be written: {error}") from error
+    def join() -> None:
+        others = [load_file(part) for part in parts]
+        _write(path, {name: gradient for part in (*others, own) for name, gradient in part.items()})
+        for part in parts:
+            part.unlink()
 
-    ranks.on_main("gradients of a step", save, TrainingError)
+    mesh.ranks.attempt("gradients of a step", save, TrainingError)
+    if parts:  # a rank of a pipeline has the gradients of its layers
+        mesh.ranks.on_main("gradients of all layers", join, TrainingError)
+
+
+def _write(path: Path, gradients: dict[str, Tensor]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    try:
+        save_file(gradients, path)
+    except SafetensorError as error:
+        raise TrainingError(f"{path}: the gradients of log.gradients_at cannot be written: {error}") from error
 
 
 def refuse_untrained(model: nn.Module, tokens: int) -> None:

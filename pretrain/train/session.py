@@ -21,10 +21,12 @@ from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, print_error
 from pretrain.huggingface.export_check import start_export_check
+from pretrain.models import build_network
 from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout, expected_world_size, explain_ranks
+from pretrain.parallel.strategy import layer_costs
 from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
 from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
@@ -63,10 +65,18 @@ def check(config: Config, processes: int | None = None, explain: bool = False) -
         origin = _check_directory(plan)
         print("\n".join([*describe(plan, world_size, origin), *_other_devices(plan, device), *_intentions(plan, origin)]))
         if explain:
-            print("\n".join(explain_ranks(plan.layout, plan.config)))
+            print("\n".join(explain_ranks(plan.layout, plan.config, _layer_costs(plan))))
         _check_export(plan)
         print("the configuration is valid")
     return 0
+
+
+def _layer_costs(plan: Plan) -> list[int]:
+    model = plan.config.model
+    if plan.layout.pipeline == 1:
+        return [1] * (model.encoder.layers + model.layers)
+    with torch.device("meta"):
+        return layer_costs(build_network(model), plan.config)
 
 
 def _check_the_rest(config: Config, world_size: int, device: torch.device, problem: UserError, is_first: bool) -> None:

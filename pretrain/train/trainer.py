@@ -82,7 +82,7 @@ class Trainer:
         with torch.device("meta"):
             self.model = build_network(config.model, config.loss)
         self.strategy.place(self.model)
-        self.optimizer = OptimizerSet(self.strategy.parts(), config.optim)
+        self.optimizer = OptimizerSet(self.strategy.parts(), config.optim, self.strategy.counts, self.strategy.sum_over_layers)
         self.expert_loads = ExpertLoads(self.model, config.model, self.mesh)
         stored = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         if stored != {DTYPES[config.precision.master]}:
@@ -102,7 +102,7 @@ class Trainer:
             if not self.optimizer.has_state:
                 refuse_untrained(self.model, config.data.sequence_length)
             if number in config.log.gradients_at:
-                write_gradients(self.directory.path, number, self.model, self.ranks)
+                write_gradients(self.directory.path, number, self.model, self.mesh)
             grad_norm = float(self.optimizer.clip(config.optim.clip))
         summed = torch.stack([part.double().sum() for part in losses])
         objective, loss = (self.mesh.sum_over_loss(f"loss of step {number}", summed) / target_tokens).tolist()

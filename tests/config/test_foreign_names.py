@@ -59,7 +59,7 @@ def test_accumulation_is_answered_with_how_it_is_derived():
         ("optim.max_grad_norm=1.0", "it is optim.clip here"),
         ("training.block_size=128", "it is data.sequence_length here"),
         ("parallel.tensor_parallel_size=2", "it is parallel.tensor here"),
-        ("parallel.pp_size=2", "pipeline parallelism (parallel.pipeline) is not built yet"),
+        ("parallel.pp_size=2", "it is parallel.pipeline here"),
     ],
 )
 def test_a_name_of_another_tool_is_answered_wherever_it_is_written(written, answer):

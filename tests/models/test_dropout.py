@@ -135,7 +135,7 @@ def test_a_decoder_drops_embeddings_and_what_sublayers_add_and_nothing_else(name
         if network.position_embedding is not None:
             x = x + network.position_embedding(place)
         x = dropped(x, "embedding")
-        _, inputs = network._begin(tokens, None, None, None, None)
+        _, inputs = network._begin(tokens, None, None, None, [block.spec for block in network.layers.values()])
         for number, block in network.layers.items():
             rope, mask = inputs[block.spec.window]
             if name == "post":
@@ -178,9 +178,11 @@ def test_at_rate_0_and_in_evaluation_a_decoder_computes_what_it_does_without(nam
 
 def test_slices_of_a_decoder_drop_what_the_whole_drops():
     whole, batch = decoder_of("tokens ahead"), tokens_of()
-    first, last = (copy.deepcopy(whole).keep(*cut) for cut in ((0, 2), (2, 3)))
+    spans = range(2), range(2, 3)
+    first, last = (copy.deepcopy(whole).keep([span]) for span in spans)
     expected = whole(**batch, keys_B=KEYS)
-    assert torch.equal(last(**batch, keys_B=KEYS, hidden=first(**batch, keys_B=KEYS)), expected)
+    hidden = first(**batch, keys_B=KEYS, span=spans[0])
+    assert torch.equal(last(**batch, keys_B=KEYS, span=spans[1], hidden=hidden), expected)
 
 
 def test_compiled_blocks_drop_the_same_and_are_compiled_once():

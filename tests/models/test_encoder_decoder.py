@@ -63,7 +63,7 @@ def torchs(network: EncoderDecoder) -> torch.nn.Transformer:
     theirs = torch.nn.Transformer(**shape, custom_encoder=encoder, custom_decoder=decoder)
     state = {}
     for side in ("encoder", "decoder"):
-        for i, layer in enumerate(getattr(network, side)):
+        for i, layer in enumerate(getattr(network, side).values()):
             sublayers = [
                 ("self_attn", layer.attention, layer.attention_norm),
                 ("multihead_attn", layer.cross, layer.cross_norm),
@@ -128,7 +128,7 @@ def test_logits_and_gradients_are_those_of_torchs_transformer(name):
         assert relative(shared[id(parameter)], parameter.grad) <= 1e-4
     compared = 0
     for side in ("encoder", "decoder"):
-        for ours, other in zip(getattr(network, side), getattr(theirs, side).layers):
+        for ours, other in zip(getattr(network, side).values(), getattr(theirs, side).layers):
             pairs = [
                 (ours.attention.output.weight, other.self_attn.out_proj.weight), (ours.mlp.up.weight, other.linear1.weight),
                 (ours.mlp.down.bias, other.linear2.bias), (ours.attention_norm.weight, other.norm1.weight),

@@ -52,12 +52,15 @@ def gradients(models: list[Decoder]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_slices_one_after_the_other_have_the_losses_and_gradients_of_the_whole(name, cuts):
     whole, (tokens, targets, documents) = decoder(name), batch()
-    slices = [copy.deepcopy(whole).keep(start, stop) for start, stop in zip(cuts, cuts[1:])]
+    spans = [range(start, stop) for start, stop in zip(cuts, cuts[1:])]
+    slices = [copy.deepcopy(whole).keep([span]) for span in spans]
     expected = whole(tokens, targets, documents, with_cross_entropy=True)
     expected.objective_B.sum().backward()
-    state = None
-    for part in slices:
-        state = part(tokens, targets, documents, with_cross_entropy=True, hidden=state)
+    state = ()
+    for part, span in zip(slices, spans):
+        wanted = part.hidden_like(span, tokens, targets, documents_BT=documents)
+        assert [(x.shape, x.dtype) for x in state] == [(x.shape, x.dtype) for x in wanted]
+        state = part(tokens, targets, documents, with_cross_entropy=True, span=span, hidden=state)
     assert isinstance(state, Losses)
     assert torch.equal(state.objective_B, expected.objective_B) and torch.equal(state.cross_entropy_B, expected.cross_entropy_B)
     state.objective_B.sum().backward()
@@ -70,7 +73,7 @@ def test_slices_one_after_the_other_have_the_losses_and_gradients_of_the_whole(n
 @pytest.mark.parametrize("name", MODELS)
 def test_each_parameter_is_in_one_slice_under_its_name_and_a_tied_table_at_both_ends(name):
     whole = decoder(name)
-    slices = [copy.deepcopy(whole).keep(start, stop) for start, stop in ((0, 2), (2, 4))]
+    slices = [copy.deepcopy(whole).keep([span]) for span in (range(2), range(2, 4))]
     names = [set(dict(part.named_parameters())) for part in slices]
     assert names[0] | names[1] == set(dict(whole.named_parameters()))
     shared = {"embedding.weight"} if whole.config.tie_embeddings or whole.config.predict_ahead else set()
@@ -83,11 +86,11 @@ def test_each_parameter_is_in_one_slice_under_its_name_and_a_tied_table_at_both_
 def test_a_slice_says_what_it_is_given_wrongly():
     tokens, *_ = batch()
     whole = decoder("plain")
-    first, last = (copy.deepcopy(whole).keep(*cut) for cut in ((0, 2), (2, 4)))
-    with pytest.raises(ValueError, match="what the slice before returned"):
-        last(tokens)
+    first, last = (copy.deepcopy(whole).keep([span]) for span in (range(2), range(2, 4)))
+    with pytest.raises(ValueError, match="what the span before returned"):
+        last(tokens, span=range(2, 4))
     with pytest.raises(ValueError, match="takes tokens alone"):
-        first(tokens, hidden=first(tokens))
+        first(tokens, span=range(2), hidden=first(tokens, span=range(2)))
 
 
 @pytest.mark.parametrize("name", MODELS)

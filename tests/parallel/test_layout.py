@@ -346,23 +346,23 @@ def test_models_of_transformers_are_not_shared(tmp_path, axis):
 
 
 def test_an_explanation_gives_every_token_of_a_step_and_every_head_to_someone():
-    """From the table alone: replicas have other samples, context ranks other positions, tensor ranks other heads."""
+    """From the table alone: replicas have other samples, stages other layers, context ranks other positions, tensor ranks other heads."""
     given = config(
         "batch={sequences: 48, micro_sequences: 2}", "model.heads=4", "data.sequence_length=50",
-        "parallel={strategy: fsdp, replicate: 2, shard: 2, context: 2, tensor: 2}",
+        "parallel={strategy: fsdp, pipeline: 2, replicate: 2, shard: 2, context: 2, tensor: 2}", "model.layers=4",
     )  # fmt: skip
-    head, *rows = explain_ranks(plan_layout(given, 16, 10**6, None), given)
-    assert head.split() == "rank replicate shard context tensor samples of a step positions query heads weights".split()
+    head, *rows = explain_ranks(plan_layout(given, 32, 10**6, None), given, [1, 1, 1, 1])
+    assert head.split() == "rank pipeline replicate shard context tensor samples of a step layers positions query heads weights".split()
     covered = set()
     for number, row in enumerate(rows):
-        rank, *_, samples, positions, heads, weights = (cell for cell in re.split(r"\s{2,}", row.strip()))
-        assert int(rank) == number and weights == "1/8"
+        rank, *_, samples, layers, positions, heads, weights = (cell for cell in re.split(r"\s{2,}", row.strip()))
+        assert int(rank) == number and weights == "1/16"
         for stretch in positions.split(", "):
-            whole = [range(int(a), int(b) + 1) for a, b in (cell.split("-") for cell in (samples, stretch, heads))]
+            whole = [range(int(a), int(b) + 1) for a, b in (cell.split("-") for cell in (samples, layers, stretch, heads))]
             new = set(itertools.product(*whole))
             assert not new & covered
             covered |= new
-    assert len(rows) == 16 and len(covered) == 48 * 50 * 4
+    assert len(rows) == 32 and len(covered) == 48 * 4 * 50 * 4
 
 
 def test_a_table_that_can_be_sharded_in_no_way_is_refused():

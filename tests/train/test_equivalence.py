@@ -69,6 +69,26 @@ LAYOUTS = {
     ),
     "hsdp 2x2 of context 2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=1", "parallel.context=2"),
     "context 2 x tensor 2": (4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.tensor=2"),
+    "pipeline 2": (2, "parallel.strategy=fsdp", "parallel.pipeline=2"),
+    "pipeline 4, interleaved 2, tied": (
+        4, "parallel.strategy=fsdp", "parallel.pipeline=4", "parallel.pipeline_schedule=interleaved", "model.layers=8", "model.tie_embeddings=true",
+        "batch.micro_sequences=2",
+    ),
+    "fsdp 2 x pipeline 2, recomputation": (
+        4, "parallel.strategy=fsdp", "parallel.pipeline=2", "batch.micro_sequences=2", "parallel.activation_checkpointing=full",
+    ),
+    "fsdp 2 x pipeline 2, tied, last, gathered": (
+        4, "parallel.strategy=fsdp", "parallel.pipeline=2", "batch.micro_sequences=2", "model.tie_embeddings=true", "parallel.grad_sync=last",
+        "parallel.reshard_after_forward=false",
+    ),
+    "replicate 2 x pipeline 2, gpipe": (
+        4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=1", "parallel.pipeline=2", "parallel.pipeline_schedule=gpipe",
+        "batch.micro_sequences=2",
+    ),
+    "tensor 2 x pipeline 2, tied": (
+        4, "parallel.strategy=fsdp", "parallel.tensor=2", "parallel.pipeline=2", "model.tie_embeddings=true",
+    ),
+    "context 2 x pipeline 2": (4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.pipeline=2"),
     "hsdp 2x2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=2"),
     "hsdp 2x2, last": (
         4,
@@ -100,6 +120,7 @@ def reference(trained_run, config_file, overrides):
 SLOW = {
     "ddp on 3", "ddp on 4", "fsdp on 2", "ddp on 2, accumulation 4, last", "ddp on 2, small buckets", "ddp on 2, tied", "fsdp on 2, weights kept for backward", "fsdp on 2, accumulation 4, last",
     "tensor 4, more ranks than key heads", "fsdp 2 x tensor 2, last", "replicate 2 x tensor 2, tied", "context 2", "context 4, recomputation",
+    "pipeline 4, interleaved 2, tied", "fsdp 2 x pipeline 2, recomputation", "replicate 2 x pipeline 2, gpipe", "tensor 2 x pipeline 2, tied", "context 2 x pipeline 2",
     "hsdp 2x2, last", "hsdp 2x2, every", "ddp on 2, recomputation", "ddp on 2, selective recomputation",
 }  # fmt: skip
 
@@ -137,9 +158,10 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_switch_of_a_model_computes_the_same_in_every_layout(pool, config_file, model):
-    switches = (*MODELS[model], "batch.micro_sequences=8", "run.steps=4", "schedule.warmup_steps=1", "log.every_steps=1")
+    switches = (*MODELS[model], "batch.micro_sequences=4", "run.steps=4", "schedule.warmup_steps=1", "log.every_steps=1")
     single = train(pool, 1, config_file, "run.name=single", "log.gradients_at=[1]", *switches)
-    for strategy, *more in (("ddp",), ("fsdp",), ("fsdp", "parallel.tensor=2"), ("fsdp", "parallel.context=2")):
+    axes = (("fsdp", f"parallel.{axis}=2") for axis in ("tensor", "context", "pipeline"))
+    for strategy, *more in (("ddp",), ("fsdp",), *axes):
         layout = (f"parallel.strategy={strategy}", "parallel.activation_checkpointing=full", *more)
         run = train(pool, 2, config_file, f"run.name={'-'.join((strategy, *more))}", "log.gradients_at=[1]", *layout, *switches)
         ours, theirs = gradients(run), gradients(single)
@@ -164,6 +186,7 @@ def test_dropout_is_the_same_in_every_layout_and_after_an_interruption(pool, tra
         "fsdp": (2, "parallel.strategy=fsdp", "batch.micro_sequences=8"),
         "tensor": (4, "parallel.strategy=fsdp", "parallel.tensor=4", "batch.micro_sequences=8"),
         "context": (2, "parallel.strategy=fsdp", "parallel.context=2", "batch.micro_sequences=8"),
+        "pipeline": (2, "parallel.strategy=fsdp", "parallel.pipeline=2", "batch.micro_sequences=8"),
     }
     for name, (world, *layout) in layouts.items():
         run = train(pool, world, config_file, f"run.name={name}", *options, *layout)
@@ -235,6 +258,9 @@ def test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothin
         "context": train(
             pool, 4, config_file, "run.name=context", "parallel.strategy=fsdp", "parallel.context=2", ten, *validating
         ),
+        "pipeline": train(
+            pool, 4, config_file, "run.name=pipeline", "parallel.strategy=fsdp", "parallel.pipeline=2", "batch.micro_sequences=2", ten, *validating
+        ),
     }
     assert losses(runs["without"]) == losses(runs["single"])
     measured = {
@@ -244,6 +270,7 @@ def test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothin
     assert largest_relative_difference(measured["fsdp"], measured["single"]) <= METRIC_TOLERANCE
     assert largest_relative_difference(measured["tensor"], measured["single"]) <= METRIC_TOLERANCE
     assert largest_relative_difference(measured["context"], measured["single"]) <= METRIC_TOLERANCE
+    assert largest_relative_difference(measured["pipeline"], measured["single"]) <= METRIC_TOLERANCE
     assert largest_relative_difference(measured["ddp"], measured["single 24"]) <= METRIC_TOLERANCE
 
 

@@ -28,6 +28,10 @@ LAYOUTS = {
     "fsdp 2 x context 2, recomputation": (
         4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.activation_checkpointing=full"
     ),
+    "pipeline 2": (2, "parallel.strategy=fsdp", "parallel.pipeline=2"),
+    "fsdp 2 x pipeline 2, recomputation": (
+        4, "parallel.strategy=fsdp", "parallel.pipeline=2", "parallel.activation_checkpointing=full"
+    ),
     "tensor 2": (2, "parallel.strategy=fsdp", "parallel.tensor=2"),
     "fsdp 2 x tensor 2, recomputation": (
         4, "parallel.strategy=fsdp", "parallel.tensor=2", "parallel.activation_checkpointing=full"
@@ -64,7 +68,7 @@ def loads(run):
 
 
 # The others with `-m slow`: python -m pytest tests/train/test_experts_in_layouts.py -m slow
-QUICK = {"other micro-batch", "ddp on 2, every, recomputation", "fsdp on 2", "tensor 2", "fsdp 2 x context 2, recomputation"}
+QUICK = {"pipeline 2", "other micro-batch", "ddp on 2, every, recomputation", "fsdp on 2", "tensor 2", "fsdp 2 x context 2, recomputation"}
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])

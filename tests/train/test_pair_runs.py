@@ -79,6 +79,13 @@ LAYOUTS = {
         4, FSDP, "parallel.tensor=4", "model.encoder.share_embedding=false", "model.norm.placement=post", "batch.micro_tokens=60"
     ),
     "fsdp 2 x tensor 2, more ranks than pairs": (4, FSDP, "parallel.tensor=2", "batch.tokens=50", *OWN),
+    "pipeline 2": (2, FSDP, "parallel.pipeline=2", "batch.micro_tokens=60"),
+    "fsdp 2 x pipeline 2, more ranks than pairs, recomputation": (
+        4, FSDP, "parallel.pipeline=2", "batch.tokens=50", "parallel.activation_checkpointing=full", *OWN
+    ),
+    "pipeline 4, a table for each side, post-norm": (
+        4, FSDP, "parallel.pipeline=4", "model.encoder.share_embedding=false", "model.norm.placement=post", "batch.micro_tokens=60"
+    ),
     "hsdp 2x2": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
 }  # fmt: skip
 
@@ -240,7 +247,7 @@ def run_in_chunks_of_7(config_file: str, *overrides: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "layout", [(2, DDP), (4, FSDP, "parallel.tensor=2"), pytest.param((3, FSDP), marks=pytest.mark.slow)]
+    "layout", [(2, DDP), (4, FSDP, "parallel.tensor=2"), (2, FSDP, "parallel.pipeline=2"), pytest.param((3, FSDP), marks=pytest.mark.slow)]
 )
 def test_translations_are_the_same_at_any_world_size(pool, pair_config, layout):
     options = ("run.steps=8", "validation.translation={every_steps: 4, beam: 2, sequences: 30}")

@@ -19,6 +19,8 @@ LAYOUTS = {
     "tensor 2": (2, "parallel.strategy=fsdp", "parallel.tensor=2"),
     "fsdp 2 x tensor 2": (4, "parallel.strategy=fsdp", "parallel.tensor=2"),
     "fsdp 2 x context 2": (4, "parallel.strategy=fsdp", "parallel.context=2"),
+    "pipeline 2": (2, "parallel.strategy=fsdp", "parallel.pipeline=2"),
+    "fsdp 2 x pipeline 2": (4, "parallel.strategy=fsdp", "parallel.pipeline=2"),
 }
 # 24 sequences divide over every world size above.
 BATCH = ("batch.sequences=24", "batch.micro_sequences=2")
@@ -30,7 +32,8 @@ def equal(one, other) -> bool:
 
 
 @pytest.mark.parametrize(("first", "second"), [
-    ("single", "fsdp 3"), ("hsdp 2x2", "single"), ("fsdp 2 x tensor 2", "ddp 2"),
+    ("single", "fsdp 3"), ("hsdp 2x2", "single"), ("fsdp 2 x tensor 2", "ddp 2"), ("fsdp 2 x pipeline 2", "single"),
+    pytest.param("fsdp 2 x tensor 2", "fsdp 2 x pipeline 2", marks=pytest.mark.slow),
     pytest.param("fsdp 2 x tensor 2", "fsdp 2 x context 2", marks=pytest.mark.slow), pytest.param("ddp 2", "fsdp 2 x tensor 2", marks=pytest.mark.slow), pytest.param("tensor 2", "fsdp 4", marks=pytest.mark.slow), pytest.param("ddp 4", "fsdp 2", marks=pytest.mark.slow), pytest.param("fsdp 4", "hsdp 2x2", marks=pytest.mark.slow),
     pytest.param("ddp 2", "fsdp 4", marks=pytest.mark.slow), pytest.param("fsdp 2", "ddp 4", marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -52,7 +55,7 @@ def test_a_checkpoint_resumes_bit_equal_under_another_layout_and_sees_the_same_s
     )
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 2", "ddp 4", "fsdp 2", "fsdp 3", "tensor 2", "fsdp 2 x context 2"}))
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 2", "ddp 4", "fsdp 2", "fsdp 3", "tensor 2", "fsdp 2 x context 2", "pipeline 2"}))
 def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, trained_run, config_file, layout):
     world, *options = LAYOUTS[layout]
     short = (*BATCH, *EVERY, "run.steps=5", "schedule.warmup_steps=1")
@@ -62,7 +65,7 @@ def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, trained_
     assert equal(state_of(again, 5), state_of(origin, 5))
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2", "tensor 2", "fsdp 2 x context 2"}))
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2", "tensor 2", "fsdp 2 x context 2", "pipeline 2"}))
 def test_the_same_layout_resumes_in_every_bit_when_deterministic(pool, config_file, layout):
     world, *options = LAYOUTS[layout]
     fixed = (*BATCH, *EVERY, "run.deterministic=true", *HALVES, *options)
@@ -101,9 +104,9 @@ def test_training_can_start_from_the_weights_of_another_run(pool, trained_run, c
 def test_one_run_moves_through_every_kind_of_layout_with_one_loss_curve(pool, config_file):
     """A run that changes its layout four times in mid-run, against one process that was never interrupted."""
     every = (*BATCH, *EVERY, "schedule.name=constant", "schedule.warmup_steps=2")
-    single = train(pool, 1, config_file, "run.name=single", *every, "run.steps=15")
-    for leg, layout in enumerate(("ddp 2", "fsdp 2 x tensor 2", "hsdp 2x2", "fsdp 2 x context 2", "single")):
+    single = train(pool, 1, config_file, "run.name=single", *every, "run.steps=18")
+    for leg, layout in enumerate(("ddp 2", "fsdp 2 x tensor 2", "hsdp 2x2", "fsdp 2 x context 2", "fsdp 2 x pipeline 2", "single")):
         world, *options = LAYOUTS[layout]
         moving = train(pool, world, config_file, "run.name=moving", *every, f"run.steps={3 * (leg + 1)}", *options)
-    assert len(losses(moving)) == 15
+    assert len(losses(moving)) == 18
     assert largest_relative_difference(losses(moving), losses(single)) <= 2e-6

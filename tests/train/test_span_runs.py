@@ -56,6 +56,8 @@ LAYOUTS = {
     "fsdp on 4": (4, FSDP),
     "fsdp 2 x tensor 2": (4, FSDP, "parallel.tensor=2"),
     "tensor 2, version 1.1, recomputation": (2, FSDP, *V11, "parallel.tensor=2", "parallel.activation_checkpointing=full"),
+    "pipeline 2": (2, FSDP, "parallel.pipeline=2", "batch.micro_sequences=2"),
+    "tensor 2 x pipeline 2, version 1.1": (4, FSDP, *V11, "parallel.tensor=2", "parallel.pipeline=2", "batch.micro_sequences=2"),
     "hsdp 2x2": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
 }  # fmt: skip
 # The others with `-m slow`: python -m pytest tests/train/test_span_runs.py -m slow

@@ -60,6 +60,8 @@ class Decoder(nn.Module):
         self.takes_tokens = True
         """Whether tokens enter here; a slice further on takes `Hidden`."""
         self.rows_at_hand = every_row
+        self.make_mask = attention_mask
+        """`attention_mask`, unless parallel/ sets another."""
         self.router_reports: dict[str, RouterReport] = {}
         self.embedding: nn.Module | None = Embedding(config.vocab_size, config.dim)
         learned = config.positions == "learned"
@@ -226,7 +228,7 @@ class Decoder(nn.Module):
         if numbers_BT is None and not 0 < window < stop and not switches.soft_cap and not switches.sinks:
             return None
         backend = attention_backend(self.config, device, training=torch.is_grad_enabled())
-        return attention_mask(stop, device, backend, numbers_BT, window)
+        return self.make_mask(stop, device, backend, numbers_BT, window)
 
     def units(self) -> list[Unit]:
         """See `models/network.py`. A table that is used at both ends is in no unit, nor are the norm and the head beside it."""

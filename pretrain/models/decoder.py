@@ -225,9 +225,8 @@ class Decoder(nn.Module):
         switches = self.config.attention
         if start or (cache is not None and numbers_BT is not None):
             return cached_mask(start, stop, device, window, numbers_BT)
-        if numbers_BT is None and not 0 < window < stop and not switches.soft_cap and not switches.sinks:
-            return None
-        backend = attention_backend(self.config, device, training=torch.is_grad_enabled())
+        is_plain = numbers_BT is None and not 0 < window < stop and not switches.soft_cap and not switches.sinks
+        backend = None if is_plain else attention_backend(self.config, device, training=torch.is_grad_enabled())
         return self.make_mask(stop, device, backend, numbers_BT, window)
 
     def units(self) -> list[Unit]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,14 +33,6 @@ from pretrain.models.loss import Losses, OutputHead
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.parallel.collectives import extend, gather
 from pretrain.parallel.tensor import AllTokens, OwnTokens
-
-
-class Stretch(NamedTuple):
-    """Successive positions of a sequence, from `first` to `last` (excluded), and which of a rank's rows they are."""
-
-    rows: slice
-    first: int
-    last: int
 
 
 class ContextAxis:
@@ -104,11 +96,10 @@ class ContextAxis:
         ordered = torch.cat((stretches[:, :, 0], stretches[:, :, 1].flip(1)), dim=1)
         return ordered.flatten(1, 2)[:, : self.length]
 
-    def stretches(self) -> list[Stretch]:
-        """This rank's two stretches."""
+    def stretches(self) -> list[tuple[int, int]]:
+        """This rank's two stretches: where each begins, and where it ends (excluded)."""
         count = self.rows(self.length) // 2
-        first, second = self.rank * count, (2 * self.size - 1 - self.rank) * count
-        return [Stretch(slice(i * count, (i + 1) * count), at, at + count) for i, at in enumerate((first, second))]
+        return [(i * count, (i + 1) * count) for i in (self.rank, 2 * self.size - 1 - self.rank)]
 
     # ---- what modules compute -----------------------------------------------------------------------------------------
 
@@ -121,10 +112,12 @@ class ContextAxis:
         self.dtype = network.embedding.compute_dtype if named.get("hidden") is None else named["hidden"].x_BTD.dtype
 
     def _mask_rows(
-        self, length: int, device: torch.device, backend: str, numbers_BT: Tensor | None, window: int
+        self, length: int, device: torch.device, backend: str | None, numbers_BT: Tensor | None, window: int
     ) -> tuple[Tensor, ...]:
-        """This rank's rows of what `attention_mask` makes, by stretch."""
-        seen = (_seen(first, last, length, device, numbers_BT, window) for _, first, last in self.stretches())
+        """This rank's rows of what `attention_mask` makes, by stretch. Without a back end, of the causal mask."""
+        if backend is None:
+            return tuple(_causal(first, last, length, self.dtype, device) for first, last in self.stretches())
+        seen = (_seen(first, last, length, device, numbers_BT, window) for first, last in self.stretches())
         return tuple(_added(rows, self.dtype) for rows in seen)
 
     def _look_up(self, rows: Callable[..., Tensor], table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,14 +133,12 @@ class OwnQueries:
         own = None if rope is None else tuple(self.context.own(table, dim=table.dim() - 2) for table in rope)
         return super().forward(x_BRD, own, mask, cache)
 
-    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, masks: tuple[Tensor, ...] | None, *options: Any) -> Tensor:
-        length = self.context.length
+    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, masks: tuple[Tensor, ...], *options: Any) -> Tensor:
         k_BKTG, v_BKTG = (self.context.gather(x.transpose(1, 2)).transpose(1, 2) for x in (k_BKRG, v_BKRG))
         found = []
-        for i, (rows, first, last) in enumerate(self.context.stretches()):
-            mask = _causal(first, last, length, q_BHRG.dtype, q_BHRG.device) if masks is None else masks[i]
-            stop = min(length, last)
-            found.append(super().attend(q_BHRG[:, :, rows], k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], mask, *options))
+        for q_BHQG, mask in zip(q_BHRG.chunk(2, dim=2), masks):
+            stop = mask.shape[-1]
+            found.append(super().attend(q_BHQG, k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], mask, *options))
         return torch.cat(found, dim=2)
 
 
@@ -204,5 +195,5 @@ def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(8)
 def _causal(first: int, last: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Without documents and windows it is the same in every step."""
+    """Without documents and windows the rows are the same in every step."""
     return _added(_seen(first, last, length, device), dtype)

@@ -294,3 +294,44 @@ def test_ranks_make_their_rows_of_a_mask_once_for_all_layers(pool):
     for plain, masked, elements in pool.launch(4, masks_of_forward, model, length):
         assert masked <= 1.02 * plain  # which has a mask of that size too
         assert 0 < elements <= length // 8 * length
+
+
+def graphs_of_blocks(model: Model, length: int) -> list[set[str]]:
+    """The operators of every graph that is compiled of the network's blocks on this rank."""
+    from pretrain.distributed import ranks as distributed
+    from pretrain.distributed.mesh import Mesh
+    from pretrain.models import build_network
+    from pretrain.parallel.blocks import compile_blocks
+    from pretrain.parallel.context import ContextAxis
+    from pretrain.parallel.initialise import initialise
+
+    _, _, world_size = distributed.launched_ranks()
+    axis = ContextAxis(Mesh({"context": world_size}, distributed.start(Config(), alone=False)))
+    with torch.device("meta"):
+        network = build_network(model)
+    axis.split(network)
+    graphs: list[set[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(
+            {str(node.target) for module in graph.modules() for node in getattr(module, "graph", torch.fx.Graph()).nodes}
+        )
+        return graph.forward
+
+    torch._dynamo.reset()
+    compile_blocks(network, backend)
+    network.to_empty(device="cpu")
+    initialise(network, 0)
+    ids = torch.arange(length + 1)[None] % model.vocab_size
+    network(tokens_BT=ids[:, :-1], targets_BT=ids[:, 1:])
+    distributed.stop()
+    return graphs
+
+
+def test_compiled_blocks_are_one_graph_that_makes_no_mask(pool):
+    """The compiler ignored the cache of causal masks, and said so on every rank: every layer made its own."""
+    model = complete(Model(family="llama", dim=32, layers=3, heads=4, kv_heads=1, ffn_dim=64, vocab_size=100), 32)
+    for graphs in pool.launch(2, graphs_of_blocks, model, 32):
+        [operators] = graphs
+        assert any("scaled_dot_product_attention" in name for name in operators)
+        assert not any("arange" in name or "masked_fill" in name for name in operators)

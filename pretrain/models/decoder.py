@@ -51,6 +51,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.rows_at_hand, self.compute_dtype = every_row, torch.float32
+        self.make_mask = attention_mask
+        """`attention_mask`, unless parallel/ sets another."""
         self.router_reports: dict[str, RouterReport] = {}
         self.embedding: nn.Module | None = Embedding(config.vocab_size, config.dim)
         learned = config.positions == "learned"
@@ -233,10 +235,9 @@ class Decoder(nn.Module):
         switches = self.config.attention
         if start or (cache is not None and numbers_BT is not None):
             return cached_mask(start, stop, device, window, numbers_BT)
-        if numbers_BT is None and not 0 < window < stop and not switches.soft_cap and not switches.sinks:
-            return None
-        backend = attention_backend(self.config, device, training=torch.is_grad_enabled())
-        return attention_mask(stop, device, backend, numbers_BT, window)
+        is_plain = numbers_BT is None and not 0 < window < stop and not switches.soft_cap and not switches.sinks
+        backend = None if is_plain else attention_backend(self.config, device, training=torch.is_grad_enabled())
+        return self.make_mask(stop, device, backend, numbers_BT, window)
 
     def units(self) -> list[Unit]:
         """See `models/network.py`. A table that is used at both ends is in no unit, nor are the norm and the head beside it."""

@@ -71,12 +71,15 @@ def narrowest_head(model: Model) -> int:
 
 
 def attention_mask(
-    length: int, device: torch.device, backend: Backend, numbers_BT: Tensor | None = None, window: int = 0
-) -> Mask:
+    length: int, device: torch.device, backend: Backend | None, numbers_BT: Tensor | None = None, window: int = 0
+) -> Mask | None:
     """Who attends to whom: earlier positions of the same document and inside the window, and itself.
 
-    `numbers_BT`: see `document_numbers`; `window` 0: no window. Built once per forward, for all layers of a kind.
+    `numbers_BT`: see `document_numbers`; `window` 0: no window. Built once per forward, for all layers of a kind. Without a back end there is
+    no mask: torch's causal kernel does by itself what is left.
     """
+    if backend is None:
+        return None
     window = window if window < length else 0
     if backend == "sdpa":
         return _dense_mask(length, device, numbers_BT, window)

@@ -6,8 +6,9 @@
 A causal mask gives later positions more work. So the sequence is cut into twice as many stretches as there are ranks, and rank i has stretches i
 and 2 x ranks - 1 - i, whose work adds up to the same on every rank. Queries of a stretch are multiplied with the keys up to its end alone.
 
-Every rank is given the whole sequence of tokens, which are small. Masks, rotary tables and documents are therefore those of the whole sequence, and each rank
-takes the rows of its positions. Every rank has a part of each gradient and of each sequence's loss; the parts add up.
+Every rank is given the whole sequence of tokens, which are small. Rotary tables and documents are therefore those of the whole sequence, and each rank
+takes the rows of its positions. Of a mask it makes these rows alone, once for all layers. Every rank has a part of each gradient and of each
+sequence's loss; the parts add up.
 
 Where the stretches do not divide T, the last positions are filled up, and what is computed from them is dropped.
 """
@@ -42,12 +43,15 @@ class ContextAxis:
         self.size, self.rank = mesh.sizes["context"], mesh.coordinates["context"]
         self.length = 0
         """T of the forward pass that runs."""
+        self.dtype = torch.float32
+        """The format of its hidden states."""
 
     def split(self, network: nn.Module) -> None:
         """Set what the modules of a network compute with. All parameters stay whole. What tensor-parallel ranks set is set before."""
         inner = network.rows_at_hand
         network.rows_at_hand = lambda x_BTX: inner(self.own(x_BTX))
-        network.register_forward_pre_hook(self._note_length, with_kwargs=True)
+        network.make_mask = self._mask_rows
+        network.register_forward_pre_hook(self._note_pass, with_kwargs=True)
         for module in network.modules():
             match module:
                 case Attention() | LatentAttention():
@@ -92,19 +96,29 @@ class ContextAxis:
         ordered = torch.cat((stretches[:, :, 0], stretches[:, :, 1].flip(1)), dim=1)
         return ordered.flatten(1, 2)[:, : self.length]
 
-    def stretches(self, rows: int) -> list[tuple[slice, int]]:
-        """This rank's two stretches: where their rows are, and the position of the first one."""
-        count = rows // 2
-        return [(slice(0, count), self.rank * count), (slice(count, rows), (2 * self.size - 1 - self.rank) * count)]
+    def stretches(self) -> list[tuple[int, int]]:
+        """This rank's two stretches: where each begins, and where it ends (excluded)."""
+        count = self.rows(self.length) // 2
+        return [(i * count, (i + 1) * count) for i in (self.rank, 2 * self.size - 1 - self.rank)]
 
     # ---- what modules compute -----------------------------------------------------------------------------------------
 
-    def _note_length(self, network: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
+    def _note_pass(self, network: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
         if named.get("cache") is not None:
             raise ValueError(
                 "a cache of generation holds all positions of a sequence; with context-parallel ranks there is none"
             )
         self.length = (arguments[0] if arguments else named["tokens_BT"]).shape[1]
+        self.dtype = network.embedding.compute_dtype if named.get("hidden") is None else named["hidden"].x_BTD.dtype
+
+    def _mask_rows(
+        self, length: int, device: torch.device, backend: str | None, numbers_BT: Tensor | None, window: int
+    ) -> tuple[Tensor, ...]:
+        """This rank's rows of what `attention_mask` makes, by stretch. Without a back end, of the causal mask."""
+        if backend is None:
+            return tuple(_causal(first, last, length, self.dtype, device) for first, last in self.stretches())
+        seen = (_seen(first, last, length, device, numbers_BT, window) for first, last in self.stretches())
+        return tuple(_added(rows, self.dtype) for rows in seen)
 
     def _look_up(self, rows: Callable[..., Tensor], table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return rows(table_VD, self.own(ids, dim=ids.dim() - 1), dtype)
@@ -119,18 +133,12 @@ class OwnQueries:
         own = None if rope is None else tuple(self.context.own(table, dim=table.dim() - 2) for table in rope)
         return super().forward(x_BRD, own, mask, cache)
 
-    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
-        length = self.context.length
+    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, masks: tuple[Tensor, ...], *options: Any) -> Tensor:
         k_BKTG, v_BKTG = (self.context.gather(x.transpose(1, 2)).transpose(1, 2) for x in (k_BKRG, v_BKRG))
         found = []
-        for rows, first in self.context.stretches(q_BHRG.shape[2]):
-            last = first + rows.stop - rows.start
-            stop = min(length, last)
-            if mask is None:
-                seen = _causal(first, last, stop, q_BHRG.dtype, q_BHRG.device)
-            else:
-                seen = mask[..., _places(first, last, length, q_BHRG.device), :stop]
-            found.append(super().attend(q_BHRG[:, :, rows], k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], seen, *options))
+        for q_BHQG, mask in zip(q_BHRG.chunk(2, dim=2), masks):
+            stop = mask.shape[-1]
+            found.append(super().attend(q_BHQG, k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], mask, *options))
         return torch.cat(found, dim=2)
 
 
@@ -164,15 +172,28 @@ class OwnTargets:
         return super().forward(x_BRD, self.context.own(targets_BT, fill=IGNORED), *arguments, **named)
 
 
-def _places(first: int, last: int, length: int, device: torch.device) -> Tensor:
-    """Positions from `first` to `last`. Those that fill up see what the last real one sees: nothing is made of their results."""
-    return torch.arange(first, last, device=device).clamp(max=length - 1)
+def _seen(
+    first: int, last: int, length: int, device: torch.device, numbers_BT: Tensor | None = None, window: int = 0
+) -> Tensor:
+    """Which keys the queries [first, last) see, of those up to their end; [B or 1, 1, Q, S]. Queries that fill up see what the last real one
+    sees: nothing is made of their results.
+    """
+    query_Q = torch.arange(first, last, device=device).clamp(max=length - 1)
+    key_S = torch.arange(min(length, last), device=device)
+    seen = (key_S <= query_Q[:, None])[None]
+    if 0 < window < length:
+        seen = seen & (key_S > query_Q[:, None] - window)
+    if numbers_BT is not None:
+        seen = seen & (numbers_BT[:, query_Q, None] == numbers_BT[:, None, : len(key_S)])
+    return seen[:, None]
+
+
+def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores: -inf where nothing is seen. All layers share it; of a Boolean mask, torch would make and keep a copy for each."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 @functools.lru_cache(8)
-def _causal(first: int, last: int, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores of queries [first, last) over keys [0, stop): -inf at later ones. All layers share it, in the format of the
-    queries: of a Boolean mask, torch would make and keep a copy for each layer.
-    """
-    seen = _places(first, last, stop, device)[:, None] >= torch.arange(stop, device=device)
-    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+def _causal(first: int, last: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Without documents and windows the rows are the same in every step."""
+    return _added(_seen(first, last, length, device), dtype)

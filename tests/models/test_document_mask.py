@@ -19,7 +19,6 @@ from pretrain.config.schema import Model
 from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models import attention
-from pretrain.models import decoder as decoder_module
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.models.masks import attention_backend, attention_mask, document_numbers, document_positions
@@ -343,7 +342,7 @@ def test_the_mask_is_made_once_per_forward_and_recomputed_blocks_give_bit_equal_
     ids = tokens(shape("odd sizes"), 2, 42)
     documents = torch.cat((labels(LENGTHS), labels([30, 11])))
     found = []
-    with patch.object(decoder_module, "attention_mask", wraps=attention_mask) as made:
+    with patch.object(model, "make_mask", wraps=attention_mask) as made:
         for recompute in (False, True):
             if recompute:
                 recompute_blocks(model)

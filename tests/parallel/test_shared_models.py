@@ -238,3 +238,100 @@ def test_ranks_share_activations_and_work_evenly(pool, kind):
         # One process multiplies all queries with all keys; under `context` the later keys of a stretch are left out.
         assert 0.2 * work < work_together < 0.27 * work
     assert len({work for _, (_, work) in costs}) == 1
+
+
+def masks_of_forward(model: Model, length: int) -> tuple[int, int, int]:
+    """The bytes that autograd keeps on this rank for backward without documents and with them, and the most elements of a mask that is made."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from pretrain.distributed import ranks as distributed
+    from pretrain.distributed.mesh import Mesh
+    from pretrain.models import build_network
+    from pretrain.parallel.context import ContextAxis
+    from pretrain.parallel.initialise import initialise
+
+    class LargestMask(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if (
+                isinstance(result, torch.Tensor)
+                and result.dim() > 1
+                and result.shape[-1] > length // 8
+                and result.dtype == torch.bool
+            ):
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    _, _, world_size = distributed.launched_ranks()
+    axis = ContextAxis(Mesh({"context": world_size}, distributed.start(Config(), alone=False)))
+    with torch.device("meta"):
+        network = build_network(model)
+    axis.split(network)
+    network.to_empty(device="cpu")
+    initialise(network, 0)
+    ids = torch.arange(length + 1)[None] % model.vocab_size
+    bytes_kept = []
+    for documents in ({}, {"documents_BT": (torch.arange(length) // 100)[None]}):
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(x: torch.Tensor, kept=kept) -> torch.Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), LargestMask() as made:
+            network(tokens_BT=ids[:, :-1], targets_BT=ids[:, 1:], **documents)
+        bytes_kept.append(sum(storage.nbytes() for storage in kept.values()))
+    distributed.stop()
+    return *bytes_kept, made.elements
+
+
+def test_ranks_make_their_rows_of_a_mask_once_for_all_layers(pool):
+    """Every rank made the whole mask of documents, T x T, and each layer kept its own copy of the rank's rows."""
+    length = 512
+    model = complete(Model(family="llama", dim=32, layers=4, heads=4, kv_heads=1, ffn_dim=64, vocab_size=100), length)
+    for plain, masked, elements in pool.launch(4, masks_of_forward, model, length):
+        assert masked <= 1.02 * plain  # which has a mask of that size too
+        assert 0 < elements <= length // 8 * length
+
+
+def graphs_of_blocks(model: Model, length: int) -> list[set[str]]:
+    """The operators of every graph that is compiled of the network's blocks on this rank."""
+    from pretrain.distributed import ranks as distributed
+    from pretrain.distributed.mesh import Mesh
+    from pretrain.models import build_network
+    from pretrain.parallel.blocks import compile_blocks
+    from pretrain.parallel.context import ContextAxis
+    from pretrain.parallel.initialise import initialise
+
+    _, _, world_size = distributed.launched_ranks()
+    axis = ContextAxis(Mesh({"context": world_size}, distributed.start(Config(), alone=False)))
+    with torch.device("meta"):
+        network = build_network(model)
+    axis.split(network)
+    graphs: list[set[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(
+            {str(node.target) for module in graph.modules() for node in getattr(module, "graph", torch.fx.Graph()).nodes}
+        )
+        return graph.forward
+
+    torch._dynamo.reset()
+    compile_blocks(network, backend)
+    network.to_empty(device="cpu")
+    initialise(network, 0)
+    ids = torch.arange(length + 1)[None] % model.vocab_size
+    network(tokens_BT=ids[:, :-1], targets_BT=ids[:, 1:])
+    distributed.stop()
+    return graphs
+
+
+def test_compiled_blocks_are_one_graph_that_makes_no_mask(pool):
+    """The compiler ignored the cache of causal masks, and said so on every rank: every layer made its own."""
+    model = complete(Model(family="llama", dim=32, layers=3, heads=4, kv_heads=1, ffn_dim=64, vocab_size=100), 32)
+    for graphs in pool.launch(2, graphs_of_blocks, model, 32):
+        [operators] = graphs
+        assert any("scaled_dot_product_attention" in name for name in operators)
+        assert not any("arange" in name or "masked_fill" in name for name in operators)

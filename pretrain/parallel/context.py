@@ -109,7 +109,7 @@ class ContextAxis:
                 "a cache of generation holds all positions of a sequence; with context-parallel ranks there is none"
             )
         self.length = (arguments[0] if arguments else named["tokens_BT"]).shape[1]
-        self.dtype = network.embedding.compute_dtype if named.get("hidden") is None else named["hidden"].x_BTD.dtype
+        self.dtype = network.compute_dtype
 
     def _mask_rows(
         self, length: int, device: torch.device, backend: str | None, numbers_BT: Tensor | None, window: int

@@ -68,6 +68,12 @@ class StepRecord:
         SINCE,
         "where the peak is known; not on a CPU",
     )
+    pipeline_wait: float | None = measured(
+        "share of the time in steps that ranks of a pipeline waited for hidden states and gradients of other stages, mean over ranks",
+        "share",
+        SINCE,
+        "with `parallel.pipeline`; not on a GPU",
+    )
     data_wait: float | None = measured("share of the wall-clock time that was spent waiting for a batch", "share", SINCE)
     seconds_left: float | None = measured(
         "time until the last step, at the mean speed of this start without its first step", "seconds", AFTER
@@ -191,6 +197,11 @@ class Window:
         self._mean = (now - self._after_first) / (self._all_steps - 1) if self._all_steps > 1 else seconds
         self._started, self._steps, self._tokens, self._computed, self._waited = now, 0, 0, 0.0, 0.0
         return speed
+
+    @property
+    def computed(self) -> float:
+        """Seconds in steps since the last report."""
+        return self._computed
 
     def left(self, steps: int) -> float:
         """Seconds for this many more steps, at the mean speed of this start at the last report."""

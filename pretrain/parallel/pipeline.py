@@ -13,6 +13,7 @@ parameter on each of their ranks. Their gradients are added after the last micro
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ class PipelineAxis:
         self.mesh, self.schedule = mesh, config.parallel.pipeline_schedule
         self.ranks, self.rank = mesh.sizes["pipeline"], mesh.coordinates["pipeline"]
         self.stages = stages_of(config.parallel)
+        self.waited = 0.0
+        """Seconds that this rank waited for messages. On a GPU the host does not wait for them."""
         # NCCL runs the messages of two ranks in the order of their calls. So every direction has a group of its own.
         self.groups = {
             (kind, up): mesh.pipeline_group(f"{kind} {'up' if up else 'down'}")
@@ -227,8 +230,10 @@ class Mail:
         if action in self.kept:
             return self.kept.pop(action)
         buffers, works = self.coming.pop(action, ((), []))
+        started = time.monotonic()
         for work in works:
             work.wait()
+        self.axis.waited += time.monotonic() - started
         return buffers
 
     def close(self) -> None:

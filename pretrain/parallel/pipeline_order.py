@@ -82,6 +82,13 @@ def cut(costs: list[float], stages: int) -> list[range]:
     return spans[::-1]
 
 
+def describe_stages(parallel: Parallel, costs: list[float], share: float) -> str:
+    """The stages in one line. `share`: the bubble, 0 where it is not known."""
+    counts = [str(len(span)) for span in cut(costs, stages_of(parallel))]
+    waiting = f", a bubble of {share:.1%} by the schedule" if share else ""
+    return f"{parallel.pipeline_schedule} on {parallel.pipeline} ranks: {len(counts)} stages of {', '.join(counts)} layers{waiting}"
+
+
 def bubble(actions: list[list[Action]], cost: dict[str, float] | None = None) -> float:
     """The share of time in which ranks wait for each other, if all stages cost the same and messages nothing.
 

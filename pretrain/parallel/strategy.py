@@ -127,6 +127,13 @@ class Strategy:
         with self.data_axes.micro_step(last=last):
             run()
 
+    def take_wait(self) -> float | None:
+        """Seconds that this rank waited for other stages since the last call. None without a pipeline, and on a GPU, where the host does not wait."""
+        if self.pipeline_axis is None or self.mesh.device.type == "cuda":
+            return None
+        waited, self.pipeline_axis.waited = self.pipeline_axis.waited, 0.0
+        return waited
+
     @torch.no_grad()
     def evaluate(self, **inputs: object) -> Tensor:
         """The network's forward without gradients: losses with targets, else logits. Call `release` after the last one."""

@@ -26,6 +26,7 @@ from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout, expected_world_size, explain_ranks
+from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
 from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
 from pretrain.train.plan import Plan, check_without_data, make_plan
@@ -283,11 +284,19 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         *plan.data.describe(plan.data.samples_after(origin.samples, config.run.steps - origin.step)),
         *_describe_validation(plan),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
+        *_describe_stages(plan),
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
         *_describe_memory(plan),
         *(f"note     {note}" for note in plan.notes),
     ]
+
+
+def _describe_stages(plan: Plan) -> list[str]:
+    layout = plan.layout
+    return (
+        [f"stages   {describe_stages(plan.config.parallel, _layer_costs(plan), layout.bubble)}"] if layout.pipeline > 1 else []
+    )
 
 
 def state_bytes(config: Config, layout: Layout, parameters: int) -> int:

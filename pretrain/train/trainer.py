@@ -308,6 +308,10 @@ class Trainer:
         return is_whole
 
     def _report(self, record: StepRecord) -> None:
+        waited = self.strategy.take_wait()
+        if waited is not None:
+            shares = self.ranks.sum("waiting for stages", torch.tensor(waited / self.window.computed, dtype=torch.float64))
+            record.pipeline_wait = float(shares) / self.ranks.world_size
         for name, value in self.window.take().items():
             setattr(record, name, value)
         achieved = record.step_tokens_per_second * self.flops_per_token

@@ -42,8 +42,7 @@ def count_collectives(config_file: str, *overrides: str) -> dict[str, int]:
     tokens = config.batch.sequences * config.data.sequence_length
     trainer.step(batch, tokens)  # DDP lays its buckets out anew after the first step
     with CountCollectives() as mode:
-        for index in range(plan.layout.micro_steps):
-            trainer.strategy._micro_step(batch, index, index == MICRO_STEPS - 1, tokens)
+        trainer.strategy.forward_backward(batch, tokens)
     ranks.barrier("counted")
     assert plan.layout.micro_steps == MICRO_STEPS
     return dict(mode.counts)

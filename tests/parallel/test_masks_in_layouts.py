@@ -68,6 +68,7 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
     ):
         losses = strategy._call(tokens, targets, documents if masked else None)
         losses.sum().backward()
+    strategy.data_axes.finish_step()
     found = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()}
     ranks.barrier("compared")
     return {name: gradient.clone() for name, gradient in found.items()}

@@ -271,6 +271,7 @@ def test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothin
     assert largest_relative_difference(measured["tensor"], measured["single"]) <= METRIC_TOLERANCE
     assert largest_relative_difference(measured["context"], measured["single"]) <= METRIC_TOLERANCE
     assert largest_relative_difference(measured["pipeline"], measured["single"]) <= METRIC_TOLERANCE
+    assert all(0 < r["pipeline_wait"] < 1 for r in read_metrics(runs["pipeline"]))
     assert largest_relative_difference(measured["ddp"], measured["single 24"]) <= METRIC_TOLERANCE
 
 

@@ -131,7 +131,10 @@ def _bring_vectors(model: nn.Module, device: torch.device) -> None:
                 module._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
 
 
-def _keep_gradient_in_fp32(module: nn.Module, inputs: object) -> None:
-    """Keep a table's gradient in fp32. Else it would be rounded to bf16, and the two uses of a tied table added in bf16."""
-    if module.weight is not None:
-        module.weight.grad_dtype = torch.float32
+def _keep_gradient_in_fp32(module: nn.Module, inputs: tuple) -> None:
+    """Keep a table's gradient in fp32. Else it would be rounded to bf16, and the two uses of a tied table added in bf16.
+
+    An output head without a weight is given that of the embedding, which the last stage of a pipeline does not call.
+    """
+    table = inputs[2] if module.weight is None else module.weight
+    table.grad_dtype = torch.float32

@@ -14,7 +14,7 @@ _folder = tempfile.TemporaryDirectory(prefix="campaign-data-")
 
 @functools.cache
 def pool() -> LaunchPool:
-    return LaunchPool(4)
+    return LaunchPool(8)
 
 
 @functools.cache

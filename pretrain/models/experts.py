@@ -237,8 +237,13 @@ def dispatch(experts: Experts, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tens
     experts_R, order_R = chosen_NK.flatten().sort(stable=True)
     place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
     y_RD = experts(_Gather.apply(x_ND, order_R, place_R, choices), experts_R)
-    y_NKD = _Permute.apply(y_RD, place_R, order_R).unflatten(0, chosen_NK.shape)
+    y_NKD = permute(y_RD, place_R, order_R).unflatten(0, chosen_NK.shape)
     return (y_NKD * weights_NK.to(y_NKD.dtype)[..., None]).sum(1)
+
+
+def permute(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """x[order], whose gradient is g[inverse]: each is the inverse of the other."""
+    return _Permute.apply(x_RD, order_R, inverse_R)
 
 
 class _Gather(torch.autograd.Function):
@@ -259,7 +264,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """x[order], whose gradient is g[inverse]."""
+    """See `permute`."""
 
     @staticmethod
     def forward(ctx, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:

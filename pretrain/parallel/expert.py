@@ -7,7 +7,7 @@
     rows in their first order, as one process has them: the same sum over a token's choices follows
 
 The ranks of a group are neighbours among those that share weights (`shard` x `context`). They keep their own samples and positions, and the
-rest of the network is spread as without experts. No expert has a capacity: a rank takes as many rows as are sent to it, none too.
+rest of the network is spread as without experts. No expert has a capacity: a rank takes as many rows as are sent to it, which may be none.
 
 The gradient of an expert holds the rows of its whole group, because backward sends their gradients to it. FSDP2 adds those of the other groups.
 Tensor-parallel ranks route alike, so each exchanges rows with those of its own columns.

@@ -187,7 +187,7 @@ def test_every_row_of_the_comparison_has_its_sources():
         assert set(named.split()) & set(row.split()) - {"the", "of", "a", "and"}, (row, named)
     # Honest in both directions: what is not built here is a dash, and what is a tick can be found.
     ours = {row: cells[0] for row, *cells in rows}
-    assert ours["has trained models on GPUs"] == "–"
+    assert ours["has trained models on GPUs"] == "–" and ours["pipeline, expert parallelism"] == "✓"
 
 
 def test_the_python_of_the_readme_runs(trained_run, config_file, capsys):
@@ -219,9 +219,20 @@ def test_the_blocks_of_data_and_checkpoints_run_as_they_stand(tmp_path):
     assert done.stdout.count("verified: transformers' logits differ from ours by at most") == 2
 
 
-def equivalence_rows(page: Path) -> list[str]:
-    table = page.read_text(encoding="utf-8").split("<!-- equivalence -->")[1].split("<!-- /equivalence -->")[0]
+def equivalence_rows(page: Path, name: str = "equivalence") -> list[str]:
+    table = page.read_text(encoding="utf-8").split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
     return [row for row in table.strip().splitlines()[2:] if row]
+
+
+def test_the_table_of_expert_parallelism_keeps_the_limits_but_where_the_page_says_so():
+    rows = equivalence_rows(ROOT / "docs" / "parallelism.md", "experts")
+    names = [row.strip("| ").split(" | ")[0] for row in rows]
+    assert names[-6:] == [case.name for case in cases(16, experts=True)][-6:] and len(names) == 10
+    for row in rows:
+        name, *figures, samples = (cell.strip() for cell in row.strip("| ").split("|"))
+        gradient, loss, norm, *bf16 = map(float, figures)
+        assert max(gradient, norm) <= 5e-6 and loss <= 2e-6 and samples == "same", name
+        assert (max(bf16) <= 2**-6) == ("tensor" not in name) and bf16[1] <= 2**-8, name
 
 
 def test_the_equivalence_table_keeps_the_limits_and_what_the_readme_says_of_it():

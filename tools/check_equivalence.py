@@ -31,11 +31,13 @@ def main(argv: list[str] | None = None) -> int:
 def check(arguments: argparse.Namespace) -> None:
     from pretrain.config.load import load_config
     from pretrain.errors import TrainingError
+    from pretrain.models.families import complete
     from pretrain.observe.equivalence import cases, compare, selected, table
 
     overrides = [*arguments.overrides, *([f"run.init_from={arguments.checkpoint}"] if arguments.checkpoint else [])]
     config, _ = load_config(arguments.config, overrides)
-    wanted = selected(cases(config.batch.sequences), arguments.only or "")
+    experts = bool(complete(config.model, config.data.sequence_length).experts.count)
+    wanted = selected(cases(config.batch.sequences, experts), arguments.only or "")
     rows = []
     for number_format in arguments.formats or [config.precision.compute]:
         rows += compare(arguments.config, overrides, arguments.output, wanted, number_format)

@@ -63,6 +63,9 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
         "pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree",
     ),
     _renamed("parallel.context"): ("cp", "cp_size", "context_parallel_size", "context_parallel_degree"),
+    _renamed("parallel.expert"): (
+        "ep", "ep_size", "ep_degree", "expert_parallel_size", "expert_model_parallel_size", "expert_parallel_degree", "moe_ep_size",
+    ),
     _renamed("data.sequence_length"): (
         "block_size", "seq_len", "seq_length", "max_seq_len", "max_seq_length", "context_length", "sequence_len", "n_ctx",
     ),

@@ -322,8 +322,8 @@ class Parallel:
     strategy: Literal["auto", "single", "ddp", "fsdp"] = key(
         "auto",
         "`single` process; `ddp` replicates; `fsdp` shards with FSDP2 (HSDP when `replicate` and `shard` are both above 1); "
-        "`auto`: fsdp where `shard`, `context`, `tensor` or `pipeline` is above 1, else single on one process, else ddp where the replicated state "
-        "fits in 40% of the device memory (always on CPU), else fsdp.",
+        "`auto`: fsdp where `shard`, `context`, `tensor`, `pipeline` or `expert` is above 1, else single on one process, else ddp where the "
+        "replicated state fits in 40% of the device memory (always on CPU), else fsdp.",
     )
     replicate: int | None = key(
         None,
@@ -367,7 +367,14 @@ class Parallel:
     pipeline_chunks: int = key(
         2, "Stages of each rank of the pipeline.", ge=2, le=10_000, when={"parallel.pipeline_schedule": ("interleaved",)}
     )
-    expert: int = key(1, "Expert-parallel ranks.", only=1)
+    expert: int = key(
+        1,
+        "Ranks that share the experts of every layer: each holds some of them, and tokens travel to them (expert parallelism). It takes no "
+        "ranks of its own: it divides `shard` x `context`, and `model.experts.count`.",
+        ge=1,
+        le=10_000_000,
+        when={"parallel.strategy": ("fsdp",)},
+    )
     grad_sync: Literal["auto", "last", "every"] = key(
         "auto",
         "When the gradients of several micro-steps are synchronised: in the `last` micro-step only (no_sync: less communication), "

@@ -6,6 +6,9 @@
     context      other positions of the same samples
     tensor       other columns of the same matrices, the same samples
 
+The ranks of `shard` x `context` share weights, and give the axis `expert` its ranks. It has other experts of the same layers, and neither
+more ranks nor other samples: it is another view of the same grid, with the axes replicate, expert_shard, expert and tensor.
+
 Ranks are numbered with `tensor` running fastest, so that the ranks that talk most are neighbours. Only this file makes device meshes
 and counts ranks: no other code divides by the world size.
 """
@@ -32,14 +35,19 @@ def coordinates_of(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     return coordinates
 
 
+def expert_place(coordinates: dict[str, int], sizes: dict[str, int]) -> int:
+    """A rank's place in its expert group, whose ranks are neighbours among those that share weights."""
+    return (coordinates["shard"] * sizes["context"] + coordinates["context"]) % sizes["expert"]
+
+
 class Mesh:
     """This rank's place in the grid, and sums over parts of it. `sizes` are by axis; an axis that is not named has size 1."""
 
     def __init__(self, sizes: dict[str, int], ranks: Ranks) -> None:
-        if unknown := set(sizes) - set(AXES):
+        if unknown := set(sizes) - {*AXES, "expert"}:
             raise ValueError(f"a mesh has the axes {', '.join(AXES)}, but not {', '.join(sorted(unknown))}")
-        self.sizes = {axis: sizes.get(axis, 1) for axis in AXES}
-        if math.prod(self.sizes.values()) != ranks.world_size:
+        self.sizes = {axis: sizes.get(axis, 1) for axis in (*AXES, "expert")}
+        if math.prod(self.sizes[axis] for axis in AXES) != ranks.world_size:
             raise ValueError(f"a mesh of {self.sizes} has another number of ranks than the {ranks.world_size} of the run")
         self.ranks, self.device = ranks, ranks.device
         self.coordinates = coordinates_of(ranks.rank, self.sizes)
@@ -54,6 +62,11 @@ class Mesh:
     def data_rank(self) -> int:
         """This rank's group among these."""
         return self.coordinates["replicate"] * self.sizes["shard"] + self.coordinates["shard"]
+
+    @property
+    def expert_rank(self) -> int:
+        """This rank's place in its expert group."""
+        return expert_place(self.coordinates, self.sizes)
 
     def is_source(self, *axes: str) -> bool:
         """Whether this rank is the first one on each of these axes."""
@@ -86,6 +99,10 @@ class Mesh:
         first time.
         """
         return self._device_mesh if axes == self._device_mesh.mesh_dim_names else self._device_mesh[axes]
+
+    def expert_mesh(self, *axes: str) -> DeviceMesh:
+        """torch's mesh of this rank's groups along these axes of the expert view. All ranks call it together the first time."""
+        return self._expert_mesh[axes]
 
     @functools.cached_property
     def context_group(self) -> ProcessGroup:
@@ -123,3 +140,10 @@ class Mesh:
         axes = [axis for axis in AXES if sizes[axis] > 1 or axis == "shard"]
         shape = tuple(sizes[axis] for axis in axes)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=tuple(axes))
+
+    @functools.cached_property
+    def _expert_mesh(self) -> DeviceMesh:
+        sizes = self.sizes | {"expert_shard": self.sizes["shard"] * self.sizes["context"] // self.sizes["expert"]}
+        kept = ("expert_shard", "expert")  # FSDP2 needs the first one even if its size is 1
+        axes = [axis for axis in ("pipeline", "replicate", *kept, "tensor") if sizes[axis] > 1 or axis in kept]
+        return init_device_mesh(self.device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))

@@ -205,9 +205,15 @@ class Experts(nn.Module):
 
 
 def _has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped matrix product takes it: bf16 on CUDA, rows of whole 16 bytes."""
+    """Whether torch's grouped matrix product takes it: bf16 on CUDA, rows of whole 16 bytes, one at least."""
     aligned = all(size % 8 == 0 for size in weight.shape[1:])
-    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return (
+        bool(len(x))
+        and x.is_cuda
+        and x.dtype == torch.bfloat16
+        and aligned
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    )
 
 
 def _grouped(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
@@ -237,8 +243,13 @@ def dispatch(experts: Experts, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tens
     experts_R, order_R = chosen_NK.flatten().sort(stable=True)
     place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
     y_RD = experts(_Gather.apply(x_ND, order_R, place_R, choices), experts_R)
-    y_NKD = _Permute.apply(y_RD, place_R, order_R).unflatten(0, chosen_NK.shape)
+    y_NKD = permute(y_RD, place_R, order_R).unflatten(0, chosen_NK.shape)
     return (y_NKD * weights_NK.to(y_NKD.dtype)[..., None]).sum(1)
+
+
+def permute(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """x[order], whose gradient is g[inverse]: each is the inverse of the other."""
+    return _Permute.apply(x_RD, order_R, inverse_R)
 
 
 class _Gather(torch.autograd.Function):
@@ -259,7 +270,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """x[order], whose gradient is g[inverse]."""
+    """See `permute`."""
 
     @staticmethod
     def forward(ctx, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:

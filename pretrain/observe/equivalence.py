@@ -36,7 +36,7 @@ NEGLIGIBLE = 1e-6
 UNIT_ROUNDOFF = {"fp32": 2**-24, "bf16": 2**-9}
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE = "single"
-_SIZES = ("parallel.replicate", "parallel.shard", "parallel.context", "parallel.tensor", "parallel.pipeline")
+_SIZES = ("parallel.replicate", "parallel.shard", "parallel.context", "parallel.tensor", "parallel.pipeline", "parallel.expert")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,10 @@ class Case:
 
     @property
     def splits(self) -> bool:
-        """Whether ranks share matrices or positions."""
-        return any(override.startswith(("parallel.tensor=", "parallel.context=")) for override in self.overrides)
+        """Whether ranks share matrices, positions or experts."""
+        return any(
+            override.startswith(("parallel.tensor=", "parallel.context=", "parallel.expert=")) for override in self.overrides
+        )
 
     def command(self, config: Path, overrides: list[str]) -> list[str]:
         script = [str(ROOT / "pretrain" / "run.py"), "--config", str(config), *self.overrides, *overrides]
@@ -105,10 +107,10 @@ def gradient_limit(case: Case, number_format: str, same_micro_batches: bool) -> 
     return BF16_GRADIENT_LIMIT if rounds_elsewhere else GRADIENT_LIMIT
 
 
-def cases(sequences: int) -> list[Case]:
+def cases(sequences: int, experts: bool = False) -> list[Case]:
     """The layouts of docs/parallelism.md, on 1, 2 and 4 processes, for a global batch of `sequences` (a multiple of 16).
 
-    Each size of micro-batches has a case with a single process.
+    Each size of micro-batches has a case with a single process. `experts`: with the layouts of a mixture of experts.
     """
 
     def case(name: str, processes: int, micro_steps: int, *parallel: str, launcher: str = "torchrun", model: int = 1) -> Case:
@@ -116,6 +118,16 @@ def cases(sequences: int) -> list[Case]:
         return Case(name, processes, micro, (f"batch.micro_sequences={micro}", *(f"parallel.{p}" for p in parallel)), launcher)
 
     hsdp = ("strategy=fsdp", "replicate=2", "shard=2")
+    with_experts = [
+        case("expert parallel on 2", 2, 1, "strategy=fsdp", "expert=2"),
+        case("expert parallel on 4", 4, 1, "strategy=fsdp", "expert=4"),
+        case("FSDP2 on 4, expert parallel on 2, accumulation 4", 4, 4, "strategy=fsdp", "expert=2"),
+        case("HSDP 2x2, expert parallel on 2", 4, 1, *hsdp, "expert=2"),
+        case("FSDP2 on 2 x tensor parallel on 2, expert parallel on 2", 4, 1, "strategy=fsdp", "tensor=2", "expert=2", model=2),
+        case(
+            "FSDP2 on 2 x context parallel on 2, expert parallel on 4", 4, 1, "strategy=fsdp", "context=2", "expert=4", model=2
+        ),
+    ]
     return [
         case(SINGLE, 1, 1, "strategy=single"),
         *(case(f"{SINGLE}, accumulation {n}", 1, n, "strategy=single") for n in (2, 4, 8, 16)),
@@ -160,6 +172,7 @@ def cases(sequences: int) -> list[Case]:
         ),
         case("DDP on 2, accelerate launch", 2, 1, "strategy=ddp", launcher="accelerate"),
         case("FSDP2 on 2, accelerate launch", 2, 1, "strategy=fsdp", launcher="accelerate"),
+        *(with_experts if experts else []),
     ]
 
 

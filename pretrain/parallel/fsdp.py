@@ -3,6 +3,8 @@
     matrices      sharded; gathered in the compute format, unit by unit: the embedding, each block, the output head
     vectors       whole and in fp32 on every rank (norms, biases, sinks); their gradients are summed once per step
 
+Where ranks hold different experts, each expert is sharded over the ranks that hold it (parallel/expert.py).
+
 A tied table stays in the root's unit, because it is used at both ends of the forward pass. Vectors are whole so that norms and sinks compute
 with the fp32 values that one process has. Gathered with the matrices, they would be rounded to bf16 first. They are a few of ten thousand
 parameters, and one small all-reduce per step is less traffic than gathering them with every unit.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,11 @@ class FullyShard:
         self.device = mesh.device
         self.hybrid = mesh.sizes["replicate"] > 1
         self.mesh = mesh.device_mesh("replicate", "shard") if self.hybrid else mesh.device_mesh("shard")
+        self.placements_of_experts = None
+        if mesh.sizes["expert"] > 1:
+            from pretrain.parallel.expert import placements_of_experts
+
+            self.placements_of_experts = placements_of_experts(mesh)
         self.group = mesh.gradient_group()
         self.alone = mesh.data_size * mesh.sizes["context"] == 1
         self.reduce_dtype = DTYPES[config.precision.reduce]
@@ -75,11 +83,13 @@ class FullyShard:
             if isinstance(module, (Embedding, OutputHead)) and self.reduce_dtype == torch.float32:
                 module.register_forward_pre_hook(_keep_gradient_in_fp32)
 
-    def _placement(self, parameter: nn.Parameter) -> Shard | None:
-        """Where to shard a parameter; None: by rows.
+    def _placement(self, parameter: nn.Parameter) -> Any:
+        """Where to shard a parameter, as torch's `shard_placement_fn` says; None: by rows.
 
         torch 2.13 finds the wrong place for shards of rows that tensor-parallel ranks have in unequal numbers. Such tables are sharded by columns.
         """
+        if self.placements_of_experts is not None and (found := self.placements_of_experts(parameter)):
+            return found
         uneven = (
             isinstance(parameter, DTensor)
             and parameter.placements[0] == Shard(0)

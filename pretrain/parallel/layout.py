@@ -12,7 +12,7 @@ from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.data.stream import check_micro_steps
 from pretrain.distributed.launcher import command_for
-from pretrain.distributed.mesh import AXES, coordinates_of
+from pretrain.distributed.mesh import AXES, coordinates_of, expert_place
 from pretrain.errors import ConfigError, LaunchError, nearest_multiples
 from pretrain.parallel.pipeline_order import bubble, cut, order, stages_of
 
@@ -53,11 +53,12 @@ class Layout:
     pipeline: int = 1
     bubble: float = 0.0
     """The share of a step in which ranks of the pipeline wait, by the schedule alone."""
+    expert: int = 1
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh (`distributed/mesh.py`)."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        return {axis: getattr(self, axis) for axis in (*AXES, "expert")}
 
     @property
     def data_size(self) -> int:
@@ -72,7 +73,8 @@ class Layout:
     @property
     def name(self) -> str:
         others = {"context": self.context, "tensor": self.tensor, "pipeline": self.pipeline}
-        return " x ".join([self._data_name, *(f"{axis} {size}" for axis, size in others.items() if size > 1)])
+        product = " x ".join([self._data_name, *(f"{axis} {size}" for axis, size in others.items() if size > 1)])
+        return product + (f", expert {self.expert}" if self.expert > 1 else "")
 
     @property
     def _data_name(self) -> str:
@@ -88,10 +90,10 @@ def expected_world_size(config: Config) -> int | None:
     parallel = config.parallel
     if parallel.strategy == "single":
         return 1
-    if parallel.replicate or parallel.shard:
-        return (parallel.replicate or 1) * (parallel.shard or 1) * ranks_of_a_sample(config)
-    if ranks_of_a_sample(config) > 1:
-        return ranks_of_a_sample(config)
+    shard = parallel.shard or parallel.expert // math.gcd(parallel.context, parallel.expert)
+    least = (parallel.replicate or 1) * shard * ranks_of_a_sample(config)
+    if parallel.replicate or parallel.shard or least > 1:
+        return least
     return None if parallel.strategy == "auto" else 2  # at least; the launcher may start more
 
 
@@ -108,16 +110,27 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
         strategy = _automatic(config, world_size, parameters, device_memory)
     replicate, shard = _axes(config, strategy, world_size)
     _check_tables(config.model, config.parallel.tensor, shard * config.parallel.context)
+    _check_expert_groups(config, shard)
     micro_steps = check_micro_steps(config, replicate * shard)
     parallel, bubble_share = config.parallel, 0.0
     if parallel.pipeline > 1 and micro_steps:
         _check_micro_batches(config, replicate * shard)
         bubble_share = bubble(order(parallel.pipeline_schedule, parallel.pipeline, stages_of(parallel), micro_steps))
-    return Layout(strategy, replicate, shard, micro_steps, parallel.tensor, parallel.context, parallel.pipeline, bubble_share)
+    return Layout(
+        strategy,
+        replicate,
+        shard,
+        micro_steps,
+        parallel.tensor,
+        parallel.context,
+        parallel.pipeline,
+        bubble_share,
+        parallel.expert,
+    )
 
 
 def _automatic(config: Config, world_size: int, parameters: int, device_memory: int | None) -> str:
-    if (config.parallel.shard or 1) > 1 or ranks_of_a_sample(config) > 1:
+    if (config.parallel.shard or 1) > 1 or ranks_of_a_sample(config) > 1 or config.parallel.expert > 1:
         return "fsdp"
     if world_size == 1 and (config.parallel.replicate or 1) == 1:
         return "single"
@@ -175,8 +188,9 @@ def _check_world(config: Config, strategy: str, replicate: int, shard: int, worl
             + (" (on a host without GPU, accelerate launch needs --multi_gpu to start several)" if world_size == 1 else "")
         )
     if world_size == 1 and config.parallel.replicate is None and config.parallel.shard is None:
+        least = expected_world_size(config) or 2
         raise LaunchError(
-            f"parallel.strategy={strategy} expects several processes, 1 started; start them with: {command_for(2)} "
+            f"parallel.strategy={strategy} expects several processes, 1 started; start them with: {command_for(least)} "
             "(on a host without GPU, accelerate launch needs --multi_gpu to start several). For one process, set "
             f"parallel.strategy=single, or parallel.{STRATEGIES[strategy].axes[-1]}=1"
         )
@@ -187,9 +201,10 @@ def explain_ranks(layout: Layout, config: Config, costs: list[int]) -> list[str]
 
     `costs`: of each layer (`strategy.layer_costs`).
     """
-    sizes, spans = layout.axes, cut(costs, stages_of(config.parallel))
+    sizes, spans = {axis: layout.axes[axis] for axis in AXES}, cut(costs, stages_of(config.parallel))
     axes = [axis for axis in AXES if sizes[axis] > 1]
-    rows = [["rank", *axes, "samples of a step", "layers", "positions", "query heads", "weights"]]
+    shared = ["experts"] if layout.expert > 1 else []
+    rows = [["rank", *axes, "samples of a step", "layers", "positions", "query heads", *shared, "weights"]]
     for rank in range(math.prod(sizes.values())):
         place = coordinates_of(rank, sizes)
         data_rank = place["replicate"] * sizes["shard"] + place["shard"]
@@ -200,9 +215,15 @@ def explain_ranks(layout: Layout, config: Config, costs: list[int]) -> list[str]
         weights = "all" if layout.state_parts == 1 else f"1/{layout.state_parts}"
         where = [str(place[axis]) for axis in axes]
         layers = ", ".join(_span(span.start, span.stop) for span in spans[place["pipeline"] :: layout.pipeline])
-        rows.append([str(rank), *where, samples, layers, _positions(config.data.sequence_length, place, sizes), own, weights])
+        experts = [_experts(config.model.experts.count, expert_place(place, layout.axes), layout.expert)] if shared else []
+        positions = _positions(config.data.sequence_length, place, sizes)
+        rows.append([str(rank), *where, samples, layers, positions, own, *experts, weights])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+
+
+def _experts(count: int, place: int, ranks: int) -> str:
+    return _span(place * count // ranks, (place + 1) * count // ranks)
 
 
 def _positions(length: int, place: dict[str, int], sizes: dict[str, int]) -> str:
@@ -288,6 +309,35 @@ def _check_micro_batches(config: Config, data_size: int) -> None:
                 f"parallel.pipeline={ranks}: {name}={sequences} has {count} micro-batches of {unit} samples, and {reason}; use "
                 f"{name}={near * unit}, or change batch.micro_sequences={config.batch.micro_sequences}"
             )
+
+
+def check_expert(model: Model, ranks: int) -> None:
+    """Raise ConfigError for a complete network whose experts so many ranks cannot share. It names the nearest numbers that can."""
+    count = model.experts.count
+    if ranks > 1 and not count:
+        raise ConfigError(f"parallel.expert={ranks}: the model has no experts; set parallel.expert=1, or model.experts.count")
+    if ranks > 1 and count % ranks:
+        near = _nearest_divisors(count, ranks)
+        raise ConfigError(
+            f"parallel.expert={ranks}: model.experts.count={count} does not divide by it; use {near}, or change that key"
+        )
+
+
+def _check_expert_groups(config: Config, shard: int) -> None:
+    """Raise ConfigError unless the ranks that share weights fall into expert groups."""
+    ranks, context = config.parallel.expert, config.parallel.context
+    if shard * context % ranks:
+        near = _nearest_divisors(math.gcd(shard * context, config.model.experts.count or 0), ranks)
+        raise ConfigError(
+            f"parallel.expert={ranks}: the {shard * context} ranks that share weights (parallel.shard={shard} x parallel.context={context}) "
+            f"do not divide by it; use {near}, or another parallel.shard"
+        )
+
+
+def _nearest_divisors(count: int, number: int) -> str:
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    near = [max(n for n in divisors if n < number), *[n for n in divisors if n > number][:1]]
+    return " or ".join(map(str, near))
 
 
 def check_tensor(model: Model, ranks: int) -> None:

@@ -7,6 +7,7 @@ target tokens of the whole step, and nothing is averaged after that. `Strategy` 
     tensor.py        the tensor axis: which part of a matrix a rank computes with
     context.py       the context axis: which positions of a sequence
     pipeline.py      the pipeline axis: which layers, in which order of micro-batches
+    expert.py        the expert axis: which experts of a layer
     single.py, ddp.py, fsdp.py
                      the data axes: where weights lie, and how gradients of different samples are added (`DataAxes`)
 """
@@ -63,13 +64,15 @@ class Strategy:
         module, kind = STRATEGIES[strategy].made_by.split(".")  # imported on use
         self.config, self.mesh = config, mesh
         self.data_axes: DataAxes = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(config, mesh)
-        self.tensor_axis = self.context_axis = self.pipeline_axis = None
+        self.tensor_axis = self.context_axis = self.pipeline_axis = self.expert_axis = None
         if mesh.sizes["pipeline"] > 1:
             self.pipeline_axis = importlib.import_module("pretrain.parallel.pipeline").PipelineAxis(config, mesh)
         if mesh.sizes["tensor"] > 1:
             self.tensor_axis = importlib.import_module("pretrain.parallel.tensor").TensorAxis(mesh)
         if mesh.sizes["context"] > 1:
             self.context_axis = importlib.import_module("pretrain.parallel.context").ContextAxis(mesh)
+        if mesh.sizes["expert"] > 1:
+            self.expert_axis = importlib.import_module("pretrain.parallel.expert").ExpertAxis(mesh)
 
     def place(self, network: nn.Module) -> None:
         """Spread a network that is on the meta device over the ranks, and draw its initial weights."""
@@ -79,6 +82,8 @@ class Strategy:
             self.tensor_axis.split(network, *([self.context_axis.rows] if self.context_axis else []))
         if self.context_axis is not None:
             self.context_axis.split(network)
+        if self.expert_axis is not None:
+            self.expert_axis.split(network)
         prepare_blocks(network, self.config)
         self.network = network
         self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed))

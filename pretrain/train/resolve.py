@@ -15,7 +15,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.shape import resolved_switches
 from pretrain.optim.schedule import fit
-from pretrain.parallel.layout import check_context, check_micro_steps, check_options, check_pipeline, check_tensor
+from pretrain.parallel.layout import check_context, check_expert, check_micro_steps, check_options, check_pipeline, check_tensor
 from pretrain.train.identity import check_accepted
 
 
@@ -78,7 +78,7 @@ def _check_masks(config: Config) -> None:
 
 def _check_sharing(config: Config) -> None:
     """Raise ConfigError for ranks that cannot share the network or its sequences."""
-    for axis in ("tensor", "context", "pipeline"):
+    for axis in ("tensor", "context", "pipeline", "expert"):
         size = getattr(config.parallel, axis)
         if size > 1 and not family_of(config.model.family).splits:
             raise ConfigError(
@@ -88,6 +88,7 @@ def _check_sharing(config: Config) -> None:
     check_tensor(config.model, config.parallel.tensor)
     check_context(config)
     check_pipeline(config)
+    check_expert(config.model, config.parallel.expert)
 
 
 def _check_recomputation(config: Config) -> None:

@@ -67,7 +67,6 @@ A_RUN, CUDA = "train/test_data_of_a_run.py", "test_cuda.py::test_a_gpu_resumes_w
 PAIRS, CONTINUED, BAD = "train/test_pair_runs.py", "train/test_continuation.py", "train/test_bad_steps.py"
 REVERSED = f"{PAIRS}::test_a_small_model_learns_to_reverse_digits_exactly_and_the_tools_agree"
 TEXT, CACHE = "data/test_prepared_text.py", "data/shards/test_shard_cache.py"
-LATER = "config/test_load.py::test_an_axis_that_is_not_built_yet_has_one_legal_value"
 SHARED = "parallel/test_shared_models.py::test_ranks_that_share_a_model_compute_what_one_process_computes"
 STAGES = "parallel/test_pipeline.py::test_stages_compute_what_one_process_computes"
 OPTIONS = "parallel/test_layout.py::test_options_of_ddp_reach_torch"
@@ -116,7 +115,8 @@ SEEN = {
     "loss.chunk_mb": "models/test_losses.py::test_fused_losses_and_gradients_are_those_of_cross_entropy",
     "optim.clip": "optim/test_clip.py::test_gradients_and_norm_are_those_of_torch",
     "optim.skip_nonfinite": f"{BAD}::test_one_step_more_than_may_be_skipped_ends_the_run_which_can_then_go_on_with_more",
-    "parallel.tensor": SHARED, "parallel.context": SHARED, "parallel.pipeline": STAGES, "parallel.pipeline_schedule": STAGES, "parallel.pipeline_chunks": STAGES, "parallel.expert": LATER,
+    "parallel.tensor": SHARED, "parallel.context": SHARED, "parallel.pipeline": STAGES, "parallel.pipeline_schedule": STAGES, "parallel.pipeline_chunks": STAGES,
+    "parallel.expert": "train/test_experts_in_layouts.py::test_a_layout_computes_what_one_process_computes",
     "parallel.grad_sync": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
     "parallel.reshard_after_forward": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
     "parallel.offload": f"{CONTINUED}::test_offloaded_state_computes_the_same",

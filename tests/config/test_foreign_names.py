@@ -59,6 +59,7 @@ def test_accumulation_is_answered_with_how_it_is_derived():
         ("optim.max_grad_norm=1.0", "it is optim.clip here"),
         ("training.block_size=128", "it is data.sequence_length here"),
         ("parallel.tensor_parallel_size=2", "it is parallel.tensor here"),
+        ("parallel.expert_parallel_degree=2", "it is parallel.expert here"),
         ("parallel.pp_size=2", "it is parallel.pipeline here"),
     ],
 )

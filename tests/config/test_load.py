@@ -164,12 +164,6 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(override, l
     assert refused(None, override) == f"command line: {override}: expected {legal}"
 
 
-@pytest.mark.parametrize("axis", ["expert"])
-def test_an_axis_that_is_not_built_yet_has_one_legal_value(axis):
-    assert refused(None, f"parallel.{axis}=2") == (f"command line: parallel.{axis}=2: not built yet; the only legal value is 1")
-    assert getattr(loaded(f"parallel.{axis}=1").parallel, axis) == 1
-
-
 @pytest.mark.parametrize(
     "override, proposed",
     [

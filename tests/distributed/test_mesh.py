@@ -63,7 +63,10 @@ def sums_on_a_rank(sizes: dict[str, int]) -> tuple:
     mesh = Mesh(sizes, Ranks(rank, local_rank, world, CPU, dist.group.WORLD))
     own = torch.tensor(10**rank)
     sums = int(mesh.sum_over_data("samples", own.clone())), int(mesh.sum_over_loss("losses", own.clone()))
-    groups = {axis: mesh.context_group if axis == "context" else mesh.device_mesh(axis).get_group() for axis in sizes}
+    found = {axis: mesh.context_group if axis == "context" else mesh.device_mesh(axis) for axis in sizes if axis != "expert"}
+    if "expert" in sizes:
+        found |= {axis: mesh.expert_mesh(axis) for axis in ("expert_shard", "expert")}
+    groups = {axis: group if axis == "context" else group.get_group() for axis, group in found.items()}
     groups = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
     groups["gradients"] = dist.get_process_group_ranks(mesh.gradient_group() or dist.group.WORLD)
     dist.barrier()
@@ -87,6 +90,21 @@ def test_sums_over_ranks_count_every_sample_once_whatever_else_the_ranks_share(p
     found = pool.launch(4, sums_on_a_rank, {"pipeline": 2, "context": 2})
     assert [sums for sums, _ in found] == [(1, 1100)] * 4
     assert [groups["context"] for _, groups in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize(("sizes", "expert", "same"), [
+    ({"shard": 4, "expert": 2}, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3]] * 2),
+    ({"replicate": 2, "shard": 2, "expert": 2}, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0], [1], [2], [3]]),
+    ({"shard": 2, "tensor": 2, "expert": 2}, [[0, 2], [1, 3]] * 2, [[0], [1], [2], [3]]),
+    ({"shard": 2, "context": 2, "expert": 4}, [[0, 1, 2, 3]] * 4, [[0], [1], [2], [3]]),
+])  # fmt: skip
+def test_neighbours_among_the_ranks_that_share_weights_share_experts_and_nobody_counts_otherwise(pool, sizes, expert, same):
+    """Replicas and tensor-parallel ranks are in other expert groups; samples are counted as without experts."""
+    found = pool.launch(4, sums_on_a_rank, sizes)
+    assert [groups["expert"] for _, groups in found] == expert
+    assert [groups["expert_shard"] for _, groups in found] == same
+    plain = pool.launch(4, sums_on_a_rank, {axis: size for axis, size in sizes.items() if axis != "expert"})
+    assert [sums for sums, _ in found] == [sums for sums, _ in plain]
 
 
 def norms_on_a_rank() -> tuple:

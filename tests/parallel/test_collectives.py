@@ -95,6 +95,22 @@ def test_positions_travel_as_often_as_the_layers_say(pool, config_file):
         }
 
 
+def test_rows_travel_to_the_experts_instead_of_weights(pool, config_file):
+    """Forward exchanges counts, rows and results in each of the 2 blocks; backward the gradients of results and rows.
+
+    A rank holds its experts whole, so it gathers none, and all else travels as under FSDP2.
+    """
+    layers, experts = 2, ("model.family=custom", "model.experts={count: 4, active: 2, ffn_dim: 32}", "batch.micro_sequences=2")
+    for counts in pool.launch(2, count_collectives, str(config_file), *experts, "parallel.strategy=fsdp", "parallel.expert=2"):
+        assert counts.pop("alltoall_base_") == MICRO_STEPS * 5 * layers
+        gathered_again = SHARDED_UNITS - 1
+        assert counts == {
+            "_allgather_base_": MICRO_STEPS * (SHARDED_UNITS + gathered_again),
+            "_reduce_scatter_base_": MICRO_STEPS * SHARDED_UNITS,
+            "allreduce_": VECTORS,
+        }
+
+
 def test_keys_and_values_travel_once_per_layer(pool, config_file):
     """Forward gathers the keys and the values of each of the 2 blocks, and backward scatters their gradients. Weights are sharded as well."""
     layers, layout = 2, ("parallel.strategy=fsdp", "parallel.shard=1", "parallel.context=2", "batch.micro_sequences=4")

@@ -58,6 +58,8 @@ def refused(kind: type[Exception], world_size: int, *overrides: str) -> str:
         (8, ["parallel.tensor=2", "parallel.strategy=fsdp"], Layout("fsdp", 1, 4, 6, 2), "fsdp 4 x tensor 2"),
         (8, ["parallel={replicate: 2, tensor: 2}"], Layout("fsdp", 2, 2, 6, 2), "hsdp 2x2 x tensor 2"),
         (4, ["parallel={replicate: 2, shard: 1, tensor: 2}"], Layout("fsdp", 2, 1, 12, 2), "fsdp 2 (replicated) x tensor 2"),
+        (4, ["parallel.expert=2"], Layout("fsdp", 1, 4, 6, expert=2), "fsdp 4, expert 2"),
+        (8, ["parallel={replicate: 2, shard: 2, tensor: 2, expert: 2}"], Layout("fsdp", 2, 2, 6, 2, expert=2), "hsdp 2x2 x tensor 2, expert 2"),
     ],
 )
 def test_axes_and_micro_steps_follow_from_the_configuration(world_size, overrides, expected, name):
@@ -208,6 +210,8 @@ def test_options_of_fsdp_are_taken_by_fsdp():
         (["parallel.strategy=fsdp"], 2),
         (["parallel={strategy: fsdp, replicate: 2}"], 2),
         (["parallel={strategy: fsdp, shard: 1}"], 1),
+        (["parallel={expert: 4, context: 2}"], 4),
+        (["parallel={expert: 4, replicate: 2, tensor: 2}"], 16),
         ([], None),
     ],
 )
@@ -332,7 +336,37 @@ def test_sequences_that_ranks_cannot_share_are_refused(config_file, overrides, m
     assert str(raised.value) == f"{message}; set parallel.context=1, or change the other key"
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context"])
+WITH_EXPERTS = ("model.family=custom", "model.experts={count: 6, active: 2, ffn_dim: 24}", "model.ffn_dim=40")
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ([], "parallel.expert=4: the model has no experts; set parallel.expert=1, or model.experts.count"),
+        (WITH_EXPERTS, "parallel.expert=4: model.experts.count=6 does not divide by it; use 3 or 6, or change that key"),
+        ([*WITH_EXPERTS, "parallel.expert=9"], "parallel.expert=9: model.experts.count=6 does not divide by it; use 6, or change that key"),
+        (["parallel.strategy=ddp"], "parallel.expert=4 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.expert=1"),
+    ],
+)  # fmt: skip
+def test_experts_that_ranks_cannot_share_are_refused_with_the_nearest_numbers_that_can(config_file, overrides, message):
+    written, _ = load_config(config_file, ["parallel={strategy: fsdp, expert: 4}", *overrides])
+    with pytest.raises(ConfigError) as raised:
+        resolve(written)
+    assert str(raised.value).removeprefix("command line: ") == message
+
+
+def test_expert_groups_divide_the_ranks_that_share_weights():
+    given = ("parallel.strategy=fsdp", "parallel.expert=4", "model.experts.count=16")
+    message = refused(ConfigError, 6, *given, "parallel.context=2")
+    assert message == (
+        "parallel.expert=4: the 6 ranks that share weights (parallel.shard=3 x parallel.context=2) do not divide by it; use 2, or another "
+        "parallel.shard"
+    )
+    assert "parallel.shard=1 x parallel.context=1) do not divide by it; use 1, " in refused(ConfigError, 4, *given, "parallel.shard=1")
+    assert plan(4, *given, "parallel.context=4").expert == plan(8, *given, "parallel.replicate=2").expert == 4
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
 def test_models_of_transformers_are_not_shared(tmp_path, axis):
     from hf_configs import write_config
 
@@ -363,6 +397,13 @@ def test_an_explanation_gives_every_token_of_a_step_and_every_head_to_someone():
             assert not new & covered
             covered |= new
     assert len(rows) == 32 and len(covered) == 48 * 4 * 50 * 4
+
+
+def test_an_explanation_gives_every_expert_to_one_rank_of_each_group_of_neighbours():
+    given = config("batch={sequences: 48, micro_sequences: 2}", "model={heads: 4, experts: {count: 6}}", "parallel={strategy: fsdp, expert: 3}")
+    head, *rows = explain_ranks(plan_layout(given, 6, 10**6, None), given, [1] * given.model.layers)
+    column = [re.split(r"\s{2,}", line.strip()).index("experts") for line in (head,)][0]
+    assert [re.split(r"\s{2,}", row.strip())[column] for row in rows] == ["0-1", "2-3", "4-5"] * 2
 
 
 def test_a_table_that_can_be_sharded_in_no_way_is_refused():

@@ -1,4 +1,4 @@
-"""Ranks that share matrices or positions compute what one process computes: in fp64, where no rounding hides a difference, for every family."""
+"""Ranks that share matrices, positions or experts compute what one process computes: in fp64, where no rounding hides a difference, for every family."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pretrain.conventions import IGNORED, sample_keys
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete
 from pretrain.observe.equivalence import NEGLIGIBLE
-from pretrain.parallel.layout import check_context, check_tensor
+from pretrain.parallel.layout import check_context, check_expert, check_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 from parity import ALL, cases  # noqa: E402
@@ -71,7 +71,10 @@ def models(kind: str, ranks: int, every_family: bool) -> dict[str, Model]:
 
 
 def sizes_of(kind: str, ranks: int) -> dict[str, int]:
-    return {"context": ranks // 2, "tensor": 2} if kind == "both" else {kind: ranks}
+    if kind == "expert":  # whose ranks have other samples
+        return {"shard": ranks, "expert": ranks}
+    several = {"both": {"context": 2, "tensor": 2}, "all": {"context": 2, "tensor": 2, "expert": 2}}
+    return several.get(kind, {kind: ranks})
 
 
 def is_legal(model: Model, kind: str, ranks: int) -> bool:
@@ -79,47 +82,65 @@ def is_legal(model: Model, kind: str, ranks: int) -> bool:
         sizes = sizes_of(kind, ranks)
         check_tensor(model, sizes.get("tensor", 1))
         check_context(Config(model=model, parallel=Parallel(**sizes)))
+        check_expert(model, sizes.get("expert", 1))
     except ConfigError:
         return False
     return True
 
 
 def batch(model: Model) -> dict[str, torch.Tensor]:
-    """Three sequences of a length that no number of ranks divides; targets that carry no loss; documents."""
+    """Four sequences of a length that no number of ranks divides; targets that carry no loss; documents."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(model.vocab_size, (3, 42), generator=generator)
+    ids = torch.randint(model.vocab_size, (4, 42), generator=generator)
     targets = ids[:, 1:].clone()
     targets[1, 5:20] = IGNORED
-    inputs = {"tokens_BT": ids[:, :-1], "targets_BT": targets, "keys_B": torch.from_numpy(sample_keys(0, np.arange(3)))}
+    inputs = {"tokens_BT": ids[:, :-1], "targets_BT": targets, "keys_B": torch.from_numpy(sample_keys(0, np.arange(4)))}
     if model.encoder.layers:
-        inputs["source_BS"] = torch.randint(model.encoder.vocab_size or model.vocab_size, (3, 23), generator=generator)
-        inputs["source_lengths_B"] = torch.tensor([23, 7, 12])
+        inputs["source_BS"] = torch.randint(model.encoder.vocab_size or model.vocab_size, (4, 23), generator=generator)
+        inputs["source_lengths_B"] = torch.tensor([23, 7, 12, 20])
     else:
-        inputs["documents_BT"] = (torch.rand(3, 41, generator=generator) < 0.1).cumsum(dim=1)
+        inputs["documents_BT"] = (torch.rand(4, 41, generator=generator) < 0.1).cumsum(dim=1)
     return inputs
 
 
-def values_and_gradients(model: Model, tensor=None, context=None) -> dict[str, torch.Tensor]:
-    """Losses, logits, what routers counted and every whole gradient."""
+def split_network(model: Model, mesh) -> tuple:
+    """A network with weights, and its tensor axis; None where it is whole."""
     from torch.distributed.tensor import DTensor
 
     from pretrain.models import build_network
     from pretrain.parallel.blocks import set_compute_format
+    from pretrain.parallel.context import ContextAxis
+    from pretrain.parallel.expert import ExpertAxis
     from pretrain.parallel.initialise import initialise
+    from pretrain.parallel.tensor import TensorAxis
 
     with torch.device("meta"):
         network = build_network(model, LOSS)
+    kinds = {"tensor": TensorAxis, "context": ContextAxis, "expert": ExpertAxis}
+    tensor, context, expert = (kinds[a](mesh) if mesh and mesh.sizes[a] > 1 else None for a in kinds)
     if tensor is not None:
         tensor.split(network, *([context.rows] if context else []))
-    if context is not None:
-        context.split(network)
+    for axis in (context, expert):
+        if axis is not None:
+            axis.split(network)
     set_compute_format(network, torch.float64)
     network.to_empty(device="cpu")
     initialise(network, 3)
     for parameter in network.parameters():  # wide enough that every part matters, and of one value on all ranks
         local = parameter.data.to_local() if isinstance(parameter, DTensor) else parameter.data
         local.mul_(6).add_(0.01)
-    inputs = batch(model)
+    return network, tensor
+
+
+def values_and_gradients(model: Model, mesh=None) -> dict[str, torch.Tensor]:
+    """Losses, logits, what routers counted and every whole gradient."""
+    from torch.distributed.tensor import DTensor
+
+    network, tensor = split_network(model, mesh)
+    every, own = batch(model), slice(None)
+    if mesh is not None and mesh.data_size > 1:
+        own = slice(mesh.data_rank * 4 // mesh.data_size, (mesh.data_rank + 1) * 4 // mesh.data_size)
+    inputs = {name: x[own] for name, x in every.items()}
     losses = network(**inputs, with_cross_entropy=True)
     losses.objective_B.sum().backward()
     if tensor is not None:
@@ -128,13 +149,16 @@ def values_and_gradients(model: Model, tensor=None, context=None) -> dict[str, t
     found = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
     if hasattr(network, "take_router_reports"):
         found |= {f"loads of {layer}": report.counts_E.double() for layer, report in network.take_router_reports().items()}
-    found |= {"objective": losses.objective_B.detach(), "cross-entropy": losses.cross_entropy_B}
-    if context is not None:  # a data axis adds these up
-        for part in found.values():
-            torch.distributed.all_reduce(part, group=context.group)
+    for name, values in (("objective", losses.objective_B.detach()), ("cross-entropy", losses.cross_entropy_B)):
+        found[name] = values.new_zeros(4)
+        found[name][own] = values
+    if mesh is not None and mesh.data_size * mesh.sizes["context"] > 1:
+        for name, part in found.items():  # a data axis adds these up
+            if mesh.sizes["expert"] == 1 or ".experts." not in name:  # whose gradients are those of their whole group
+                torch.distributed.all_reduce(part, group=mesh.gradient_group())
     assert min(float(g.norm()) for g in found.values()) > 0
     with torch.no_grad():
-        logits = network(**{name: x for name, x in inputs.items() if name not in ("targets_BT", "keys_B")})
+        logits = network(**{name: x for name, x in every.items() if name not in ("targets_BT", "keys_B")})
     return found | {"logits": logits}
 
 
@@ -142,16 +166,9 @@ def differences(kind: str, wanted: dict[str, Model]) -> dict[str, tuple[float, s
     """By case: the largest relative difference between all ranks together and one process, and where it is."""
     from pretrain.distributed import ranks as distributed
     from pretrain.distributed.mesh import Mesh
-    from pretrain.parallel.context import ContextAxis
-    from pretrain.parallel.tensor import TensorAxis
 
     _, _, world_size = distributed.launched_ranks()
     mesh = Mesh(sizes_of(kind, world_size), distributed.start(Config(), alone=False))
-
-    def axes() -> tuple:
-        return tuple(
-            kind(mesh) if mesh.sizes[axis] > 1 else None for axis, kind in (("tensor", TensorAxis), ("context", ContextAxis))
-        )
 
     found = {}
     default = torch.get_default_dtype()
@@ -159,7 +176,7 @@ def differences(kind: str, wanted: dict[str, Model]) -> dict[str, tuple[float, s
     try:
         with patch.object(torch.Tensor, "float", torch.Tensor.double), patch.object(torch, "float32", torch.float64):
             for name, model in wanted.items():
-                alone, together = values_and_gradients(model), values_and_gradients(model, *axes())
+                alone, together = values_and_gradients(model), values_and_gradients(model, mesh)
                 assert alone.keys() == together.keys()
                 least = NEGLIGIBLE * max(float(x.norm()) for x in alone.values())
                 gaps = ((float((together[k] - x).norm()) / max(float(x.norm()), least), k) for k, x in alone.items())
@@ -174,13 +191,14 @@ def differences(kind: str, wanted: dict[str, Model]) -> dict[str, tuple[float, s
 SIZES = [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("kind", ["tensor", "context", "both"])
+@pytest.mark.parametrize("kind", ["tensor", "context", "both", "expert", "all"])
 @pytest.mark.parametrize("ranks, every_family", SIZES)
 def test_ranks_that_share_a_model_compute_what_one_process_computes(pool, kind, ranks, every_family):
-    if kind == "both" and ranks == 2:
+    if kind in ("both", "all") and ranks == 2:
         pytest.skip("two axes need four ranks")
     wanted = models(kind, ranks, every_family)
-    assert len(wanted) > (100 if every_family else 3)
+    with_experts = "expert" in sizes_of(kind, ranks)
+    assert len(wanted) > ((20 if every_family else 0) if with_experts else (100 if every_family else 3))
     for found in pool.launch(ranks, differences, kind, wanted):
         assert found.keys() == wanted.keys()
         worst = max(found, key=lambda name: found[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
-from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, state_of, train
 
 from pretrain.observe.metrics import read_metrics
 
@@ -35,6 +35,21 @@ LAYOUTS = {
     "tensor 2": (2, "parallel.strategy=fsdp", "parallel.tensor=2"),
     "fsdp 2 x tensor 2, recomputation": (
         4, "parallel.strategy=fsdp", "parallel.tensor=2", "parallel.activation_checkpointing=full"
+    ),
+    "expert 2": (2, "parallel.strategy=fsdp", "parallel.expert=2"),
+    "expert 2, compiled": (2, "parallel.strategy=fsdp", "parallel.expert=2", "parallel.compile=true"),
+    "fsdp 4, expert 2, recomputation": (
+        4, "parallel.strategy=fsdp", "parallel.expert=2", "parallel.activation_checkpointing=full", "batch.micro_sequences=4"
+    ),
+    "hsdp 2x2, expert 2, last": (
+        4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.expert=2", "parallel.grad_sync=last"
+    ),
+    "fsdp 2 x tensor 2, expert 2, selective": (
+        4, "parallel.strategy=fsdp", "parallel.tensor=2", "parallel.expert=2", "parallel.activation_checkpointing=selective"
+    ),
+    "fsdp 2 x pipeline 2, expert 2": (4, "parallel.strategy=fsdp", "parallel.pipeline=2", "parallel.expert=2"),
+    "fsdp 2 x context 2, expert 2, kept": (
+        4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.expert=2", "parallel.reshard_after_forward=false"
     ),
 }  # fmt: skip
 
@@ -68,7 +83,10 @@ def loads(run):
 
 
 # The others with `-m slow`: python -m pytest tests/train/test_experts_in_layouts.py -m slow
-QUICK = {"pipeline 2", "other micro-batch", "ddp on 2, every, recomputation", "fsdp on 2", "tensor 2", "fsdp 2 x context 2, recomputation"}
+QUICK = {
+    "pipeline 2", "other micro-batch", "ddp on 2, every, recomputation", "fsdp on 2", "tensor 2", "fsdp 2 x context 2, recomputation",
+    "fsdp 4, expert 2, recomputation", "fsdp 2 x tensor 2, expert 2, selective",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])
@@ -117,6 +135,22 @@ def test_a_run_with_corrections_resumes_exactly_and_goes_on_under_another_layout
     moved = train(pool, 1, experts_file, "run.name=moved")
     assert corrections(moved) == corrections(single)
     assert largest_relative_difference(losses(moved), losses(single)) <= METRIC_TOLERANCE
+
+
+def test_experts_that_ranks_share_load_and_resume_under_any_layout_in_every_bit(pool, experts_file, single):
+    """FSDP2 over 2 ranks of 2 experts' shares, then over 1 of 2 and tensor-parallel, then one process."""
+    fsdp, tensor = ("parallel.strategy=fsdp", "parallel.expert=2"), "parallel.tensor=2"
+    runs = [train(pool, 4, experts_file, "run.name=shared", "run.steps=2", *fsdp)]
+    for name, ranks, layout in (("again", 4, (*fsdp, tensor)), ("alone", 1, ())):
+        start = f"run.resume={runs[-1] / 'checkpoints' / 'step-00000002'}"
+        runs.append(train(pool, ranks, experts_file, f"run.name={name}", "run.steps=2", start, *layout))
+    states = [state_of(run, 2) for run in runs]
+    assert any(".experts." in name for name in states[0])
+    for state in states[1:]:
+        assert state.keys() == states[0].keys() and all(torch.equal(state[name], x) for name, x in states[0].items())
+    moved = train(pool, 2, experts_file, "run.name=alone", *fsdp)
+    assert corrections(moved) == corrections(single)
+    assert largest_relative_difference([*losses(runs[0]), *losses(moved)], losses(single)) <= METRIC_TOLERANCE
 
 
 GLOBAL = ("model.experts.balance_scope=global_batch", "model.experts.balance_loss=1", "model.experts.correction=false",

@@ -174,7 +174,7 @@ def test_balance_over_the_global_batch_is_the_published_formula_one_step_late():
             assert (built.get_parameter(name).grad - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
     # Where two steps have the same loads it is the formula itself: here the same batch, and weights that have not moved.
     restored = network(config)
-    ExpertLoads(restored, config, ALONE).restore(loads.last)
+    ExpertLoads(restored, config, Mesh({}, ALONE)).restore(loads.last)
     restored(batches[0], targets_BT=targets[0]).sum().backward()
     for name, gradient in balanced_by_hand(config, batches[0], targets[0], shares).items():
         assert (restored.get_parameter(name).grad - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name

@@ -81,10 +81,8 @@ def _check_started(config: Config, environ: MutableMapping[str, str]) -> None:
     # accelerate sets ACCELERATE_USE_CPU when it starts one process. It also sets MASTER_ADDR only if the user asked for several.
     # Without this check a run with strategy=auto would train alone and say nothing.
     if "ACCELERATE_USE_CPU" in environ and "MASTER_ADDR" in environ and "RANK" not in environ:
-        wanted = max(
-            2,
-            (config.parallel.replicate or 1) * (config.parallel.shard or 1) * config.parallel.tensor * config.parallel.context,
-        )
+        sizes = config.parallel
+        wanted = max(2, (sizes.replicate or 1) * (sizes.shard or 1) * sizes.tensor * sizes.context * sizes.pipeline)
         raise LaunchError(
             "accelerate launch was asked for several processes and started one: without several GPUs it needs --multi_gpu "
             "--num_processes N, or --config_file launch/accelerate/cpu_2.yaml; or start them with: " + command_for(wanted)

@@ -25,7 +25,8 @@ ABOUT = "gradients of a step in any layout are those of one process"
 
 GRADIENT_LIMIT, METRIC_LIMIT = 5e-6, 2e-6
 NEGLIGIBLE = 1e-5  # a gradient below this share of the whole one's norm is held against that share
-ONE_ROUNDING = 2**-24 / GRADIENT_LIMIT  # that share where ranks share matrices or positions, which rounds elsewhere (docs/parallelism.md)
+# That share where ranks share matrices or positions, which round elsewhere (docs/parallelism.md): once in forward and once in backward.
+TWO_ROUNDINGS = 2 * 2**-24 / GRADIENT_LIMIT
 SHARED_AXES = ("context", "tensor", "pipeline")
 FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "olmo2", "olmo3", "phi3", "gpt2", "gpt_neox", "smollm3",
@@ -225,7 +226,7 @@ def compare(config: dict[str, Any], layout: dict[str, Any], folder: Path) -> str
             if code != 0:
                 return f"{name}: exit code {code}: {printed[-300:]}"
         runs[name] = folder / "runs" / name
-    share = ONE_ROUNDING if rounds_elsewhere(config["model"], layout["sizes"]) else NEGLIGIBLE
+    share = TWO_ROUNDINGS if rounds_elsewhere(config["model"], layout["sizes"]) else NEGLIGIBLE
     return different(runs["other"], runs["single"], share)
 
 

@@ -67,16 +67,16 @@ def key(
     gt=None,
     le=None,
     lt=None,
-    only=None,
+    rest: bool = False,
     when: When | None = None,
     resume: AtResume | None = None,
 ) -> Any:
     """A configuration key: default value, one line of documentation with units, its legal range, and where it has an effect.
 
-    `only` names the single value that is legal today for a key whose other values are not built yet. `resume` says what a change
+    `rest`: -1 may be written for null, which stands for what other keys leave. `resume` says what a change
     at a resume means; by default what the section says.
     """
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "only": only, "when": when or {}, "resume": resume}
+    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "rest": rest, "when": when or {}, "resume": resume}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -126,6 +126,8 @@ def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str
     except ValueError:
         meant = " (true or false)" if hint is bool else ""
         raise ConfigError(f"{where}: expected {describe_type(hint)}{meant}{value_advice(full, value)}") from None
+    if limits.get("rest") and value == -1:
+        return None
     for item in _items(value):
         check_range(limits, item, where)
     return value
@@ -180,8 +182,6 @@ def check_range(limits: Any, value: Any, where: str) -> None:
         return
     if not math.isfinite(value):
         raise ConfigError(f"{where}: must be a finite number")
-    if limits.get("only") is not None and value != limits["only"]:
-        raise ConfigError(f"{where}: not built yet; the only legal value is {limits['only']}")
     for name, sign, ok in (
         ("ge", "at least", lambda a, b: a >= b),
         ("gt", "above", lambda a, b: a > b),

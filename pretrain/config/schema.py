@@ -327,15 +327,17 @@ class Parallel:
     )
     replicate: int | None = key(
         None,
-        "Copies of the model; by default one per process with ddp, and with fsdp one, or the processes over `shard`.",
+        "Copies of the model; by default one per process with ddp, and with fsdp one, or the processes over `shard` (or write -1).",
         ge=1,
         le=10_000_000,
+        rest=True,
     )
     shard: int | None = key(
         None,
-        "Ranks that share one copy, each with a part of it; by default the processes over `replicate`.",
+        "Ranks that share one copy, each with a part of it; by default the processes over `replicate` (or write -1).",
         ge=1,
         le=10_000_000,
+        rest=True,
     )
     tensor: int = key(
         1,

@@ -411,3 +411,13 @@ def test_a_table_that_can_be_sharded_in_no_way_is_refused():
     message = "model.vocab_size=61 does not divide by parallel.tensor=2, nor model.dim=32 by the 3 ranks that share weights; use model.vocab_size=62"
     assert message in refused(ConfigError, 6, *odd)
     assert plan(8, *odd).shard == 4 and plan(4, *odd).shard == 2 and plan(6, *odd, "model.vocab_size=62").shard == 3
+
+
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_minus_one_takes_the_rest(axis):
+    other = {"replicate": "shard", "shard": "replicate"}[axis]
+    options = ["parallel.strategy=fsdp", f"parallel.{other}=2", "parallel.tensor=2"]
+    assert plan(16, *options, f"parallel.{axis}=-1") == plan(16, *options) == plan(16, *options, f"parallel.{axis}=4")
+    for value in (0, -2):
+        with pytest.raises(ConfigError, match="must be at least 1"):
+            config(f"parallel.{axis}={value}")

@@ -69,7 +69,5 @@ def _table(kind: type, path: str, resume: AtResume, outer: When | None = None) -
 
 
 def _range(limits: Any) -> str:
-    if limits["only"] is not None:
-        return f", only {limits['only']} today"
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     return "".join(f", {sign} {limits[name]}" for name, sign in signs.items() if limits[name] is not None)

@@ -19,7 +19,7 @@ import functools
 import math
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, new_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pretrain.distributed.ranks import Ranks
@@ -117,10 +117,10 @@ class Mesh:
     def pipeline_group(self, purpose: str) -> ProcessGroup:
         """The ranks that have other layers and the same samples: a group for each purpose. All ranks call it together the first time."""
         if purpose not in self._pipeline_groups:
-            stages = self.sizes["pipeline"]
-            shape = (stages, self.ranks.world_size // stages)
-            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipeline", "rest"))
-            self._pipeline_groups[purpose] = mesh.get_group("pipeline")
+            # A device mesh would give the default group for every purpose where the pipeline has all ranks.
+            apart = self.ranks.world_size // self.sizes["pipeline"]
+            members = list(range(self.ranks.rank % apart, self.ranks.world_size, apart))
+            self._pipeline_groups[purpose] = new_group(members, use_local_synchronization=True, group_desc=purpose)
         return self._pipeline_groups[purpose]
 
     def gradient_group(self) -> ProcessGroup | None:

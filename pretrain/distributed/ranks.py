@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from pretrain.config.schema import Config
 from pretrain.distributed.joining import Meeting, close_meeting
@@ -166,6 +167,7 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
         monitor.busy_elsewhere = device.type == "cuda"
     # If a collective takes too long, NCCL ends the process without a message. The monitor comes first, and has one.
     patience = timeout + timedelta(seconds=_ABORT_SECONDS) if backend == "nccl" else timeout
+    _limit_groups(patience)
     ranks = Ranks(rank, local_rank, world_size, device, None, monitor)
     with ranks.part("connection of the ranks"):
         dist.init_process_group(
@@ -178,6 +180,11 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
     return replace(ranks, control=control)
+
+
+def _limit_groups(limit: timedelta) -> None:
+    """Give groups that are made from now on this time limit. Device meshes pass none on, and torch's own is 30 minutes on gloo, 10 on NCCL."""
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
 
 
 def _forget_meshes() -> None:

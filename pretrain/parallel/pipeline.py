@@ -68,9 +68,10 @@ class PipelineAxis:
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of this pipeline."""
-        value = value.clone()
-        dist.all_reduce(value, group=self.groups[FORWARD, False])
-        return value
+        # On the device on all ranks: with `parallel.offload` the first parameter of some is on the host.
+        together = value.to(self.mesh.device, copy=True)
+        dist.all_reduce(together, group=self.groups[FORWARD, False])
+        return together.to(value.device)
 
     # ---- a step -------------------------------------------------------------------------------------------------------
 
@@ -86,10 +87,11 @@ class PipelineAxis:
 
         `call` is the network's forward; `inputs` gives a micro-batch; `backward(last, run)` runs a backward pass, `last`: of its stage.
         """
-        own = order(self.schedule, self.ranks, self.stages, micro_batches)[self.rank]
+        orders = order(self.schedule, self.ranks, self.stages, micro_batches)
+        own = orders[self.rank]
         waiting: dict[tuple[int, int], Passed] = {}
         losses: dict[int, Losses] = {}
-        mail = Mail(self)
+        mail = Mail(self, orders)
         taken: dict[int, dict[str, Any]] = {}
         for place, action in enumerate(own):
             kind, stage, number = action
@@ -146,7 +148,7 @@ class PipelineAxis:
     @torch.no_grad()
     def evaluate(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
         """The result of the last stage, on all ranks of the pipeline."""
-        mail, last = Mail(self), self.stages - 1
+        mail, last = Mail(self, []), self.stages - 1
         result = None
         for stage in range(self.rank, self.stages, self.ranks):
             action = Action(FORWARD, stage, 0)
@@ -173,11 +175,17 @@ class PipelineAxis:
 
 
 class Mail:
-    """The messages of a step. Those that come in are asked for one action ahead, so that they travel while the rank computes."""
+    """The messages of a step. Those that come in are asked for one action ahead, so that they travel while the rank computes.
 
-    def __init__(self, axis: PipelineAxis) -> None:
+    `orders`: what each rank computes. What was sent is let go once its receiver is known to have it: a message that comes from there was
+    computed later. Else the hidden states of all micro-batches would be kept until the end of the step.
+    """
+
+    def __init__(self, axis: PipelineAxis, orders: list[list[Action]]) -> None:
         self.axis = axis
-        self.sent: list[tuple[dist.Work, Tensor]] = []
+        self.places = [{action: place for place, action in enumerate(own)} for own in orders]
+        self.sent: list[tuple[int, Action, dist.Work, Tensor]] = []
+        """Of each message: the receiver, and the action that takes it."""
         self.kept: dict[Action, tuple[Tensor, ...]] = {}
         """Messages from this rank to itself."""
         self.coming: dict[Action, tuple[tuple[Tensor, ...], list[dist.Work]]] = {}
@@ -193,7 +201,8 @@ class Mail:
         group = self.axis.groups[kind, rank > self.axis.rank]
         for x in tensors:
             x = x.detach().contiguous()
-            self.sent.append((dist.isend(x, group=group, group_dst=rank, tag=self._tag(other, number)), x))
+            work = dist.isend(x, group=group, group_dst=rank, tag=self._tag(other, number))
+            self.sent.append((rank, Action(kind, other, number), work, x))
 
     def _tag(self, stage: int, number: int) -> int:
         return stage + self.axis.stages * number
@@ -234,11 +243,26 @@ class Mail:
         for work in works:
             work.wait()
         self.axis.waited += time.monotonic() - started
+        if works and self.places:
+            self._let_go(action)
         return buffers
+
+    def _let_go(self, action: Action) -> None:
+        """Drop the messages that the sender of this action's message had taken before."""
+        source = needs(action, self.axis.stages - 1)[-1]
+        rank = source.stage % self.axis.ranks
+        place, held = self.places[rank], []
+        for entry in self.sent:
+            receiver, taken_by, work, _ = entry
+            if receiver == rank and place[taken_by] <= place[source]:
+                work.wait()
+            else:
+                held.append(entry)
+        self.sent = held
 
     def close(self) -> None:
         """Wait until the others have all that was sent."""
-        for work, _ in self.sent:
+        for _, _, work, _ in self.sent:
             work.wait()
 
 

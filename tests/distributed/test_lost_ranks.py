@@ -41,11 +41,13 @@ def train_badly(
         setattr(importlib.import_module("pretrain.distributed.monitor"), constant, value)
     from pretrain.checkpoint import save
     from pretrain.data.training_data import Loader
+    from pretrain.parallel.pipeline import PipelineAxis
     from pretrain.parallel.strategy import Strategy
 
     owner, name, when = {
         "next batch": (Loader, "read", 4),
         "forward": (Strategy, "_micro_step", 7),  # 2 micro-steps to a step: in step 4
+        "pass": (PipelineAxis, "_forward", 7),  # 4 micro-batches to a step: in step 2
         "save": (save, "_save_payload", 1),
         "flush": (save, "flush", 1),
     }[place]
@@ -116,6 +118,19 @@ def test_a_rank_that_hangs_is_named_with_what_it_does_and_ends_too(started, conf
     assert one.wait(20) == 1
     assert errors(one) == [line]
     assert "the stacks of all threads" in log_of(config_file, 1) and "misbehave" in log_of(config_file, 1)
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_in_a_pass_of_a_pipeline_is_named_in_time(started, config_file, tensor):
+    """Groups of some of the ranks had torch's time limits: 30 minutes on gloo."""
+    layout = "parallel.strategy=fsdp", "parallel.pipeline=2", f"parallel.tensor={tensor}"
+    ranks = started("pass", "sleep", *layout, "parallel.timeout_seconds=4", world_size=2 * tensor, LOST_SECONDS=2.0)
+    assert ranks[0].wait(60) == 1
+    (line,) = errors(ranks[0])
+    assert line.startswith(
+        "error: 'step 2: forward and backward' did not come to an end within 4 s (parallel.timeout_seconds)"
+    ), line
+    assert ranks[1].wait(20) == 1
 
 
 def test_a_rank_that_is_killed_is_named_at_once(started, config_file):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -88,6 +91,163 @@ def test_the_output_head_counts_as_layers():
     costs = layer_costs(network, config)
     assert sum(costs) == network.flops_per_token(config.data.sequence_length) and len(set(costs[:-1])) == 1
     assert [len(span) for span in cut(costs, 2)] == [10, 2]  # the head costs as much as 7.3 layers
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------------
+
+
+def group_names(parallel: Parallel) -> tuple[set[str], set[tuple[int, ...]]]:
+    import torch.distributed as dist
+
+    from pretrain.distributed import ranks as distributed
+    from pretrain.distributed.mesh import Mesh
+    from pretrain.parallel.pipeline import PipelineAxis
+
+    mesh = Mesh({"pipeline": parallel.pipeline, "tensor": parallel.tensor}, distributed.start(Config(), alone=False))
+    groups = PipelineAxis(Config(parallel=parallel), mesh).groups.values()
+    names = {group.group_name for group in groups} | {dist.group.WORLD.group_name}
+    members = {tuple(dist.get_process_group_ranks(group)) for group in groups}
+    distributed.stop()
+    return names, members
+
+
+@pytest.mark.parametrize("parallel", [Parallel(pipeline=2), Parallel(pipeline=2, tensor=2)])
+def test_messages_of_each_kind_and_direction_have_a_group_of_their_own(pool, parallel):
+    """A device mesh gave the default group four times where the pipeline had all ranks."""
+    for rank, (names, members) in enumerate(pool.launch(2 * parallel.tensor, group_names, parallel)):
+        assert len(names) == 5  # and the default one
+        assert members == {(rank % parallel.tensor, rank % parallel.tensor + parallel.tensor)}
+
+
+class Toy(torch.nn.Module):
+    """Every layer multiplies a number."""
+
+    def __init__(self, stages: int, events: list[tuple]) -> None:
+        super().__init__()
+        self.stages, self.events, self.weight = stages, events, torch.nn.Parameter(torch.ones(1))
+
+    def hidden_like(self, span: range, **inputs) -> tuple[torch.Tensor, ...]:
+        return (torch.empty(1, device="meta"),) if span.start else ()
+
+    def forward(self, tokens_BT, span, hidden, with_cross_entropy):
+        from pretrain.models.loss import Losses
+
+        self.events.append(("compute",))
+        x = hidden[0] * self.weight if hidden else self.weight * 1
+        return Losses(x, x.detach()) if span.stop == self.stages else (x,)
+
+
+class Recorder:
+    """Takes the place of torch.distributed on a rank that has no others: what it calls, in order; and how much is held until it is sent."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.events, self.sent, self.most_held = rank, [], [], 0
+
+    def isend(self, x, group, group_dst, tag):
+        self.sent.append(weakref.ref(x))
+        self.most_held = max(self.most_held, sum(one() is not None for one in self.sent))
+        return self._post(group, (self.rank, group_dst), tag)
+
+    def irecv(self, x, group, group_src, tag):
+        return self._post(group, (group_src, self.rank), tag)
+
+    def _post(self, group, way, tag):
+        self.events.append(("post", group, way, tag))
+        number = sum(event[:3] == ("post", group, way) for event in self.events) - 1
+        return SimpleNamespace(wait=lambda: self.events.append(("arrived", group, way, number)))
+
+
+def recorded(schedule: str, chunks: int, ranks: int, micro_batches: int) -> list[Recorder]:
+    from pretrain.parallel import pipeline
+
+    config = Config(parallel=Parallel(pipeline=ranks, pipeline_schedule=schedule, pipeline_chunks=chunks))
+    found = []
+    for rank in range(ranks):
+        place = {"sizes": {"pipeline": ranks}, "coordinates": {"pipeline": rank}, "device": torch.device("cpu")}
+        mesh = SimpleNamespace(**place, pipeline_group=lambda name: name)
+        axis, recorder = pipeline.PipelineAxis(config, mesh), Recorder(rank)
+        axis.spans = {stage: range(stage, stage + 1) for stage in range(axis.stages)}
+        axis.network = Toy(axis.stages, recorder.events)
+
+        def backward(last, run, recorder=recorder):
+            recorder.events.append(("compute",))
+            run()
+
+        with patch.object(pipeline, "dist", recorder):
+            axis.forward_backward(axis.network, micro_batches, lambda i: {"tokens_BT": torch.zeros(1, 1)}, backward, 1)
+        found.append(recorder)
+    return found
+
+
+def waiting_graph(everyone: list[list[tuple]]) -> TopologicalSorter:
+    """What waits for what on NCCL. Two ranks run the messages of a group in the order of their calls, each after what its rank had computed
+    by then. The first call of a pair in a group connects them: both hosts wait in it.
+    """
+    graph, connected = TopologicalSorter(), set()
+    for rank, events in enumerate(everyone):
+        computed, last, counts, arrived = ("start", rank), {}, {}, []
+        for number, event in enumerate(events):
+            host = ("host", rank, number)
+            graph.add(host, ("host", rank, number - 1))
+            if event[0] == "compute":
+                done = ("computed", rank, number)
+                graph.add(done, host, computed, *arrived)
+                computed, arrived = done, []
+            elif event[0] == "arrived":
+                arrived.append(event)
+            elif event[0] == "post":
+                _, group, way, _ = event
+                pair = group, frozenset(way)
+                if (rank, pair) not in connected:
+                    connected.add((rank, pair))
+                    graph.add(("connected", pair), host)
+                    graph.add(("host", rank, number + 1), ("connected", pair))
+                counts[group, way] = counts.get((group, way), -1) + 1
+                message = ("arrived", group, way, counts[group, way])
+                graph.add(message, host, computed, *([last[pair]] if pair in last else []))
+                last[pair] = message
+    return graph
+
+
+@pytest.mark.parametrize("schedule, chunks", SHAPES)
+@pytest.mark.parametrize("ranks, micro_batches", [(2, 2), (2, 6), (3, 6), (4, 4), (4, 8)])
+def test_ranks_never_wait_for_each_other_in_a_circle(schedule, chunks, ranks, micro_batches):
+    events = [recorder.events for recorder in recorded(schedule, chunks, ranks, micro_batches)]
+    order_of: dict[tuple, list[list[int]]] = {}
+    for own in events:
+        posts = [event for event in own if event[0] == "post"]
+        for key in {event[1:3] for event in posts}:
+            order_of.setdefault(key, []).append([tag for _, *other, tag in posts if tuple(other) == key])
+    assert all(len(sides) == 2 and sides[0] == sides[1] for sides in order_of.values())  # none overtakes another
+    waiting_graph(events).prepare()  # raises CycleError
+    if schedule == "1f1b" and micro_batches > ranks:  # with one group for all, they would
+        together = [[(event[0], "one", *event[2:]) if len(event) > 1 else event for event in own] for own in events]
+        with pytest.raises(CycleError):
+            waiting_graph(together).prepare()
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2)])
+def test_what_was_sent_is_let_go_before_the_end_of_a_step(schedule, chunks):
+    """The hidden states of all micro-batches, and their gradients, were held until then."""
+    few, many = ([one.most_held for one in recorded(schedule, chunks, 4, count)] for count in (16, 64))
+    assert few == many and max(many) <= 2 * 4 * chunks
+
+
+def test_a_sum_over_stages_is_made_on_the_device_on_every_rank():
+    """With `parallel.offload`, gradients of matrices are on the host and those of vectors on the device; which comes first differs by stage."""
+    from pretrain.parallel import pipeline
+
+    class OnHost:
+        device = "host"
+
+        def to(self, device, copy=False):
+            return SimpleNamespace(device=device, to=lambda back: f"on the {back}")
+
+    axis = object.__new__(pipeline.PipelineAxis)
+    axis.mesh, axis.groups, places = SimpleNamespace(device="device"), {(FORWARD, False): None}, []
+    with patch.object(pipeline, "dist", SimpleNamespace(all_reduce=lambda value, group: places.append(value.device))):
+        assert axis.sum(OnHost()) == "on the host"
+    assert places == ["device"]
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------------

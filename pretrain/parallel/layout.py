@@ -279,6 +279,9 @@ def check_pipeline(config: Config) -> None:
     if stages > layers:
         most = layers * ranks // stages
         remedy = f"use at most parallel.pipeline={most}" if most > 1 else "set parallel.pipeline=1"
+        if stages > ranks and layers >= ranks:
+            remedy = "use parallel.pipeline_schedule=1f1b"
+            remedy += f" or parallel.pipeline_chunks={layers // ranks}" if layers >= 2 * ranks else ""
         raise ConfigError(f"{keys}: {stages} stages need as many layers, but the model has {layers}; {remedy}, or more layers")
     if parallel.pipeline_schedule == "interleaved" and (config.data.pairs is not None):
         raise ConfigError(

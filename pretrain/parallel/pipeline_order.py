@@ -8,6 +8,7 @@ Nothing here communicates: it is all known before anything is allocated.
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ def stages_of(parallel: Parallel) -> int:
     return parallel.pipeline * (parallel.pipeline_chunks if parallel.pipeline_schedule == "interleaved" else 1)
 
 
+@functools.cache
 def order(schedule: str, ranks: int, stages: int, micro_batches: int) -> list[list[Action]]:
     """What each rank of a pipeline computes, one after the other. Stage s is on rank s modulo `ranks`."""
     if schedule == "interleaved":

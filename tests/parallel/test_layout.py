@@ -55,6 +55,7 @@ def refused(kind: type[Exception], world_size: int, *overrides: str) -> str:
         (8, ["parallel={strategy: fsdp, replicate: 2, shard: 4}"], Layout("fsdp", 2, 4, 3), "hsdp 2x4"),
         (4, ["parallel={strategy: fsdp, replicate: 4, shard: 1}"], Layout("fsdp", 4, 1, 6), "fsdp 4 (replicated)"),
         (2, ["parallel.tensor=2"], Layout("fsdp", 1, 1, 24, 2), "fsdp 1 x tensor 2"),
+        (4, ["parallel.pipeline=2"], Layout("fsdp", 1, 2, 12, pipeline=2, bubble=pytest.approx(1 / 13)), "fsdp 2 x pipeline 2"),
         (8, ["parallel.tensor=2", "parallel.strategy=fsdp"], Layout("fsdp", 1, 4, 6, 2), "fsdp 4 x tensor 2"),
         (8, ["parallel={replicate: 2, tensor: 2}"], Layout("fsdp", 2, 2, 6, 2), "hsdp 2x2 x tensor 2"),
         (4, ["parallel={replicate: 2, shard: 1, tensor: 2}"], Layout("fsdp", 2, 1, 12, 2), "fsdp 2 (replicated) x tensor 2"),
@@ -66,7 +67,7 @@ def test_axes_and_micro_steps_follow_from_the_configuration(world_size, override
     layout = plan(world_size, *overrides)
     assert layout == expected
     assert layout.name == name
-    assert layout.data_size * layout.tensor == world_size
+    assert layout.data_size * layout.tensor * layout.pipeline == world_size
 
 
 @settings(deadline=None)
@@ -336,6 +337,46 @@ def test_sequences_that_ranks_cannot_share_are_refused(config_file, overrides, m
     assert str(raised.value) == f"{message}; set parallel.context=1, or change the other key"
 
 
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["model.layers=1"], "parallel.pipeline=2: 2 stages need as many layers, but the model has 1; set parallel.pipeline=1, or more layers"),
+        (["model.layers=4", "parallel.pipeline=6"], "parallel.pipeline=6: 6 stages need as many layers, but the model has 4; use at most parallel.pipeline=4, or more layers"),
+        (["model.layers=5", "parallel.pipeline_schedule=interleaved", "parallel.pipeline_chunks=3"], "parallel.pipeline=2, parallel.pipeline_chunks=3: 6 stages need as many layers, but the model has 5; use parallel.pipeline_schedule=1f1b or parallel.pipeline_chunks=2, or more layers"),
+        (["parallel.strategy=ddp"], "parallel.pipeline=2 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.pipeline=1"),
+        (["parallel.pipeline_chunks=2", "parallel.pipeline_schedule=gpipe"], None),
+        (["parallel.pipeline_chunks=3"], "parallel.pipeline_chunks=3 has no effect with parallel.pipeline_schedule=1f1b; set parallel.pipeline_schedule=interleaved, or set parallel.pipeline_chunks=2"),
+    ],
+)  # fmt: skip
+def test_layers_that_ranks_cannot_share_are_refused_with_the_nearest_numbers_that_can(config_file, overrides, message):
+    written, _ = load_config(config_file, ["parallel={strategy: fsdp, pipeline: 2}", *overrides])
+    if message is None:
+        resolve(written)
+        return
+    with pytest.raises(ConfigError) as raised:
+        resolve(written)
+    assert str(raised.value).removeprefix("command line: ") == message
+
+
+def test_steps_of_pairs_are_not_dealt_out_in_rounds():
+    pairs = ("model={family: transformer, encoder: {layers: 2}}", "data.pairs=x", "batch.tokens=1000")
+    with pytest.raises(ConfigError, match="steps of pairs differ in their number of micro-batches.*use 1f1b"):
+        resolve(config("parallel={strategy: fsdp, pipeline: 2, pipeline_schedule: interleaved}", *pairs))
+    resolve(config("parallel={strategy: fsdp, pipeline: 2}", *pairs))
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["batch.micro_sequences=24"], "parallel.pipeline=4: batch.sequences=48 has 2 micro-batches of 24 samples, and the 4 stages need at least as many; use batch.sequences=96, or change batch.micro_sequences=24"),
+        (["batch.ramp=[{until_tokens: 9999, sequences: 4}]"], "parallel.pipeline=4: batch.ramp.0.sequences=4 has 2 micro-batches of 2 samples, and the 4 stages need at least as many; use batch.ramp.0.sequences=8, or change batch.micro_sequences=2"),
+        (["parallel.pipeline_schedule=interleaved", "batch.sequences=18"], "parallel.pipeline=4: batch.sequences=18 has 9 micro-batches of 2 samples, and schedule interleaved cannot deal them out; use batch.sequences=20, or change batch.micro_sequences=2"),
+    ],
+)  # fmt: skip
+def test_steps_that_a_pipeline_cannot_take_are_refused_with_the_next_size_that_it_can(overrides, message):
+    assert refused(ConfigError, 4, "parallel={strategy: fsdp, pipeline: 4}", *overrides) == message
+
+
 WITH_EXPERTS = ("model.family=custom", "model.experts={count: 6, active: 2, ffn_dim: 24}", "model.ffn_dim=40")
 
 
@@ -366,7 +407,7 @@ def test_expert_groups_divide_the_ranks_that_share_weights():
     assert plan(4, *given, "parallel.context=4").expert == plan(8, *given, "parallel.replicate=2").expert == 4
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert", "pipeline"])
 def test_models_of_transformers_are_not_shared(tmp_path, axis):
     from hf_configs import write_config
 

@@ -32,7 +32,7 @@ from pretrain.models.layers import Embedding
 from pretrain.models.loss import Losses, OutputHead
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.parallel.collectives import extend, gather
-from pretrain.parallel.tensor import AllTokens, OwnTokens
+from pretrain.parallel.tensor_modules import AllTokens, OwnTokens
 
 
 class ContextAxis:

@@ -270,9 +270,9 @@ def check_pipeline(config: Config) -> None:
     """Raise ConfigError for a complete configuration whose layers the ranks of a pipeline cannot share."""
     model, parallel = config.model, config.parallel
     ranks, stages = parallel.pipeline, stages_of(parallel)
-    layers = model.layers + model.encoder.layers
     if ranks == 1:
         return
+    layers = model.layers + model.encoder.layers
     keys = f"parallel.pipeline={ranks}"
     if stages > ranks:
         keys += f", parallel.pipeline_chunks={parallel.pipeline_chunks}"

@@ -75,7 +75,7 @@ def check(config: Config, processes: int | None = None, explain: bool = False) -
 def _layer_costs(plan: Plan) -> list[int]:
     model = plan.config.model
     if plan.layout.pipeline == 1:
-        return [1] * (model.encoder.layers + model.layers)
+        return [1] * (model.encoder.layers or 0) + [1] * model.layers
     with torch.device("meta"):
         return layer_costs(build_network(model), plan.config)
 

@@ -55,7 +55,7 @@ def test_a_checkpoint_resumes_bit_equal_under_another_layout_and_sees_the_same_s
     )
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 2", "ddp 4", "fsdp 2", "fsdp 3", "tensor 2", "fsdp 2 x context 2", "pipeline 2"}))
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 2", "ddp 4", "fsdp 2", "fsdp 3", "tensor 2", "fsdp 2 x tensor 2", "fsdp 2 x context 2", "pipeline 2"}))
 def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, trained_run, config_file, layout):
     world, *options = LAYOUTS[layout]
     short = (*BATCH, *EVERY, "run.steps=5", "schedule.warmup_steps=1")
@@ -65,7 +65,7 @@ def test_loading_under_any_layout_and_saving_again_changes_no_bit(pool, trained_
     assert equal(state_of(again, 5), state_of(origin, 5))
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2", "tensor 2", "fsdp 2 x context 2", "pipeline 2"}))
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 4", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2", "tensor 2", "fsdp 2 x tensor 2", "fsdp 2 x context 2", "pipeline 2"}))
 def test_the_same_layout_resumes_in_every_bit_when_deterministic(pool, config_file, layout):
     world, *options = LAYOUTS[layout]
     fixed = (*BATCH, *EVERY, "run.deterministic=true", *HALVES, *options)

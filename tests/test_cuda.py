@@ -4,7 +4,13 @@ import pytest
 import torch
 from running import gradients, largest_gradient_difference, largest_relative_difference, losses, train
 
+from pretrain.config.model_schema import Model
+from pretrain.models import build_network
+from pretrain.models.families import complete
 from pretrain.observe.metrics import read_metrics
+from pretrain.parallel.activation_offload import offload_activations
+from pretrain.parallel.blocks import recompute_blocks
+from pretrain.parallel.initialise import initialise
 
 pytestmark = [
     pytest.mark.cuda,
@@ -53,3 +59,25 @@ def test_fsdp_on_one_gpu_with_nccl_equals_the_single_process(pool, config_file):
     one = train(pool, 1, config_file, "run.name=one", *options)
     sharded = train(pool, 1, config_file, "run.name=sharded", "parallel.strategy=fsdp", "parallel.shard=1", *options)
     assert largest_gradient_difference(gradients(sharded), gradients(one)) <= 5e-6
+
+
+@pytest.mark.parametrize("options", [(), ("parallel.activation_checkpointing=full",)], ids=["", "recomputed"])
+def test_activations_on_the_host_change_no_bit_and_leave_room(options):
+    peaks, found = [], []
+    for offloaded in (False, True):
+        network = build_network(complete(Model(family="llama", dim=512, layers=12, heads=8, vocab_size=512), 1024)).cuda()
+        initialise(network, 0)
+        if options:
+            recompute_blocks(network)
+        if offloaded:
+            offload_activations(network)
+        tokens = torch.randint(512, (8, 1025), generator=torch.Generator().manual_seed(0)).cuda()
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            network.zero_grad()
+            network(tokens[:, :-1], tokens[:, 1:]).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - sum(2 * p.numel() * 4 for p in network.parameters()))
+        found.append([p.grad for p in network.parameters()])
+        del network
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found))
+    assert peaks[1] < 0.7 * peaks[0]

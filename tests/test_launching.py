@@ -95,7 +95,7 @@ def test_a_launcher_that_agrees_or_chose_nothing_is_accepted(environ, values):
         (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"strategy": "fsdp"}, "set parallel.reshard_after_forward=false or"),
         (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, {"strategy": "fsdp"}, "contradicts parallel.offload=false"),
         (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {"strategy": "fsdp"}, "set parallel.activation_checkpointing=full"),
-        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, {}, "launch without --fsdp_activation_checkpointing_offload"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, {}, "set parallel.activation_offload=true or"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "set parallel.compile=true or launch with --dynamo_backend no"),
         ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, {"compile": True}, "parallel.compile=true (inductor) of the configuration"),
         ({"ACCELERATE_DYNAMO_MODE": "max-autotune"}, {"compile": True}, "launch without --dynamo_mode"),

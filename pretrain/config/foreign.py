@@ -56,6 +56,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("optim.eps"): ("adam_epsilon", "adam_eps"),
     _renamed("optim.name"): ("optimizer", "optimizer_type", "optim_type"),
     _renamed("parallel.activation_checkpointing"): ("gradient_checkpointing", "activation_checkpoint", "recompute", "recompute_activations"),
+    _renamed("parallel.activation_offload"): ("offload_activations", "enable_activation_offload", "cpu_offloading_activations", "activation_offloading"),
     _renamed("parallel.compile"): ("torch_compile", "use_compile"),
     _SHARDED: ("fsdp", "fsdp2", "fully_shard", "zero_stage", "zero", "deepspeed", "sharding_strategy"),
     _renamed("parallel.tensor"): ("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),

@@ -406,6 +406,10 @@ class Parallel:
         le=100_000,
         when={"parallel.activation_checkpointing": Except("none")},
     )
+    activation_offload: bool = key(
+        False,
+        "Keep what blocks store for backward in host memory. A GPU copies while it computes, and needs host memory for all blocks' activations.",
+    )
     compile: bool = key(False, "Compile each block with torch.compile: a slower start, faster steps.")
     activation_memory_budget: float = key(
         1.0,

@@ -214,9 +214,7 @@ _RULES: dict[str, Rule] = {
     "FSDP_RESHARD_AFTER_FORWARD": _flag("parallel.reshard_after_forward", default=True),
     "FSDP_OFFLOAD_PARAMS": _flag("parallel.offload"),
     "FSDP_ACTIVATION_CHECKPOINTING": _flag("parallel.activation_checkpointing", off="none", on="full"),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": _refuse(
-        "--fsdp_activation_checkpointing_offload", "parallel.activation_checkpointing"
-    ),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": _flag("parallel.activation_offload"),
     "ACCELERATE_DYNAMO_BACKEND": _dynamo,
     "ACCELERATE_DYNAMO_MODE": _refuse("--dynamo_mode", "parallel.compile", unset="default"),
     "ACCELERATE_DYNAMO_USE_FULLGRAPH": _refuse("--dynamo_use_fullgraph", "parallel.compile"),

@@ -21,13 +21,17 @@ its scores with it, which are the largest tensors of all."""
 
 
 def prepare_blocks(network: nn.Module, config: Config) -> None:
-    """Set the compute format of a network; recompute and compile its blocks as the configuration says."""
+    """Set the compute format of a network; compile, recompute and offload its blocks as the configuration says."""
     options = config.parallel
     set_compute_format(network, DTYPES[config.precision.compute])
     if options.compile:
         compile_blocks(network, budget=options.activation_memory_budget)
     if options.activation_checkpointing != "none":
         recompute_blocks(network, options.activation_checkpointing == "selective", options.checkpoint_every_block)
+    if options.activation_offload:
+        from pretrain.parallel.activation_offload import offload_activations
+
+        offload_activations(network)
 
 
 def set_compute_format(network: nn.Module, dtype: torch.dtype) -> None:

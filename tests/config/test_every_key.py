@@ -120,6 +120,7 @@ SEEN = {
     "parallel.grad_sync": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
     "parallel.reshard_after_forward": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
     "parallel.offload": f"{CONTINUED}::test_offloaded_state_computes_the_same",
+    "parallel.activation_offload": "models/test_activation_offload.py::test_of_recomputed_blocks_the_inputs_travel_and_nothing_else",
     "parallel.activation_checkpointing": "models/test_recomputation.py::test_the_work_is_what_the_mode_says",
     "parallel.checkpoint_every_block": "models/test_recomputation.py::test_the_work_is_what_the_mode_says",
     "parallel.activation_memory_budget": "models/test_recomputation.py::test_a_compiler_stores_what_its_budget_allows",

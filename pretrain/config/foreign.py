@@ -17,7 +17,7 @@ _FP16 = "fp16 is not supported, because it needs loss scaling; set precision.com
 _EPOCHS = "runs are counted in optimizer steps: set run.steps; --check prints how many epochs of the data they are"
 _RATIO = "warmup is counted in steps: set schedule.warmup_steps to the ratio x run.steps"
 _MIN_LR = "it is schedule.min_ratio here: the last learning rate as a share of optim.lr"
-_SHARDED = "sharding is parallel.strategy=fsdp here (FSDP2); parallel.reshard_after_forward=false is ZeRO-2"
+_SHARDED = "sharding is parallel.strategy=fsdp here (FSDP2); parallel.reshard_after_forward=never is ZeRO-2"
 _BETAS = "it is a part of optim.betas here: a list of two numbers"
 _RUN_DIR = "a run is kept in run.dir/run.name"
 _NOT_BUILT = "is not built yet; parallel.strategy=fsdp shards weights, gradients and optimizer state"
@@ -120,8 +120,10 @@ _VALUES = {
     },
     "parallel.strategy": {
         **dict.fromkeys(("fsdp2", "zero3", "zero", "deepspeed", "fully_shard"), _SHARDED),
+        "zero2": "write fsdp, and parallel.reshard_after_forward=never",
         "hsdp": "HSDP is strategy fsdp with parallel.replicate and parallel.shard above 1",
     },
+    "parallel.reshard_after_forward": {"True": "true is written always", "False": "false is written never"},
     "optim.name": dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "AdamW"), "AdamW is written adamw"),
     "schedule.name": {
         **dict.fromkeys(("cosine_with_warmup", "cosine_with_min_lr"), "write cosine, and schedule.warmup_steps"),

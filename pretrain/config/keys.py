@@ -44,7 +44,10 @@ RENAMED = {
 }
 """Keys of earlier versions, with their names of today. Records of runs may have the old ones (`written.py`); configurations may not."""
 
-REVALUED = {"parallel.activation_checkpointing": ((True, "full"), (False, "none"))}
+REVALUED = {
+    "parallel.activation_checkpointing": ((True, "full"), (False, "none")),
+    "parallel.reshard_after_forward": ((True, "always"), (False, "never")),
+}
 """Keys whose values had other names in earlier versions. Records of runs may have the old values; configurations may not."""
 
 

@@ -6,6 +6,7 @@ key=value ------> tree of values + origins --+-merge-> keys, types, ranges check
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -157,7 +158,7 @@ def _converted(hint: Any, value: Any, text: str | None) -> Any:
     args = typing.get_args(hint)
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        return None if value is None else _converted(next(a for a in args if a is not type(None)), value, text)
+        return _converted_to_one_of(args, value, text)
     if origin is typing.Literal and value in args:
         return value
     if origin in (list, tuple) and isinstance(value, (list, tuple)) and (origin is list or len(value) == len(args)):
@@ -173,6 +174,15 @@ def _converted(hint: Any, value: Any, text: str | None) -> Any:
         return value if isinstance(value, str) else text or str(value)
     if hint is bool and isinstance(value, bool):
         return value
+    raise ValueError
+
+
+def _converted_to_one_of(kinds: tuple, value: Any, text: str | None) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    for kind in kinds:
+        with contextlib.suppress(ValueError):
+            return _converted(kind, value, text)
     raise ValueError
 
 

@@ -384,9 +384,21 @@ class Parallel:
         "every one and all-reduce in the last.",
         when={"parallel.strategy": Except("single")},
     )
-    reshard_after_forward: bool = key(
-        True,
-        "Free gathered block weights after forward (ZeRO-3); false keeps them for backward (ZeRO-2).",
+    reshard_after_forward: Literal["always", "never", "last_block_kept"] | int = key(
+        "always",
+        "What becomes of gathered weights after forward: `always` frees them (ZeRO-3), `never` keeps them for backward (ZeRO-2), "
+        "`last_block_kept` keeps those of the last block, whose backward comes first. A number frees all but this rank's part among so many "
+        "neighbours, for instance the GPUs of a host, so that backward gathers inside the host.",
+        ge=2,
+        le=10_000_000,
+        when={"parallel.strategy": ("fsdp",)},
+    )
+    prefetch: int = key(
+        0,
+        "Units (embedding, blocks, head) whose weights are gathered ahead of the one that computes, in forward and in backward. 0 leaves it "
+        "to torch: none ahead in forward, one in backward.",
+        ge=0,
+        le=100_000,
         when={"parallel.strategy": ("fsdp",)},
     )
     offload: bool = key(

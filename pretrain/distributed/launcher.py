@@ -211,7 +211,7 @@ _RULES: dict[str, Rule] = {
     "ACCELERATE_USE_FSDP": _use_fsdp,
     "FSDP_VERSION": _fsdp_version,
     "FSDP_SHARDING_STRATEGY": _refuse("--fsdp_sharding_strategy", "parallel.strategy", unset="FULL_SHARD"),
-    "FSDP_RESHARD_AFTER_FORWARD": _flag("parallel.reshard_after_forward", default=True),
+    "FSDP_RESHARD_AFTER_FORWARD": _flag("parallel.reshard_after_forward", default=True, off="never", on="always"),
     "FSDP_OFFLOAD_PARAMS": _flag("parallel.offload"),
     "FSDP_ACTIVATION_CHECKPOINTING": _flag("parallel.activation_checkpointing", off="none", on="full"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": _flag("parallel.activation_offload"),

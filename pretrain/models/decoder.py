@@ -240,14 +240,12 @@ class Decoder(nn.Module):
         return self.make_mask(stop, device, backend, numbers_BT, window)
 
     def units(self) -> list[Unit]:
-        """See `models/network.py`. A table that is used at both ends is in no unit, nor are the norm and the head beside it."""
-        blocks = [*self.layers.values(), *(self.multi_token.depths if self.multi_token else [])]
+        """See `models/network.py`. A tied head has no weights, and is in no unit, nor is the norm before it."""
+        blocks, tied = [*self.layers.values(), *(self.multi_token.depths if self.multi_token else [])], self.config.tie_embeddings
         units = [Unit([block], "block") for block in blocks]
-        if self.config.tie_embeddings:
-            return units
         if self.embedding is not None:
-            units.insert(0, Unit([self.embedding], "first"))
-        if self.output is not None:
+            units.insert(0, Unit([self.embedding], "first", lends_to=self.output if tied else None))
+        if self.output is not None and not tied:
             units.append(Unit([module for module in (self.norm, self.output) if module is not None], "last", reshard=False))
         return units
 

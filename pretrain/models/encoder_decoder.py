@@ -279,15 +279,13 @@ class EncoderDecoder(nn.Module):
         return x_BTD if dropout is None else dropout.at(name)(x_BTD)
 
     def units(self) -> list[Unit]:
-        """See `models/network.py`. A table that is used at several places is in no unit."""
-        tables = [self.source_embedding]
-        if not self.config.tie_embeddings and not self.config.encoder.share_embedding:
-            tables.insert(0, self.embedding)  # else the encoder or the head uses it as well
-        units = [
-            *(Unit([table], "first") for table in tables if table is not None),
-            *(Unit([layer], "block") for layer in (*self.encoder.values(), *self.decoder.values())),
-        ]
-        if self.config.tie_embeddings or self.output is None:
+        """See `models/network.py`. A shared table looks up the rows of sources and of targets. A tied head has no weights, and is in no unit."""
+        tied, shared = self.config.tie_embeddings, self.config.encoder.share_embedding
+        own = [] if self.embedding is None else [Unit([self.embedding], "first", lends_to=self.output if tied else None)]
+        sources = [] if self.source_embedding is None else [Unit([self.source_embedding], "first")]
+        encoder, decoder = ([Unit([layer], "block") for layer in stack.values()] for stack in (self.encoder, self.decoder))
+        units = [*own, *encoder, *decoder] if shared else [*sources, *encoder, *own, *decoder]
+        if tied or self.output is None:
             return units
         return [*units, Unit([self.output] if self.norm is None else [self.norm, self.output], "last", reshard=False)]
 

@@ -25,6 +25,8 @@ class Unit:
     """Whether gathered weights may be freed after forward. It is no use for the last unit, whose backward comes at once."""
     apart: bool = True
     """Whether its weights are its own. Weights that it shares with other units stay with the root."""
+    lends_to: nn.Module | None = None
+    """A module that is called after it with its table: a tied head. It has no weight of its own."""
 
 
 class Network(Protocol):

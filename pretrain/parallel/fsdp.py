@@ -5,9 +5,9 @@
 
 Where ranks hold different experts, each expert is sharded over the ranks that hold it (parallel/expert.py).
 
-A tied table stays in the root's unit, because it is used at both ends of the forward pass. Vectors are whole so that norms and sinks compute
-with the fp32 values that one process has. Gathered with the matrices, they would be rounded to bf16 first. They are a few of ten thousand
-parameters, and one small all-reduce per step is less traffic than gathering them with every unit.
+Vectors are whole so that norms and sinks compute with the fp32 values that one process has. Gathered with the matrices, they would be rounded
+to bf16 first. They are a few of ten thousand parameters, and one small all-reduce per step is less traffic than gathering them with every unit.
+When weights are gathered, and how long they are kept, is arranged in `fsdp_gathers.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.layers import Embedding
 from pretrain.models.loss import OutputHead
+from pretrain.models.network import Unit
 from pretrain.parallel.blocks import DTYPES
+from pretrain.parallel.fsdp_gathers import gather_ahead, lend, wait_for_gather
 
 
 class FullyShard:
@@ -67,21 +69,34 @@ class FullyShard:
             "shard_placement_fn": self._placement,
             "ignored_params": {parameter for parameter in network.parameters() if _is_whole(parameter)},
         }
-        for unit in network.units():
-            if unit.apart:
-                reshard = unit.reshard and self.config.parallel.reshard_after_forward
-                fully_shard(
-                    unit.modules if len(unit.modules) > 1 else unit.modules[0], reshard_after_forward=reshard, **options
-                )
+        units = [unit for unit in network.units() if unit.apart]
+        last_block = next((unit for unit in reversed(units) if unit.role == "block"), None)
+        for unit in units:
+            modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
+            fully_shard(modules, reshard_after_forward=self._reshard(unit, unit is last_block), **options)
         fully_shard(network, reshard_after_forward=False, **options)
         self.root = network
+        for unit in units:
+            if unit.lends_to is not None:
+                lend(unit.modules[0], unit.lends_to, self.config.parallel.reshard_after_forward != "never")
+        gather_ahead(network, units, self.config.parallel.prefetch, self.config.parallel.pipeline > 1)
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 # Sum, never average. gloo has no pre-multiplied sum, which a divide factor would otherwise use.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
+                module.set_unshard_in_backward(not isinstance(module, Embedding))  # the gradient of a table needs no table
             if isinstance(module, (Embedding, OutputHead)) and self.reduce_dtype == torch.float32:
                 module.register_forward_pre_hook(_keep_gradient_in_fp32)
+
+    def _reshard(self, unit: Unit, is_last_block: bool) -> bool | int:
+        """torch's `reshard_after_forward` of a unit."""
+        mode, is_table = self.config.parallel.reshard_after_forward, isinstance(unit.modules[0], Embedding)
+        if is_table and unit.lends_to is None:
+            return True  # its backward needs no table
+        if not unit.reshard or mode == "never" or (mode == "last_block_kept" and is_last_block):
+            return False
+        return True if is_table or isinstance(mode, str) else mode
 
     def _placement(self, parameter: nn.Parameter) -> Any:
         """Where to shard a parameter, as torch's `shard_placement_fn` says; None: by rows.
@@ -107,6 +122,7 @@ class FullyShard:
         # in the compute format, which the optimizer does not know.
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
+                wait_for_gather(module)
                 module.reshard()
 
     @contextmanager
@@ -119,6 +135,7 @@ class FullyShard:
         yield
 
     def finish_step(self) -> None:
+        self.release()  # nothing is left to free, unless a gather was ahead of a pass that did not come
         gradients = [parameter.grad for parameter in self.vectors if parameter.grad is not None]
         if not gradients or self.alone:
             return

@@ -111,6 +111,8 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
     replicate, shard = _axes(config, strategy, world_size)
     _check_tables(config.model, config.parallel.tensor, shard * config.parallel.context)
     _check_expert_groups(config, shard)
+    if strategy == "fsdp":
+        _check_kept_parts(config, shard)
     micro_steps = check_micro_steps(config, replicate * shard)
     parallel, bubble_share = config.parallel, 0.0
     if parallel.pipeline > 1 and micro_steps:
@@ -136,6 +138,26 @@ def _automatic(config: Config, world_size: int, parameters: int, device_memory: 
         return "single"
     fits = device_memory is None or parameters * STATE_BYTES_PER_PARAMETER <= DDP_MEMORY_SHARE * device_memory
     return "ddp" if fits else "fsdp"
+
+
+def explain_strategy(config: Config, layout: Layout) -> str | None:
+    """Why the layout has this strategy, and what makes its replicas; None where the configuration says it and there are none."""
+    if layout.strategy == "single" or (config.parallel.strategy != "auto" and layout.replicate == 1):
+        return None
+    split = [f"{axis} {size}" for axis, size in layout.axes.items() if size > 1 and axis != "replicate"]
+    if layout.strategy == "ddp":
+        makes = f"DDP makes {layout.replicate} replicas, each with the whole state"
+        why = f"it takes {STATE_BYTES_PER_PARAMETER} bytes per parameter, which fit in {DDP_MEMORY_SHARE:.0%} of a GPU's memory or in the host's"
+    elif layout.replicate > 1:
+        makes = f"FSDP2 makes {layout.replicate} replicas (HSDP)"
+        why = f"the weights of one are spread ({', '.join(split)}), and DDP takes whole models only" if split else "DDP needs strategy ddp"
+    else:
+        makes = "FSDP2 shards the state"
+        asked = config.parallel.shard or config.parallel.expert > 1 or ranks_of_a_sample(config) > 1
+        over = f"{STATE_BYTES_PER_PARAMETER} bytes per parameter take more than {DDP_MEMORY_SHARE:.0%} of a GPU's memory"
+        why = f"the configuration spreads weights ({', '.join(split)})" if asked else over
+    chosen = "" if config.parallel.strategy != "auto" else "; chosen by auto"
+    return f"{makes}: {why}{chosen}" if chosen or layout.strategy == "fsdp" else makes
 
 
 def _axes(config: Config, strategy: str, world_size: int) -> tuple[int, int]:
@@ -341,6 +363,25 @@ def _nearest_divisors(count: int, number: int) -> str:
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     near = [max(n for n in divisors if n < number), *[n for n in divisors if n > number][:1]]
     return " or ".join(map(str, near))
+
+
+def _check_kept_parts(config: Config, shard: int) -> None:
+    """Raise ConfigError for ranks among which weights cannot be kept after forward. torch 2.13 knows such groups of whole meshes only."""
+    parallel = config.parallel
+    number, ranks = parallel.reshard_after_forward, shard * parallel.context
+    if not isinstance(number, int):
+        return
+    others = [f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("tensor", "pipeline", "expert") if getattr(parallel, axis) > 1]
+    if others:
+        raise ConfigError(
+            f"parallel.reshard_after_forward={number} does not work with {' and '.join(others)}; use always, never or last_block_kept"
+        )
+    legal = [n for n in range(2, ranks) if ranks % n == 0]
+    if number not in legal:
+        near = f"use {' or '.join(map(str, legal))}, or always" if legal else "use always, never or last_block_kept"
+        raise ConfigError(
+            f"parallel.reshard_after_forward={number} has to be a divisor of the {ranks} ranks that share weights, but 1 and {ranks}; {near}"
+        )
 
 
 def check_tensor(model: Model, ranks: int) -> None:

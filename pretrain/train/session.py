@@ -25,7 +25,14 @@ from pretrain.models import build_network
 from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
-from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout, expected_world_size, explain_ranks
+from pretrain.parallel.layout import (
+    DDP_MEMORY_SHARE,
+    STATE_BYTES_PER_PARAMETER,
+    Layout,
+    expected_world_size,
+    explain_ranks,
+    explain_strategy,
+)
 from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
 from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
@@ -284,6 +291,7 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         *plan.data.describe(plan.data.samples_after(origin.samples, config.run.steps - origin.step)),
         *_describe_validation(plan),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
+        *([f"strategy {strategy}"] if (strategy := explain_strategy(config, layout)) else []),
         *_describe_stages(plan),
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
@@ -303,8 +311,16 @@ def state_bytes(config: Config, layout: Layout, parameters: int) -> int:
     """Bytes of weights, gradients and moments per rank, in fp32. FSDP2 without resharding adds the weights that stay gathered."""
     sharded = layout.strategy == "fsdp" and layout.shard * layout.context > 1
     held = -(-parameters * STATE_BYTES_PER_PARAMETER // layout.state_parts)
-    gathered = sharded and not config.parallel.reshard_after_forward
-    return held + (parameters * COMPUTE_BYTES[config.precision.compute] // layout.tensor if gathered else 0)
+    kept = kept_share(config) if sharded else 0
+    return held + round(parameters * COMPUTE_BYTES[config.precision.compute] // layout.tensor * kept)
+
+
+def kept_share(config: Config) -> float:
+    """The share of the gathered weights that FSDP2 keeps from forward to backward; about, where it is one block."""
+    mode = config.parallel.reshard_after_forward
+    if isinstance(mode, int):
+        return 1 / mode
+    return {"always": 0, "never": 1, "last_block_kept": 1 / ((config.model.layers or 1) + (config.model.encoder.layers or 0))}[mode]
 
 
 def _describe_memory(plan: Plan) -> list[str]:
@@ -313,8 +329,9 @@ def _describe_memory(plan: Plan) -> list[str]:
     held = f"{STATE_BYTES_PER_PARAMETER} bytes per parameter"
     if layout.state_parts > 1:
         held += f" over {layout.state_parts} ranks"
-        if layout.shard * layout.context > 1 and not config.parallel.reshard_after_forward:
-            held += f", and gathered weights in {config.precision.compute}"
+        if layout.shard * layout.context > 1 and (kept := kept_share(config)):
+            share = "" if kept == 1 else f"{kept:.0%} of "
+            held += f", and {share}gathered weights in {config.precision.compute}"
     place = " of host memory" if config.parallel.offload and layout.strategy == "fsdp" else ""
     return [
         f"memory   {bytes_of(state_bytes(config, layout, parameters))}{place} per rank for weights, gradients and moments ({held}), computed; "

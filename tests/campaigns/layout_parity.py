@@ -91,7 +91,8 @@ def layout_of(random: Random, world: int) -> dict[str, Any]:
     data_size = world // math.prod(sizes.values())
     overrides: dict[str, Any] = {"parallel.strategy": strategy, "parallel.grad_sync": random.choice(("auto", "last", "every"))}
     if strategy == "fsdp":
-        overrides["parallel.reshard_after_forward"] = random.random() < 0.7
+        overrides["parallel.reshard_after_forward"] = random.choice(("always", "always", "never", "last_block_kept"))
+        overrides["parallel.prefetch"] = random.choice((0, 0, 1, 2))
         overrides |= {f"parallel.{axis}": size for axis, size in sizes.items()}
         if "pipeline" in sizes:
             overrides["parallel.pipeline_schedule"] = random.choice(("1f1b", "1f1b", "gpipe", "interleaved"))
@@ -102,6 +103,8 @@ def layout_of(random: Random, world: int) -> dict[str, Any]:
         overrides["parallel.ddp.bucket_mb"] = 0.01
     if random.random() < 0.4:
         overrides["parallel.activation_checkpointing"] = "full"
+    if random.random() < 0.2:
+        overrides["parallel.activation_offload"] = True
     return {"world": world, "overrides": overrides, "sizes": sizes, "data_size": data_size}
 
 

@@ -17,7 +17,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
 from pretrain.parallel import ddp
-from pretrain.parallel.layout import Layout, check_options, expected_world_size, explain_ranks, plan_layout
+from pretrain.parallel.layout import Layout, check_options, expected_world_size, explain_ranks, explain_strategy, plan_layout
 from pretrain.train.resolve import resolve
 
 GB = 10**9
@@ -102,6 +102,27 @@ def test_auto_replicates_what_fits_and_shards_what_does_not(world_size, paramete
 def test_auto_takes_the_axes_that_are_given():
     assert plan(4, "parallel={replicate: 2, shard: 2}", parameters=10**10, memory=80 * GB) == Layout("fsdp", 2, 2, 6)
     assert plan(4, "parallel.replicate=4") == Layout("ddp", 4, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "world_size, overrides, said",
+    [
+        (1, [], None),
+        (2, ["parallel.strategy=fsdp"], None),
+        (2, ["parallel.strategy=ddp"], "DDP makes 2 replicas, each with the whole state"),
+        (2, [], "DDP makes 2 replicas.* fit in 40% .*; chosen by auto"),
+        (4, ["parallel.tensor=2"], r"FSDP2 shards the state: the configuration spreads weights \(shard 2, tensor 2\); chosen by auto"),
+        (4, ["parallel={strategy: fsdp, replicate: 2}"], r"FSDP2 makes 2 replicas \(HSDP\): .* spread \(shard 2\), and DDP takes whole models"),
+        (2, ["parallel={strategy: fsdp, replicate: 2}"], r"FSDP2 makes 2 replicas \(HSDP\): DDP needs strategy ddp"),
+    ],
+)
+def test_the_choice_between_ddp_and_fsdp2_is_said(world_size, overrides, said):
+    found = explain_strategy(config(*overrides), plan(world_size, *overrides))
+    assert found is None if said is None else re.fullmatch(f"{said}.*", found)
+
+
+def test_auto_says_what_does_not_fit():
+    assert "more than 40% of a GPU's memory; chosen by auto" in explain_strategy(config(), plan(4, parameters=10**10, memory=80 * GB))
 
 
 def test_auto_with_a_shard_axis_shards():
@@ -197,7 +218,7 @@ def test_options_of_ddp_reach_torch(monkeypatch):
 
 
 def test_options_of_fsdp_are_taken_by_fsdp():
-    assert plan(2, "parallel={strategy: fsdp, offload: true, reshard_after_forward: false}").strategy == "fsdp"
+    assert plan(2, "parallel={strategy: fsdp, offload: true, reshard_after_forward: never}").strategy == "fsdp"
 
 
 @pytest.mark.parametrize(

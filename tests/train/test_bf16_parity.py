@@ -31,7 +31,7 @@ TWO_ADDENDS = {
     "fsdp": (2, FSDP),
     "ddp, recomputed": (2, DDP, RECOMPUTED),
     "fsdp, recomputed": (2, FSDP, RECOMPUTED),
-    "fsdp, kept for backward": (2, FSDP, "parallel.reshard_after_forward=false"),
+    "fsdp, kept for backward": (2, FSDP, "parallel.reshard_after_forward=never"),
 }
 # Four addends, in fp32, in an order that differs: the limit of fp32.
 FOUR_ADDENDS = {

@@ -29,7 +29,7 @@ def refusal(pool, config_file, *overrides, ranks=1) -> str:
 @pytest.mark.parametrize("options", [
     ("model.tie_embeddings=true", "precision.compute=bf16"),
     pytest.param(("precision.compute=bf16",), marks=pytest.mark.slow),
-    pytest.param(("parallel.reshard_after_forward=false",), marks=pytest.mark.slow),
+    pytest.param(("parallel.reshard_after_forward=never",), marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_sharded_run_that_validates_where_it_saves_can_be_resumed(pool, config_file, prepared, options):
     # A forward pass without backward leaves weights gathered; what is saved must be the sharded ones all the same.

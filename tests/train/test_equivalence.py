@@ -39,7 +39,7 @@ LAYOUTS = {
         2, "parallel.strategy=fsdp", "batch.micro_sequences=2", "parallel.grad_sync=last", "parallel.activation_offload=true",
     ),
     "fsdp on 2, accumulation 4, every": (2, "parallel.strategy=fsdp", "batch.micro_sequences=2", "parallel.grad_sync=every"),
-    "fsdp on 2, weights kept for backward": (2, "parallel.strategy=fsdp", "parallel.reshard_after_forward=false"),
+    "fsdp on 2, weights kept for backward": (2, "parallel.strategy=fsdp", "parallel.reshard_after_forward=never"),
     "fsdp on 2, recomputation": (
         2,
         "parallel.strategy=fsdp",
@@ -70,6 +70,7 @@ LAYOUTS = {
     "context 4, recomputation": (4, "parallel.strategy=fsdp", "parallel.context=4", "parallel.activation_checkpointing=full"),
     "fsdp 2 x context 2, tied, last": (
         4, "parallel.strategy=fsdp", "parallel.context=2", "batch.micro_sequences=2", "parallel.grad_sync=last", "model.tie_embeddings=true",
+        "parallel.prefetch=1",
     ),
     "hsdp 2x2 of context 2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=1", "parallel.context=2"),
     "context 2 x tensor 2": (4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.tensor=2"),
@@ -83,7 +84,7 @@ LAYOUTS = {
     ),
     "fsdp 2 x pipeline 2, tied, last, gathered": (
         4, "parallel.strategy=fsdp", "parallel.pipeline=2", "batch.micro_sequences=2", "model.tie_embeddings=true", "parallel.grad_sync=last",
-        "parallel.reshard_after_forward=false",
+        "parallel.reshard_after_forward=never", "parallel.prefetch=1",
     ),
     "replicate 2 x pipeline 2, gpipe": (
         4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=1", "parallel.pipeline=2", "parallel.pipeline_schedule=gpipe",
@@ -110,6 +111,17 @@ LAYOUTS = {
         "parallel.shard=2",
         "parallel.grad_sync=every",
     ),
+    "hsdp 2x2, tied, last block kept, ahead": (
+        4, "parallel.strategy=fsdp", "batch.micro_sequences=2", "parallel.replicate=2", "parallel.shard=2", "model.tie_embeddings=true",
+        "parallel.reshard_after_forward=last_block_kept", "parallel.prefetch=2",
+    ),
+    "fsdp on 4, parts kept among 2, ahead, offload": (
+        4, "parallel.strategy=fsdp", "batch.micro_sequences=2", "parallel.reshard_after_forward=2", "parallel.prefetch=1", "parallel.offload=true",
+    ),
+    "fsdp 2 x tensor 2, tied, last block kept, recomputation": (
+        4, "parallel.strategy=fsdp", "parallel.tensor=2", "batch.micro_sequences=2", "model.tie_embeddings=true",
+        "parallel.reshard_after_forward=last_block_kept", "parallel.prefetch=1", "parallel.activation_checkpointing=full",
+    ),
 }
 MEASURED = ("run.steps=10", "log.gradients_at=[1]")
 # What changes the mathematics itself is changed in the reference too.
@@ -125,7 +137,8 @@ SLOW = {
     "ddp on 3", "ddp on 4", "fsdp on 2", "ddp on 2, accumulation 4, last", "ddp on 2, small buckets", "ddp on 2, tied", "fsdp on 2, weights kept for backward",
     "tensor 4, more ranks than key heads", "fsdp 2 x tensor 2, last", "replicate 2 x tensor 2, tied", "context 2", "context 4, recomputation",
     "pipeline 2", "pipeline 4, interleaved 2, tied", "fsdp 2 x pipeline 2, recomputation", "replicate 2 x pipeline 2, gpipe", "tensor 2 x pipeline 2, tied", "context 2 x pipeline 2",
-    "hsdp 2x2, last", "hsdp 2x2, every", "ddp on 2, recomputation, on the host", "ddp on 2, selective recomputation",
+    "hsdp 2x2, last", "hsdp 2x2, every", "hsdp 2x2, tied, last block kept, ahead", "fsdp on 4, parts kept among 2, ahead, offload",
+    "fsdp 2 x tensor 2, tied, last block kept, recomputation", "ddp on 2, recomputation, on the host", "ddp on 2, selective recomputation",
 }  # fmt: skip
 
 

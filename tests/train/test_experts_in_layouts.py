@@ -49,7 +49,8 @@ LAYOUTS = {
     ),
     "fsdp 2 x pipeline 2, expert 2": (4, "parallel.strategy=fsdp", "parallel.pipeline=2", "parallel.expert=2"),
     "fsdp 2 x context 2, expert 2, kept": (
-        4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.expert=2", "parallel.reshard_after_forward=false"
+        4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.expert=2", "parallel.reshard_after_forward=never",
+        "parallel.prefetch=2",
     ),
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ LAYOUTS = {
         "parallel.strategy=fsdp",
         "parallel.replicate=2",
         "parallel.shard=2",
-        "parallel.reshard_after_forward=false",
+        "parallel.reshard_after_forward=never",
     ),
 }
 

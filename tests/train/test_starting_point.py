@@ -264,7 +264,7 @@ def test_check_says_what_the_state_and_a_checkpoint_take(config_file, capsys):
     assert main([*arguments, "--ranks", "4", "parallel.strategy=fsdp"]) == 0
     assert f"memory   {16 * parameters / 4e6:.3g} MB per rank for" in capsys.readouterr().out
     assert (
-        main([*arguments, "--ranks", "4", "parallel={strategy: fsdp, reshard_after_forward: false}", "precision.compute=bf16"])
+        main([*arguments, "--ranks", "4", "parallel={strategy: fsdp, reshard_after_forward: never}", "precision.compute=bf16"])
         == 0
     )
     assert f"memory   {(16 / 4 + 2) * parameters / 1e6:.3g} MB" in capsys.readouterr().out

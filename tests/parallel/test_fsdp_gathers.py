@@ -1,0 +1,156 @@
+"""When weights are gathered and how long they are kept: counted, watched, and without effect on any bit of a gradient."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from running import gradients, losses, train
+
+from pretrain.config.load import load_config
+from pretrain.config.written import from_recorded
+from pretrain.errors import ConfigError
+
+BLOCKS = 2
+FSDP = ("parallel.strategy=fsdp", "batch.micro_sequences=4")
+TIED = "model.tie_embeddings=true"
+KEPT = "parallel.reshard_after_forward="
+
+
+def built(config_file: str, overrides: tuple[str, ...]):
+    """A trainer after its first step, and that step's batch."""
+    from pretrain.distributed import ranks as distributed
+    from pretrain.train.plan import make_plan
+    from pretrain.train.run_directory import RunDirectory
+    from pretrain.train.starting_point import StartingPoint
+    from pretrain.train.trainer import Trainer
+
+    config, _ = load_config(config_file, list(overrides))
+    _, local_rank, world_size = distributed.launched_ranks()
+    plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
+    ranks = distributed.start(config, alone=False)
+    trainer = Trainer(plan, ranks, RunDirectory(Path(config.run.dir) / "gathers"), StartingPoint())
+    batch = trainer.loader.read(0)
+    trainer.step(batch, config.batch.sequences * config.data.sequence_length)
+    return trainer, batch
+
+
+def count_gathers(config_file: str, *overrides: str) -> dict[int, int]:
+    """All-gathers of a step of one micro-step, by the number of ranks in them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found: Counter[int] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function._opname == "_allgather_base_":
+                found[args[0].numel() // args[1].numel()] += 1
+            return function(*args, **(kwargs or {}))
+
+    trainer, batch = built(config_file, overrides)
+    with Count():
+        trainer.strategy.forward_backward(batch, 512)
+    trainer.ranks.barrier("counted")
+    return dict(found)
+
+
+# The embedding is gathered once, and the head; a tied table for each of its two uses. In backward, blocks as the mode says.
+GATHERS = {
+    "always": (("always",), {4: 1 + 2 * BLOCKS + 1}),
+    "never": (("never",), {4: 1 + BLOCKS + 1}),
+    "last block kept": (("last_block_kept",), {4: 1 + 2 * BLOCKS - 1 + 1}),
+    "among 2 of 4": (("2",), {4: 1 + BLOCKS + 1, 2: BLOCKS}),
+    "always, ahead": (("always", "parallel.prefetch=2"), {4: 1 + 2 * BLOCKS + 1}),
+    "tied, always": (("always", TIED), {4: 2 + 2 * BLOCKS}),
+    "tied, never, ahead": (("never", TIED, "parallel.prefetch=1"), {4: 1 + BLOCKS}),
+}
+
+
+@pytest.mark.parametrize("case", GATHERS)
+def test_weights_are_gathered_as_often_as_the_mode_says(pool, config_file, case):
+    (mode, *others), expected = GATHERS[case]
+    for found in pool.launch(4, count_gathers, str(config_file), *FSDP, f"{KEPT}{mode}", *others):
+        assert found == expected
+
+
+@pytest.mark.parametrize("tied", [(), (TIED, "precision.compute=bf16")], ids=["", "tied, bf16"])
+def test_no_way_of_gathering_changes_a_bit(pool, config_file, tied):
+    few = (*FSDP, *tied, "run.steps=3", "schedule.warmup_steps=1", "log.gradients_at=[1, 3]", "batch.micro_sequences=2")
+    ways = (("always",), ("never",), ("last_block_kept",), ("2", "parallel.prefetch=2"), ("always", "parallel.prefetch=1"))
+    usual = None
+    for number, (mode, *others) in enumerate(ways):
+        run = train(pool, 4, config_file, f"run.name=run{number}", *few, f"{KEPT}{mode}", *others)
+        found = losses(run), [gradients(run, step) for step in (1, 3)]
+        usual = usual or found
+        assert found[0] == usual[0]
+        for ours, theirs in zip(found[1], usual[1]):
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def what_is_gathered(config_file: str, *overrides: str) -> dict[str, set[str]]:
+    """The units whose weights are gathered, or on their way, while a block or the head computes."""
+    trainer, batch = built(config_file, overrides)
+    network = trainer.model
+    names = {"table": network.embedding, **network.layers, **({} if network.config.tie_embeddings else {"head": network.output})}
+    found: dict[str, set[str]] = {}
+
+    def record(moment: str) -> None:
+        groups = {name: module._get_fsdp_state()._fsdp_param_groups[0] for name, module in names.items()}
+        found[moment] = {name for name, group in groups.items() if group.is_unsharded or group._all_gather_result is not None}
+
+    for name, block in network.layers.items():
+        block.mlp.register_forward_pre_hook(lambda *_, name=name: record(f"forward {name}"))
+        block.mlp.register_full_backward_hook(lambda *_, name=name: record(f"backward {name}"))
+    network.output.register_forward_hook(lambda *_: record("head"))
+    trainer.strategy.forward_backward(batch, 512)
+    record("after")
+    trainer.ranks.barrier("recorded")
+    return found
+
+
+def test_units_ahead_are_under_way_while_one_computes(pool, config_file):
+    four = (*FSDP, "model.layers=4", "batch.micro_sequences=8")
+    for count, expected in (
+        (0, {"forward 1": "1", "backward 3": "32", "backward 2": "21", "backward 0": "0"}),
+        (1, {"forward 1": "12", "backward 3": "32", "backward 2": "21", "backward 0": "0"}),
+        (2, {"forward 1": "123", "backward 3": "321", "backward 2": "210", "backward 0": "0"}),
+    ):
+        for found in pool.launch(2, what_is_gathered, str(config_file), *four, f"parallel.prefetch={count}"):
+            blocks = {moment: {unit for unit in found[moment] if unit != "head"} for moment in expected}
+            assert blocks == {moment: set(units) for moment, units in expected.items()}
+            assert found["head"] == {"head"} and found["after"] == set()
+
+
+def test_a_tied_table_is_free_while_blocks_compute_and_comes_with_the_last_one(pool, config_file):
+    four = (*FSDP, "model.layers=4", "batch.micro_sequences=8", TIED)
+    for found in pool.launch(2, what_is_gathered, str(config_file), *four):
+        assert found == {
+            "forward 0": {"0"}, "forward 1": {"1"}, "forward 2": {"2"}, "forward 3": {"3", "table"}, "head": {"table"},
+            "backward 3": {"3", "2"}, "backward 2": {"2", "1"}, "backward 1": {"1", "0"}, "backward 0": {"0"}, "after": set(),
+        }  # fmt: skip
+
+
+def test_weights_gathered_ahead_of_a_block_that_validation_leaves_out_are_not_used_later(pool, config_file, prepared):
+    """The next step would compute with the weights of the step before."""
+    few = (
+        *FSDP, "batch.micro_sequences=8", "model.predict_ahead=1", "run.steps=3", "schedule.warmup_steps=1", "validation.every_steps=1",
+        f"data.validation=[{{path: {prepared}, name: held_out}}]",
+    )  # fmt: skip
+    plain = train(pool, 2, config_file, "run.name=plain", *few)
+    assert losses(train(pool, 2, config_file, "run.name=ahead", *few, "parallel.prefetch=1")) == losses(plain)
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_a_number_of_ranks_that_cannot_keep_parts_is_refused(config_file, number):
+    from pretrain.train.plan import make_plan
+
+    with pytest.raises(ConfigError, match="reshard_after_forward"):
+        config, _ = load_config(config_file, [*FSDP, f"{KEPT}{number}"])
+        make_plan(config, 4, torch.device("cpu"))
+
+
+def test_values_of_earlier_records_are_read_and_refused_in_configurations():
+    for before, today in ((True, "always"), (False, "never"), (4, 4)):
+        assert from_recorded({"parallel": {"reshard_after_forward": before}}, "here").parallel.reshard_after_forward == today
+    with pytest.raises(ConfigError, match="expected one of always, never, last_block_kept or int; false is written never"):
+        load_config(None, [f"{KEPT}false"])

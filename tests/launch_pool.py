@@ -11,6 +11,7 @@ imported torch already.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -177,6 +178,8 @@ def _work(connection: Connection, stacks: Path) -> None:
     from pretrain.distributed.joining import close_meeting
 
     torch.set_num_threads(1)
+    os.fsync = lambda file: None  # tests kill processes; none of them cuts the power
+    gc.freeze()  # a run ends with a collection, which need not look at modules
     faulthandler.register(signal.SIGUSR2, stacks.open("w"))
     while True:
         try:

@@ -31,9 +31,11 @@ from pretrain.run import main
 
 def run_main(config_file: str, *overrides: str) -> tuple[int, str]:
     """Exit code and printed lines of `pretrain/run.py --config CONFIG_FILE OVERRIDES`, in this process."""
+    import pretrain.distributed.ranks
     import pretrain.errors
 
     pretrain.errors.OTHERS_WAIT_SECONDS = 0.0  # nobody ends the other ranks here
+    pretrain.distributed.ranks.EXIT_PAUSE_SECONDS = 0.0  # nor does this process exit
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         code = main(["--config", config_file, *overrides])

@@ -1,7 +1,7 @@
 """From YAML files and `key=value` overrides to a checked `Config` in which the origin of every value is known.
 
 file --include--> tree of values + origins --+
-key=value ------> tree of values + origins --+-merge-> keys, types, ranges checked -> OmegaConf -> Config
+key=value ------> tree of values + origins --+-merge-> keys, types, ranges checked -> references resolved (OmegaConf) -> Config
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from pretrain.config.foreign import answer_to, value_advice
 from pretrain.config.keys import REMOVED, RENAMED
 from pretrain.config.read import Origin, Tree, apply_override, dump, origin_of, read_file
 from pretrain.config.schema import Config
+from pretrain.config.written import build_section
 from pretrain.errors import ConfigError
 
 
@@ -37,19 +35,35 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         apply_override(tree, override)
     _check_references(tree.values, "", tree.origins)
     _check_section(Config, tree.values, "", tree.origins)
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(tree.values))
-        OmegaConf.resolve(merged)
-        resolved = OmegaConf.to_container(merged)
-    except OmegaConfBaseException as error:
-        full = re.sub(r"\[(\d+)\]", r".\1", error.full_key or "")
-        where = f"{origin_of(full, tree.origins)}: {full}" if full else str(path or "command line")
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
-    _check_section(Config, resolved, "", tree.origins, resolved=True)
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), resolved))
+    values = tree.values
+    if _refers(values):
+        values = _resolved(tree, str(path or "command line"))
+        _check_section(Config, values, "", tree.origins, resolved=True)
+    config = build_section(Config, values)
     if config.run.name is None and path is not None:
         config.run.name = Path(path).stem
     return config, tree.origins
+
+
+def _refers(value: Any) -> bool:
+    if isinstance(value, (dict, list)):
+        return any(_refers(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and "${" in value
+
+
+def _resolved(tree: Tree, place: str) -> dict[str, Any]:
+    """All values, with the defaults, after OmegaConf has put in what they refer to."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(tree.values))
+        OmegaConf.resolve(merged)
+        return OmegaConf.to_container(merged)
+    except OmegaConfBaseException as error:
+        full = re.sub(r"\[(\d+)\]", r".\1", error.full_key or "")
+        where = f"{origin_of(full, tree.origins)}: {full}" if full else place
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
 
 
 def _check_references(value: Any, path: str, origins: dict[str, Origin]) -> None:
@@ -169,12 +183,19 @@ def _converted(hint: Any, value: Any, text: str | None) -> Any:
     if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
         return int(value)  # 1e3 steps are 1000 steps
     if hint is float and is_number:
-        return value
+        return _as_float(value)
     if hint is str and (isinstance(value, str) or is_number):
         return value if isinstance(value, str) else text or str(value)
     if hint is bool and isinstance(value, bool):
         return value
     raise ValueError
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:  # of an int
+        raise ValueError from error
 
 
 def _converted_to_one_of(kinds: tuple, value: Any, text: str | None) -> Any:

@@ -17,12 +17,17 @@ from pretrain.errors import ConfigError
 
 def to_yaml(config: Config, origins: dict[str, Origin] | None = None) -> str:
     """The configuration as YAML that loads back; with `origins`, each value's origin as a comment."""
-    from omegaconf import OmegaConf
-
-    values = OmegaConf.to_container(OmegaConf.structured(config))
+    values = _plain(dataclasses.asdict(config))
     if origins is None:
         return dump(values) + "\n"
     return "\n".join(_lines(values, "", origins, "")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """A value in the types that YAML has."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _lines(values: dict[str, Any], path: str, origins: dict[str, Origin], indent: str) -> list[str]:

@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 _ABORT_SECONDS = 120
 """Seconds after `parallel.timeout_seconds` at which NCCL gives up by itself."""
+EXIT_PAUSE_SECONDS = 0.1
+"""Seconds between the last collective and the end of a process, see `stop`."""
 
 
 @dataclass(frozen=True)
@@ -216,4 +218,4 @@ def stop() -> None:
     sys.stdout.flush()
     # gloo's threads drop their last tensors under the GIL. Without this pause they may do so during interpreter shutdown, which
     # aborts about one process exit in a hundred.
-    time.sleep(0.1)
+    time.sleep(EXIT_PAUSE_SECONDS)

@@ -173,14 +173,17 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "layouts", [("fsdp", "tensor"), pytest.param(("ddp", "context", "pipeline"), marks=pytest.mark.slow)], ids=" ".join
+)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_switch_of_a_model_computes_the_same_in_every_layout(pool, config_file, model):
+def test_every_switch_of_a_model_computes_the_same_in_every_layout(pool, config_file, model, layouts):
     switches = (*MODELS[model], "batch.micro_sequences=4", "run.steps=4", "schedule.warmup_steps=1", "log.every_steps=1")
     single = train(pool, 1, config_file, "run.name=single", "log.gradients_at=[1]", *switches)
-    axes = (("fsdp", f"parallel.{axis}=2") for axis in ("tensor", "context", "pipeline"))
-    for strategy, *more in (("ddp",), ("fsdp",), *axes):
+    for name in layouts:
+        strategy, *more = (name,) if name in ("ddp", "fsdp") else ("fsdp", f"parallel.{name}=2")
         layout = (f"parallel.strategy={strategy}", "parallel.activation_checkpointing=full", *more)
-        run = train(pool, 2, config_file, f"run.name={'-'.join((strategy, *more))}", "log.gradients_at=[1]", *layout, *switches)
+        run = train(pool, 2, config_file, f"run.name={name}", "log.gradients_at=[1]", *layout, *switches)
         ours, theirs = gradients(run), gradients(single)
         assert min(float(g.norm()) for g in ours.values()) > 0
         if "model.positions=learned" in switches:
@@ -269,24 +272,24 @@ def test_gradients_reduced_in_bf16_are_close_and_not_equal(pool, config_file, st
 def test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothing(pool, config_file, prepared):
     validating = (
         f"data.validation=[{{path: {prepared}, name: held_out}}]",
-        "validation.every_steps=5",
+        "validation.every_steps=2",
         "validation.sequences=13",
     )
-    ten, larger = "run.steps=10", ("batch.sequences=24", "batch.micro_sequences=8")
+    four, larger = "run.steps=4", ("batch.sequences=24", "batch.micro_sequences=8")
     runs = {
-        "without": train(pool, 1, config_file, "run.name=without", ten),
-        "single": train(pool, 1, config_file, "run.name=single", ten, *validating),
-        "ddp": train(pool, 3, config_file, "run.name=ddp", "parallel.strategy=ddp", ten, *larger, *validating),
-        "single 24": train(pool, 1, config_file, "run.name=single24", ten, *larger, *validating),
-        "fsdp": train(pool, 2, config_file, "run.name=fsdp", "parallel.strategy=fsdp", ten, *validating),
+        "without": train(pool, 1, config_file, "run.name=without", four),
+        "single": train(pool, 1, config_file, "run.name=single", four, *validating),
+        "ddp": train(pool, 3, config_file, "run.name=ddp", "parallel.strategy=ddp", four, *larger, *validating),
+        "single 24": train(pool, 1, config_file, "run.name=single24", four, *larger, *validating),
+        "fsdp": train(pool, 2, config_file, "run.name=fsdp", "parallel.strategy=fsdp", four, *validating),
         "tensor": train(
-            pool, 4, config_file, "run.name=tensor", "parallel.strategy=fsdp", "parallel.tensor=2", ten, *validating
+            pool, 4, config_file, "run.name=tensor", "parallel.strategy=fsdp", "parallel.tensor=2", four, *validating
         ),
         "context": train(
-            pool, 4, config_file, "run.name=context", "parallel.strategy=fsdp", "parallel.context=2", ten, *validating
+            pool, 4, config_file, "run.name=context", "parallel.strategy=fsdp", "parallel.context=2", four, *validating
         ),
         "pipeline": train(
-            pool, 2, config_file, "run.name=pipeline", "parallel.strategy=fsdp", "parallel.pipeline=2", ten, *validating
+            pool, 2, config_file, "run.name=pipeline", "parallel.strategy=fsdp", "parallel.pipeline=2", four, *validating
         ),
     }
     assert losses(runs["without"]) == losses(runs["single"])

@@ -26,9 +26,8 @@ from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.layers import Embedding
 from pretrain.models.loss import OutputHead
-from pretrain.models.network import Unit
 from pretrain.parallel.blocks import DTYPES
-from pretrain.parallel.fsdp_gathers import gather_ahead, lend, wait_for_gather
+from pretrain.parallel.fsdp_gathers import gather_ahead, lend, resharding, wait_for_gather
 
 
 class FullyShard:
@@ -70,10 +69,9 @@ class FullyShard:
             "ignored_params": {parameter for parameter in network.parameters() if _is_whole(parameter)},
         }
         units = [unit for unit in network.units() if unit.apart]
-        last_block = next((unit for unit in reversed(units) if unit.role == "block"), None)
-        for unit in units:
+        for unit, reshard in zip(units, resharding(units, self.config.parallel.reshard_after_forward)):
             modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
-            fully_shard(modules, reshard_after_forward=self._reshard(unit, unit is last_block), **options)
+            fully_shard(modules, reshard_after_forward=reshard, **options)
         fully_shard(network, reshard_after_forward=False, **options)
         self.root = network
         for unit in units:
@@ -88,15 +86,6 @@ class FullyShard:
                 module.set_unshard_in_backward(not isinstance(module, Embedding))  # the gradient of a table needs no table
             if isinstance(module, (Embedding, OutputHead)) and self.reduce_dtype == torch.float32:
                 module.register_forward_pre_hook(_keep_gradient_in_fp32)
-
-    def _reshard(self, unit: Unit, is_last_block: bool) -> bool | int:
-        """torch's `reshard_after_forward` of a unit."""
-        mode, is_table = self.config.parallel.reshard_after_forward, isinstance(unit.modules[0], Embedding)
-        if is_table and unit.lends_to is None:
-            return True  # its backward needs no table
-        if not unit.reshard or mode == "never" or (mode == "last_block_kept" and is_last_block):
-            return False
-        return True if is_table or isinstance(mode, str) else mode
 
     def _placement(self, parameter: nn.Parameter) -> Any:
         """Where to shard a parameter, as torch's `shard_placement_fn` says; None: by rows.

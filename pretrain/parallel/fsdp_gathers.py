@@ -15,7 +15,44 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from pretrain.models.network import Unit
+from pretrain.models.experts import Experts
+from pretrain.models.layers import Embedding
+from pretrain.models.network import Network, Unit
+
+
+def resharding(units: list[Unit], mode: str | int) -> list[bool | int]:
+    """torch's `reshard_after_forward` of each unit, for a value of `parallel.reshard_after_forward`."""
+    last_block = next((unit for unit in reversed(units) if unit.role == "block"), None)
+
+    def of_unit(unit: Unit) -> bool | int:
+        is_table = isinstance(unit.modules[0], Embedding)
+        if is_table and unit.lends_to is None:
+            return True  # its backward needs no table
+        if not unit.reshard or mode == "never" or (mode == "last_block_kept" and unit is last_block):
+            return False
+        return True if is_table or isinstance(mode, str) else mode
+
+    return [of_unit(unit) for unit in units]
+
+
+def kept_parameters(network: Network, mode: str | int, expert_ranks: int) -> int:
+    """Parameters of the gathered matrices that a rank keeps while other blocks compute, of a whole network.
+
+    Of experts, a rank gathers those of its own place among `expert_ranks`.
+    """
+
+    units = [unit for unit in network.units() if unit.apart]
+    shares: dict[nn.Module, float] = {}  # of the modules that are not the root's, which keeps its own
+    for unit, reshard in zip(units, resharding(units, mode)):
+        freed = reshard is True or not unit.reshard  # what comes last is needed for backward at once
+        share = 0.0 if freed else 1 / max(reshard, 1)
+        shares |= {module: share for top in unit.modules for module in top.modules()}
+    kept: dict[nn.Parameter, float] = {}
+    for module in network.modules():
+        share = shares.get(module, 1.0) / (expert_ranks if isinstance(module, Experts) else 1)
+        matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1 and p.requires_grad]
+        kept |= {matrix: share * matrix.numel() for matrix in matrices}
+    return round(sum(kept.values()))
 
 
 def lend(table: FSDPModule, reader: nn.Module, freed: bool) -> None:

@@ -28,7 +28,6 @@ from pretrain.observe.metrics import duration
 from pretrain.parallel.layout import (
     DDP_MEMORY_SHARE,
     STATE_BYTES_PER_PARAMETER,
-    Layout,
     expected_world_size,
     explain_ranks,
     explain_strategy,
@@ -307,20 +306,17 @@ def _describe_stages(plan: Plan) -> list[str]:
     )
 
 
-def state_bytes(config: Config, layout: Layout, parameters: int) -> int:
-    """Bytes of weights, gradients and moments per rank, in fp32. FSDP2 without resharding adds the weights that stay gathered."""
-    sharded = layout.strategy == "fsdp" and layout.shard * layout.context > 1
-    held = -(-parameters * STATE_BYTES_PER_PARAMETER // layout.state_parts)
-    kept = kept_share(config) if sharded else 0
-    return held + round(parameters * COMPUTE_BYTES[config.precision.compute] // layout.tensor * kept)
+def _kept_bytes(plan: Plan) -> int:
+    """Bytes per rank of the gathered weights that FSDP2 keeps from forward to backward. Of a pipeline's ranks, each keeps its own layers'."""
+    parallel, layout = plan.config.parallel, plan.layout
+    if layout.strategy != "fsdp" or layout.shard * layout.context == 1:
+        return 0
+    from pretrain.parallel.fsdp_gathers import kept_parameters
 
-
-def kept_share(config: Config) -> float:
-    """The share of the gathered weights that FSDP2 keeps from forward to backward; about, where it is one block."""
-    mode = config.parallel.reshard_after_forward
-    if isinstance(mode, int):
-        return 1 / mode
-    return {"always": 0, "never": 1, "last_block_kept": 1 / ((config.model.layers or 1) + (config.model.encoder.layers or 0))}[mode]
+    with torch.device("meta"):
+        kept = kept_parameters(build_network(plan.config.model), parallel.reshard_after_forward, layout.expert)
+    stages = 1 if parallel.reshard_after_forward == "last_block_kept" else layout.pipeline
+    return kept * COMPUTE_BYTES[plan.config.precision.compute] // (layout.tensor * stages)
 
 
 def _describe_memory(plan: Plan) -> list[str]:
@@ -329,12 +325,14 @@ def _describe_memory(plan: Plan) -> list[str]:
     held = f"{STATE_BYTES_PER_PARAMETER} bytes per parameter"
     if layout.state_parts > 1:
         held += f" over {layout.state_parts} ranks"
-        if layout.shard * layout.context > 1 and (kept := kept_share(config)):
-            share = "" if kept == 1 else f"{kept:.0%} of "
-            held += f", and {share}gathered weights in {config.precision.compute}"
-    place = " of host memory" if config.parallel.offload and layout.strategy == "fsdp" else ""
+    offloaded = config.parallel.offload and layout.strategy == "fsdp"
+    place = " of host memory" if offloaded else ""
+    kept, state = _kept_bytes(plan), -(-parameters * STATE_BYTES_PER_PARAMETER // layout.state_parts)
+    if kept:
+        held += f", and {bytes_of(kept)} of gathered weights in {config.precision.compute}"
+        held += " on the device" if offloaded else ""
     return [
-        f"memory   {bytes_of(state_bytes(config, layout, parameters))}{place} per rank for weights, gradients and moments ({held}), computed; "
+        f"memory   {bytes_of(state if offloaded else state + kept)}{place} per rank for weights, gradients and moments ({held}), computed; "
         "activations come on top",
         f"saves    {bytes_of(CHECKPOINT_BYTES_PER_PARAMETER * parameters)} each ({CHECKPOINT_BYTES_PER_PARAMETER} bytes per parameter)",
     ]

@@ -10,6 +10,9 @@ from running import gradients, losses, train
 from pretrain.config.load import load_config
 from pretrain.config.written import from_recorded
 from pretrain.errors import ConfigError
+from pretrain.models import build_network
+from pretrain.parallel.fsdp_gathers import kept_parameters
+from pretrain.train.plan import make_plan
 
 BLOCKS = 2
 FSDP = ("parallel.strategy=fsdp", "batch.micro_sequences=4")
@@ -20,7 +23,6 @@ KEPT = "parallel.reshard_after_forward="
 def built(config_file: str, overrides: tuple[str, ...]):
     """A trainer after its first step, and that step's batch."""
     from pretrain.distributed import ranks as distributed
-    from pretrain.train.plan import make_plan
     from pretrain.train.run_directory import RunDirectory
     from pretrain.train.starting_point import StartingPoint
     from pretrain.train.trainer import Trainer
@@ -91,7 +93,11 @@ def what_is_gathered(config_file: str, *overrides: str) -> dict[str, set[str]]:
     """The units whose weights are gathered, or on their way, while a block or the head computes."""
     trainer, batch = built(config_file, overrides)
     network = trainer.model
-    names = {"table": network.embedding, **network.layers, **({} if network.config.tie_embeddings else {"head": network.output})}
+    names = {
+        "table": network.embedding,
+        **network.layers,
+        **({} if network.config.tie_embeddings else {"head": network.output}),
+    }
     found: dict[str, set[str]] = {}
 
     def record(moment: str) -> None:
@@ -106,6 +112,44 @@ def what_is_gathered(config_file: str, *overrides: str) -> dict[str, set[str]]:
     record("after")
     trainer.ranks.barrier("recorded")
     return found
+
+
+def count_kept(config_file: str, *overrides: str) -> int:
+    """Numbers in the gathered matrices that this rank holds when the head has computed, but for the head's own."""
+    trainer, batch = built(config_file, overrides)
+    network, found = trainer.model, []
+
+    def count(head, *_) -> None:
+        groups = [
+            g
+            for m in network.modules()
+            if m is not head and hasattr(m, "_get_fsdp_state")
+            for g in m._get_fsdp_state()._fsdp_param_groups
+        ]
+        parts = [p._unsharded_param for group in groups if group.is_unsharded for p in group.fsdp_params]
+        found.append(sum(getattr(part, "_local_tensor", part).numel() for part in parts if part is not network.output.weight))
+
+    network.output.register_forward_hook(count)
+    trainer.strategy.forward_backward(batch, 512)
+    trainer.ranks.barrier("counted")
+    return found[0]
+
+
+EXPERTS = ("model.family=custom", "model.experts={count: 4, active: 2, ffn_dim: 32}", "parallel.expert=2")
+
+
+@pytest.mark.parametrize(
+    "mode, others",
+    [("never", ()), ("never", EXPERTS), ("never", (TIED,)), ("last_block_kept", ())],
+    ids=["", "experts", "tied", "last"],
+)
+def test_the_memory_that_is_announced_for_kept_weights_is_what_a_rank_keeps(pool, config_file, mode, others):
+    overrides = (*FSDP, "batch.micro_sequences=8", f"{KEPT}{mode}", *others)
+    config, _ = load_config(config_file, list(overrides))
+    plan = make_plan(config, 2, torch.device("cpu"))
+    with torch.device("meta"):
+        announced = kept_parameters(build_network(plan.config.model), mode, plan.layout.expert)
+    assert announced and pool.launch(2, count_kept, str(config_file), *overrides) == [announced, announced]
 
 
 def test_units_ahead_are_under_way_while_one_computes(pool, config_file):
@@ -142,7 +186,6 @@ def test_weights_gathered_ahead_of_a_block_that_validation_leaves_out_are_not_us
 
 @pytest.mark.parametrize("number", [1, 3, 4])
 def test_a_number_of_ranks_that_cannot_keep_parts_is_refused(config_file, number):
-    from pretrain.train.plan import make_plan
 
     with pytest.raises(ConfigError, match="reshard_after_forward"):
         config, _ = load_config(config_file, [*FSDP, f"{KEPT}{number}"])

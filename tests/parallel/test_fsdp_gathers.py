@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import gradients, losses, train
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, train
 
 from pretrain.config.load import load_config
 from pretrain.config.written import from_recorded
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
+from pretrain.observe.metrics import read_metrics
 from pretrain.parallel.fsdp_gathers import kept_parameters
 from pretrain.train.plan import make_plan
 
@@ -182,6 +183,29 @@ def test_weights_gathered_ahead_of_a_block_that_validation_leaves_out_are_not_us
     )  # fmt: skip
     plain = train(pool, 2, config_file, "run.name=plain", *few)
     assert losses(train(pool, 2, config_file, "run.name=ahead", *few, "parallel.prefetch=1")) == losses(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", ["last_block_kept", "never"])
+@pytest.mark.parametrize(
+    "world_size, sizes", [(2, ()), (4, ("parallel.replicate=2", "parallel.shard=2"))], ids=["fsdp", "hsdp"]
+)
+def test_compiled_blocks_and_validation_in_between_compute_what_one_process_computes(
+    pool, config_file, prepared, world_size, sizes, kept
+):
+    few = (
+        TIED, "batch.micro_sequences=2", "run.steps=6", "log.gradients_at=[1]", "validation.every_steps=2",
+        f"data.validation=[{{path: {prepared}, name: held_out}}]",
+    )  # fmt: skip
+    single = train(pool, 1, config_file, "run.name=single", *few)
+    layout = ("parallel.strategy=fsdp", *sizes, f"{KEPT}{kept}", "parallel.prefetch=2", "parallel.compile=true")
+    run = train(pool, world_size, config_file, "run.name=other", *few, *layout)
+    assert largest_gradient_difference(gradients(run, 1), gradients(single, 1)) <= 5e-6
+    assert largest_relative_difference(losses(run), losses(single)) <= 2e-6
+    ours, theirs = (
+        [record["validation"]["held_out"] for record in read_metrics(r) if record.get("validation")] for r in (run, single)
+    )
+    assert len(ours) == 3 and largest_relative_difference(ours, theirs) <= 2e-6
 
 
 @pytest.mark.parametrize("number", [1, 3, 4])

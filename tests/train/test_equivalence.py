@@ -118,6 +118,9 @@ LAYOUTS = {
     "fsdp on 4, parts kept among 2, ahead, offload": (
         4, "parallel.strategy=fsdp", "batch.micro_sequences=2", "parallel.reshard_after_forward=2", "parallel.prefetch=1", "parallel.offload=true",
     ),
+    "fsdp 2 x context 2, parts kept among 2, ahead": (
+        4, "parallel.strategy=fsdp", "parallel.context=2", "batch.micro_sequences=2", "parallel.reshard_after_forward=2", "parallel.prefetch=1",
+    ),
     "fsdp 2 x tensor 2, tied, last block kept, recomputation": (
         4, "parallel.strategy=fsdp", "parallel.tensor=2", "batch.micro_sequences=2", "model.tie_embeddings=true",
         "parallel.reshard_after_forward=last_block_kept", "parallel.prefetch=1", "parallel.activation_checkpointing=full",
@@ -138,7 +141,7 @@ SLOW = {
     "tensor 4, more ranks than key heads", "fsdp 2 x tensor 2, last", "replicate 2 x tensor 2, tied", "context 2", "context 4, recomputation",
     "pipeline 2", "pipeline 4, interleaved 2, tied", "fsdp 2 x pipeline 2, recomputation", "replicate 2 x pipeline 2, gpipe", "tensor 2 x pipeline 2, tied", "context 2 x pipeline 2",
     "hsdp 2x2, last", "hsdp 2x2, every", "hsdp 2x2, tied, last block kept, ahead", "fsdp on 4, parts kept among 2, ahead, offload",
-    "fsdp 2 x tensor 2, tied, last block kept, recomputation", "ddp on 2, recomputation, on the host", "ddp on 2, selective recomputation",
+    "fsdp 2 x context 2, parts kept among 2, ahead", "fsdp 2 x tensor 2, tied, last block kept, recomputation", "ddp on 2, recomputation, on the host", "ddp on 2, selective recomputation",
 }  # fmt: skip
 
 

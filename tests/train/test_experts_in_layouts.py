@@ -44,6 +44,10 @@ LAYOUTS = {
     "hsdp 2x2, expert 2, last": (
         4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.expert=2", "parallel.grad_sync=last"
     ),
+    "hsdp 2x2, expert 2, all-reduced once, last block kept, ahead": (
+        4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.expert=2", "parallel.reshard_after_forward=last_block_kept",
+        "parallel.prefetch=1",
+    ),
     "fsdp 2 x tensor 2, expert 2, selective": (
         4, "parallel.strategy=fsdp", "parallel.tensor=2", "parallel.expert=2", "parallel.activation_checkpointing=selective"
     ),

@@ -125,7 +125,7 @@ LAYOUTS = {
         4, "parallel.strategy=fsdp", "parallel.tensor=2", "batch.micro_sequences=2", "model.tie_embeddings=true",
         "parallel.reshard_after_forward=last_block_kept", "parallel.prefetch=1", "parallel.activation_checkpointing=full",
     ),
-}
+}  # fmt: skip
 MEASURED = ("run.steps=10", "log.gradients_at=[1]")
 # What changes the mathematics itself is changed in the reference too.
 SHARED = ("model.", "batch.sequences=", "loss.")

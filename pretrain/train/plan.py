@@ -21,7 +21,8 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.shape import check_encoder, flat, resolved_switches, with_values
 from pretrain.observe.flops import flops_per_token
-from pretrain.parallel.layout import Layout, check_tensor, plan_layout
+from pretrain.parallel.layout import Layout, plan_layout
+from pretrain.parallel.legality import check_tensor
 from pretrain.train.resolve import needs_masks, resolve, usual_values
 from pretrain.train.translation import require_sacrebleu
 

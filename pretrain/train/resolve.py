@@ -10,12 +10,13 @@ from pretrain.config.keys import check_effects
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.data.sources import check_data
+from pretrain.data.stream import check_micro_steps
 from pretrain.data.tasks import Spans
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.shape import resolved_switches
 from pretrain.optim.schedule import fit
-from pretrain.parallel.layout import check_context, check_expert, check_micro_steps, check_options, check_pipeline, check_tensor
+from pretrain.parallel.legality import check_context, check_expert, check_options, check_pipeline, check_tensor
 from pretrain.train.identity import check_accepted
 
 

@@ -25,13 +25,8 @@ from pretrain.models import build_network
 from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
-from pretrain.parallel.layout import (
-    DDP_MEMORY_SHARE,
-    STATE_BYTES_PER_PARAMETER,
-    expected_world_size,
-    explain_ranks,
-    explain_strategy,
-)
+from pretrain.parallel.explain import explain_ranks, explain_strategy
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, expected_world_size
 from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
 from pretrain.train.callbacks import NO_EXTENSIONS, Extensions

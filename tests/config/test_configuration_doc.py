@@ -13,7 +13,7 @@ from pretrain.config.keys import AtResume
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.config.written import to_yaml
-from pretrain.parallel.layout import check_options
+from pretrain.parallel.legality import check_options
 from pretrain.train.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]

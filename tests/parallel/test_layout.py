@@ -17,7 +17,9 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
 from pretrain.parallel import ddp
-from pretrain.parallel.layout import Layout, check_options, expected_world_size, explain_ranks, explain_strategy, plan_layout
+from pretrain.parallel.explain import explain_ranks, explain_strategy
+from pretrain.parallel.layout import Layout, expected_world_size, plan_layout
+from pretrain.parallel.legality import check_options
 from pretrain.train.resolve import resolve
 
 GB = 10**9

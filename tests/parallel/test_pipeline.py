@@ -402,7 +402,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stages_compute_what_one_process_computes(pool, layout):
     from pretrain.errors import ConfigError
-    from pretrain.parallel.layout import check_context, check_tensor
+    from pretrain.parallel.legality import check_context, check_tensor
     from pretrain.parallel.pipeline_order import stages_of
 
     parallel = LAYOUTS[layout]

@@ -26,7 +26,7 @@ from pretrain.conventions import IGNORED, sample_keys
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete
 from pretrain.observe.equivalence import NEGLIGIBLE
-from pretrain.parallel.layout import check_context, check_expert, check_tensor
+from pretrain.parallel.legality import check_context, check_expert, check_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 from parity import ALL, cases  # noqa: E402

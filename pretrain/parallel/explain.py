@@ -1,0 +1,78 @@
+"""What a person reads about a layout: why it is this one, and which rank holds what."""
+
+from __future__ import annotations
+
+import math
+
+from pretrain.config.schema import Config
+from pretrain.distributed.mesh import AXES, coordinates_of, expert_place
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout
+from pretrain.parallel.legality import ranks_of_a_sample
+from pretrain.parallel.pipeline_order import cut, stages_of
+
+
+def explain_strategy(config: Config, layout: Layout) -> str | None:
+    """Why the layout has this strategy, and what makes its replicas; None where the configuration says it and there are none."""
+    if layout.strategy == "single" or (config.parallel.strategy != "auto" and layout.replicate == 1):
+        return None
+    split = [f"{axis} {size}" for axis, size in layout.axes.items() if size > 1 and axis != "replicate"]
+    if layout.strategy == "ddp":
+        makes = f"DDP makes {layout.replicate} replicas, each with the whole state"
+        why = f"it takes {STATE_BYTES_PER_PARAMETER} bytes per parameter, which fit in {DDP_MEMORY_SHARE:.0%} of a GPU's memory or in the host's"
+    elif layout.replicate > 1:
+        makes = f"FSDP2 makes {layout.replicate} replicas (HSDP)"
+        why = (
+            f"the weights of one are spread ({', '.join(split)}), and DDP takes whole models only"
+            if split
+            else "DDP needs strategy ddp"
+        )
+    else:
+        makes = "FSDP2 shards the state"
+        asked = config.parallel.shard or config.parallel.expert > 1 or ranks_of_a_sample(config) > 1
+        over = f"{STATE_BYTES_PER_PARAMETER} bytes per parameter take more than {DDP_MEMORY_SHARE:.0%} of a GPU's memory"
+        why = f"the configuration spreads weights ({', '.join(split)})" if asked else over
+    chosen = "" if config.parallel.strategy != "auto" else "; chosen by auto"
+    return f"{makes}: {why}{chosen}" if chosen or layout.strategy == "fsdp" else makes
+
+
+def explain_ranks(layout: Layout, config: Config, costs: list[int]) -> list[str]:
+    """A table with what each rank has: its place on every axis, samples of a step, layers, positions, heads, and its share of the weights.
+
+    `costs`: of each layer (`strategy.layer_costs`).
+    """
+    sizes, spans = {axis: layout.axes[axis] for axis in AXES}, cut(costs, stages_of(config.parallel))
+    axes = [axis for axis in AXES if sizes[axis] > 1]
+    shared = ["experts"] if layout.expert > 1 else []
+    rows = [["rank", *axes, "samples of a step", "layers", "positions", "query heads", *shared, "weights"]]
+    for rank in range(math.prod(sizes.values())):
+        place = coordinates_of(rank, sizes)
+        data_rank = place["replicate"] * sizes["shard"] + place["shard"]
+        share = config.batch.sequences // layout.data_size
+        samples = "by length" if config.batch.tokens else _span(data_rank * share, (data_rank + 1) * share)
+        heads = config.model.heads // sizes["tensor"]
+        own = _span(place["tensor"] * heads, (place["tensor"] + 1) * heads)
+        weights = "all" if layout.state_parts == 1 else f"1/{layout.state_parts}"
+        where = [str(place[axis]) for axis in axes]
+        layers = ", ".join(_span(span.start, span.stop) for span in spans[place["pipeline"] :: layout.pipeline])
+        experts = [_experts(config.model.experts.count, expert_place(place, layout.axes), layout.expert)] if shared else []
+        positions = _positions(config.data.sequence_length, place, sizes)
+        rows.append([str(rank), *where, samples, layers, positions, own, *experts, weights])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+
+
+def _experts(count: int, place: int, ranks: int) -> str:
+    return _span(place * count // ranks, (place + 1) * count // ranks)
+
+
+def _positions(length: int, place: dict[str, int], sizes: dict[str, int]) -> str:
+    """The stretches of a sequence of which a rank has the hidden states, see parallel/context.py."""
+    if sizes["context"] == 1:
+        return _span(0, length)
+    count, last = -(-length // (2 * sizes["context"])), 2 * sizes["context"] - 1
+    starts = (place["context"] * count, (last - place["context"]) * count)
+    return ", ".join(_span(start, min(length, start + count)) for start in starts if start < length)
+
+
+def _span(start: int, stop: int) -> str:
+    return f"{start}-{stop - 1}" if stop - start > 1 else str(start)

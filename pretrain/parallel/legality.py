@@ -1,0 +1,217 @@
+"""Which layouts are legal: what ranks cannot share, and which keys cannot go together. Pure functions of the configuration.
+
+Each raises ConfigError before anything is allocated. The message names the keys and, where there are any, the nearest legal values.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pretrain.config.model_schema import Model
+from pretrain.config.schema import Config
+from pretrain.errors import ConfigError
+from pretrain.parallel.pipeline_order import stages_of
+
+
+def ranks_of_a_sample(config: Config) -> int:
+    """How many ranks see the same samples."""
+    return config.parallel.tensor * config.parallel.context * config.parallel.pipeline
+
+
+def axes_of_a_sample(config: Config) -> str:
+    sizes = {axis: getattr(config.parallel, axis) for axis in ("context", "tensor", "pipeline")}
+    return ", ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
+
+
+def check_options(config: Config) -> None:
+    """Raise ConfigError for values that cannot go together on any number of processes. It names both keys."""
+    schedule, steps = config.schedule, config.run.steps
+    if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
+        most = steps - schedule.warmup_steps
+        raise ConfigError(
+            f"schedule.warmup_steps={schedule.warmup_steps} and schedule.decay_steps={schedule.decay_steps} do not fit in "
+            f"run.steps={steps}; {f'decay_steps at most {most}' if most > 0 else 'lower warmup_steps, or raise run.steps'}"
+        )
+    if config.run.init_from and config.run.resume not in ("auto", "never"):
+        raise ConfigError(
+            f"run.init_from={config.run.init_from} and run.resume={config.run.resume} both say where to start; keep one"
+        )
+    if config.parallel.activation_checkpointing == "selective" and config.parallel.compile:
+        raise ConfigError(
+            "parallel.activation_checkpointing=selective does not reach into blocks that parallel.compile=true compiles; set "
+            "parallel.activation_memory_budget (0 to 1) instead, or activation_checkpointing=full"
+        )
+    if config.parallel.compile and config.parallel.activation_memory_budget < 1 and ranks_of_a_sample(config) > 1:
+        raise ConfigError(
+            f"parallel.activation_memory_budget={config.parallel.activation_memory_budget} does not work with {axes_of_a_sample(config)}: torch's "
+            "compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"
+        )
+    beyond = [step for step in config.log.gradients_at if step > steps]
+    if beyond:
+        raise ConfigError(f"log.gradients_at={config.log.gradients_at}: step {beyond[0]} is beyond run.steps={steps}")
+    if math.isclose(config.schedule.min_ratio, 1) and config.schedule.name == "wsd":
+        raise ConfigError("schedule.min_ratio=1 with schedule.name=wsd never decays; use schedule.name=constant")
+
+
+def check_context(config: Config) -> None:
+    """Raise ConfigError for a complete configuration whose sequences context-parallel ranks cannot share."""
+    model, ranks = config.model, config.parallel.context
+    reasons = {
+        f"pairs of sequences (model.family={model.family}) are not spread": bool(model.encoder.layers),
+        f"model.predict_ahead={model.predict_ahead} shifts sequences, which parallel.tensor={config.parallel.tensor} cuts as well": bool(
+            model.predict_ahead and config.parallel.tensor > 1
+        ),
+        "model.attention_backend=flex needs whole masks; use sdpa": model.attention_backend == "flex",
+        f"2 x {ranks} stretches of data.sequence_length={config.data.sequence_length} tokens are empty": config.data.sequence_length
+        < 2 * ranks,
+    }
+    for reason, holds in reasons.items():
+        if ranks > 1 and holds:
+            raise ConfigError(f"parallel.context={ranks}: {reason}; set parallel.context=1, or change the other key")
+
+
+def check_pipeline(config: Config) -> None:
+    """Raise ConfigError for a complete configuration whose layers the ranks of a pipeline cannot share."""
+    model, parallel = config.model, config.parallel
+    ranks, stages = parallel.pipeline, stages_of(parallel)
+    if ranks == 1:
+        return
+    layers = model.layers + model.encoder.layers
+    keys = f"parallel.pipeline={ranks}"
+    if stages > ranks:
+        keys += f", parallel.pipeline_chunks={parallel.pipeline_chunks}"
+    if stages > layers:
+        most = layers * ranks // stages
+        remedy = f"use at most parallel.pipeline={most}" if most > 1 else "set parallel.pipeline=1"
+        if stages > ranks and layers >= ranks:
+            remedy = "use parallel.pipeline_schedule=1f1b"
+            remedy += f" or parallel.pipeline_chunks={layers // ranks}" if layers >= 2 * ranks else ""
+        raise ConfigError(f"{keys}: {stages} stages need as many layers, but the model has {layers}; {remedy}, or more layers")
+    if parallel.pipeline_schedule == "interleaved" and (config.data.pairs is not None):
+        raise ConfigError(
+            f"{keys}: steps of pairs differ in their number of micro-batches, which parallel.pipeline_schedule=interleaved cannot take; use 1f1b"
+        )
+
+
+def check_micro_batches(config: Config, data_size: int) -> None:
+    """Raise ConfigError for steps that have too few micro-batches for the pipeline, or a number that its schedule cannot take."""
+    ranks, schedule, unit = (
+        config.parallel.pipeline,
+        config.parallel.pipeline_schedule,
+        config.batch.micro_sequences * data_size,
+    )
+    named = {f"batch.ramp.{i}.sequences": stage.sequences for i, stage in enumerate(config.batch.ramp)}
+    for name, sequences in (named | {"batch.sequences": config.batch.sequences}).items():
+        count = sequences // unit
+
+        def takes(count: int) -> bool:
+            return count >= ranks and not (schedule == "interleaved" and count % (count // ranks))
+
+        if not takes(count):
+            near = next(n for n in range(count, count + ranks + 1) if takes(n))
+            reason = (
+                f"the {ranks} stages need at least as many" if count < ranks else f"schedule {schedule} cannot deal them out"
+            )
+            raise ConfigError(
+                f"parallel.pipeline={ranks}: {name}={sequences} has {count} micro-batches of {unit} samples, and {reason}; use "
+                f"{name}={near * unit}, or change batch.micro_sequences={config.batch.micro_sequences}"
+            )
+
+
+def check_expert(model: Model, ranks: int) -> None:
+    """Raise ConfigError for a complete network whose experts so many ranks cannot share. It names the nearest numbers that can."""
+    count = model.experts.count
+    if ranks > 1 and not count:
+        raise ConfigError(f"parallel.expert={ranks}: the model has no experts; set parallel.expert=1, or model.experts.count")
+    if ranks > 1 and count % ranks:
+        near = _nearest_divisors(count, ranks)
+        raise ConfigError(
+            f"parallel.expert={ranks}: model.experts.count={count} does not divide by it; use {near}, or change that key"
+        )
+
+
+def check_expert_groups(config: Config, shard: int) -> None:
+    """Raise ConfigError unless the ranks that share weights fall into expert groups."""
+    ranks, context = config.parallel.expert, config.parallel.context
+    if shard * context % ranks:
+        near = _nearest_divisors(math.gcd(shard * context, config.model.experts.count or 0), ranks)
+        raise ConfigError(
+            f"parallel.expert={ranks}: the {shard * context} ranks that share weights (parallel.shard={shard} x parallel.context={context}) "
+            f"do not divide by it; use {near}, or another parallel.shard"
+        )
+
+
+def _nearest_divisors(count: int, number: int) -> str:
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    near = [max(n for n in divisors if n < number), *[n for n in divisors if n > number][:1]]
+    return " or ".join(map(str, near))
+
+
+def check_kept_parts(config: Config, shard: int) -> None:
+    """Raise ConfigError for ranks among which weights cannot be kept after forward. torch 2.13 knows such groups of whole meshes only."""
+    parallel = config.parallel
+    number, ranks = parallel.reshard_after_forward, shard * parallel.context
+    if not isinstance(number, int):
+        return
+    others = [
+        f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("tensor", "pipeline", "expert") if getattr(parallel, axis) > 1
+    ]
+    if others:
+        raise ConfigError(
+            f"parallel.reshard_after_forward={number} does not work with {' and '.join(others)}; use always, never or last_block_kept"
+        )
+    legal = [n for n in range(2, ranks) if ranks % n == 0]
+    if number not in legal:
+        near = f"use {' or '.join(map(str, legal))}, or always" if legal else "use always, never or last_block_kept"
+        raise ConfigError(
+            f"parallel.reshard_after_forward={number} has to be a divisor of the {ranks} ranks that share weights, but 1 and {ranks}; {near}"
+        )
+
+
+def check_tensor(model: Model, ranks: int) -> None:
+    """Raise ConfigError for a complete network whose matrices so many ranks cannot share. It names the nearest numbers that can."""
+    if ranks == 1:
+        return
+    if problem := _not_shared(model, ranks):
+        legal = [n for n in range(1, 2 * ranks + 1) if _not_shared(model, n) is None]
+        near = [max(n for n in legal if n < ranks), *[n for n in legal if n > ranks][:1]]
+        raise ConfigError(f"parallel.tensor={ranks}: {problem}; use {' or '.join(map(str, near))}, or change that key")
+
+
+def _tables(model: Model) -> dict[str, int]:
+    """The rows of each table, by the key that decides them."""
+    rows = {"vocab_size": model.vocab_size, "encoder.vocab_size": model.encoder.vocab_size}
+    if model.positions == "learned":
+        rows["max_sequence_length"] = model.max_sequence_length
+    return {name: count for name, count in rows.items() if count}
+
+
+def check_tables(model: Model, tensor: int, parts: int) -> None:
+    """Raise ConfigError for tables that can be sharded neither by rows nor by columns (`FullyShard._placement`)."""
+    for name, count in _tables(model).items():
+        if count % tensor and parts > 2 and model.dim % parts:
+            raise ConfigError(
+                f"model.{name}={count} does not divide by parallel.tensor={tensor}, nor model.dim={model.dim} by the {parts} ranks that share "
+                f"weights; use model.{name}={-(-count // tensor) * tensor}"
+            )
+
+
+def _not_shared(model: Model, ranks: int) -> str | None:
+    """Why so many ranks cannot share the matrices of a network."""
+    experts = model.experts
+    dense = not experts.count or experts.dense_layers
+    counts = {
+        "heads": model.heads,
+        "ffn_dim": model.ffn_dim if dense else 0,
+        "experts.ffn_dim": experts.ffn_dim if experts.count else 0,
+    }
+    for name, count in counts.items():
+        if count % ranks:
+            return f"model.{name}={count} does not divide by it"
+    keys = model.heads if model.latent.kv_rank else model.kv_heads
+    if keys % ranks and ranks % keys:
+        return f"model.kv_heads={keys} is neither a multiple nor a divisor of it"
+    for name, count in _tables(model).items():
+        if (ranks - 1) * -(-count // ranks) >= count:
+            return f"model.{name}={count} is too small, the last rank would have no row of the table"
+    return None

@@ -35,7 +35,7 @@ def test_a_gpu_resumes_what_the_cpu_saved(pool, config_file):
     assert len(losses(gpu)) == 10 and largest_relative_difference(losses(gpu)[-1:], losses(whole)[-1:]) < 0.05
 
 
-@pytest.mark.parametrize("options", [("parallel.compile=true",), ("parallel.activation_checkpointing=full",), ()])
+@pytest.mark.parametrize("options", [("parallel.compile=blocks",), ("parallel.activation_checkpointing=full",), ()])
 def test_bf16_trains_and_reports_mfu_where_the_peak_is_known(pool, config_file, options):
     run = train(pool, 1, config_file, CUDA, "precision.compute=bf16", *options)
     records = read_metrics(run)

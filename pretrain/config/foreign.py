@@ -123,6 +123,7 @@ _VALUES = {
         "zero2": "write fsdp, and parallel.reshard_after_forward=never",
         "hsdp": "HSDP is strategy fsdp with parallel.replicate and parallel.shard above 1",
     },
+    "parallel.compile": {"True": "true is written blocks", "False": "false is written none"},
     "parallel.reshard_after_forward": {"True": "true is written always", "False": "false is written never"},
     "optim.name": dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "AdamW"), "AdamW is written adamw"),
     "schedule.name": {

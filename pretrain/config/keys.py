@@ -46,6 +46,7 @@ RENAMED = {
 
 REVALUED = {
     "parallel.activation_checkpointing": ((True, "full"), (False, "none")),
+    "parallel.compile": ((True, "blocks"), (False, "none")),
     "parallel.reshard_after_forward": ((True, "always"), (False, "never")),
 }
 """Keys whose values had other names in earlier versions. Records of runs may have the old values; configurations may not."""
@@ -76,7 +77,7 @@ def key(
 ) -> Any:
     """A configuration key: default value, one line of documentation with units, its legal range, and where it has an effect.
 
-    `rest`: -1 may be written for null, which stands for what other keys leave. `resume` says what a change
+    `rest`: -1 may be written, for what other keys leave; it is null where a key may be null. `resume` says what a change
     at a resume means; by default what the section says.
     """
     metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "rest": rest, "when": when or {}, "resume": resume}

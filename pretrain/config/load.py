@@ -142,7 +142,7 @@ def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str
         meant = " (true or false)" if hint is bool else ""
         raise ConfigError(f"{where}: expected {describe_type(hint)}{meant}{value_advice(full, value)}") from None
     if limits.get("rest") and value == -1:
-        return None
+        return None if type(None) in typing.get_args(hint) else -1
     for item in _items(value):
         check_range(limits, item, where)
     return value

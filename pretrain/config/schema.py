@@ -341,9 +341,11 @@ class Parallel:
     )
     tensor: int = key(
         1,
-        "Ranks that share the matrices of every layer, and the positions of the sequences between them (tensor and sequence parallelism).",
+        "Ranks that share the matrices of every layer, and the positions of the sequences between them (tensor and sequence parallelism). Of this key, "
+        "`context` and `pipeline`, one may be -1: the processes that the others leave.",
         ge=1,
         le=10_000_000,
+        rest=True,
         when={"parallel.strategy": ("fsdp",)},
     )
     context: int = key(
@@ -351,6 +353,7 @@ class Parallel:
         "Ranks that share the positions of every sequence (context parallelism), for sequences that are too long for one device.",
         ge=1,
         le=10_000_000,
+        rest=True,
         when={"parallel.strategy": ("fsdp",)},
     )
     pipeline: int = key(
@@ -358,6 +361,7 @@ class Parallel:
         "Ranks that share the layers, each with a stage of them, and pass on hidden states (pipeline parallelism).",
         ge=1,
         le=10_000_000,
+        rest=True,
         when={"parallel.strategy": ("fsdp",)},
     )
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = key(
@@ -422,13 +426,17 @@ class Parallel:
         False,
         "Keep what blocks store for backward in host memory. A GPU copies while it computes, and needs host memory for all blocks' activations.",
     )
-    compile: bool = key(False, "Compile each block with torch.compile: a slower start, faster steps.")
+    compile: Literal["none", "blocks", "model"] = key(
+        "none",
+        "What torch.compile compiles, for a slower start and faster steps: each of the `blocks`, which all share one compiled function, or the "
+        "`model` as a whole (strategies single and ddp only).",
+    )
     activation_memory_budget: float = key(
         1.0,
-        "Share of a compiled block's activations that is stored; torch's compiler chooses what backward recomputes. 1: all; 0: only its inputs.",
+        "Share of the compiled activations that is stored; torch's compiler chooses what backward recomputes. 1: all; 0: only inputs.",
         ge=0,
         le=1,
-        when={"parallel.compile": (True,), "parallel.activation_checkpointing": ("none",)},
+        when={"parallel.compile": ("blocks", "model"), "parallel.activation_checkpointing": ("none",)},
     )
     backend: Literal["auto", "gloo", "nccl"] = key(
         "auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.", when={"parallel.strategy": Except("single")}

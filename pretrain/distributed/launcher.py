@@ -179,10 +179,10 @@ def _use_cpu(config: Config, value: str) -> Problem:
 
 def _dynamo(config: Config, value: str) -> Problem:
     ours, inductor = config.parallel.compile, value.lower() == "inductor"
-    if value.lower() == "no" or (inductor and ours):
+    if value.lower() == "no" or (inductor and ours != "none"):
         return None
-    set_ours = "set parallel.compile=true or " if inductor else ""
-    return "parallel.compile", "true (inductor)" if ours else ours, f"{set_ours}launch with --dynamo_backend no"
+    set_ours = "set parallel.compile=blocks or " if inductor else ""
+    return "parallel.compile", ours if ours == "none" else f"{ours} (inductor)", f"{set_ours}launch with --dynamo_backend no"
 
 
 def _accumulation(config: Config, value: str) -> Problem:

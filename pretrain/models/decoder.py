@@ -117,9 +117,11 @@ class Decoder(nn.Module):
         places, inputs = self._begin(tokens_BT, documents_BT, cache, positions_BT, specs)
         embedded_BTD = self._embed(tokens_BT, places, dropout) if enters or ahead else None
         auxiliary_B = [loss_B for losses_AB in hidden[1:] for loss_B in losses_AB]
-        # As a view, so that the gradients of the first block's two uses meet before those of multi-token prediction (see `Layer.forward` of
-        # the encoder-decoder).
-        x_BTD = embedded_BTD.view_as(embedded_BTD) if enters else hidden[0]
+        x_BTD = embedded_BTD if enters else hidden[0]
+        if enters and ahead:
+            # The gradients of the first block's two uses meet before those of multi-token prediction (see `Layer.forward` of the
+            # encoder-decoder). No view else: of a length that varies, a compiled block would be compiled once for views and once for others.
+            x_BTD = embedded_BTD.view_as(embedded_BTD)
         for name, block in blocks.items():
             rope, mask = inputs[block.spec.window]
             layer_cache = cache.layers[int(name)] if cache else None

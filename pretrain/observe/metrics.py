@@ -74,6 +74,13 @@ class StepRecord:
         SINCE,
         "with `parallel.pipeline`; not on a GPU",
     )
+    compiled: dict[str, float] | None = measured(
+        "what torch.compile did on the main rank: `functions` compiled, those of them that were compiled `again` for other inputs, `graph_breaks`, "
+        "graphs taken `from_cache`, and the `seconds` of it all",
+        "",
+        SINCE,
+        "with `parallel.compile`, when something was compiled",
+    )
     data_wait: float | None = measured("share of the wall-clock time that was spent waiting for a batch", "share", SINCE)
     seconds_left: float | None = measured(
         "time until the last step, at the mean speed of this start without its first step", "seconds", AFTER

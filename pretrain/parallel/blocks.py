@@ -24,7 +24,7 @@ def prepare_blocks(network: nn.Module, config: Config) -> None:
     """Set the compute format of a network; compile, recompute and offload its blocks as the configuration says."""
     options = config.parallel
     set_compute_format(network, DTYPES[config.precision.compute])
-    if options.compile:
+    if options.compile == "blocks":
         compile_blocks(network, budget=options.activation_memory_budget)
     if options.activation_checkpointing != "none":
         recompute_blocks(network, options.activation_checkpointing == "selective", options.checkpoint_every_block)
@@ -32,6 +32,8 @@ def prepare_blocks(network: nn.Module, config: Config) -> None:
         from pretrain.parallel.activation_offload import offload_activations
 
         offload_activations(network)
+    if options.compile == "model":
+        compile_model(network, budget=options.activation_memory_budget)
 
 
 def set_compute_format(network: nn.Module, dtype: torch.dtype) -> None:
@@ -51,6 +53,12 @@ def compile_blocks(network: nn.Module, backend: str = "inductor", budget: float 
         if unit.role == "block" and unit.apart:
             for module in unit.modules:
                 module.forward = torch.compile(module.forward, backend=backend)
+
+
+def compile_model(network: nn.Module, budget: float = 1.0) -> None:
+    """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break)."""
+    torch._functorch.config.activation_memory_budget = budget
+    network.forward = torch.compile(network.forward)
 
 
 def recompute_blocks(network: nn.Module, selective: bool = False, every: int = 1) -> None:

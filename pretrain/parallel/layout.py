@@ -5,6 +5,7 @@ Pure functions of the configuration and the world size, so that every contradict
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -105,6 +106,25 @@ def expected_world_size(config: Config) -> int | None:
     return None if parallel.strategy == "auto" else 2  # at least; the launcher may start more
 
 
+def take_rest(config: Config, world_size: int) -> Config:
+    """The configuration with the number that an axis of -1 stands for. Raises ConfigError or LaunchError."""
+    parallel = config.parallel
+    open_axes = [axis for axis in ("tensor", "context", "pipeline") if getattr(parallel, axis) == -1]
+    if not open_axes:
+        return config
+    if len(open_axes) > 1:
+        raise ConfigError(f"parallel.{open_axes[0]}=-1 and parallel.{open_axes[1]}=-1: one axis takes the rest; give the other a number")
+    sizes = {axis: getattr(parallel, axis) or 1 for axis in AXES if axis not in open_axes}
+    others = math.prod(sizes.values())
+    if world_size % others:
+        given = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
+        raise LaunchError(
+            f"parallel.{open_axes[0]}=-1: {world_size} processes do not divide by {given}; start {nearest_multiples(world_size, others)}: "
+            f"{command_for(others)}"
+        )
+    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, **{open_axes[0]: world_size // others}))
+
+
 def plan_layout(config: Config, world_size: int, parameters: int, device_memory: int | None) -> Layout:
     """The layout of a run. `device_memory`: bytes of one device, None on CPU. Raises LaunchError or ConfigError."""
     check_options(config)
@@ -116,6 +136,11 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
     check_expert_groups(config, shard)
     if strategy == "fsdp":
         check_kept_parts(config, shard)
+        if config.parallel.compile == "model":
+            raise ConfigError(
+                f"parallel.compile=model does not work with {_chosen(config, strategy)}, which gathers weights between blocks; use "
+                "parallel.compile=blocks"
+            )
     micro_steps = check_micro_steps(config, replicate * shard)
     parallel, bubble_share = config.parallel, 0.0
     if parallel.pipeline > 1 and micro_steps:

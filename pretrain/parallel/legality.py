@@ -15,7 +15,7 @@ from pretrain.parallel.pipeline_order import stages_of
 
 def ranks_of_a_sample(config: Config) -> int:
     """How many ranks see the same samples."""
-    return config.parallel.tensor * config.parallel.context * config.parallel.pipeline
+    return math.prod(max(size, 1) for size in (config.parallel.tensor, config.parallel.context, config.parallel.pipeline))
 
 
 def axes_of_a_sample(config: Config) -> str:
@@ -36,12 +36,17 @@ def check_options(config: Config) -> None:
         raise ConfigError(
             f"run.init_from={config.run.init_from} and run.resume={config.run.resume} both say where to start; keep one"
         )
-    if config.parallel.activation_checkpointing == "selective" and config.parallel.compile:
+    compiled = config.parallel.compile != "none"
+    if config.parallel.activation_checkpointing == "selective" and compiled:
         raise ConfigError(
-            "parallel.activation_checkpointing=selective does not reach into blocks that parallel.compile=true compiles; set "
+            f"parallel.activation_checkpointing=selective does not reach into what parallel.compile={config.parallel.compile} compiles; set "
             "parallel.activation_memory_budget (0 to 1) instead, or activation_checkpointing=full"
         )
-    if config.parallel.compile and config.parallel.activation_memory_budget < 1 and ranks_of_a_sample(config) > 1:
+    if config.parallel.activation_offload and config.parallel.compile == "model":
+        raise ConfigError(
+            "parallel.activation_offload works between blocks, which parallel.compile=model makes one; use parallel.compile=blocks"
+        )
+    if compiled and config.parallel.activation_memory_budget < 1 and ranks_of_a_sample(config) > 1:
         raise ConfigError(
             f"parallel.activation_memory_budget={config.parallel.activation_memory_budget} does not work with {axes_of_a_sample(config)}: torch's "
             "compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"

@@ -21,7 +21,7 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.shape import check_encoder, flat, resolved_switches, with_values
 from pretrain.observe.flops import flops_per_token
-from pretrain.parallel.layout import Layout, plan_layout
+from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
 from pretrain.train.resolve import needs_masks, resolve, usual_values
 from pretrain.train.translation import require_sacrebleu
@@ -76,7 +76,7 @@ class Plan:
 
 def make_plan(given: Config, world_size: int, device: torch.device) -> Plan:
     """Resolve the configuration, open the data, plan the layout. Raises ConfigError, DataError or LaunchError."""
-    config = resolve(given)
+    config = resolve(take_rest(given, world_size))
     data = open_data(config, config.model.encoder.decoder_start_id)
     config = with_vocabularies(config, data)
     return Plan(config, *_lay_out(given, config, world_size, device), data)
@@ -84,7 +84,7 @@ def make_plan(given: Config, world_size: int, device: torch.device) -> Plan:
 
 def check_without_data(given: Config, world_size: int, device: torch.device) -> None:
     """Make every check of a plan that needs no data. Raises ConfigError or LaunchError."""
-    config = resolve(given)
+    config = resolve(take_rest(given, world_size))
     model = config.model
     own_table = model.encoder.layers and not model.encoder.share_embedding
     keys = ["vocab_size", "encoder.vocab_size"] if own_table else ["vocab_size"]

@@ -171,6 +171,11 @@ class Trainer:
     def _take_steps(self, batches: Iterator[StepBatch], stop: StopRequest, export: ExportCheck | None, evaluated: bool) -> str:
         config, progress, poll = self.config, self.progress, StopPoll(stop, self.ranks)
         self.window = Window()
+        self.compilations = None
+        if config.parallel.compile != "none":
+            from pretrain.observe.compilation import Compilations  # imports the compiler
+
+            self.compilations = Compilations()
         if progress.step == config.run.steps and not evaluated:
             evaluated = self._evaluate_again(poll)
         while progress.step < config.run.steps:
@@ -314,6 +319,9 @@ class Trainer:
             record.pipeline_wait = float(shares) / self.ranks.world_size
         for name, value in self.window.take().items():
             setattr(record, name, value)
+        if self.compilations is not None and (done := self.compilations.take()):
+            record.compiled, words = done
+            log.info("step %d: %s", record.step, words)
         achieved = record.step_tokens_per_second * self.flops_per_token
         record.mfu = achieved / self.peak_flops if self.peak_flops else None
         record.seconds_left = self.window.left(self.config.run.steps - record.step)

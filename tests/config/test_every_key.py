@@ -124,7 +124,7 @@ SEEN = {
     "parallel.activation_checkpointing": "models/test_recomputation.py::test_the_work_is_what_the_mode_says",
     "parallel.checkpoint_every_block": "models/test_recomputation.py::test_the_work_is_what_the_mode_says",
     "parallel.activation_memory_budget": "models/test_recomputation.py::test_a_compiler_stores_what_its_budget_allows",
-    "parallel.compile": f"{CONTINUED}::test_compiled_blocks_compute_the_same",
+    "parallel.compile": f"{CONTINUED}::test_what_is_compiled_computes_the_same_and_is_counted",
     "parallel.backend": "train/test_bad_input.py::test_a_library_for_gpus_is_refused_without_them",
     "parallel.timeout_seconds": "distributed/test_lost_ranks.py::test_a_rank_that_hangs_is_named_with_what_it_does_and_ends_too",
     "parallel.join_seconds": "distributed/test_joining.py::test_a_process_that_never_comes_is_named_while_the_others_wait_and_in_the_end",

@@ -74,7 +74,7 @@ def test_bf16_training_with_experts_lowers_the_loss(pool, config_file, compiled)
 
     options = ("model.family=qwen3_moe", "model.experts.count=8", "model.experts.active=2", "model.experts.ffn_dim=32")
     run = train(
-        pool, 1, config_file, "run.device=cuda", "precision.compute=bf16", f"parallel.compile={str(compiled).lower()}", *options
+        pool, 1, config_file, "run.device=cuda", "precision.compute=bf16", f"parallel.compile={'blocks' if compiled else 'none'}", *options
     )
     records = read_metrics(run)
     assert records[-1]["loss"] < records[0]["loss"] - 0.3

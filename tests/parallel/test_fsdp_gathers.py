@@ -198,7 +198,7 @@ def test_compiled_blocks_and_validation_in_between_compute_what_one_process_comp
         f"data.validation=[{{path: {prepared}, name: held_out}}]",
     )  # fmt: skip
     single = train(pool, 1, config_file, "run.name=single", *few)
-    layout = ("parallel.strategy=fsdp", *sizes, f"{KEPT}{kept}", "parallel.prefetch=2", "parallel.compile=true")
+    layout = ("parallel.strategy=fsdp", *sizes, f"{KEPT}{kept}", "parallel.prefetch=2", "parallel.compile=blocks")
     run = train(pool, world_size, config_file, "run.name=other", *few, *layout)
     assert largest_gradient_difference(gradients(run, 1), gradients(single, 1)) <= 5e-6
     assert largest_relative_difference(losses(run), losses(single)) <= 2e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from unittest.mock import Mock
@@ -18,7 +19,7 @@ from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
 from pretrain.parallel import ddp
 from pretrain.parallel.explain import explain_ranks, explain_strategy
-from pretrain.parallel.layout import Layout, expected_world_size, plan_layout
+from pretrain.parallel.layout import Layout, expected_world_size, plan_layout, take_rest
 from pretrain.parallel.legality import check_options
 from pretrain.train.resolve import resolve
 
@@ -121,6 +122,28 @@ def test_auto_takes_the_axes_that_are_given():
 def test_the_choice_between_ddp_and_fsdp2_is_said(world_size, overrides, said):
     found = explain_strategy(config(*overrides), plan(world_size, *overrides))
     assert found is None if said is None else re.fullmatch(f"{said}.*", found)
+
+
+@pytest.mark.parametrize(
+    "world_size, overrides, layout",
+    [
+        (4, ["parallel.tensor=-1"], Layout("fsdp", 1, 1, 6, tensor=4)),
+        (8, ["parallel={strategy: fsdp, shard: 2, context: -1}"], Layout("fsdp", 1, 2, 6, context=4)),
+        (8, ["parallel={shard: 2, tensor: 2, pipeline: -1}", "model.layers=4"], Layout("fsdp", 1, 2, 6, 2, pipeline=2, bubble=1 / 7)),
+        (1, ["parallel.tensor=-1"], Layout("single", 1, 1, 6)),
+    ],
+)
+def test_minus_one_takes_the_processes_that_other_axes_leave(world_size, overrides, layout):
+    given = config("batch={sequences: 48, micro_sequences: 2}", *overrides)
+    found = plan_layout(take_rest(given, world_size), world_size, 10**6, None)
+    assert dataclasses.replace(found, micro_steps=6, bubble=layout.bubble) == layout
+
+
+def test_minus_one_that_takes_nothing_whole_is_refused():
+    with pytest.raises(LaunchError, match="parallel.tensor=-1: 5 processes do not divide by parallel.shard=2; start 4 or 6: torchrun"):
+        take_rest(config("parallel={shard: 2, tensor: -1}"), 5)
+    with pytest.raises(ConfigError, match="parallel.tensor=-1 and parallel.pipeline=-1: one axis takes the rest; give the other a number"):
+        take_rest(config("parallel={pipeline: -1, tensor: -1}"), 4)
 
 
 def test_auto_says_what_does_not_fit():
@@ -299,8 +322,8 @@ def test_what_is_proposed_for_a_batch_is_legal(sequences, micro, world_size):
         ),
         (["schedule={name: wsd, min_ratio: 1}"], ["schedule.min_ratio=1", "schedule.name=wsd", "schedule.name=constant"]),
         (
-            ["parallel={activation_checkpointing: selective, compile: true}"],
-            ["activation_checkpointing=selective", "parallel.compile=true", "parallel.activation_memory_budget"],
+            ["parallel={activation_checkpointing: selective, compile: blocks}"],
+            ["activation_checkpointing=selective", "parallel.compile=blocks", "parallel.activation_memory_budget"],
         ),
         (["run={init_from: x, resume: required}"], ["run.init_from=x", "run.resume=required", "keep one"]),
         (["run={init_from: x, resume: runs/y}"], ["run.init_from=x", "run.resume=runs/y"]),
@@ -334,7 +357,7 @@ def test_values_at_the_limit_are_taken(overrides):
         (["parallel.tensor=4", "model.heads=12", "model.kv_heads=6", "model.dim=96", "model.ffn_dim=96"], "parallel.tensor=4: model.kv_heads=6 is neither a multiple nor a divisor of it; use 3 or 6, or change that key"),
         (["parallel.tensor=4", "model.vocab_size=5"], "parallel.tensor=4: model.vocab_size=5 is too small, the last rank would have no row of the table; use 2, or change that key"),
         (["parallel.tensor=2", "parallel.strategy=ddp"], "parallel.tensor=2 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.tensor=1"),
-        (["parallel.tensor=2", "parallel.compile=true", "parallel.activation_memory_budget=0.5"], "parallel.activation_memory_budget=0.5 does not work with parallel.tensor=2: torch's compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"),
+        (["parallel.tensor=2", "parallel.compile=blocks", "parallel.activation_memory_budget=0.5"], "parallel.activation_memory_budget=0.5 does not work with parallel.tensor=2: torch's compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"),
         (["parallel.tensor=2", "parallel.strategy=single"], "parallel.tensor=2 has no effect with parallel.strategy=single; set parallel.strategy=fsdp, or set parallel.tensor=1"),
     ],
 )  # fmt: skip

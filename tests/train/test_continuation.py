@@ -1,15 +1,18 @@
 """Where a run may start from and what it leaves behind, beyond the plain resume of test_resume.py."""
 
 import json
+import os
 import sys
 
 import pytest
+import torch
 from running import (
     cut_after,
     gradients,
     largest_gradient_difference,
     largest_relative_difference,
     losses,
+    run_directory,
     run_main,
     run_main_with,
     train,
@@ -166,16 +169,35 @@ def test_offloaded_state_computes_the_same(pool, config_file):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_compiled_blocks_compute_the_same(pool, config_file, strategy):
-    options = ("log.gradients_at=[1]", "run.steps=5")
+@pytest.mark.parametrize("strategy, what", [*((s, "blocks") for s in ("single", "ddp", "fsdp")), ("single", "model"), ("ddp", "model")])
+def test_what_is_compiled_computes_the_same_and_is_counted(pool, config_file, prepared, tmp_path, strategy, what):
+    # Validation is compiled anew: without gradients, and once more for a batch that is not full.
+    options = ("log.gradients_at=[1]", "run.steps=5", "schedule.warmup_steps=1", "validation.sequences=13",
+               f"data.validation=[{{path: {prepared}, name: held_out}}]")  # fmt: skip
     single = train(pool, 1, config_file, "run.name=single", *options)
-    ranks = 1 if strategy == "single" else 2
-    compiled = train(
-        pool, ranks, config_file, "run.name=compiled", f"parallel.strategy={strategy}", "parallel.compile=true", *options
-    )
+    ranks, found = 1 if strategy == "single" else 2, []
+    for name in ("compiled", "again"):
+        results = pool.launch(ranks, compile_anew, str(tmp_path / "cache"), str(config_file), f"run.name={name}",
+                              f"parallel.strategy={strategy}", f"parallel.compile={what}", *options)  # fmt: skip
+        assert [code for code, _ in results] == [0] * ranks, results[0][1]
+        compiled = run_directory(config_file, f"run.name={name}")
+        found.append([record["compiled"] for record in read_metrics(compiled) if "compiled" in record])
+        assert f"compiled {found[-1][0]['functions']:.0f} functions in" in results[0][1]
+    first, second = ({name: sum(record[name] for record in records) for name in records[0]} for records in found)
+    assert first["functions"] == second["functions"] <= 8 and 1 <= first["again"] == second["again"] < first["functions"]
+    assert (first["graph_breaks"] > 0) == (what == "model")  # the fused loss is left out
+    assert not first["from_cache"] and second["from_cache"] and second["seconds"] < first["seconds"]
     assert largest_gradient_difference(gradients(compiled), gradients(single)) <= 5e-6
     assert largest_relative_difference(losses(compiled), losses(single)) <= 2e-6
+
+
+def compile_anew(cache: str, config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run of a process that has compiled nothing yet, with its cache of compiled code in a folder."""
+    from unittest.mock import patch
+
+    torch._dynamo.reset()
+    with patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache):
+        return run_main(config_file, *overrides)
 
 
 def imported_after_training(config_file: str) -> list[str]:

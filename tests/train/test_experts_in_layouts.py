@@ -37,7 +37,7 @@ LAYOUTS = {
         4, "parallel.strategy=fsdp", "parallel.tensor=2", "parallel.activation_checkpointing=full"
     ),
     "expert 2": (2, "parallel.strategy=fsdp", "parallel.expert=2"),
-    "expert 2, compiled": (2, "parallel.strategy=fsdp", "parallel.expert=2", "parallel.compile=true"),
+    "expert 2, compiled": (2, "parallel.strategy=fsdp", "parallel.expert=2", "parallel.compile=blocks"),
     "fsdp 4, expert 2, recomputation": (
         4, "parallel.strategy=fsdp", "parallel.expert=2", "parallel.activation_checkpointing=full", "batch.micro_sequences=4"
     ),

@@ -14,6 +14,7 @@ from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.data import PARTS, measure
 from benchmarks.measure import ROOT, Options, Row, Turns, in_turns, table
 from benchmarks.products import fastest
+from benchmarks.scaling import LAYOUTS, weak_scaling
 from running import tool
 
 from pretrain.data.shards.reader import PreparedData
@@ -37,6 +38,12 @@ def test_every_part_measures_at_a_tiny_size(options):
         assert math.isfinite(row.value) and row.value >= 0
         assert row.value > 0 or row.unit in ("%", "MB")
         assert row.clock == "cpu" or row.unit in ("s", "%", "MB", "KiB")
+
+
+@pytest.mark.slow
+def test_weak_scaling_measures_every_layout_beside_one_process(options):
+    rows = weak_scaling(options)
+    assert [row.name for row in rows] == list(LAYOUTS) and all(row.value > 0 and row.baseline == rows[0].value for row in rows)
 
 
 def test_preparation_is_measured_beside_the_libraries(options):

@@ -153,7 +153,7 @@ class TensorAxis:
             linear.product = self._product_of_columns if dim else self._product_of_rows
 
     def _split_parameter(self, module: nn.Module, name: str, dim: int) -> None:
-        whole = module._parameters[name]
+        whole = getattr(module, name)  # experts without gates have no such parameter
         if whole is not None and not isinstance(whole, DTensor):
             # Without a source rank it communicates nothing.
             part = distribute_tensor(whole.data, self.mesh, [Shard(dim)], src_data_rank=None)

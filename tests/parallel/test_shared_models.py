@@ -40,8 +40,8 @@ OWN = {
     "experts, latent attention, tokens further ahead, dropout": Model(
         family="custom", **SMALL, experts=EXPERTS, predict_ahead=2, dropout=0.2, latent=Latent(kv_rank=16, query_rank=12, rope_dim=4, plain_dim=8, value_dim=8)
     ),
-    "experts with biases": Model(
-        family="custom", **SMALL, experts=ExpertsConfig(count=4, active=2, ffn_dim=16, router_bias=True), mlp=MlpConfig(bias=True)
+    "experts with biases and without gates": Model(
+        family="custom", **SMALL, experts=ExpertsConfig(count=4, active=2, ffn_dim=16, router_bias=True), mlp=MlpConfig(bias=True, gated=False)
     ),
     "one key head, sinks, a window, soft-caps, tied": Model(
         family="custom", **SMALL, kv_heads=1, attention=AttentionConfig(sinks=True, window=7, soft_cap=5.0, bias=["query", "key", "value", "output"]),

@@ -11,6 +11,7 @@ from pretrain.observe.metrics import read_metrics
 from pretrain.parallel.activation_offload import offload_activations
 from pretrain.parallel.blocks import recompute_blocks
 from pretrain.parallel.initialise import initialise
+from pretrain.parallel.ring_parts import Kernel
 
 pytestmark = [
     pytest.mark.cuda,
@@ -81,3 +82,18 @@ def test_activations_on_the_host_change_no_bit_and_leave_room(options):
         del network
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found))
     assert peaks[1] < 0.7 * peaks[0]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_parts_of_a_ring_are_those_of_matrix_products(masked):
+    """torch's operator for CUDA returns the denominator, and its backward takes that of all keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(2, heads, 36, 16, generator=generator).cuda() for heads in (4, 2, 2, 4))
+    seen = (torch.rand(2, 1, 36, 36, generator=generator) < 0.5).cuda() if masked else None
+    if masked:
+        seen[:, :, 5] = False
+    (y, lse), (want_y, want_lse) = (Kernel(fused, 0.3, 0.0).forward(q, k, v, seen, True) for fused in ("cuda", None))
+    torch.testing.assert_close((y, lse), (want_y, want_lse), atol=1e-5, rtol=1e-5)
+    over_all = torch.logaddexp(lse, torch.ones_like(lse))
+    found, wanted = (Kernel(fused, 0.3, 0.0).backward(g, q, k, v, y, over_all, seen, True) for fused in ("cuda", None))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

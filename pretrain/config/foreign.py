@@ -64,6 +64,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
         "pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree",
     ),
     _renamed("parallel.context"): ("cp", "cp_size", "context_parallel_size", "context_parallel_degree"),
+    _renamed("parallel.context_method"): ("cp_comm_type", "context_parallel_rotate_method"),
     _renamed("parallel.expert"): (
         "ep", "ep_size", "ep_degree", "expert_parallel_size", "expert_model_parallel_size", "expert_parallel_degree", "moe_ep_size",
     ),

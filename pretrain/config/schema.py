@@ -356,6 +356,12 @@ class Parallel:
         rest=True,
         when={"parallel.strategy": ("fsdp",)},
     )
+    context_method: Literal["allgather", "ring"] = key(
+        "allgather",
+        "How queries meet the keys and values of other ranks: `allgather` gathers them in every layer; with `ring` they travel from rank to rank, and "
+        "backward keeps only a rank's own, which needs less memory and more messages.",
+        when={"parallel.context": Except(1)},
+    )
     pipeline: int = key(
         1,
         "Ranks that share the layers, each with a stage of them, and pass on hidden states (pipeline parallelism).",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model, Rope
+from pretrain.models.dropout import every_row
 from pretrain.models.layers import Embedding
 
 Tables = tuple[Tensor, Tensor]
@@ -112,10 +113,12 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.buckets, self.max_distance, self.causal = buckets, max_distance, causal
         self.table = Embedding(buckets, heads)
+        self.rows_at_hand = every_row
+        """Of which queries the biases are, unless parallel/ sets another function: of all."""
 
     def forward(self, start: int, stop: int, device: torch.device) -> Tensor:
         """What is added to the scores of queries [start, stop) over keys [0, stop), [1, H, T, S]; -inf at later positions of a decoder."""
-        distances = _distances(start, stop, device)
+        distances = self.rows_at_hand(_distances(start, stop, device)[None])[0]
         bias_TSH = self.table(buckets_of(distances, self.buckets, self.max_distance, self.causal))
         bias_HTS = bias_TSH.permute(2, 0, 1)
         return (bias_HTS.masked_fill(distances > 0, -torch.inf) if self.causal else bias_HTS)[None]

@@ -1,7 +1,8 @@
 """Context parallelism: ranks share the positions of every sequence, so that a sequence may be longer than one device can hold.
 
     hidden states [B, R, D]     each rank has R = T / ranks positions, through the whole network
-    attention                   its queries are of these positions; keys and values of all positions are gathered (Llama 3, arXiv 2407.21783, 3.3.2)
+    attention                   its queries are of these positions; keys and values of all positions are gathered (Llama 3, arXiv 2407.21783, 3.3.2),
+                                or travel round (`ring.py`)
 
 A causal mask gives later positions more work. So the sequence is cut into twice as many stretches as there are ranks, and rank i has stretches i
 and 2 x ranks - 1 - i, whose work adds up to the same on every rank. Queries of a stretch are multiplied with the keys up to its end alone.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding
 from pretrain.models.loss import Losses, OutputHead
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
+from pretrain.models.positions import RelativeBias
 from pretrain.parallel.collectives import extend, gather
 from pretrain.parallel.tensor_modules import AllTokens, OwnTokens
 
@@ -46,21 +48,26 @@ class ContextAxis:
         self.dtype = torch.float32
         """The format of its hidden states."""
 
+    def queries(self, attention: nn.Module) -> type:
+        """What attention computes instead, see `extend`."""
+        return OwnLatentQueries if isinstance(attention, LatentAttention) else OwnQueries
+
     def split(self, network: nn.Module) -> None:
         """Set what the modules of a network compute with. All parameters stay whole. What tensor-parallel ranks set is set before."""
         inner = network.rows_at_hand
         network.rows_at_hand = lambda x_BTX: inner(self.own(x_BTX))
-        network.make_mask = self._mask_rows
+        network.make_mask = self.make_mask
         network.register_forward_pre_hook(self._note_pass, with_kwargs=True)
+        biases = {module.table for module in network.modules() if isinstance(module, RelativeBias)}
         for module in network.modules():
             match module:
                 case Attention() | LatentAttention():
-                    extend(module, OwnQueries, context=self)
+                    extend(module, self.queries(module), context=self)
                 case MixtureOfExperts():
                     extend(module, OwnCounted, context=self)
                 case Router():
                     extend(module, WholeReport, context=self)
-                case Embedding():
+                case Embedding() if module not in biases:
                     module.rows = partial(self._look_up, module.rows)
                 case OutputHead():
                     extend(module, OwnTargets, context=self)
@@ -90,15 +97,19 @@ class ContextAxis:
         """How many positions of a sequence of a length a rank has."""
         return 2 * -(-length // (2 * self.size))
 
-    def gather(self, x_BRX: Tensor) -> Tensor:
-        """All positions [B, T, X], in order. In backward each rank gets the sum of its positions' gradients."""
+    def gather(self, x_BRX: Tensor, length: int = 0) -> Tensor:
+        """All positions [B, T, X], in order; T is that of the targets unless given. In backward each rank gets the sum of its positions' gradients."""
         stretches = gather(x_BRX, self.group).unflatten(1, (self.size, 2, -1))
         ordered = torch.cat((stretches[:, :, 0], stretches[:, :, 1].flip(1)), dim=1)
-        return ordered.flatten(1, 2)[:, : self.length]
+        return ordered.flatten(1, 2)[:, : length or self.length]
 
-    def stretches(self) -> list[tuple[int, int]]:
+    def gather_heads(self, x_BKRG: Tensor, length: int = 0) -> Tensor:
+        """All positions [B, K, T, G]."""
+        return self.gather(x_BKRG.transpose(1, 2), length).transpose(1, 2)
+
+    def stretches(self, length: int) -> list[tuple[int, int]]:
         """This rank's two stretches: where each begins, and where it ends (excluded)."""
-        count = self.rows(self.length) // 2
+        count = self.rows(length) // 2
         return [(i * count, (i + 1) * count) for i in (self.rank, 2 * self.size - 1 - self.rank)]
 
     # ---- what modules compute -----------------------------------------------------------------------------------------
@@ -111,13 +122,13 @@ class ContextAxis:
         self.length = (arguments[0] if arguments else named["tokens_BT"]).shape[1]
         self.dtype = network.compute_dtype
 
-    def _mask_rows(
+    def make_mask(
         self, length: int, device: torch.device, backend: str | None, numbers_BT: Tensor | None, window: int
     ) -> tuple[Tensor, ...]:
         """This rank's rows of what `attention_mask` makes, by stretch. Without a back end, of the causal mask."""
         if backend is None:
-            return tuple(_causal(first, last, length, self.dtype, device) for first, last in self.stretches())
-        seen = (_seen(first, last, length, device, numbers_BT, window) for first, last in self.stretches())
+            return tuple(_causal(first, last, length, self.dtype, device) for first, last in self.stretches(length))
+        seen = (_seen(first, last, length, device, numbers_BT, window) for first, last in self.stretches(length))
         return tuple(_added(rows, self.dtype) for rows in seen)
 
     def _look_up(self, rows: Callable[..., Tensor], table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,12 +145,35 @@ class OwnQueries:
         return super().forward(x_BRD, own, mask, cache)
 
     def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, masks: tuple[Tensor, ...], *options: Any) -> Tensor:
-        k_BKTG, v_BKTG = (self.context.gather(x.transpose(1, 2)).transpose(1, 2) for x in (k_BKRG, v_BKRG))
+        k_BKTG, v_BKTG = (self.context.gather_heads(x) for x in (k_BKRG, v_BKRG))
+        return self.attend_rows(q_BHRG, k_BKTG, v_BKTG, masks, *options)
+
+    def attend_rows(self, q_BHRG: Tensor, k_BKTG: Tensor, v_BKTG: Tensor, masks: tuple[Tensor, ...], *options: Any) -> Tensor:
+        """Each stretch of queries meets the keys up to its end."""
         found = []
         for q_BHQG, mask in zip(q_BHRG.chunk(2, dim=2), masks):
             stop = mask.shape[-1]
             found.append(super().attend(q_BHQG, k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], mask, *options))
         return torch.cat(found, dim=2)
+
+
+class OwnLatentQueries(OwnQueries):
+    """Latent attention that gathers what keys and values are made from, which is much smaller, and makes those of all positions itself."""
+
+    def forward(self, x_BRD: Tensor, rope: Any = None, mask: Any = None, cache: Any = None) -> Tensor:
+        return super().forward(x_BRD, rope, mask, AllLatents(self.context))
+
+    def attend(self, q_BHRG: Tensor, k_BHTG: Tensor, v_BHTG: Tensor, masks: tuple[Tensor, ...], *options: Any) -> Tensor:
+        return self.attend_rows(q_BHRG, k_BHTG, v_BHTG, masks, *options)
+
+
+class AllLatents(NamedTuple):
+    """In the place of a layer's cache: it turns the latents and turned keys at hand into those of all positions."""
+
+    context: ContextAxis
+
+    def append(self, latent_B1RC: Tensor, key_B1RG: Tensor) -> tuple[Tensor, Tensor]:
+        return self.context.gather_heads(latent_B1RC), self.context.gather_heads(key_B1RG)
 
 
 class OwnCounted:

@@ -62,7 +62,9 @@ def check_context(config: Config) -> None:
     """Raise ConfigError for a complete configuration whose sequences context-parallel ranks cannot share."""
     model, ranks = config.model, config.parallel.context
     reasons = {
-        f"pairs of sequences (model.family={model.family}) are not spread": bool(model.encoder.layers),
+        f"validation.translation.every_steps={config.validation.translation.every_steps} decodes with a cache of whole sequences": bool(
+            config.validation.translation.every_steps
+        ),
         f"model.predict_ahead={model.predict_ahead} shifts sequences, which parallel.tensor={config.parallel.tensor} cuts as well": bool(
             model.predict_ahead and config.parallel.tensor > 1
         ),
@@ -73,6 +75,20 @@ def check_context(config: Config) -> None:
     for reason, holds in reasons.items():
         if ranks > 1 and holds:
             raise ConfigError(f"parallel.context={ranks}: {reason}; set parallel.context=1, or change the other key")
+    if ranks > 1 and config.parallel.context_method == "ring":
+        _check_ring(config)
+
+
+def _check_ring(config: Config) -> None:
+    if config.model.encoder.layers:
+        raise ConfigError(
+            f"parallel.context_method=ring: pairs of sequences (model.family={config.model.family}) are gathered; use allgather"
+        )
+    if config.parallel.compile != "none":
+        raise ConfigError(
+            "parallel.context_method=ring: torch's compiler cannot trace messages between two ranks; use allgather, or set "
+            "parallel.compile=none"
+        )
 
 
 def check_pipeline(config: Config) -> None:

@@ -5,7 +5,8 @@ target tokens of the whole step, and nothing is averaged after that. `Strategy` 
 
     blocks.py        number formats, recomputation, compilation: alike under every layout
     tensor.py        the tensor axis: which part of a matrix a rank computes with
-    context.py       the context axis: which positions of a sequence
+    context.py       the context axis: which positions of a sequence; keys and values are gathered, or travel round (ring.py, ring_parts.py);
+                     encoder-decoders have two sequences (context_pairs.py)
     pipeline.py      the pipeline axis: which layers, in which order of micro-batches
     expert.py        the expert axis: which experts of a layer
     single.py, ddp.py, fsdp.py
@@ -30,6 +31,9 @@ from pretrain.models.loss import Losses
 from pretrain.parallel.blocks import prepare_blocks
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.layout import STRATEGIES
+
+CONTEXT_AXES = {"allgather": "context.ContextAxis", "ring": "ring.RingAxis", "pairs": "context_pairs.PairedContextAxis"}
+"""What makes the context axis, by `parallel.context_method`; of pairs there is one method."""
 
 
 class DataAxes(Protocol):
@@ -70,7 +74,9 @@ class Strategy:
         if mesh.sizes["tensor"] > 1:
             self.tensor_axis = importlib.import_module("pretrain.parallel.tensor").TensorAxis(mesh)
         if mesh.sizes["context"] > 1:
-            self.context_axis = importlib.import_module("pretrain.parallel.context").ContextAxis(mesh)
+            method = "pairs" if config.model.encoder.layers else config.parallel.context_method
+            module, kind = CONTEXT_AXES[method].split(".")
+            self.context_axis = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(mesh)
         if mesh.sizes["expert"] > 1:
             self.expert_axis = importlib.import_module("pretrain.parallel.expert").ExpertAxis(mesh)
 

@@ -200,7 +200,7 @@ def _note_lengths(
     targets.length = rows((arguments[0] if arguments else named["tokens_BT"]).shape[1])
     source_BS = arguments[1] if len(arguments) > 1 else named.get("source_BS")
     if source_BS is not None:
-        sources.length = source_BS.shape[1]
+        sources.length = rows(source_BS.shape[1])
 
 
 class HeadShard:

@@ -115,7 +115,7 @@ SEEN = {
     "loss.chunk_mb": "models/test_losses.py::test_fused_losses_and_gradients_are_those_of_cross_entropy",
     "optim.clip": "optim/test_clip.py::test_gradients_and_norm_are_those_of_torch",
     "optim.skip_nonfinite": f"{BAD}::test_one_step_more_than_may_be_skipped_ends_the_run_which_can_then_go_on_with_more",
-    "parallel.tensor": SHARED, "parallel.context": SHARED, "parallel.pipeline": STAGES, "parallel.pipeline_schedule": STAGES, "parallel.pipeline_chunks": STAGES,
+    "parallel.tensor": SHARED, "parallel.context": SHARED, "parallel.context_method": SHARED, "parallel.pipeline": STAGES, "parallel.pipeline_schedule": STAGES, "parallel.pipeline_chunks": STAGES,
     "parallel.expert": "train/test_experts_in_layouts.py::test_a_layout_computes_what_one_process_computes",
     "parallel.grad_sync": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
     "parallel.reshard_after_forward": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",

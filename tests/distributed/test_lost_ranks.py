@@ -42,12 +42,14 @@ def train_badly(
     from pretrain.checkpoint import save
     from pretrain.data.training_data import Loader
     from pretrain.parallel.pipeline import PipelineAxis
+    from pretrain.parallel.ring import _Travelling
     from pretrain.parallel.strategy import Strategy
 
     owner, name, when = {
         "next batch": (Loader, "read", 4),
         "forward": (Strategy, "_micro_step", 7),  # 2 micro-steps to a step: in step 4
         "pass": (PipelineAxis, "_forward", 7),  # 4 micro-batches to a step: in step 2
+        "ring": (_Travelling, "take", 40),  # 4 micro-batches of 2 layers, of which each takes 3 messages: in step 2
         "save": (save, "_save_payload", 1),
         "flush": (save, "flush", 1),
     }[place]
@@ -131,6 +133,22 @@ def test_a_rank_that_hangs_in_a_pass_of_a_pipeline_is_named_in_time(started, con
         "error: 'step 2: forward and backward' did not come to an end within 4 s (parallel.timeout_seconds)"
     ), line
     assert ranks[1].wait(20) == 1
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    ("die", f"'step 2: forward and backward' broke off: rank 1 ({HERE}) is gone without a word (killed?)"),
+    pytest.param(
+        "stop",
+        f"'step 2: forward and backward' did not come to an end within 4 s (parallel.timeout_seconds): rank 1 ({HERE}) does not answer",
+        marks=pytest.mark.slow,
+    ),
+])  # fmt: skip
+def test_a_rank_that_is_lost_in_a_ring_is_named_in_time(started, config_file, how, said):
+    ring = "parallel.strategy=fsdp", "parallel.context=2", "parallel.context_method=ring", "parallel.timeout_seconds=4"
+    zero, _ = started("ring", how, *ring)
+    assert zero.wait(60) == 1
+    (line,) = errors(zero)
+    assert said in line, line
 
 
 def test_a_rank_that_is_killed_is_named_at_once(started, config_file):

@@ -121,3 +121,13 @@ def test_keys_and_values_travel_once_per_layer(pool, config_file):
             "_reduce_scatter_base_": MICRO_STEPS * (2 * layers + SHARDED_UNITS),
             "allreduce_": VECTORS,
         }
+
+
+def test_a_ring_sends_keys_and_values_on_and_their_gradients_home(pool, config_file):
+    """Forward sends one message less than there are ranks in each of the 2 blocks, and backward as many of keys and values and of their gradients."""
+    layers, ranks = 2, 4
+    ring = ("parallel.strategy=fsdp", f"parallel.context={ranks}", "parallel.context_method=ring", "batch.micro_sequences=4")
+    for counts in pool.launch(ranks, count_collectives, str(config_file), *ring):
+        assert counts["send"] == counts["recv_"] == MICRO_STEPS * layers * 3 * (ranks - 1)
+        gathered_again = SHARDED_UNITS - 1
+        assert counts["_allgather_base_"] == MICRO_STEPS * (SHARDED_UNITS + gathered_again)  # of weights alone

@@ -383,6 +383,24 @@ def test_sequences_that_ranks_cannot_share_are_refused(config_file, overrides, m
     assert str(raised.value) == f"{message}; set parallel.context=1, or change the other key"
 
 
+def test_pairs_under_context_parallelism_are_gathered_and_not_decoded():
+    pairs = ("model={family: transformer, encoder: {layers: 2}}", "data={pairs: x, validation: [{path: x}]}", "batch.tokens=1000")
+    resolve(config("parallel={strategy: fsdp, context: 2}", *pairs))
+    with pytest.raises(ConfigError, match="context_method=ring: pairs of sequences .* are gathered; use allgather"):
+        resolve(config("parallel={strategy: fsdp, context: 2, context_method: ring}", *pairs))
+    with pytest.raises(ConfigError, match="parallel.context=2: validation.translation.every_steps=5 decodes with a cache"):
+        resolve(config("parallel={strategy: fsdp, context: 2}", *pairs, "validation.translation.every_steps=5"))
+
+
+def test_a_ring_is_not_compiled_and_needs_ranks(config_file):
+    written, _ = load_config(config_file, ["parallel={strategy: fsdp, context: 2, context_method: ring, compile: blocks}"])
+    with pytest.raises(ConfigError, match="parallel.context_method=ring: torch's compiler cannot trace .*; use allgather, or set parallel.compile=none"):
+        resolve(written)
+    written, _ = load_config(config_file, ["parallel={strategy: fsdp, context_method: ring}"])
+    with pytest.raises(ConfigError, match="parallel.context_method=ring has no effect with parallel.context=1"):
+        resolve(written)
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [

@@ -363,17 +363,19 @@ def differences(wanted: dict[str, Model], parallel: Parallel) -> dict[str, tuple
     from pretrain.distributed import ranks as distributed
     from pretrain.distributed.mesh import Mesh
     from pretrain.parallel.context import ContextAxis
+    from pretrain.parallel.context_pairs import PairedContextAxis
     from pretrain.parallel.tensor import TensorAxis
 
     config = Config(parallel=parallel)
     sizes = {"pipeline": parallel.pipeline, "tensor": parallel.tensor, "context": parallel.context}
     mesh = Mesh(sizes, distributed.start(Config(), alone=False))
-    axes = {name: kind(mesh) for name, kind in (("tensor", TensorAxis), ("context", ContextAxis)) if sizes[name] > 1}
     found, default = {}, torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with patch.object(torch.Tensor, "float", torch.Tensor.double), patch.object(torch, "float32", torch.float64):
             for name, model in wanted.items():
+                kinds = {"tensor": TensorAxis, "context": PairedContextAxis if model.encoder.layers else ContextAxis}
+                axes = {axis: kind(mesh) for axis, kind in kinds.items() if sizes[axis] > 1}
                 alone, together = gradients_alone(model), gradients_together(model, config, mesh, axes)
                 alone["norm"] = sum(p.square().sum() for key, p in alone.items() if "." in key)
                 with torch.no_grad():

@@ -47,6 +47,9 @@ OWN = {
         family="custom", **SMALL, kv_heads=1, attention=AttentionConfig(sinks=True, window=7, soft_cap=5.0, bias=["query", "key", "value", "output"]),
         logit_soft_cap=3.0, tie_embeddings=True, embedding_multiplier=5.66,
     ),
+    "two key heads, sinks, a window, a token ahead": Model(
+        family="custom", **SMALL, kv_heads=2, attention=AttentionConfig(sinks=True, window=9), predict_ahead=1
+    ),
     "normed queries and keys of all heads, one key head": Model(family="custom", **SMALL, kv_heads=1, norm=Norm(qk="full", placement="reordered")),
     "layer norms, learned positions, parallel residual": Model(
         family="custom", **SMALL, norm=Norm(kind="layer"), positions="learned", parallel_residual=True, dropout=0.1,
@@ -73,7 +76,7 @@ def models(kind: str, ranks: int, every_family: bool) -> dict[str, Model]:
 def sizes_of(kind: str, ranks: int) -> dict[str, int]:
     if kind == "expert":  # whose ranks have other samples
         return {"shard": ranks, "expert": ranks}
-    several = {"both": {"context": 2, "tensor": 2}, "all": {"context": 2, "tensor": 2, "expert": 2}}
+    several = {"both": {"context": 2, "tensor": 2}, "all": {"context": 2, "tensor": 2, "expert": 2}, "ring": {"context": ranks}}
     return several.get(kind, {kind: ranks})
 
 
@@ -81,7 +84,8 @@ def is_legal(model: Model, kind: str, ranks: int) -> bool:
     try:
         sizes = sizes_of(kind, ranks)
         check_tensor(model, sizes.get("tensor", 1))
-        check_context(Config(model=model, parallel=Parallel(**sizes)))
+        method = "ring" if kind == "ring" else "allgather"
+        check_context(Config(model=model, parallel=Parallel(**sizes, context_method=method)))
         check_expert(model, sizes.get("expert", 1))
     except ConfigError:
         return False
@@ -98,25 +102,28 @@ def batch(model: Model) -> dict[str, torch.Tensor]:
     if model.encoder.layers:
         inputs["source_BS"] = torch.randint(model.encoder.vocab_size or model.vocab_size, (4, 23), generator=generator)
         inputs["source_lengths_B"] = torch.tensor([23, 7, 12, 20])
-    else:
+    elif not model.mlp.bias:  # without documents as well
         inputs["documents_BT"] = (torch.rand(4, 41, generator=generator) < 0.1).cumsum(dim=1)
     return inputs
 
 
-def split_network(model: Model, mesh) -> tuple:
+def split_network(model: Model, mesh, context_method: str = "allgather") -> tuple:
     """A network with weights, and its tensor axis; None where it is whole."""
     from torch.distributed.tensor import DTensor
 
     from pretrain.models import build_network
     from pretrain.parallel.blocks import set_compute_format
     from pretrain.parallel.context import ContextAxis
+    from pretrain.parallel.context_pairs import PairedContextAxis
     from pretrain.parallel.expert import ExpertAxis
     from pretrain.parallel.initialise import initialise
+    from pretrain.parallel.ring import RingAxis
     from pretrain.parallel.tensor import TensorAxis
 
     with torch.device("meta"):
         network = build_network(model, LOSS)
-    kinds = {"tensor": TensorAxis, "context": ContextAxis, "expert": ExpertAxis}
+    of_context = {"ring": RingAxis, "allgather": PairedContextAxis if model.encoder.layers else ContextAxis}[context_method]
+    kinds = {"tensor": TensorAxis, "context": of_context, "expert": ExpertAxis}
     tensor, context, expert = (kinds[a](mesh) if mesh and mesh.sizes[a] > 1 else None for a in kinds)
     if tensor is not None:
         tensor.split(network, *([context.rows] if context else []))
@@ -132,11 +139,11 @@ def split_network(model: Model, mesh) -> tuple:
     return network, tensor
 
 
-def values_and_gradients(model: Model, mesh=None) -> dict[str, torch.Tensor]:
+def values_and_gradients(model: Model, mesh=None, context_method: str = "allgather") -> dict[str, torch.Tensor]:
     """Losses, logits, what routers counted and every whole gradient."""
     from torch.distributed.tensor import DTensor
 
-    network, tensor = split_network(model, mesh)
+    network, tensor = split_network(model, mesh, context_method)
     every, own = batch(model), slice(None)
     if mesh is not None and mesh.data_size > 1:
         own = slice(mesh.data_rank * 4 // mesh.data_size, (mesh.data_rank + 1) * 4 // mesh.data_size)
@@ -176,7 +183,7 @@ def differences(kind: str, wanted: dict[str, Model]) -> dict[str, tuple[float, s
     try:
         with patch.object(torch.Tensor, "float", torch.Tensor.double), patch.object(torch, "float32", torch.float64):
             for name, model in wanted.items():
-                alone, together = values_and_gradients(model), values_and_gradients(model, mesh)
+                alone, together = values_and_gradients(model), values_and_gradients(model, mesh, "ring" if kind == "ring" else "allgather")
                 assert alone.keys() == together.keys()
                 least = NEGLIGIBLE * max(float(x.norm()) for x in alone.values())
                 gaps = ((float((together[k] - x).norm()) / max(float(x.norm()), least), k) for k, x in alone.items())
@@ -191,7 +198,7 @@ def differences(kind: str, wanted: dict[str, Model]) -> dict[str, tuple[float, s
 SIZES = [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("kind", ["tensor", "context", "both", "expert", "all"])
+@pytest.mark.parametrize("kind", ["tensor", "context", "ring", "both", "expert", "all"])
 @pytest.mark.parametrize("ranks, every_family", SIZES)
 def test_ranks_that_share_a_model_compute_what_one_process_computes(pool, kind, ranks, every_family):
     if kind in ("both", "all") and ranks == 2:

@@ -72,6 +72,16 @@ LAYOUTS = {
         4, "parallel.strategy=fsdp", "parallel.context=2", "batch.micro_sequences=2", "parallel.grad_sync=last", "model.tie_embeddings=true",
         "parallel.prefetch=1",
     ),
+    "fsdp 2 x ring 2, selective recomputation": (
+        4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.context_method=ring", "batch.micro_sequences=2",
+        "parallel.activation_checkpointing=selective",
+    ),
+    "ring 4": (4, "parallel.strategy=fsdp", "parallel.context=4", "parallel.context_method=ring"),
+    "ring 2 x tensor 2": (4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.context_method=ring", "parallel.tensor=2"),
+    "ring 2 x pipeline 2, recomputation": (
+        4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.context_method=ring", "parallel.pipeline=2",
+        "parallel.activation_checkpointing=full",
+    ),
     "hsdp 2x2 of context 2": (4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=1", "parallel.context=2"),
     "context 2 x tensor 2": (4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.tensor=2"),
     "pipeline 2": (2, "parallel.strategy=fsdp", "parallel.pipeline=2"),
@@ -139,6 +149,7 @@ def reference(trained_run, config_file, overrides):
 SLOW = {
     "ddp on 3", "ddp on 4", "fsdp on 2", "ddp on 2, accumulation 4, last", "ddp on 2, small buckets", "ddp on 2, tied", "fsdp on 2, weights kept for backward",
     "tensor 4, more ranks than key heads", "fsdp 2 x tensor 2, last", "replicate 2 x tensor 2, tied", "context 2", "context 4, recomputation",
+    "fsdp 2 x ring 2, selective recomputation", "ring 4", "ring 2 x tensor 2", "ring 2 x pipeline 2, recomputation",
     "pipeline 2", "pipeline 4, interleaved 2, tied", "fsdp 2 x pipeline 2, recomputation", "replicate 2 x pipeline 2, gpipe", "tensor 2 x pipeline 2, tied", "context 2 x pipeline 2",
     "hsdp 2x2, last", "hsdp 2x2, every", "hsdp 2x2, tied, last block kept, ahead", "fsdp on 4, parts kept among 2, ahead, offload",
     "fsdp 2 x context 2, parts kept among 2, ahead", "fsdp 2 x tensor 2, tied, last block kept, recomputation", "ddp on 2, recomputation, on the host", "ddp on 2, selective recomputation",

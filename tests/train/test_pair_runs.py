@@ -86,6 +86,12 @@ LAYOUTS = {
     "pipeline 4, a table for each side, post-norm": (
         4, FSDP, "parallel.pipeline=4", "model.encoder.share_embedding=false", "model.norm.placement=post", "batch.micro_tokens=60"
     ),
+    "context 4, post-norm": (4, FSDP, "parallel.context=4", "model.norm.placement=post", "batch.micro_tokens=60"),
+    "context 2 x pipeline 2, post-norm, recomputation": (
+        4, FSDP, "parallel.context=2", "parallel.pipeline=2", "model.norm.placement=post", "batch.micro_tokens=60",
+        "parallel.activation_checkpointing=full",
+    ),
+    "context 2 x tensor 2, a table for each side": (4, FSDP, "parallel.context=2", "parallel.tensor=2", *OWN),
     "hsdp 2x2": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ import yaml
 from safetensors.torch import load_file
 
 from pretrain.checkpoint.payload import Payload
-from pretrain.observe.equivalence import NEGLIGIBLE
+from pretrain.equivalence.comparison import NEGLIGIBLE
 from pretrain.observe.metrics import read_metrics
 from pretrain.run import main
 

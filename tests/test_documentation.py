@@ -17,7 +17,7 @@ from running import tool
 from pretrain.config.load import load_config
 from pretrain.config.read import Tree, apply_override
 from pretrain.config.schema import Config
-from pretrain.observe.equivalence import cases
+from pretrain.equivalence.cases import cases
 from pretrain.run import main
 
 ROOT = Path(__file__).resolve().parents[1]

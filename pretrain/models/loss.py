@@ -295,15 +295,23 @@ def _chunks(
     if not tokens:
         return
     on_cpu = x_ND.device.type == "cpu"
-    limit = options.chunk_bytes or (CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES)
-    most = max(1, limit // (vocabulary * _ChunkLogits.bytes_per_logit(x_ND.dtype)))
+    size = chunk_size(tokens, vocabulary, x_ND.dtype, on_cpu, options)
+    buffers = _ChunkLogits(size, weight_VD, options, shard, _chunk_bytes(on_cpu, options))
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens)), buffers
+
+
+def chunk_size(tokens: int, vocabulary: int, dtype: torch.dtype, on_cpu: bool, options: LossOptions) -> int:
+    """How many of `tokens` tokens, in this format, have their logits of so many rows of the vocabulary at one time."""
+    most = max(1, _chunk_bytes(on_cpu, options) // (vocabulary * _ChunkLogits.bytes_per_logit(dtype)))
     if on_cpu:
         most = min(most, CPU_CHUNK_TOKENS)
     count = -(-tokens // most)
-    size = -(-tokens // count)
-    buffers = _ChunkLogits(size, weight_VD, options, shard, limit)
-    for start in range(0, tokens, size):
-        yield slice(start, min(start + size, tokens)), buffers
+    return -(-tokens // count)
+
+
+def _chunk_bytes(on_cpu: bool, options: LossOptions) -> int:
+    return options.chunk_bytes or (CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES)
 
 
 class _ChunkLogits:

@@ -15,8 +15,8 @@ from test_shared_models import LOSS, OWN, batch
 
 from pretrain.config.model_schema import EncoderConfig, ExpertsConfig, Model, Norm
 from pretrain.config.schema import Config, Parallel
+from pretrain.equivalence.comparison import NEGLIGIBLE
 from pretrain.models.families import complete
-from pretrain.observe.equivalence import NEGLIGIBLE
 from pretrain.parallel.pipeline_order import BACKWARD, FORWARD, bubble, cut, needs, order
 
 SHAPES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3)]

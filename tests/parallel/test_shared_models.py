@@ -23,9 +23,9 @@ from pretrain.config.model_schema import (
 )
 from pretrain.config.schema import Config, Loss, Parallel
 from pretrain.conventions import IGNORED, sample_keys
+from pretrain.equivalence.comparison import NEGLIGIBLE
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete
-from pretrain.observe.equivalence import NEGLIGIBLE
 from pretrain.parallel.legality import check_context, check_expert, check_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))

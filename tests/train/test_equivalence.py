@@ -1,8 +1,5 @@
 """Invariant 1: the same mathematics in every layout. Gradients before clipping, losses and norms of 10 steps, against one process."""
 
-from types import SimpleNamespace
-from unittest.mock import patch
-
 import pytest
 from running import (
     cut_after,
@@ -14,10 +11,6 @@ from running import (
     train,
 )
 
-from pretrain.config.keys import check_effects
-from pretrain.config.load import load_config
-from pretrain.errors import ConfigError, TrainingError
-from pretrain.observe import equivalence
 from pretrain.observe.metrics import read_metrics
 
 GRADIENT_TOLERANCE, METRIC_TOLERANCE = 5e-6, 2e-6
@@ -317,36 +310,3 @@ def test_validation_loss_is_the_same_number_at_any_world_size_and_changes_nothin
     assert largest_relative_difference(measured["pipeline"], measured["single"]) <= METRIC_TOLERANCE
     assert all(0 < r["pipeline_wait"] < 1 for r in read_metrics(runs["pipeline"]))
     assert largest_relative_difference(measured["ddp"], measured["single 24"]) <= METRIC_TOLERANCE
-
-
-# ---- tools/check_equivalence.py ---------------------------------------------------------------------------------------
-
-OF_OTHER_LAYOUTS = (
-    "parallel.join_seconds=30", "parallel.grad_sync=last", "parallel.backend=gloo", "parallel.ddp.bucket_mb=1", "parallel.shard=2",
-    "precision.reduce=bf16",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["single", "DDP on 2, accumulation 4, no_sync", "FSDP2 on 2", "HSDP 2x2"])
-def test_the_check_of_layouts_takes_back_what_is_set_for_another_layout(config_file, tmp_path, name):
-    """F10: parallel.join_seconds in the YAML file was refused, because the single process of the comparison has no use for it."""
-    [case] = [case for case in equivalence.cases(16) if case.name == name]
-    says_no = SimpleNamespace(returncode=1, stderr="error: the run says no\n")
-    with patch("subprocess.run", return_value=says_no) as ran, pytest.raises(TrainingError) as raised:
-        equivalence.compare(config_file, ["batch.sequences=16", *OF_OTHER_LAYOUTS], tmp_path / "out", [case], "fp32")
-    assert str(raised.value) == f"{name}: the run says no"  # "error:" stood there twice
-    command = ran.call_args.args[0]
-    config, _ = load_config(config_file, command[command.index("--config") + 2 :])
-    wanted = dict(override.split("=", 1) for override in case.overrides)
-    assert config.parallel.strategy == wanted["parallel.strategy"]
-    check_effects(config, {"parallel.strategy": config.parallel.strategy})
-    assert (config.parallel.replicate, config.parallel.shard) == ((2, 2) if name == "HSDP 2x2" else (None, None))
-
-
-def test_the_check_of_layouts_does_not_remove_what_it_starts_from(config_file, tmp_path):
-    """F14: --from inside --output was deleted by the first comparison."""
-    source = tmp_path / "out" / "fp32-0"
-    source.mkdir(parents=True)
-    with patch("subprocess.run") as ran, pytest.raises(ConfigError, match="which it would remove; choose another --output"):
-        equivalence.compare(config_file, [f"run.init_from={source}"], tmp_path / "out", equivalence.cases(16)[:1], "fp32")
-    assert source.is_dir() and not ran.called

@@ -1,0 +1,152 @@
+"""Runs one configuration under many layouts and launchers, as a user would start them, and compares what they computed.
+
+A layout may only change the order in which the gradients of micro-batches are added, in fp32. In bf16 every micro-batch's gradient of a matrix is
+also rounded once. So a layout is compared with the single process that has the same micro-batches. Single processes with other micro-batches may
+differ by that rounding: each addend by 2^-9 of itself (u, the unit roundoff of bf16). Both sums together may differ by 2 u times the addends'
+norms over the norm of their sum. That ratio is at most 4 for the 16 micro-batches here, if they are unrelated.
+
+A layout that splits matrices or positions also adds up activations in another order, so it rounds them elsewhere. A parameter whose gradient is small because
+large terms cancel has the rounding of these terms. So differences up to u times the norm of the whole gradient are mere rounding there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.config.load import load_config
+from pretrain.config.schema import Config
+from pretrain.equivalence.cases import SINGLE, Case
+from pretrain.equivalence.measured_run import Measured, read_measured
+from pretrain.errors import ConfigError, TrainingError
+from pretrain.observe.metrics import read_metrics
+
+GRADIENT_LIMIT, METRIC_LIMIT = 5e-6, 2e-6
+BF16_GRADIENT_LIMIT, BF16_METRIC_LIMIT = 2 * 4 * 2**-9, 2**-8
+"""The first limit: see above. The second is for later steps: weights that differ in the last bit of fp32 may round to neighbours in bf16."""
+NEGLIGIBLE = 1e-6
+"""A gradient below this share of the whole gradient's norm is mere rounding (a bias without effect, say). It is divided by that share."""
+UNIT_ROUNDOFF = {"fp32": 2**-24, "bf16": 2**-9}
+
+Start = Callable[[Case, Path, list[str]], None]
+"""Runs a case with a configuration file and overrides. Raises TrainingError if it fails."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The largest relative differences between a case and a single process, in one number format."""
+
+    case: Case
+    format: str
+    gradient: float
+    loss: float
+    grad_norm: float
+    same_batches: bool
+    same_micro_batches: bool
+    seconds: float
+    measured: tuple[Measured, ...] = ()
+    """Of each rank."""
+
+    @property
+    def equal(self) -> bool:
+        loss = norm = METRIC_LIMIT if self.format == "fp32" else BF16_METRIC_LIMIT
+        gradient = gradient_limit(self.case, self.format, self.same_micro_batches)
+        if self.case.splits or gradient == BF16_GRADIENT_LIMIT:
+            norm = gradient
+        return self.gradient <= gradient and self.loss <= loss and self.grad_norm <= norm and self.same_batches
+
+
+def gradient_limit(case: Case, number_format: str, same_micro_batches: bool) -> float:
+    """The largest relative difference that rounding explains."""
+    rounds_elsewhere = number_format == "bf16" and (case.splits or not same_micro_batches)
+    return BF16_GRADIENT_LIMIT if rounds_elsewhere else GRADIENT_LIMIT
+
+
+def start_processes(case: Case, config: Path, overrides: list[str]) -> None:
+    """Run a case as a user would start it."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    done = subprocess.run(case.command(config, overrides), env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        errors = [text for text in done.stderr.splitlines() if text.startswith("error:")]
+        raise TrainingError(f"{case.name}: {errors[0].removeprefix('error: ') if errors else done.stderr[-500:]}")
+
+
+def compare(
+    config: Path, overrides: list[str], output: Path, wanted: list[Case], number_format: str, start: Start = start_processes
+) -> list[Row]:
+    """Run every case below `output` and compare it with a single process; progress on standard output."""
+    _refuse_own_source(load_config(config, overrides)[0], output)
+    rows: list[Row] = []
+    references: dict[int, Path] = {}
+    overrides = [*overrides, f"precision.compute={number_format}"]
+    for number, case in enumerate(wanted):
+        started = time.monotonic()
+        run = output / f"{number_format}-{number}"
+        _run(case, config, overrides, run, start)
+        first = references.setdefault(wanted[0].micro, run)
+        if case.processes == 1:
+            references[case.micro] = run
+        reference = references[case.micro] if number_format == "bf16" and case.processes > 1 else first
+        same = references[case.micro] == reference
+        rows.append(_row(case, number_format, reference, run, same, time.monotonic() - started))
+        print(f"{number + 1}/{len(wanted)}  {line(rows[-1])}", flush=True)
+    return rows
+
+
+def _refuse_own_source(config: Config, output: Path) -> None:
+    """Refuse to start from a directory of a case, because every case first removes its own."""
+    source, folder = Path(config.run.init_from or "."), output.resolve()
+    inside = source.resolve().relative_to(folder).parts if source.resolve().is_relative_to(folder) else ()
+    if config.run.init_from and inside and re.fullmatch(r"(fp32|bf16)-\d+", inside[0]):
+        raise ConfigError(f"{source} is a run of this tool in {output}, which it would remove; choose another --output")
+
+
+def _run(case: Case, config: Path, overrides: list[str], directory: Path, start: Start) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    own = [
+        f"run.dir={directory.parent}",
+        f"run.name={directory.name}",
+        "log.gradients_at=[1]",
+        "log.every_steps=1",
+        "log.tensorboard=false",
+        "checkpoint.export_check=false",
+    ]
+    start(case, config, [*overrides, *case.resets(load_config(config, overrides)[0]), *own])
+
+
+def _row(case: Case, number_format: str, reference: Path, run: Path, same_micro_batches: bool, seconds: float) -> Row:
+    from safetensors.torch import load_file
+
+    file = Path("gradients") / "step-00000001.safetensors"
+    ours, theirs = ({n: g.double() for n, g in load_file(path / file).items()} for path in (run, reference))
+    if ours.keys() != theirs.keys():
+        raise TrainingError(f"{case.name}: its gradients have other names than those of {SINGLE}")
+    share = NEGLIGIBLE
+    if case.splits:
+        share = UNIT_ROUNDOFF[number_format] / gradient_limit(case, number_format, same_micro_batches)
+    least = share * math.sqrt(sum(float(g.square().sum()) for g in theirs.values()))
+    gradient = max(float((ours[name] - g).norm()) / max(float(g.norm()), least) for name, g in theirs.items())
+    records = list(zip(read_metrics(run), read_metrics(reference), strict=True))
+
+    def largest(key: str) -> float:
+        return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in records)
+
+    same = all(a["batch"] == b["batch"] for a, b in records)
+    measured = tuple(read_measured(run, case.processes))
+    differences = gradient, largest("loss"), largest("grad_norm")
+    return Row(case, number_format, *differences, same, same_micro_batches, seconds, measured)
+
+
+def line(row: Row) -> str:
+    """A row for the console."""
+    verdict = "equal" if row.equal else "DIFFERENT"
+    figures = f"gradient {row.gradient:.1e}  loss {row.loss:.1e}  norm {row.grad_norm:.1e}"
+    return f"{row.format}  {row.case.name:<42} {figures}  {verdict}"

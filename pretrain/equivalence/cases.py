@@ -61,8 +61,9 @@ class Case:
 
         def is_of_another(key: SetKey) -> bool:
             wanted = key.when.get("parallel.strategy", (strategy,))
-            of_schedule = key.path.startswith("parallel.pipeline_") and own.get("parallel.pipeline", "1") == "1"
-            return key.path in _SIZES or of_schedule or not is_met(wanted, strategy)
+            of_axis = [axis for axis in ("pipeline", "context") if key.path.startswith(f"parallel.{axis}_")]
+            unused = any(own.get(f"parallel.{axis}", "1") == "1" for axis in of_axis)
+            return key.path in _SIZES or unused or not is_met(wanted, strategy)
 
         changed = [key for key in keys_of(config) if key.value != key.default and key.path not in own]
         return [f"{key.path}={json.dumps(key.default)}" for key in changed if is_of_another(key)]

@@ -95,8 +95,9 @@ def _unknown(config: Config, layout: Layout) -> bool:
     """Whether a layout has no formula: compiled blocks, sizes that differ from step to step, recomputed collectives."""
     parallel = config.parallel
     recomputed = parallel.activation_checkpointing != "none" and (layout.tensor > 1 or layout.context > 1 or layout.expert > 1)
+    others = layout.context > 1 and (parallel.context_method == "ring" or config.model.encoder.layers > 0)
     of_others = not family_of(config.model.family).splits and layout.strategy == "fsdp"
-    return bool(parallel.compile != "none" or recomputed or of_others or parallel.offload or not layout.micro_steps)
+    return bool(others or parallel.compile != "none" or recomputed or of_others or parallel.offload or not layout.micro_steps)
 
 
 def _sync_counts(config: Config, hybrid: bool) -> tuple[bool, bool]:

@@ -95,9 +95,8 @@ def _unknown(config: Config, layout: Layout) -> bool:
     """Whether a layout has no formula: compiled blocks, sizes that differ from step to step, recomputed collectives."""
     parallel = config.parallel
     recomputed = parallel.activation_checkpointing != "none" and (layout.tensor > 1 or layout.context > 1 or layout.expert > 1)
-    others = layout.context > 1 and (parallel.context_method == "ring" or config.model.encoder.layers > 0)
     of_others = not family_of(config.model.family).splits and layout.strategy == "fsdp"
-    return bool(others or parallel.compile != "none" or recomputed or of_others or parallel.offload or not layout.micro_steps)
+    return bool(parallel.compile != "none" or recomputed or of_others or parallel.offload or not layout.micro_steps)
 
 
 def _sync_counts(config: Config, hybrid: bool) -> tuple[bool, bool]:
@@ -242,7 +241,11 @@ def _target_length(config: Config) -> int:
 
 def _add_positions(traffic: Traffic, network: nn.Module, config: Config, layout: Layout) -> None:
     modules, experts = list(network.modules()), config.model.experts
-    attentions = sum(isinstance(module, (Attention, LatentAttention)) for module in modules)
+    attentions = sum(isinstance(module, (Attention, LatentAttention, CrossAttention)) for module in modules)
+    if config.parallel.context_method == "ring":
+        for kind in (SEND, RECEIVE):  # forward sends keys and values on; backward does so again, and sends their gradients home
+            traffic.each[kind] += attentions * 3 * (layout.context - 1)
+        attentions = 0
     _add_pairs(traffic, GATHER, 2 * attentions + _shifts(network))
     routers = sum(isinstance(module, Router) for module in modules)
     traffic.each[GATHER] += 4 * routers  # logits, scores, choices, and which positions count

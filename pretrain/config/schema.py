@@ -370,10 +370,11 @@ class Parallel:
         rest=True,
         when={"parallel.strategy": ("fsdp",)},
     )
-    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = key(
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipev"] = key(
         "1f1b",
         "In which order a rank takes micro-batches: `1f1b`, one forward, one backward; `gpipe`, all forward, then all backward, which needs more "
-        "memory; `interleaved`, as 1f1b with `pipeline_chunks` stages per rank, which waits less and sends more.",
+        "memory; `interleaved`, as 1f1b with `pipeline_chunks` stages per rank, which waits less and sends more; `zero_bubble`, gradients of "
+        "weights while others would wait; `zero_bubble_v` and `dualpipev`, so too with two stages per rank, which waits least and sends more.",
         when={"parallel.pipeline": Except(1)},
     )
     pipeline_chunks: int = key(
@@ -391,7 +392,7 @@ class Parallel:
         "auto",
         "When the gradients of several micro-steps are synchronised: in the `last` micro-step only (no_sync: less communication), "
         "in `every` one, or `auto`: `last` for ddp; `every` for fsdp, which keeps gradients sharded; for HSDP, reduce-scatter in "
-        "every one and all-reduce in the last.",
+        "every one and all-reduce in the last. Pipelines that compute gradients of weights apart (`zero_bubble`, `zero_bubble_v`, `dualpipev`): `last`.",
         when={"parallel.strategy": Except("single")},
     )
     reshard_after_forward: Literal["always", "never", "last_block_kept"] | int = key(

@@ -41,9 +41,12 @@ def expert_place(coordinates: dict[str, int], sizes: dict[str, int]) -> int:
 
 
 class Mesh:
-    """This rank's place in the grid, and sums over parts of it. `sizes` are by axis; an axis that is not named has size 1."""
+    """This rank's place in the grid, and sums over parts of it. `sizes` are by axis; an axis that is not named has size 1.
 
-    def __init__(self, sizes: dict[str, int], ranks: Ranks) -> None:
+    `loss_rank`: the place on the axis `pipeline` of the ranks that compute the losses, by default the last one.
+    """
+
+    def __init__(self, sizes: dict[str, int], ranks: Ranks, loss_rank: int = -1) -> None:
         if unknown := set(sizes) - {*AXES, "expert"}:
             raise ValueError(f"a mesh has the axes {', '.join(AXES)}, but not {', '.join(sorted(unknown))}")
         self.sizes = {axis: sizes.get(axis, 1) for axis in (*AXES, "expert")}
@@ -51,6 +54,7 @@ class Mesh:
             raise ValueError(f"a mesh of {self.sizes} has another number of ranks than the {ranks.world_size} of the run")
         self.ranks, self.device = ranks, ranks.device
         self.coordinates = coordinates_of(ranks.rank, self.sizes)
+        self._loss_rank = loss_rank % self.sizes["pipeline"]
         self._pipeline_groups: dict[str, ProcessGroup] = {}
 
     @property
@@ -80,7 +84,7 @@ class Mesh:
     @property
     def counts_losses(self) -> bool:
         """Whether this rank counts its target tokens. Exactly one of the ranks that compute the loss of the same tokens counts them."""
-        return self.coordinates["pipeline"] == self.sizes["pipeline"] - 1 and self.is_source("tensor")
+        return self.coordinates["pipeline"] == self._loss_rank and self.is_source("tensor")
 
     def sum_over_data(self, name: str, values: Tensor) -> Tensor:
         """The sum over ranks with different samples, on the CPU, equal on every rank. `name` says what the ranks are doing."""

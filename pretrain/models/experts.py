@@ -169,10 +169,27 @@ class MixtureOfExperts(nn.Module):
 
 def project_rows(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, experts_R: Tensor, ends_E: Tensor) -> Tensor:
     """Each row times the weight of its expert, plus its bias. Rows are sorted by expert; those of expert e end at `ends_E[e]`."""
-    product = _grouped if _has_grouped_kernel(x_RI, weight_EOI) else _one_by_one
-    y_RO = product(x_RI, weight_EOI.to(x_RI.dtype), ends_E)
+    return add_biases(multiply_rows(x_RI, weight_EOI, ends_E), bias_EO, experts_R)
+
+
+def add_biases(y_RO: Tensor, bias_EO: Tensor | None, experts_R: Tensor) -> Tensor:
+    """Rows plus the biases of their experts, if there are any."""
     # An embedding look-up: its gradient is a sum per expert, of zero rows too, in a fixed order.
-    return y_RO if bias_EO is None else y_RO + F.embedding(experts_R, bias_EO.to(x_RI.dtype))
+    return y_RO if bias_EO is None else y_RO + F.embedding(experts_R, bias_EO.to(y_RO.dtype))
+
+
+def multiply_rows(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Each row times the weight of its expert."""
+    product = _grouped if _has_grouped_kernel(x_RI, weight_EOI) else _one_by_one
+    return product(x_RI, weight_EOI.to(x_RI.dtype), ends_E)
+
+
+def outer_products(g_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    """The gradient of each expert's weight, [E, O, I], from the gradients of its rows' results and the rows. Autograd makes the same."""
+    if _has_grouped_kernel(x_RI, g_RO.new_empty(0, g_RO.shape[1], x_RI.shape[1])):
+        return _grouped_kernel()(g_RO.T, x_RI, offs=ends_E.int())
+    sizes = _stretches(ends_E, len(x_RI))
+    return torch.stack([g.T @ x for g, x in zip(g_RO.split(sizes), x_RI.split(sizes))])
 
 
 class Experts(nn.Module):
@@ -218,8 +235,11 @@ def _has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
 
 def _grouped(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """All stretches of rows in one kernel; where they end is never brought to the host."""
-    product = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the name before it was made public
-    return product(x_RI, weight_EOI.transpose(1, 2), offs=ends_E.int())
+    return _grouped_kernel()(x_RI, weight_EOI.transpose(1, 2), offs=ends_E.int())
+
+
+def _grouped_kernel() -> Callable[..., Tensor]:
+    return getattr(F, "grouped_mm", None) or torch._grouped_mm  # the name before it was made public
 
 
 @torch.compiler.disable  # sizes that change in every step: compiled, it would be compiled anew for ever

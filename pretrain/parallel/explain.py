@@ -8,7 +8,7 @@ from pretrain.config.schema import Config
 from pretrain.distributed.mesh import AXES, coordinates_of, expert_place
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout
 from pretrain.parallel.legality import ranks_of_a_sample
-from pretrain.parallel.pipeline_order import cut, stages_of
+from pretrain.parallel.pipeline_order import cut, stage_ranks, stages_of
 
 
 def explain_strategy(config: Config, layout: Layout) -> str | None:
@@ -42,6 +42,7 @@ def explain_ranks(layout: Layout, config: Config, costs: list[int]) -> list[str]
     """
     sizes, spans = {axis: layout.axes[axis] for axis in AXES}, cut(costs, stages_of(config.parallel))
     axes = [axis for axis in AXES if sizes[axis] > 1]
+    stages = list(zip(spans, stage_ranks(config.parallel.pipeline_schedule, layout.pipeline, len(spans))))
     shared = ["experts"] if layout.expert > 1 else []
     rows = [["rank", *axes, "samples of a step", "layers", "positions", "query heads", *shared, "weights"]]
     for rank in range(math.prod(sizes.values())):
@@ -53,7 +54,7 @@ def explain_ranks(layout: Layout, config: Config, costs: list[int]) -> list[str]
         own = _span(place["tensor"] * heads, (place["tensor"] + 1) * heads)
         weights = "all" if layout.state_parts == 1 else f"1/{layout.state_parts}"
         where = [str(place[axis]) for axis in axes]
-        layers = ", ".join(_span(span.start, span.stop) for span in spans[place["pipeline"] :: layout.pipeline])
+        layers = ", ".join(_span(span.start, span.stop) for span, holder in stages if holder == place["pipeline"])
         experts = [_experts(config.model.experts.count, expert_place(place, layout.axes), layout.expert)] if shared else []
         positions = _positions(config.data.sequence_length, place, sizes)
         rows.append([str(rank), *where, samples, layers, positions, own, *experts, weights])

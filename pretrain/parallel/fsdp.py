@@ -27,7 +27,8 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.models.layers import Embedding
 from pretrain.models.loss import OutputHead
 from pretrain.parallel.blocks import DTYPES
-from pretrain.parallel.fsdp_gathers import gather_ahead, lend, resharding, wait_for_gather
+from pretrain.parallel.fsdp_gathers import gather_ahead, groups_of, lend, resharding, wait_for_gather
+from pretrain.parallel.pipeline_order import DEFERRING
 
 
 class FullyShard:
@@ -46,6 +47,7 @@ class FullyShard:
         self.group = mesh.gradient_group()
         self.alone = mesh.data_size * mesh.sizes["context"] == 1
         self.reduce_dtype = DTYPES[config.precision.reduce]
+        self.deferring = config.parallel.pipeline > 1 and config.parallel.pipeline_schedule in DEFERRING
         self.root: FSDPModule | None = None
         self.vectors: list[nn.Parameter] = []
 
@@ -109,21 +111,37 @@ class FullyShard:
     def release(self) -> None:
         # If no backward follows, the units that are kept for it stay gathered. `model.parameters()` are then the gathered ones,
         # in the compute format, which the optimizer does not know.
-        for module in self.root.modules():
-            if isinstance(module, FSDPModule):
-                wait_for_gather(module)
-                module.reshard()
+        for module in _units(self.root):
+            wait_for_gather(module)
+            module.reshard()
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
         mode = self.config.parallel.grad_sync
-        if mode == "last":
+        if self.deferring:
+            self.root.set_requires_gradient_sync(False)
+        elif mode == "last":
             self.root.set_requires_gradient_sync(last)
         elif mode == "auto" and self.hybrid:
             self.root.set_requires_all_reduce(last)
         yield
+        if self.deferring:
+            self._keep_gradients()
+
+    def _keep_gradients(self) -> None:
+        """Add gradients that FSDP2 did not see come to those of earlier micro-steps, in the format that they are reduced in."""
+        for parameter in (p for module in _units(self.root) for group in groups_of(module) for p in group.fsdp_params):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+    def _reduce(self) -> None:
+        """Reduce what all micro-steps left. torch's pipelines do it so too."""
+        self.root.set_requires_gradient_sync(True)
+        self.root._get_fsdp_state()._root_post_backward_final_callback()
 
     def finish_step(self) -> None:
+        if self.deferring:
+            self._reduce()
         self.release()  # nothing is left to free, unless a gather was ahead of a pass that did not come
         gradients = [parameter.grad for parameter in self.vectors if parameter.grad is not None]
         if not gradients or self.alone:
@@ -132,6 +150,10 @@ class FullyShard:
         dist.all_reduce(together, group=self.group)
         for gradient, part in zip(gradients, together.split([gradient.numel() for gradient in gradients])):
             gradient.copy_(part.view_as(gradient))
+
+
+def _units(root: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:

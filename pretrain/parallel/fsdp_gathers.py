@@ -97,7 +97,12 @@ def wait_for_gather(module: FSDPModule) -> None:
 
     Otherwise the next forward would take these weights for its own, though the optimizer has changed them since.
     """
+    if any(group._all_gather_result is not None for group in groups_of(module)):
+        module.unshard()
+
+
+def groups_of(module: FSDPModule) -> list[Any]:
+    """What torch keeps of a unit's parameters. It has no name for it that is public."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one or none
-    if any(group is not None and group._all_gather_result is not None for group in groups):
-        module.unshard()
+    return [group for group in groups if group is not None]

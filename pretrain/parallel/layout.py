@@ -113,7 +113,9 @@ def take_rest(config: Config, world_size: int) -> Config:
     if not open_axes:
         return config
     if len(open_axes) > 1:
-        raise ConfigError(f"parallel.{open_axes[0]}=-1 and parallel.{open_axes[1]}=-1: one axis takes the rest; give the other a number")
+        raise ConfigError(
+            f"parallel.{open_axes[0]}=-1 and parallel.{open_axes[1]}=-1: one axis takes the rest; give the other a number"
+        )
     sizes = {axis: getattr(parallel, axis) or 1 for axis in AXES if axis not in open_axes}
     others = math.prod(sizes.values())
     if world_size % others:

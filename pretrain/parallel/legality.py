@@ -10,7 +10,7 @@ import math
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
-from pretrain.parallel.pipeline_order import stages_of
+from pretrain.parallel.pipeline_order import DEFERRING, stages_of
 
 
 def ranks_of_a_sample(config: Config) -> int:
@@ -98,19 +98,42 @@ def check_pipeline(config: Config) -> None:
     if ranks == 1:
         return
     layers = model.layers + model.encoder.layers
-    keys = f"parallel.pipeline={ranks}"
+    keys, schedule = f"parallel.pipeline={ranks}", parallel.pipeline_schedule
     if stages > ranks:
-        keys += f", parallel.pipeline_chunks={parallel.pipeline_chunks}"
+        keys += (
+            f", parallel.pipeline_chunks={parallel.pipeline_chunks}"
+            if schedule == "interleaved"
+            else f", parallel.pipeline_schedule={schedule}"
+        )
     if stages > layers:
         most = layers * ranks // stages
         remedy = f"use at most parallel.pipeline={most}" if most > 1 else "set parallel.pipeline=1"
         if stages > ranks and layers >= ranks:
             remedy = "use parallel.pipeline_schedule=1f1b"
-            remedy += f" or parallel.pipeline_chunks={layers // ranks}" if layers >= 2 * ranks else ""
+            remedy += (
+                f" or parallel.pipeline_chunks={layers // ranks}" if schedule == "interleaved" and layers >= 2 * ranks else ""
+            )
         raise ConfigError(f"{keys}: {stages} stages need as many layers, but the model has {layers}; {remedy}, or more layers")
-    if parallel.pipeline_schedule == "interleaved" and (config.data.pairs is not None):
+    if schedule in ("interleaved", "dualpipev") and config.data.pairs is not None:
         raise ConfigError(
-            f"{keys}: steps of pairs differ in their number of micro-batches, which parallel.pipeline_schedule=interleaved cannot take; use 1f1b"
+            f"parallel.pipeline={ranks}: steps of pairs differ in their number of micro-batches, which "
+            f"parallel.pipeline_schedule={schedule} cannot take; use 1f1b"
+        )
+    if schedule in DEFERRING:
+        _check_deferring(config)
+
+
+def _check_deferring(config: Config) -> None:
+    parallel = config.parallel
+    named = f"parallel.pipeline_schedule={parallel.pipeline_schedule}"
+    if parallel.compile != "none":
+        raise ConfigError(
+            f"{named} computes the gradients of weights apart, which parallel.compile={parallel.compile} joins with the others; set "
+            "parallel.compile=none, or use 1f1b or interleaved"
+        )
+    if parallel.grad_sync == "every":
+        raise ConfigError(
+            f"{named} has gradients of weights after the last micro-batch only, so parallel.grad_sync=every cannot be; use last or auto"
         )
 
 
@@ -122,16 +145,17 @@ def check_micro_batches(config: Config, data_size: int) -> None:
         config.batch.micro_sequences * data_size,
     )
     named = {f"batch.ramp.{i}.sequences": stage.sequences for i, stage in enumerate(config.batch.ramp)}
+    least = 2 * ranks if schedule == "dualpipev" else ranks
     for name, sequences in (named | {"batch.sequences": config.batch.sequences}).items():
         count = sequences // unit
 
         def takes(count: int) -> bool:
-            return count >= ranks and not (schedule == "interleaved" and count % (count // ranks))
+            return count >= least and not (schedule == "interleaved" and count % (count // ranks))
 
         if not takes(count):
-            near = next(n for n in range(count, count + ranks + 1) if takes(n))
+            near = next(n for n in range(count, count + least + 1) if takes(n))
             reason = (
-                f"the {ranks} stages need at least as many" if count < ranks else f"schedule {schedule} cannot deal them out"
+                f"the {least} stages need at least as many" if count < least else f"schedule {schedule} cannot deal them out"
             )
             raise ConfigError(
                 f"parallel.pipeline={ranks}: {name}={sequences} has {count} micro-batches of {unit} samples, and {reason}; use "

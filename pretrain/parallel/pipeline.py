@@ -13,6 +13,7 @@ parameter on each of their ranks. Their gradients are added after the last micro
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,8 @@ from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.loss import Losses
 from pretrain.parallel.pipeline_messages import Mail, Passed
-from pretrain.parallel.pipeline_order import BACKWARD, FORWARD, Action, cut, order, stages_of
+from pretrain.parallel.pipeline_order import BACKWARD, DEFERRING, FORWARD, WEIGHT, Action, cut, order, stage_ranks, stages_of
+from pretrain.parallel.weight_gradients import WeightGradients
 
 
 class PipelineAxis:
@@ -35,6 +37,8 @@ class PipelineAxis:
         self.mesh, self.schedule = mesh, config.parallel.pipeline_schedule
         self.ranks, self.rank = mesh.sizes["pipeline"], mesh.coordinates["pipeline"]
         self.stages = stages_of(config.parallel)
+        self.rank_of = stage_ranks(self.schedule, self.ranks, self.stages)
+        self.weights = WeightGradients() if self.schedule in DEFERRING else None
         self.waited = 0.0
         """Seconds that this rank waited for messages. On a GPU the host does not wait for them."""
         # NCCL runs the messages of two ranks in the order of their calls. So every direction has a group of its own.
@@ -48,12 +52,14 @@ class PipelineAxis:
         """Leave this rank's stages of a network that is on the meta device. `costs`: of each layer."""
         spans = cut(costs, self.stages)
         self.spans = dict(enumerate(spans))
-        by_rank = [[spans[stage] for stage in range(rank, self.stages, self.ranks)] for rank in range(self.ranks)]
+        by_rank = [[span for span, holder in zip(spans, self.rank_of) if holder == rank] for rank in range(self.ranks)]
         self.holders: dict[str, list[int]] = {}
         for rank, own in enumerate(by_rank):
             for name, _ in copy.deepcopy(network).keep(own).named_parameters():
                 self.holders.setdefault(name, []).append(rank)
         self.network = network.keep(by_rank[self.rank])
+        if self.weights is not None:
+            self.weights.split(self.network)
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts a parameter, of which others may hold a copy."""
@@ -88,9 +94,13 @@ class PipelineAxis:
         taken: dict[int, dict[str, Any]] = {}
         for place, action in enumerate(own):
             kind, stage, number = action
+            if kind == WEIGHT:
+                backward(False, lambda s=stage, n=number: self.weights.compute(s, n))
+                continue
             if number not in taken:
                 taken[number] = inputs(number)
-            mail.expect(own[place : place + 2], taken, inputs, waiting)
+            following = itertools.islice((later for later in own[place + 1 :] if later.kind != WEIGHT), 1)
+            mail.expect([action, *following], taken, inputs, waiting)
             if kind == FORWARD:
                 waiting[stage, number] = passed = self._forward(call, stage, taken[number], mail.take(action))
                 if isinstance(passed.returned, Losses):
@@ -101,6 +111,8 @@ class PipelineAxis:
                     mail.send(FORWARD, stage, stage + 1, number, passed.returned)
             else:
                 passed, gradients = waiting.pop((stage, number)), mail.take(action)
+                if self.weights is not None:
+                    self.weights.passing = stage, number
                 backward(number == micro_batches - 1, lambda p=passed, g=gradients: _run_backward(p.returned, g))
                 mail.send(BACKWARD, stage, stage - 1, number, [_gradient(x) for x in passed.taken])
         mail.close()
@@ -143,14 +155,14 @@ class PipelineAxis:
         """The result of the last stage, on all ranks of the pipeline."""
         mail, last = Mail(self, []), self.stages - 1
         result = None
-        for stage in range(self.rank, self.stages, self.ranks):
+        for stage in (stage for stage in range(self.stages) if self.rank_of[stage] == self.rank):
             action = Action(FORWARD, stage, 0)
             mail.expect([action], {0: inputs}, None, {})
             result = self._forward(call, stage, inputs, mail.take(action)).returned
             if stage < last:
                 mail.send(FORWARD, stage, stage + 1, 0, result)
         mail.close()
-        return self._from_last(result, last % self.ranks)
+        return self._from_last(result, self.rank_of[last])
 
     def _from_last(self, result: Tensor, source: int) -> Tensor:
         """The result on the rank `source`. How large it is, that rank says: losses [B] or logits [B, T, V]."""

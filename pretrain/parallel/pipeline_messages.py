@@ -18,9 +18,9 @@ class Stages(Protocol):
     """What messages ask of a rank's place in a pipeline (`PipelineAxis`)."""
 
     mesh: Mesh
-    ranks: int
     rank: int
     stages: int
+    rank_of: list[int]
     spans: dict[int, range]
     groups: dict[tuple[str, bool], dist.ProcessGroup]
     network: nn.Module
@@ -54,7 +54,7 @@ class Mail:
         """Send what `stage` returned to another stage."""
         if not 0 <= other < self.axis.stages:
             return
-        rank = other % self.axis.ranks
+        rank = self.axis.rank_of[other]
         if rank == self.axis.rank:
             self.kept[Action(kind, other, number)] = tuple(x.detach() for x in tensors)
             return
@@ -76,7 +76,7 @@ class Mail:
     ) -> None:
         """Ask for the messages that these actions take, unless that is done."""
         for action in actions:
-            sources = [n for n in needs(action, self.axis.stages - 1) if n.stage % self.axis.ranks != self.axis.rank]
+            sources = [n for n in needs(action, self.axis.stages - 1) if self.axis.rank_of[n.stage] != self.axis.rank]
             if not sources or action in self.coming:
                 continue
             if action.kind == BACKWARD:
@@ -87,7 +87,7 @@ class Mail:
                 if action.micro_batch not in taken:
                     taken[action.micro_batch] = inputs(action.micro_batch)
                 like = self.axis.network.hidden_like(self.axis.spans[action.stage], **taken[action.micro_batch])
-            rank = sources[0].stage % self.axis.ranks
+            rank = self.axis.rank_of[sources[0].stage]
             group = self.axis.groups[action.kind, self.axis.rank > rank]
             buffers = tuple(torch.empty(x.shape, dtype=x.dtype, device=self.axis.mesh.device) for x in like)
             tag = self._tag(action.stage, action.micro_batch)
@@ -110,7 +110,7 @@ class Mail:
     def _let_go(self, action: Action) -> None:
         """Drop the messages that the sender of this action's message had taken before."""
         source = needs(action, self.axis.stages - 1)[-1]
-        rank = source.stage % self.axis.ranks
+        rank = self.axis.rank_of[source.stage]
         place, held = self.places[rank], []
         for entry in self.sent:
             receiver, taken_by, work, _ = entry

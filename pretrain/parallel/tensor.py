@@ -30,8 +30,8 @@ from torch.nn import functional as F
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.encoder_decoder import CrossAttention
-from pretrain.models.experts import Experts, MixtureOfExperts, project_rows
-from pretrain.models.layers import Embedding, Linear, Mlp, project
+from pretrain.models.experts import Experts, MixtureOfExperts
+from pretrain.models.layers import Embedding, Linear, Mlp
 from pretrain.models.loss import OutputHead
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
 from pretrain.models.positions import RelativeBias
@@ -112,7 +112,7 @@ class TensorAxis:
             case Experts():
                 for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
                     self._split_parameter(module, name, dim)
-                module.product = self._expert_product
+                module.product = partial(self._expert_product, module.product)
             case Embedding():
                 self._split_parameter(module, "weight", 0)
                 module.rows = partial(self._look_up, positions)
@@ -150,7 +150,7 @@ class TensorAxis:
         """Split the rows (`dim` 0) or the columns (1) of a projection, if there is one."""
         if linear is not None:
             self._split_parameter(linear, "weight", dim)
-            linear.product = self._product_of_columns if dim else self._product_of_rows
+            linear.product = partial(self._product_of_columns if dim else self._product_of_rows, linear.product)
 
     def _split_parameter(self, module: nn.Module, name: str, dim: int) -> None:
         whole = getattr(module, name)  # experts without gates have no such parameter
@@ -165,21 +165,27 @@ class TensorAxis:
 
     # ---- what modules compute -----------------------------------------------------------------------------------------
 
-    def _product_of_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product_of_rows(self, product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's components of the result."""
-        return project(x, weight.to_local(), None if bias is None else bias[self.own(len(bias))])
+        return product(x, weight.to_local(), None if bias is None else bias[self.own(len(bias))])
 
-    def _product_of_columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product_of_columns(self, product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's addend of the result. One rank adds the bias."""
-        return project(x, weight.to_local(), self._once(bias))
+        return product(x, weight.to_local(), self._once(bias))
 
     def _expert_product(
-        self, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, experts_R: Tensor, ends_E: Tensor
+        self,
+        product: Callable[..., Tensor],
+        x_RI: Tensor,
+        weight_EOI: Tensor,
+        bias_EO: Tensor | None,
+        experts_R: Tensor,
+        ends_E: Tensor,
     ) -> Tensor:
         if bias_EO is not None:
             of_result = weight_EOI.placements[-1].dim == 2
             bias_EO = self._once(bias_EO) if of_result else bias_EO[:, self.own(bias_EO.shape[1])]
-        return project_rows(x_RI, weight_EOI.to_local(), bias_EO, experts_R, ends_E)
+        return product(x_RI, weight_EOI.to_local(), bias_EO, experts_R, ends_E)
 
     def _once(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else bias * float(self.rank == 0)

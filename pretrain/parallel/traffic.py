@@ -34,7 +34,7 @@ from pretrain.models.network import Unit
 from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.fsdp_gathers import resharding
 from pretrain.parallel.layout import Layout
-from pretrain.parallel.pipeline_order import FORWARD, Action, cut, order, stages_of
+from pretrain.parallel.pipeline_order import DEFERRING, FORWARD, WEIGHT, Action, cut, order, stage_ranks, stages_of
 from pretrain.parallel.strategy import layer_costs
 
 GATHER, SCATTER, REDUCE, EXCHANGE, SEND, RECEIVE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "receive"
@@ -102,6 +102,8 @@ def _unknown(config: Config, layout: Layout) -> bool:
 def _sync_counts(config: Config, hybrid: bool) -> tuple[bool, bool]:
     """Whether gradients are scattered, and whether they are reduced over replicas, in each micro-step; else in the last one."""
     mode = config.parallel.grad_sync
+    if config.parallel.pipeline > 1 and config.parallel.pipeline_schedule in DEFERRING:
+        mode = "last"
     return mode != "last", mode == "every" or (mode == "auto" and not hybrid)
 
 
@@ -262,6 +264,8 @@ class PipelinePart:
     network: nn.Module
     rank: int
     spans: list[range]
+    rank_of: list[int]
+    """Of each stage."""
     actions: list[Action]
     holders: dict[str, list[int]]
 
@@ -269,13 +273,15 @@ class PipelinePart:
     def of(cls, network: nn.Module, config: Config, layout: Layout, rank: int) -> PipelinePart:
         parallel, ranks = config.parallel, layout.pipeline
         spans = cut(layer_costs(network, config), stages_of(parallel))
-        parts = [copy.deepcopy(network).keep(spans[first::ranks]) for first in range(ranks)]
+        rank_of = stage_ranks(parallel.pipeline_schedule, ranks, len(spans))
+        by_rank = [[span for span, holder in zip(spans, rank_of) if holder == first] for first in range(ranks)]
+        parts = [copy.deepcopy(network).keep(own) for own in by_rank]
         holders: dict[str, list[int]] = {}
         for number, part in enumerate(parts):
             for name, _ in part.named_parameters():
                 holders.setdefault(name, []).append(number)
         actions = order(parallel.pipeline_schedule, ranks, len(spans), layout.micro_steps)[rank]
-        return cls(parts[rank], rank, spans, actions, holders)
+        return cls(parts[rank], rank, spans, rank_of, actions, holders)
 
 
 def _add_messages(traffic: Traffic, stages: PipelinePart, config: Config) -> None:
@@ -288,9 +294,11 @@ def _add_messages(traffic: Traffic, stages: PipelinePart, config: Config) -> Non
         return len(stages.network.hidden_like(stages.spans[stage], tokens_BT=ids, targets_BT=ids, **more))
 
     for kind, stage, _ in stages.actions:
-        if stage < last:
+        if kind == WEIGHT:
+            continue
+        if stage < last and stages.rank_of[stage + 1] != stages.rank:
             traffic.once[SEND if kind == FORWARD else RECEIVE] += tensors(stage + 1)
-        if stage > 0:
+        if stage > 0 and stages.rank_of[stage - 1] != stages.rank:
             traffic.once[RECEIVE if kind == FORWARD else SEND] += tensors(stage)
     for name, _ in stages.network.named_parameters():
         others = stages.holders[name]

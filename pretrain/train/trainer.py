@@ -28,6 +28,7 @@ from pretrain.observe.sinks import Console, JsonLines, Sinks, TensorBoard, evalu
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.schedule import learning_rate
 from pretrain.parallel.blocks import DTYPES
+from pretrain.parallel.pipeline_order import loss_rank
 from pretrain.parallel.strategy import Strategy
 from pretrain.train.balancing import ExpertLoads
 from pretrain.train.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunHandle
@@ -77,7 +78,7 @@ class Trainer:
     def _build(self) -> None:
         config = self.config
         torch.manual_seed(config.run.seed + self.ranks.rank)
-        self.mesh = Mesh(self.plan.layout.axes, self.ranks)
+        self.mesh = Mesh(self.plan.layout.axes, self.ranks, loss_rank(self.plan.config.parallel))
         self.strategy = Strategy(self.plan.layout.strategy, config, self.mesh)
         with torch.device("meta"):
             self.model = build_network(config.model, config.loss)

@@ -95,7 +95,7 @@ def layout_of(random: Random, world: int) -> dict[str, Any]:
         overrides["parallel.prefetch"] = random.choice((0, 0, 1, 2))
         overrides |= {f"parallel.{axis}": size for axis, size in sizes.items()}
         if "pipeline" in sizes:
-            overrides["parallel.pipeline_schedule"] = random.choice(("1f1b", "1f1b", "gpipe", "interleaved"))
+            overrides["parallel.pipeline_schedule"] = random.choice(("1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipev"))
         if data_size == 1 or data_size % 2 == 0 and random.random() < 0.6:
             replicate = min(2, data_size)
             overrides |= {"parallel.replicate": replicate, "parallel.shard": data_size // replicate}

@@ -98,7 +98,8 @@ FOUR_RANKS = (
     "strategy=fsdp shard=2 context=2 grad_sync=last", "strategy=fsdp replicate=2 pipeline=2", "strategy=fsdp shard=2 pipeline=2",
     "strategy=fsdp shard=1 pipeline=2 tensor=2", "strategy=fsdp shard=4 expert=2", "strategy=fsdp replicate=2 shard=2 expert=2",
     "strategy=fsdp shard=2 context=2 expert=4", "strategy=ddp replicate=4 ddp.bucket_mb=0.05",
-    "strategy=fsdp shard=1 pipeline=4 pipeline_schedule=gpipe",
+    "strategy=fsdp shard=1 pipeline=4 pipeline_schedule=gpipe", "strategy=fsdp shard=2 pipeline=2 pipeline_schedule=zero_bubble",
+    "strategy=fsdp replicate=2 pipeline=2 pipeline_schedule=zero_bubble_v",
 )  # fmt: skip
 
 

@@ -17,18 +17,24 @@ from pretrain.config.model_schema import EncoderConfig, ExpertsConfig, Model, No
 from pretrain.config.schema import Config, Parallel
 from pretrain.equivalence.comparison import NEGLIGIBLE
 from pretrain.models.families import complete
-from pretrain.parallel.pipeline_order import BACKWARD, FORWARD, bubble, cut, needs, order
+from pretrain.parallel.pipeline_order import BACKWARD, DEFERRING, FORWARD, WEIGHT, bubble, cut, needs, order
 
-SHAPES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3)]
+SHAPES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble_v", 2), ("dualpipev", 2)]
 
 
-@pytest.mark.parametrize("schedule, chunks", SHAPES)
-@pytest.mark.parametrize("ranks, micro_batches", [(2, 2), (2, 6), (3, 3), (4, 8), (4, 4)])
+def orders(*sizes: tuple[int, int]) -> list[tuple[str, int, int, int]]:
+    """Each schedule, with so many stages per rank, on so many ranks with so many micro-batches, if it takes them."""
+    return [(*shape, *size) for shape in SHAPES for size in sizes if shape[0] != "dualpipev" or size[1] >= 2 * size[0]]
+
+
+
+@pytest.mark.parametrize("schedule, chunks, ranks, micro_batches", orders((2, 2), (2, 6), (3, 3), (4, 8), (4, 4)))
 def test_every_pass_comes_once_and_messages_arrive_in_the_order_in_which_they_are_taken(schedule, chunks, ranks, micro_batches):
     """NCCL runs the messages of two ranks in the order of their calls, so one that is overtaken would be taken for another."""
     stages = ranks * chunks
     actions = order(schedule, ranks, stages, micro_batches)
-    wanted = {(kind, s, n) for kind in (FORWARD, BACKWARD) for s in range(stages) for n in range(micro_batches)}
+    kinds = (FORWARD, BACKWARD, WEIGHT) if schedule in DEFERRING else (FORWARD, BACKWARD)
+    wanted = {(kind, s, n) for kind in kinds for s in range(stages) for n in range(micro_batches)}
     assert sorted(itertools.chain(*actions)) == sorted(wanted)
     place = {action: (rank, i) for rank, own in enumerate(actions) for i, action in enumerate(own)}
     arriving: dict[tuple, list[tuple[int, int]]] = {}
@@ -57,6 +63,10 @@ def test_the_bubble_is_that_of_the_papers(ranks, micro_batches):
     for chunks in (2, 3):
         found = bubble(order("interleaved", ranks, ranks * chunks, micro_batches))
         assert found == pytest.approx(idle / (chunks * micro_batches + idle))
+    assert bubble(order("zero_bubble", ranks, ranks, micro_batches)) == pytest.approx(idle / (3 * micro_batches + idle))
+    if micro_batches >= 2 * ranks:
+        for schedule in ("zero_bubble_v", "dualpipev"):
+            assert bubble(order(schedule, ranks, 2 * ranks, micro_batches)) == pytest.approx(idle / (6 * micro_batches + idle))
 
 
 def test_1f1b_holds_as_many_passes_as_there_are_stages_left_and_gpipe_all():
@@ -64,6 +74,14 @@ def test_1f1b_holds_as_many_passes_as_there_are_stages_left_and_gpipe_all():
         for own, most in zip(order(schedule, 4, 4, 12), held):
             running = itertools.accumulate(1 if action.kind == FORWARD else -1 for action in own)
             assert max(running) == most
+
+
+@pytest.mark.parametrize("schedule, chunks, most", [("zero_bubble", 1, 4), ("zero_bubble_v", 2, 8), ("dualpipev", 2, 9)])
+def test_schedules_without_bubbles_hold_no_more_than_the_first_rank_of_1f1b(schedule, chunks, most):
+    """Counted to the gradients of weights, in stages: those of V shapes are half as large. dualpipev holds half a stage more."""
+    change = {FORWARD: 1, BACKWARD: 0, WEIGHT: -1}
+    for own in order(schedule, 4, 4 * chunks, 12):
+        assert max(itertools.accumulate(change[action.kind] for action in own)) == most
 
 
 def test_fewer_micro_batches_than_ranks_are_all_sent_on_first():
@@ -209,8 +227,7 @@ def waiting_graph(everyone: list[list[tuple]]) -> TopologicalSorter:
     return graph
 
 
-@pytest.mark.parametrize("schedule, chunks", SHAPES)
-@pytest.mark.parametrize("ranks, micro_batches", [(2, 2), (2, 6), (3, 6), (4, 4), (4, 8)])
+@pytest.mark.parametrize("schedule, chunks, ranks, micro_batches", orders((2, 2), (2, 6), (3, 6), (4, 4), (4, 8)))
 def test_ranks_never_wait_for_each_other_in_a_circle(schedule, chunks, ranks, micro_batches):
     events = [recorder.events for recorder in recorded(schedule, chunks, ranks, micro_batches)]
     order_of: dict[tuple, list[list[int]]] = {}
@@ -342,7 +359,7 @@ def gradients_together(model: Model, config: Config, mesh, axes: dict) -> dict[s
     logits, summed = evaluated(pipeline, network, inputs, axes.get("context"))
     everywhere: list = [None] * pipeline.ranks
     dist.all_gather_object(everywhere, (own, found, logits, summed), group=pipeline.groups[FORWARD, False])
-    whole = dict(everywhere[-1][1])
+    whole = dict(everywhere[pipeline.rank_of[-1]][1])
     for gradients, others, stage_logits, stage_summed in everywhere:
         assert torch.equal(stage_logits, logits) and torch.equal(stage_summed, summed)
         for name, gradient in gradients.items():
@@ -396,8 +413,11 @@ LAYOUTS = {
     "2, gpipe": Parallel(pipeline=2, pipeline_schedule="gpipe"),
     "2, interleaved": Parallel(pipeline=2, pipeline_schedule="interleaved"),
     "4": Parallel(pipeline=4),
+    "2, zero_bubble": Parallel(pipeline=2, pipeline_schedule="zero_bubble"),
+    "2, zero_bubble_v": Parallel(pipeline=2, pipeline_schedule="zero_bubble_v"),
     "2 x tensor 2": Parallel(pipeline=2, tensor=2),
     "2 x context 2": Parallel(pipeline=2, context=2),
+    "2 x tensor 2, zero_bubble": Parallel(pipeline=2, tensor=2, pipeline_schedule="zero_bubble"),
 }
 
 

@@ -1,6 +1,7 @@
 """Invariant 1: the same mathematics in every layout. Gradients before clipping, losses and norms of 10 steps, against one process."""
 
 import pytest
+import torch
 from running import (
     cut_after,
     gradients,
@@ -89,6 +90,21 @@ LAYOUTS = {
         4, "parallel.strategy=fsdp", "parallel.pipeline=2", "batch.micro_sequences=2", "model.tie_embeddings=true", "parallel.grad_sync=last",
         "parallel.reshard_after_forward=never", "parallel.prefetch=1",
     ),
+    "fsdp 2 x pipeline 2, zero_bubble, freed": (
+        4, "parallel.strategy=fsdp", "parallel.pipeline=2", "parallel.pipeline_schedule=zero_bubble", "batch.micro_sequences=2",
+    ),
+    "hsdp 2 x 1 x pipeline 2, zero_bubble_v, tied, recomputation": (
+        4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=1", "parallel.pipeline=2", "parallel.pipeline_schedule=zero_bubble_v",
+        "model.layers=6", "model.tie_embeddings=true", "batch.micro_sequences=2", "parallel.activation_checkpointing=full",
+    ),
+    "fsdp 2 x pipeline 2, dualpipev, on the host, ahead": (
+        4, "parallel.strategy=fsdp", "parallel.pipeline=2", "parallel.pipeline_schedule=dualpipev", "model.layers=4", "batch.micro_sequences=2",
+        "parallel.activation_offload=true", "parallel.reshard_after_forward=never", "parallel.prefetch=1", "parallel.offload=true",
+    ),
+    "context 2 x pipeline 2, zero_bubble, selective recomputation": (
+        4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.pipeline=2", "parallel.pipeline_schedule=zero_bubble",
+        "parallel.activation_checkpointing=selective",
+    ),
     "replicate 2 x pipeline 2, gpipe": (
         4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.shard=1", "parallel.pipeline=2", "parallel.pipeline_schedule=gpipe",
         "batch.micro_sequences=2",
@@ -143,7 +159,8 @@ SLOW = {
     "ddp on 3", "ddp on 4", "fsdp on 2", "ddp on 2, accumulation 4, last", "ddp on 2, small buckets", "ddp on 2, tied", "fsdp on 2, weights kept for backward",
     "tensor 4, more ranks than key heads", "fsdp 2 x tensor 2, last", "replicate 2 x tensor 2, tied", "context 2", "context 4, recomputation",
     "fsdp 2 x ring 2, selective recomputation", "ring 4", "ring 2 x tensor 2", "ring 2 x pipeline 2, recomputation",
-    "pipeline 2", "pipeline 4, interleaved 2, tied", "fsdp 2 x pipeline 2, recomputation", "replicate 2 x pipeline 2, gpipe", "tensor 2 x pipeline 2, tied", "context 2 x pipeline 2",
+    "hsdp 2 x 1 x pipeline 2, zero_bubble_v, tied, recomputation", "fsdp 2 x pipeline 2, dualpipev, on the host, ahead",
+    "context 2 x pipeline 2, zero_bubble, selective recomputation", "pipeline 2", "pipeline 4, interleaved 2, tied", "fsdp 2 x pipeline 2, recomputation", "replicate 2 x pipeline 2, gpipe", "tensor 2 x pipeline 2, tied", "context 2 x pipeline 2",
     "hsdp 2x2, last", "hsdp 2x2, every", "hsdp 2x2, tied, last block kept, ahead", "fsdp on 4, parts kept among 2, ahead, offload",
     "fsdp 2 x context 2, parts kept among 2, ahead", "fsdp 2 x tensor 2, tied, last block kept, recomputation", "ddp on 2, recomputation, on the host", "ddp on 2, selective recomputation",
 }  # fmt: skip
@@ -210,6 +227,29 @@ def test_a_tied_table_at_both_ends_of_a_pipeline_keeps_its_gradient_in_fp32(pool
     run = train(pool, 2, config_file, "run.name=stages", "parallel.strategy=fsdp", "parallel.pipeline=2", *options)
     for step in (1, 2):
         assert largest_gradient_difference(gradients(run, step), gradients(single, step)) <= GRADIENT_TOLERANCE
+
+
+APART = {
+    "experts, biases": (
+        "model.family=custom", "model.experts={count: 4, active: 2, ffn_dim: 32, balance_loss: 0.01}", "model.attention.bias=[query, output]", "model.mlp={bias: true}",
+    ),
+    "tokens further ahead": ("model.predict_ahead=1", "precision.compute=bf16"),
+}  # fmt: skip
+
+
+# Not tokens further ahead with zero_bubble_v: one rank has the first and the last stage, and adds the uses of the embedding in another order.
+@pytest.mark.parametrize(
+    "model, schedule",
+    [("experts, biases", "zero_bubble"), ("tokens further ahead", "zero_bubble"), pytest.param("experts, biases", "zero_bubble_v", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_gradients_of_weights_have_the_same_bits_when_they_are_computed_apart(pool, config_file, model, schedule):
+    options = (*APART[model], "model.layers=4", "batch.micro_sequences=2", "run.steps=2", "schedule.warmup_steps=1", "log.gradients_at=[1]")
+    stages = ("parallel.strategy=fsdp", "parallel.pipeline=2", "parallel.shard=1")
+    together = train(pool, 2, config_file, "run.name=together", *stages, "parallel.grad_sync=last", *options)
+    apart = train(pool, 2, config_file, "run.name=apart", *stages, f"parallel.pipeline_schedule={schedule}", *options)
+    wanted = gradients(together)
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients(apart).items())
+    assert losses(apart) == losses(together)
 
 
 def test_dropout_is_the_same_in_every_layout_and_after_an_interruption(pool, trained_run, config_file, prepared):

@@ -243,7 +243,10 @@ class Decoder(nn.Module):
 
     def units(self) -> list[Unit]:
         """See `models/network.py`. A tied head has no weights, and is in no unit, nor is the norm before it."""
-        blocks, tied = [*self.layers.values(), *(self.multi_token.depths if self.multi_token else [])], self.config.tie_embeddings
+        blocks, tied = (
+            [*self.layers.values(), *(self.multi_token.depths if self.multi_token else [])],
+            self.config.tie_embeddings,
+        )
         units = [Unit([block], "block") for block in blocks]
         if self.embedding is not None:
             units.insert(0, Unit([self.embedding], "first", lends_to=self.output if tied else None))

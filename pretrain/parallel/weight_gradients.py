@@ -45,7 +45,7 @@ class WeightGradients:
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`project`. Where nothing before it needs a gradient, there is nothing to put off."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
+        if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
             return project(x, weight, bias)
         return _Project.apply(x, bias, weight.detach(), lambda gradient: self._leave(weight, gradient))
 
@@ -53,7 +53,7 @@ class WeightGradients:
         self, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, experts_R: Tensor, ends_E: Tensor
     ) -> Tensor:
         """`project_rows`, likewise."""
-        if not (torch.is_grad_enabled() and x_RI.requires_grad):
+        if not (torch.is_grad_enabled() and x_RI.requires_grad and weight_EOI.requires_grad):
             y_RO = multiply_rows(x_RI, weight_EOI, ends_E)
         else:
             y_RO = _MultiplyRows.apply(x_RI, ends_E, weight_EOI.detach(), lambda gradient: self._leave(weight_EOI, gradient))

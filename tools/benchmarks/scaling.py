@@ -20,6 +20,8 @@ LAYOUTS = {
     "tensor parallel on 2": (2, ("strategy=fsdp", "tensor=2")),
     "context parallel on 2": (2, ("strategy=fsdp", "context=2")),
     "pipeline on 2": (2, ("strategy=fsdp", "pipeline=2")),
+    "pipeline on 2 by zero_bubble": (2, ("strategy=fsdp", "pipeline=2", "pipeline_schedule=zero_bubble")),
+    "pipeline on 2 by zero_bubble_v": (2, ("strategy=fsdp", "pipeline=2", "pipeline_schedule=zero_bubble_v")),
 }
 _SEQUENCES, _MICRO_SEQUENCES = 8, 2
 """Of a step for each rank, and of a micro-step."""

@@ -100,7 +100,8 @@ class PipelineAxis:
             if number not in taken:
                 taken[number] = inputs(number)
             following = itertools.islice((later for later in own[place + 1 :] if later.kind != WEIGHT), 1)
-            mail.expect([action, *following], taken, inputs, waiting)
+            # What follows on the same micro-batch needs what this action sends. Asked for before, NCCL would wait for it to connect.
+            mail.expect([action, *(later for later in following if later.micro_batch != number)], taken, inputs, waiting)
             if kind == FORWARD:
                 waiting[stage, number] = passed = self._forward(call, stage, taken[number], mail.take(action))
                 if isinstance(passed.returned, Losses):

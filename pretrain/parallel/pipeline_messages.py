@@ -80,8 +80,6 @@ class Mail:
             if not sources or action in self.coming:
                 continue
             if action.kind == BACKWARD:
-                if (action.stage, action.micro_batch) not in waiting:  # its forward is about to run
-                    continue
                 like = waiting[action.stage, action.micro_batch].returned
             else:
                 if action.micro_batch not in taken:

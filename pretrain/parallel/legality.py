@@ -109,7 +109,7 @@ def check_pipeline(config: Config) -> None:
         most = layers * ranks // stages
         remedy = f"use at most parallel.pipeline={most}" if most > 1 else "set parallel.pipeline=1"
         if stages > ranks and layers >= ranks:
-            remedy = "use parallel.pipeline_schedule=1f1b"
+            remedy = "use parallel.pipeline_schedule=" + ("zero_bubble" if schedule in DEFERRING else "1f1b")
             remedy += (
                 f" or parallel.pipeline_chunks={layers // ranks}" if schedule == "interleaved" and layers >= 2 * ranks else ""
             )
@@ -154,8 +154,9 @@ def check_micro_batches(config: Config, data_size: int) -> None:
 
         if not takes(count):
             near = next(n for n in range(count, count + least + 1) if takes(n))
+            needing = "stages" if least == stages_of(config.parallel) else "ranks"
             reason = (
-                f"the {least} stages need at least as many" if count < least else f"schedule {schedule} cannot deal them out"
+                f"the {least} {needing} need at least as many" if count < least else f"schedule {schedule} cannot deal them out"
             )
             raise ConfigError(
                 f"parallel.pipeline={ranks}: {name}={sequences} has {count} micro-batches of {unit} samples, and {reason}; use "

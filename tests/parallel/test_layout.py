@@ -409,7 +409,7 @@ def test_a_ring_is_not_compiled_and_needs_ranks(config_file):
         (["model.layers=5", "parallel.pipeline_schedule=interleaved", "parallel.pipeline_chunks=3"], "parallel.pipeline=2, parallel.pipeline_chunks=3: 6 stages need as many layers, but the model has 5; use parallel.pipeline_schedule=1f1b or parallel.pipeline_chunks=2, or more layers"),
         (["parallel.strategy=ddp"], "parallel.pipeline=2 has no effect with parallel.strategy=ddp; set parallel.strategy=fsdp, or set parallel.pipeline=1"),
         (["parallel.pipeline_chunks=2", "parallel.pipeline_schedule=gpipe"], None),
-        (["model.layers=3", "parallel.pipeline_schedule=zero_bubble_v"], "parallel.pipeline=2, parallel.pipeline_schedule=zero_bubble_v: 4 stages need as many layers, but the model has 3; use parallel.pipeline_schedule=1f1b, or more layers"),
+        (["model.layers=3", "parallel.pipeline_schedule=zero_bubble_v"], "parallel.pipeline=2, parallel.pipeline_schedule=zero_bubble_v: 4 stages need as many layers, but the model has 3; use parallel.pipeline_schedule=zero_bubble, or more layers"),
         (["parallel.compile=blocks", "parallel.pipeline_schedule=zero_bubble"], "parallel.pipeline_schedule=zero_bubble computes the gradients of weights apart, which parallel.compile=blocks joins with the others; set parallel.compile=none, or use 1f1b or interleaved"),
         (["parallel.grad_sync=every", "parallel.pipeline_schedule=zero_bubble"], "parallel.pipeline_schedule=zero_bubble has gradients of weights after the last micro-batch only, so parallel.grad_sync=every cannot be; use last or auto"),
         (["parallel.pipeline_chunks=3"], "parallel.pipeline_chunks=3 has no effect with parallel.pipeline_schedule=1f1b; set parallel.pipeline_schedule=interleaved, or set parallel.pipeline_chunks=2"),
@@ -441,6 +441,7 @@ def test_steps_of_pairs_are_not_dealt_out_in_rounds():
         (["batch.ramp=[{until_tokens: 9999, sequences: 4}]"], "parallel.pipeline=4: batch.ramp.0.sequences=4 has 2 micro-batches of 2 samples, and the 4 stages need at least as many; use batch.ramp.0.sequences=8, or change batch.micro_sequences=2"),
         (["parallel.pipeline_schedule=interleaved", "batch.sequences=18"], "parallel.pipeline=4: batch.sequences=18 has 9 micro-batches of 2 samples, and schedule interleaved cannot deal them out; use batch.sequences=20, or change batch.micro_sequences=2"),
         (["model.layers=8", "parallel.pipeline_schedule=dualpipev", "batch.sequences=12"], "parallel.pipeline=4: batch.sequences=12 has 6 micro-batches of 2 samples, and the 8 stages need at least as many; use batch.sequences=16, or change batch.micro_sequences=2"),
+        (["model.layers=8", "parallel.pipeline_schedule=zero_bubble_v", "batch.sequences=6"], "parallel.pipeline=4: batch.sequences=6 has 3 micro-batches of 2 samples, and the 4 ranks need at least as many; use batch.sequences=8, or change batch.micro_sequences=2"),
     ],
 )  # fmt: skip
 def test_steps_that_a_pipeline_cannot_take_are_refused_with_the_next_size_that_it_can(overrides, message):

@@ -14,8 +14,8 @@ _MICRO = "it is batch.micro_sequences here: samples per rank in one forward and 
 _GLOBAL = "it is batch.sequences here: samples per optimizer step over all ranks (batch.micro_sequences: per rank in one forward and backward)"
 _FORMAT = "it is precision.compute here: fp32 or bf16"
 _FP16 = "fp16 is not supported, because it needs loss scaling; set precision.compute=bf16"
-_EPOCHS = "runs are counted in optimizer steps: set run.steps; --check prints how many epochs of the data they are"
-_RATIO = "warmup is counted in steps: set schedule.warmup_steps to the ratio x run.steps"
+_EPOCHS = "runs are counted in optimizer steps or in tokens: set run.steps or run.tokens; --check prints how many epochs of the data they are"
+_RATIO = "warmup is counted in steps or in tokens: set schedule.warmup_steps to the ratio x run.steps"
 _MIN_LR = "it is schedule.min_ratio here: the last learning rate as a share of optim.lr"
 _SHARDED = "sharding is parallel.strategy=fsdp here (FSDP2); parallel.reshard_after_forward=never is ZeRO-2"
 _BETAS = "it is a part of optim.betas here: a list of two numbers"
@@ -39,6 +39,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _GLOBAL: ("batch_size", "global_batch_size", "train_batch_size", "total_batch_size", "global_train_batch_size"),
     _renamed("optim.lr"): ("learning_rate", "max_lr", "peak_lr"),
     _renamed("run.steps"): ("max_steps", "max_iters", "train_iters", "train_steps", "training_steps", "num_steps", "num_train_steps", "total_steps"),
+    _renamed("run.tokens"): ("total_tokens", "train_tokens", "num_tokens", "max_train_tokens", "training_tokens"),
     _EPOCHS: ("num_train_epochs", "num_epochs", "epochs", "max_epochs"),
     _FORMAT: ("bf16", "mixed_precision", "dtype", "torch_dtype", "amp", "autocast"),
     _FP16: ("fp16", "half"),
@@ -47,6 +48,8 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     ),
     "code of your own comes in by a script that starts the run: docs/extending.md": ("callbacks", "callback", "logger", "loggers", "report_to", "wandb"),
     _RATIO: ("warmup_ratio", "warmup_fraction", "warmup_share"),
+    _renamed("schedule.warmup_tokens"): ("num_warmup_tokens", "lr_warmup_tokens"),
+    _renamed("schedule.decay_shape"): ("lr_wsd_decay_style", "decay_type"),
     _renamed("schedule.warmup_steps"): ("warmup_iters", "num_warmup_steps", "lr_warmup_iters", "lr_warmup_steps"),
     _renamed("schedule.name"): ("lr_scheduler_type", "lr_scheduler", "lr_schedule", "lr_decay_style", "scheduler"),
     _renamed("schedule.decay_steps"): ("lr_decay_steps", "lr_decay_iters", "lr_wsd_decay_iters"),

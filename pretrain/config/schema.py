@@ -32,6 +32,15 @@ class Run:
         ge=1,
         resume="schedule",
         le=MOST_STEPS,
+        when={"run.tokens": UNSET},
+    )
+    tokens: int | None = key(
+        None,
+        "Instead of `steps`: tokens of the whole run (samples × sequence_length). Its last step is the first that reaches them.",
+        ge=1,
+        resume="schedule",
+        le=2**62,
+        when={"data.pairs": UNSET},
     )
     resume: str = key(
         "auto",
@@ -271,20 +280,40 @@ class Optim:
 
 
 @dataclass
+class RateStage:
+    """A stage of a piecewise learning rate."""
+
+    steps: int = key("???", "Steps of the stage.", ge=1, le=MOST_STEPS)
+    ratio: float = key("???", "Learning rate at its last step, as a share of the peak.", ge=0, le=1000)
+    shape: Literal["constant", "linear", "cosine", "exponential"] = key(
+        "linear",
+        "The way there from the rate before: at once (`constant`), by equal differences, by half a cosine, or by equal ratios.",
+    )
+
+
+@dataclass
 class Schedule:
     """Learning rate as a pure function of the step."""
 
-    name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = key(
+    name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise"] = key(
         "cosine",
         "Shape after the warmup. `cosine` and `linear` fall until the last step, `constant` stays, `wsd` (warmup-stable-decay, "
-        "arXiv 2405.18392) stays and then falls linearly for `decay_steps`, `inverse_sqrt` (arXiv 1706.03762, section 5.3) falls with the "
-        "square root of the step, from `optim.lr` at `warmup_steps`.",
+        "arXiv 2405.18392) stays and then falls for `decay_steps`, `inverse_sqrt` (arXiv 1706.03762, section 5.3) falls with the "
+        "square root of the step, from `optim.lr` at `warmup_steps`, `piecewise` follows `stages`.",
     )
     warmup_steps: int = key(
         0,
         "Steps of linear warmup, from `optim.lr / warmup_steps` at step 1 to `optim.lr`. Shortened, with a line that says so, where `run.steps` is below.",
         ge=0,
         le=MOST_STEPS,
+        when={"schedule.warmup_tokens": UNSET},
+    )
+    warmup_tokens: int | None = key(
+        None,
+        "Instead of `warmup_steps`: the warmup's last step is the first that reaches so many tokens.",
+        ge=1,
+        le=2**62,
+        when={"data.pairs": UNSET},
     )
     min_ratio: float = key(
         0.1,
@@ -297,8 +326,26 @@ class Schedule:
         None,
         "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.",
         ge=1,
-        when={"schedule.name": ("wsd",)},
+        when={"schedule.name": ("wsd",), "schedule.decay_tokens": UNSET},
         le=MOST_STEPS,
+    )
+    decay_tokens: int | None = key(
+        None,
+        "Instead of `decay_steps`: tokens of the steps of the final decay.",
+        ge=1,
+        le=2**62,
+        when={"schedule.name": ("wsd",), "data.pairs": UNSET},
+    )
+    decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] = key(
+        "linear",
+        "How `wsd` falls: by equal differences, by half a cosine, as 1 - sqrt(share of the decay) (best in arXiv 2405.18392), or by equal "
+        "ratios (arXiv 2404.06395).",
+        when={"schedule.name": ("wsd",)},
+    )
+    stages: list[RateStage] = key(
+        [],
+        "What `piecewise` does after the warmup, stage after stage; after the last one the rate stays.",
+        when={"schedule.name": ("piecewise",)},
     )
 
 

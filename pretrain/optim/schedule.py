@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from pretrain.config.schema import Schedule
+from pretrain.config.schema import RateStage, Schedule
+from pretrain.errors import ConfigError
 
 
 def learning_rate(schedule: Schedule, peak: float, steps: int, step: int) -> float:
     """Learning rate of optimizer step `step`, counted from 1, in a run of `steps` steps.
 
     Warmup rises linearly and reaches `peak` at step `warmup_steps`. The last step has `peak * min_ratio`, except with
-    `constant` and `inverse_sqrt`. `wsd` keeps the peak until `decay_steps` before the end (arXiv 2405.18392). `inverse_sqrt` is
-    peak × sqrt(warmup_steps / step) (arXiv 1706.03762, equation 3, whose peak is dim^-0.5 × warmup_steps^-0.5).
+    `constant`, `inverse_sqrt` and `piecewise`. `wsd` keeps the peak until `decay_steps` before the end (arXiv 2405.18392).
+    `inverse_sqrt` is peak × sqrt(warmup_steps / step) (arXiv 1706.03762, equation 3, whose peak is dim^-0.5 × warmup_steps^-0.5).
     """
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
@@ -21,14 +22,66 @@ def learning_rate(schedule: Schedule, peak: float, steps: int, step: int) -> flo
         return peak
     if schedule.name == "inverse_sqrt":
         return peak * math.sqrt(max(1, schedule.warmup_steps) / step)
+    if schedule.name == "piecewise":
+        return peak * _of_stages(schedule.stages, step - schedule.warmup_steps)
+    start, shape = schedule.warmup_steps, schedule.name
     if schedule.name == "wsd":
-        decay = schedule.decay_steps or max(1, steps // 10)
-        start = max(schedule.warmup_steps, steps - decay)
-    else:
-        start = schedule.warmup_steps
+        start, shape = max(start, steps - (schedule.decay_steps or max(1, steps // 10))), schedule.decay_shape
     progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
-    return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * share)
+    return peak * _between(shape, 1.0, schedule.min_ratio, progress)
+
+
+def _of_stages(stages: list[RateStage], step: int) -> float:
+    """The share of the peak at a step, counted from 1 after the warmup."""
+    ratio = 1.0
+    for stage in stages:
+        if step <= stage.steps:
+            return _between(stage.shape, ratio, stage.ratio, step / stage.steps)
+        step, ratio = step - stage.steps, stage.ratio
+    return ratio
+
+
+def _between(shape: str, start: float, end: float, progress: float) -> float:
+    """A value on the way from `start` (progress 0) to `end` (1)."""
+    if shape == "constant" or progress == 1:
+        return end
+    if shape == "exponential":
+        return start * (end / start) ** progress
+    left = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "1-sqrt": 1 - math.sqrt(progress)}.get(shape, 1 - progress)
+    return end + (start - end) * left
+
+
+def check(schedule: Schedule, steps: int) -> None:
+    """Raise ConfigError for values of a resolved schedule that cannot go together in a run of `steps` steps."""
+    if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
+        most = steps - schedule.warmup_steps
+        raise ConfigError(
+            f"schedule.warmup_steps={schedule.warmup_steps} and schedule.decay_steps={schedule.decay_steps} do not fit in "
+            f"run.steps={steps}; {f'decay_steps at most {most}' if most > 0 else 'lower warmup_steps, or raise run.steps'}"
+        )
+    if schedule.name == "wsd" and math.isclose(schedule.min_ratio, 1):
+        raise ConfigError("schedule.min_ratio=1 with schedule.name=wsd never decays; use schedule.name=constant")
+    if schedule.name == "wsd" and schedule.decay_shape == "exponential" and not schedule.min_ratio:
+        raise ConfigError("schedule.decay_shape=exponential never reaches schedule.min_ratio=0; use 0.01, or another shape")
+    if schedule.name == "piecewise":
+        _check_stages(schedule, steps)
+
+
+def _check_stages(schedule: Schedule, steps: int) -> None:
+    if not schedule.stages:
+        raise ConfigError("schedule.name=piecewise has no schedule.stages; write them, or use schedule.name=constant")
+    first, ratio = schedule.warmup_steps, 1.0
+    for i, stage in enumerate(schedule.stages):
+        if first >= steps:
+            raise ConfigError(
+                f"schedule.stages.{i} begins after step {first}, the end of the run (run.steps={steps}); shorten the stages before it, "
+                "or raise run.steps"
+            )
+        if stage.shape == "exponential" and not (ratio and stage.ratio):
+            raise ConfigError(
+                f"schedule.stages.{i}.shape=exponential neither leaves nor reaches a rate of 0; use another shape"
+            )
+        first, ratio = first + stage.steps, stage.ratio
 
 
 def fit(schedule: Schedule, steps: int) -> Schedule:

@@ -25,13 +25,7 @@ def axes_of_a_sample(config: Config) -> str:
 
 def check_options(config: Config) -> None:
     """Raise ConfigError for values that cannot go together on any number of processes. It names both keys."""
-    schedule, steps = config.schedule, config.run.steps
-    if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
-        most = steps - schedule.warmup_steps
-        raise ConfigError(
-            f"schedule.warmup_steps={schedule.warmup_steps} and schedule.decay_steps={schedule.decay_steps} do not fit in "
-            f"run.steps={steps}; {f'decay_steps at most {most}' if most > 0 else 'lower warmup_steps, or raise run.steps'}"
-        )
+    steps = config.run.steps
     if config.run.init_from and config.run.resume not in ("auto", "never"):
         raise ConfigError(
             f"run.init_from={config.run.init_from} and run.resume={config.run.resume} both say where to start; keep one"
@@ -54,8 +48,6 @@ def check_options(config: Config) -> None:
     beyond = [step for step in config.log.gradients_at if step > steps]
     if beyond:
         raise ConfigError(f"log.gradients_at={config.log.gradients_at}: step {beyond[0]} is beyond run.steps={steps}")
-    if math.isclose(config.schedule.min_ratio, 1) and config.schedule.name == "wsd":
-        raise ConfigError("schedule.min_ratio=1 with schedule.name=wsd never decays; use schedule.name=constant")
 
 
 def check_context(config: Config) -> None:

@@ -104,7 +104,8 @@ def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Chang
 
 def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
     """The effect of another schedule, if the steps already taken would have had other learning rates; else None."""
-    schedule = build_section(Schedule, {leaf.path: leaf.value for leaf in leaves(Schedule, saved.get("schedule", {}))})
+    known = {field.name for field in dataclasses.fields(Schedule)}
+    schedule = build_section(Schedule, {name: value for name, value in saved.get("schedule", {}).items() if name in known})
     steps = saved.get("run", {}).get("steps", Config().run.steps)
 
     def rates(number: int, old_peak: float = 1.0, new_peak: float = 1.0) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from pretrain.models.shape import check_encoder, flat, resolved_switches, with_v
 from pretrain.observe.flops import flops_per_token
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
-from pretrain.train.resolve import needs_masks, resolve, usual_values
+from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, usual_values
 from pretrain.train.translation import require_sacrebleu
 
 NO_IDENTITY = {leaf.path for leaf in leaves(Model, None, resume="never") if leaf.resume != "never"}
@@ -112,11 +112,21 @@ def _lay_out(given: Config, config: Config, world_size: int, device: torch.devic
 def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
     resolved = resolved_switches(config.model) | {"parallel.strategy": layout.strategy}
     notes = check_effects(given, resolved, usual_values(given, config.model))
-    if config.schedule != given.schedule:
+    counted = tokens_as_steps(given)
+    in_steps = {
+        f"run.tokens={given.run.tokens}": given.run.tokens and counted.run.steps,
+        f"schedule.warmup_tokens={given.schedule.warmup_tokens}": given.schedule.warmup_tokens
+        and counted.schedule.warmup_steps,
+        f"schedule.decay_tokens={given.schedule.decay_tokens}": given.schedule.decay_tokens and counted.schedule.decay_steps,
+    }
+    notes += [f"{key}: {steps} step{'s' if steps > 1 else ''}" for key, steps in in_steps.items() if steps]
+    if config.schedule != counted.schedule:
         shortened = f"{config.schedule.warmup_steps} steps of warmup"
         if config.schedule.decay_steps is not None:
             shortened += f" and {config.schedule.decay_steps} of decay"
-        notes.append(f"schedule.warmup_steps={given.schedule.warmup_steps} is above run.steps={given.run.steps}: {shortened}")
+        notes.append(
+            f"schedule.warmup_steps={counted.schedule.warmup_steps} is above run.steps={counted.run.steps}: {shortened}"
+        )
     return notes
 
 

@@ -9,13 +9,13 @@ from pretrain.config.data_schema import Text
 from pretrain.config.keys import check_effects
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
-from pretrain.data.sources import check_data
+from pretrain.data.sources import batch_schedule, check_data
 from pretrain.data.stream import check_micro_steps
 from pretrain.data.tasks import Spans
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.shape import resolved_switches
-from pretrain.optim.schedule import fit
+from pretrain.optim.schedule import check, fit
 from pretrain.parallel.legality import check_context, check_expert, check_options, check_pipeline, check_tensor
 from pretrain.train.identity import check_accepted
 
@@ -33,6 +33,7 @@ def resolve(config: Config) -> Config:
     _check_task(config, model)
     check_effects(config, resolved_switches(model), usual_values(config, model))
     family_of(model.family).check_training(model)
+    config = tokens_as_steps(config)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     data, schedule = dataclasses.replace(config.data, seed=seed), fit(config.schedule, config.run.steps)
     config = dataclasses.replace(config, model=model, data=data, schedule=schedule)
@@ -44,8 +45,29 @@ def resolve(config: Config) -> Config:
     _check_recomputation(config)
     _check_sharing(config)
     check_options(config)
+    check(config.schedule, config.run.steps)
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config
+
+
+def tokens_as_steps(config: Config) -> Config:
+    """The configuration with numbers of tokens as numbers of steps, of which each takes as many samples as the batch schedule says."""
+    run, schedule, length = config.run, config.schedule, config.data.sequence_length
+    batches = batch_schedule(config)
+
+    def steps_of(tokens: int) -> int:
+        """Steps until so many tokens are reached."""
+        return batches.step_of(-(-tokens // length) - 1)
+
+    if run.tokens is not None:
+        run = dataclasses.replace(run, steps=steps_of(run.tokens), tokens=None)
+    if schedule.warmup_tokens is not None:
+        schedule = dataclasses.replace(schedule, warmup_steps=steps_of(schedule.warmup_tokens), warmup_tokens=None)
+    if schedule.decay_tokens is not None:
+        before = batches.after(0, run.steps) * length - schedule.decay_tokens
+        decay = run.steps - (steps_of(before) if before > 0 else 0)
+        schedule = dataclasses.replace(schedule, decay_steps=max(1, decay), decay_tokens=None)
+    return dataclasses.replace(config, run=run, schedule=schedule)
 
 
 def usual_values(given: Config, model: Model | None = None) -> dict[str, list[Any]]:

@@ -50,7 +50,8 @@ BESIDE = {
     "model.relative": SPANS, "model.encoder": SPANS, "model.init": SPANS, "data.span_corruption": SPANS,
     "parallel.replicate": [*BASE, "parallel.strategy=fsdp"], "parallel.shard": [*BASE, "parallel.strategy=fsdp"],
     "loss.predict_ahead_weight": [*BASE, "model.predict_ahead=1"],
-    "schedule.decay_steps": [*BASE, "schedule.name=wsd"],
+    "schedule.decay": [*BASE, "schedule.name=wsd"], "schedule.warmup_tokens": [*BASE, "schedule.warmup_steps=0"],
+    "run.tokens": [*BASE, "run.steps=1000"],
     "data.shuffle_shards": [*BASE, "data.shuffle=shards"],
 }  # fmt: skip
 # Values for keys of which the next one of the type would not do.
@@ -60,7 +61,7 @@ VALUES: dict[str, list[Any]] = {
     "model.experts.dense_layers": ["[0]"], "model.encoder.layers": [1, 3], "batch.sequences": [32], "batch.micro_sequences": [2],
     "batch.ramp": ["[{until_tokens: 1024, sequences: 8}]"], "optim.betas": ["[0.5,0.95]"], "parallel.shard": [2, 4],
     "parallel.replicate": [2, 4], "data.span_corruption.first_sentinel": [260], "data.span_corruption.sentinels": [5],
-    "model.relative.max_distance": [64], "model.rope.fraction": [0.5],
+    "model.relative.max_distance": [64], "model.rope.fraction": [0.5], "run.tokens": [9999], "schedule.warmup_tokens": [2500], "schedule.decay_tokens": [2500],
 }  # fmt: skip
 # What no plan shows, and the test that sees it: another record, file, error or kernel, or the same result by other means.
 A_RUN, CUDA = "train/test_data_of_a_run.py", "test_cuda.py::test_a_gpu_resumes_what_the_cpu_saved"
@@ -115,6 +116,7 @@ SEEN = {
     "loss.chunk_mb": "models/test_losses.py::test_fused_losses_and_gradients_are_those_of_cross_entropy",
     "optim.clip": "optim/test_clip.py::test_gradients_and_norm_are_those_of_torch",
     "optim.skip_nonfinite": f"{BAD}::test_one_step_more_than_may_be_skipped_ends_the_run_which_can_then_go_on_with_more",
+    **{f"schedule.stages.0.{name}": "optim/test_schedule.py::test_stages_follow_each_other" for name in ("steps", "ratio", "shape")},
     "parallel.tensor": SHARED, "parallel.context": SHARED, "parallel.context_method": SHARED, "parallel.pipeline": STAGES, "parallel.pipeline_schedule": STAGES, "parallel.pipeline_chunks": STAGES,
     "parallel.expert": "train/test_experts_in_layouts.py::test_a_layout_computes_what_one_process_computes",
     "parallel.grad_sync": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pretrain.config.schema import Schedule
-from pretrain.optim.schedule import learning_rate
+from pretrain.config.data_schema import Data
+from pretrain.config.schema import Batch, BatchStage, Config, RateStage, Run, Schedule
+from pretrain.errors import ConfigError
+from pretrain.optim.schedule import check, learning_rate
+from pretrain.train.resolve import tokens_as_steps
 
 PEAK, STEPS = 2e-3, 1000
 
@@ -77,6 +81,88 @@ def test_wsd_decays_over_a_tenth_of_the_run_by_default():
     assert rate(950, name="wsd", min_ratio=0.0) == pytest.approx(PEAK / 2, rel=1e-12)
     assert learning_rate(Schedule(name="wsd", min_ratio=0.0), PEAK, 5, 4) == PEAK
     assert learning_rate(Schedule(name="wsd", min_ratio=0.0), PEAK, 5, 5) == 0
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
+def test_the_shapes_of_wsds_decay_are_those_of_transformers(shape):
+    from transformers import get_wsd_schedule
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
+    reference = get_wsd_schedule(
+        optimizer, num_warmup_steps=100, num_decay_steps=200, num_training_steps=STEPS, min_lr_ratio=0.1, decay_type=shape
+    )
+    for step in range(1, STEPS + 1):
+        optimizer.step()
+        reference.step()
+        if step >= 100:  # its warmup begins at the least rate
+            ours = rate(step, name="wsd", warmup_steps=100, decay_steps=200, min_ratio=0.1, decay_shape=shape)
+            assert ours == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9), step
+
+
+def test_an_exponential_decay_falls_by_equal_ratios_to_the_least_rate():
+    rates = [rate(step, name="wsd", decay_steps=200, min_ratio=0.01, decay_shape="exponential") for step in range(800, 1001)]
+    assert rates[0] == PEAK and rates[-1] == pytest.approx(PEAK * 0.01)
+    reference = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([torch.zeros(1)], lr=PEAK), 0.01 ** (1 / 200))
+    for ours in rates:
+        assert ours == pytest.approx(reference.get_last_lr()[0], rel=1e-9)
+        reference.optimizer.step()
+        reference.step()
+
+
+def test_stages_follow_each_other():
+    stages = [RateStage(100, 1.0, "constant"), RateStage(200, 0.2, "linear"), RateStage(100, 0.05, "exponential"), RateStage(50, 0.5, "cosine"), RateStage(9, 0.3, "constant")]  # fmt: skip
+
+    def of(step: int) -> float:
+        return rate(step, name="piecewise", warmup_steps=40, stages=stages) / PEAK
+
+    assert of(20) == 0.5 and {of(step) for step in range(40, 141)} == {1.0}
+    assert of(240) == pytest.approx(0.6) and of(340) == pytest.approx(0.2)
+    assert of(390) == pytest.approx(0.1) and of(440) == pytest.approx(0.05)  # the root of 0.2 * 0.05
+    assert of(465) == pytest.approx(0.275) and of(490) == pytest.approx(0.5)
+    assert {of(step) for step in (491, 499, 500, 1000)} == {0.3}
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"name": "wsd", "decay_shape": "exponential", "min_ratio": 0.0}, "schedule.decay_shape=exponential never reaches schedule.min_ratio=0"),
+        ({"name": "piecewise"}, "schedule.name=piecewise has no schedule.stages"),
+        ({"name": "piecewise", "warmup_steps": 10, "stages": [RateStage(990, 0.5), RateStage(1, 0.1)]}, "schedule.stages.1 begins after step 1000, the end of the run"),
+        ({"name": "piecewise", "stages": [RateStage(5, 0.0), RateStage(5, 0.1, "exponential")]}, "schedule.stages.1.shape=exponential neither leaves nor reaches a rate of 0"),
+    ],
+)  # fmt: skip
+def test_schedules_that_cannot_be_are_refused(written, message):
+    with pytest.raises(ConfigError, match=message):
+        check(Schedule(**written), STEPS)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 2**20), st.integers(1, 64)), max_size=3),
+    st.integers(1, 64),
+    st.sampled_from([1, 32, 1000]),
+    st.integers(1, 2**22),
+    st.data(),
+)
+def test_numbers_of_tokens_are_the_first_steps_that_reach_them(ramp, sequences, length, tokens, draw):
+    ends = sorted({until for until, _ in ramp})
+    sizes = [size for _, size in ramp][: len(ends)]
+    assume(all(-(-b // length) > -(-a // length) for a, b in itertools.pairwise(ends)))
+    warmup, decay = draw.draw(st.integers(1, tokens)), draw.draw(st.integers(1, 2**22))
+    written = Config(
+        run=Run(tokens=tokens), schedule=Schedule(name="wsd", warmup_tokens=warmup, decay_tokens=decay),
+        batch=Batch(sequences, ramp=[BatchStage(end, size) for end, size in zip(ends, sizes)]), data=Data(sequence_length=length),
+    )  # fmt: skip
+    found = tokens_as_steps(written)
+    reached, consumed = [0], 0  # step by step
+    while reached[-1] < tokens:
+        consumed += next((size for end, size in zip(ends, sizes) if consumed < -(-end // length)), sequences)
+        reached.append(consumed * length)
+    assert found.run.steps == len(reached) - 1
+    assert found.schedule.warmup_steps == next(step for step, sum_ in enumerate(reached) if sum_ >= warmup)
+    begins = next(step for step, sum_ in enumerate(reached) if sum_ >= reached[-1] - decay)
+    assert found.schedule.decay_steps == max(1, found.run.steps - begins)
+    assert tokens_as_steps(found) == found
 
 
 @settings(deadline=None)

@@ -90,13 +90,13 @@ class Mesh:
         """The sum over ranks with different samples, on the CPU, equal on every rank. `name` says what the ranks are doing."""
         return self.ranks.sum(name, values if self.counts_samples else values.new_zeros(values.shape))
 
-    def sum_over_loss(self, name: str, values: Tensor) -> Tensor:
-        """The sum over ranks with different target tokens, on the CPU, equal on every rank."""
-        return self.ranks.sum(name, values if self.counts_losses else values.new_zeros(values.shape))
+    def add_over_loss(self, values: Tensor) -> Tensor:
+        """The sum over ranks with different target tokens, equal on every rank and on the device of the values (`Ranks.add`)."""
+        return self.ranks.add(values if self.counts_losses else values.new_zeros(values.shape))
 
-    def sum_over_layers(self, name: str, values: Tensor) -> Tensor:
-        """The sum over ranks with different tokens or different layers, on the CPU, equal on every rank."""
-        return self.ranks.sum(name, values if self.is_source("tensor") else values.new_zeros(values.shape))
+    def add_over_layers(self, values: Tensor) -> Tensor:
+        """The sum over ranks with different tokens or different layers, likewise."""
+        return self.ranks.add(values if self.is_source("tensor") else values.new_zeros(values.shape))
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """torch's mesh of this rank's groups along these axes, where `shard` has the context ranks too. All ranks call it together the

@@ -68,6 +68,12 @@ class Ranks:
         """The sum of `values` over all ranks, on the CPU, equal on every rank. `values` itself may be overwritten."""
         return self._reduce(name, values, dist.ReduceOp.SUM)
 
+    def add(self, values: Tensor) -> Tensor:
+        """The sum of `values` over all ranks, in place and on their device: the host does not wait for a GPU. A `part` gives it a name."""
+        if self.control is not None:
+            dist.all_reduce(values)
+        return values
+
     def largest(self, name: str, number: int) -> int:
         """The largest `number` of any rank."""
         return int(self._reduce(name, torch.tensor(number), dist.ReduceOp.MAX))

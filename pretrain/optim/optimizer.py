@@ -47,7 +47,8 @@ def _adamw(groups: list[dict[str, Any]], config: Optim) -> torch.optim.Optimizer
 
 
 _OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], Optim], torch.optim.Optimizer]] = {"adamw": _adamw}
-"""By `optim.name`: a function from groups of parameters to an optimizer. Each state that it keeps must be a tensor."""
+"""By `optim.name`: a function from groups of parameters to an optimizer. Each state that it keeps must be a tensor. Where the optimizer's
+`found_inf` is 1, its step must change nothing."""
 
 
 class OptimizerSet:
@@ -86,11 +87,16 @@ class OptimizerSet:
             for name, own in groups.items()
         ]
 
-    def step(self, rate: float) -> None:
-        """Update every parameter by its gradient; `rate` is the schedule's learning rate of this step."""
+    def step(self, rate: float, taken: Tensor | None = None) -> None:
+        """Update every parameter by its gradient; `rate` is the schedule's learning rate of this step.
+
+        `taken`: a truth value on the device; where it is false, weights and state stay as they are to the last bit.
+        """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["rate_scale"]
+            # torch's own way to leave out a step without asking the device (`_step_supports_amp_scaling`).
+            optimizer.grad_scale, optimizer.found_inf = None, None if taken is None else (~taken).float()
             optimizer.step()
 
     def zero_grad(self) -> None:

@@ -26,50 +26,61 @@ class ExpertLoads:
         """Those of all ranks; a rank of a pipeline has some of their routers."""
         self.since_report = torch.zeros(len(self.layers), config.experts.count or 0, dtype=torch.int64)
         self.by_last_step = bool(self.layers) and config.experts.balance_scope == "global_batch"
+        if self.by_last_step:
+            for router in self.routers.values():
+                even = self.config.active / self.config.count
+                router.shares_E = torch.full((self.config.count,), even, device=mesh.device)
         self.last: list[list[int]] | None = None
         """With `experts.balance_scope: global_batch`: positions that each expert got in the last step, by layer. A checkpoint holds them."""
 
     def restore(self, last: list[list[int]] | None) -> None:
         """Continue from the `last` of a checkpoint. Without one, the first step takes loads as even, and balancing has no effect in it."""
         if self.by_last_step and last is not None:
-            self._share(torch.tensor(last))
+            counts_LE = torch.tensor(last)
+            self.last = counts_LE.tolist()
+            self._share(counts_LE.to(self.mesh.device), torch.tensor(True, device=self.mesh.device))
         elif self.by_last_step and self.mesh.ranks.is_main:
             log.info("experts: no loads are known yet, so the balancing loss has no effect in the first step")
 
-    def _share(self, counts_LE: Tensor) -> None:
-        """Tell the routers how the positions of the last step were spread."""
-        self.last = counts_LE.tolist()
+    def _share(self, counts_LE: Tensor, taken: Tensor) -> None:
+        """Tell the routers how the positions of a step were spread, if it was `taken`."""
         for router, counts_E in self._loaded(counts_LE):
             shares_E = counts_E.double() * self.config.active / counts_E.sum().clamp(min=1)
-            router.shares_E = shares_E.to(router.weight.device, torch.float32)
+            router.shares_E = torch.where(taken, shares_E.float(), router.shares_E)
 
     def _loaded(self, counts_LE: Tensor) -> list[tuple[Router, Tensor]]:
         """The routers of this rank, and the loads of each."""
         return [(router, counts_LE[self.layers.index(layer)]) for layer, router in self.routers.items()]
 
-    def after_step(self, target_tokens: int) -> float | None:
-        """Balance by the step's loads. Return the mean auxiliary loss of a target token, None if no such loss is configured."""
+    def after_step(self, target_tokens: int, taken: Tensor) -> dict[str, Tensor]:
+        """Balance by the step's loads if it was `taken`, a truth value on the device. Return figures for `settle`; the host waits for none.
+
+        `router_loss` among them is the mean auxiliary loss of a target token; it lacks where no such loss is configured.
+        """
         if not self.layers:
-            return None
-        reports = self.model.take_router_reports()
-        own_LE, loss = torch.zeros_like(self.since_report), torch.zeros((), dtype=torch.float64)
+            return {}
+        device, reports = self.mesh.device, self.model.take_router_reports()
+        own_LE = torch.zeros(self.since_report.shape, dtype=torch.int64, device=device)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         for layer, report in reports.items():
             own_LE[self.layers.index(layer)] = report.counts_E
-            loss += report.loss_B.cpu()
-        counts_LE = self.mesh.sum_over_layers("loads of experts", own_LE)
-        loss = self.mesh.sum_over_layers("losses of routers", loss)
-        self.since_report += counts_LE
+            loss += report.loss_B
+        counts_LE, loss = self.mesh.add_over_layers(own_LE), self.mesh.add_over_layers(loss)
         if self.config.correction_rate:
             for router, counts_E in self._loaded(counts_LE):
-                move_correction(router.correction, counts_E, self.config.correction_rate)
+                move_correction(router.correction, counts_E * taken, self.config.correction_rate)
         if self.by_last_step:
-            self._share(counts_LE)
-        return float(loss) / target_tokens if self.config.balance_loss or self.config.router_z_loss else None
+            self._share(counts_LE, taken)
+        losses = {"router_loss": loss / target_tokens} if self.config.balance_loss or self.config.router_z_loss else {}
+        return {"loads": counts_LE, **losses}
 
-    def drop(self) -> None:
-        """Forget the loads of a step that was not taken."""
-        if self.layers:
-            self.model.take_router_reports()
+    def settle(self, figures: dict[str, Tensor]) -> float | None:
+        """Take up the figures of a step that was taken, once they are on the host. Return its `router_loss`."""
+        if "loads" in figures:
+            self.since_report += figures["loads"]
+            if self.by_last_step:
+                self.last = figures["loads"].tolist()
+        return float(figures["router_loss"]) if "router_loss" in figures else None
 
     def take(self) -> tuple[dict[str, list[int]] | None, dict[str, float] | None]:
         """By layer: target tokens that each expert got since the last call, and the largest load over the mean one."""

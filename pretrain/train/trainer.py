@@ -7,7 +7,6 @@ batch of the step (this rank's share) --micro-step by micro-step--> gradients, s
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -38,6 +37,7 @@ from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.starting_point import StartingPoint
 from pretrain.train.stop import Stopped, StopPoll, StopRequest
+from pretrain.train.taken_step import Figures, TakenStep
 from pretrain.train.validation import Evaluation
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,11 @@ class Verdict:
     save: bool
 
 
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host queues work for a device that computes beside it."""
+    return device.type == "cuda"
+
+
 class Trainer:
     """A run from its plan: it builds everything, continues from its origin, and trains."""
 
@@ -72,6 +77,9 @@ class Trainer:
         self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
         self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks)
         self.skipped_in_a_row = 0
+        # On a GPU a step is settled when the next one is queued, so that the device never waits for the host. Callbacks are asked at once.
+        self.runs_ahead = runs_ahead(ranks.device) and not extensions.callbacks
+        self.ahead: TakenStep | None = None
         self.end_reason: str | None = None
         """Why a callback ended the run."""
 
@@ -94,9 +102,9 @@ class Trainer:
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: StepBatch, target_tokens: int) -> StepRecord:
-        """Make one optimizer step on this rank's share of the global batch. Return the numbers to report, equal on all ranks."""
-        config, number = self.config, self.progress.step + 1
+    def step(self, batch: StepBatch, verdict: Verdict) -> TakenStep:
+        """Make one optimizer step on this rank's share of the global batch, or queue it on a GPU, which the host does not wait for."""
+        config, number, target_tokens = self.config, self.progress.step + 1, verdict.target_tokens
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
         with self.ranks.part(f"step {number}: forward and backward", device=True):
             losses = self.strategy.forward_backward(batch, target_tokens)
@@ -104,38 +112,66 @@ class Trainer:
                 refuse_untrained(self.model, config.data.sequence_length)
             if number in config.log.gradients_at:
                 write_gradients(self.directory.path, number, self.model, self.mesh)
-            grad_norm = float(self.optimizer.clip(config.optim.clip))
-        summed = torch.stack([part.double().sum() for part in losses])
-        objective, loss = (self.mesh.sum_over_loss(f"loss of step {number}", summed) / target_tokens).tolist()
-        router_loss = None
-        if math.isfinite(objective) and math.isfinite(grad_norm):
-            self.optimizer.step(rate)
-            router_loss = self.expert_loads.after_step(target_tokens)
-            self.skipped_in_a_row = 0
-        else:
-            self._skip_step(number, batch, losses.objective_B, objective, grad_norm)
+            grad_norm = self.optimizer.clip(config.optim.clip)
+        with self.ranks.part(f"loss of step {number}", device=True):
+            summed = torch.stack([part.double().sum() for part in losses])
+            objective, loss = self.mesh.add_over_loss(summed) / target_tokens
+            taken = torch.isfinite(objective) & torch.isfinite(grad_norm)
+        self.optimizer.step(rate, taken)
+        with self.ranks.part(f"loads of experts in step {number}", device=True):
+            routers = self.expert_loads.after_step(target_tokens, taken)
         self.optimizer.zero_grad()
         self.progress.step = number
         self.progress.samples += batch.sequences
         self.progress.tokens += target_tokens
-        self.progress.loads = self.expert_loads.last
-        return StepRecord(
-            step=number,
-            tokens=self.progress.tokens,
-            loss=loss,
-            objective=objective if objective != loss else None,
-            grad_norm=grad_norm,
-            lr=rate,
-            skipped=self.progress.skipped or None,
-            router_loss=router_loss,
+        figures = Figures({"objective": objective, "loss": loss, "grad_norm": grad_norm} | routers)
+        return TakenStep(
+            number,
+            self.progress.tokens,
+            self.progress.samples,
+            rate,
+            verdict.digest,
+            batch.positions.tolist(),
+            losses.objective_B,
+            figures,
         )
 
-    def _skip_step(self, number: int, batch: StepBatch, losses: torch.Tensor, objective: float, grad_norm: float) -> None:
-        """Leave weights, moments and balancing as they are. Raises TrainingError if no more steps may be skipped."""
-        bad = batch.positions[~torch.isfinite(losses).cpu().numpy()].tolist()
+    def settle(self, step: TakenStep) -> StepRecord:
+        """Wait for the figures of a step. Return the numbers to report, equal on all ranks.
+
+        Raises TrainingError if its update was refused, and no more steps may be skipped.
+        """
+        figures, router_loss = step.figures.read(), None
+        self.settled_samples = step.samples
+        if step.is_finite(figures):
+            router_loss = self.expert_loads.settle(figures)
+            self.skipped_in_a_row = 0
+        else:
+            self._skip_step(step, figures)
+        self.progress.loads = self.expert_loads.last
+        objective, loss = float(figures["objective"]), float(figures["loss"])
+        return StepRecord(
+            step=step.number,
+            tokens=step.tokens,
+            loss=loss,
+            objective=objective if objective != loss else None,
+            grad_norm=float(figures["grad_norm"]),
+            lr=step.rate,
+            skipped=self.progress.skipped or None,
+            router_loss=router_loss,
+            batch=step.digest,
+        )
+
+    def _skip_step(self, step: TakenStep, figures: dict[str, torch.Tensor]) -> None:
+        """Count a step whose update the device left out. Raises TrainingError if no more may be skipped."""
+        finite = torch.isfinite(step.losses_B).tolist()
+        bad = [position for position, is_finite in zip(step.positions, finite) if not is_finite]
         everywhere = self.ranks.gather("samples of a refused step", bad if self.mesh.counts_losses else [])
         where = "; ".join(f"rank {rank}: samples {positions[:8]}" for rank, positions in enumerate(everywhere) if positions)
-        what = f"step {number}: loss {objective}, gradient norm {grad_norm} ({where or 'every loss is finite'})"
+        what = (
+            f"step {step.number}: loss {float(figures['objective'])}, gradient norm {float(figures['grad_norm'])} "
+            f"({where or 'every loss is finite'})"
+        )
         self.skipped_in_a_row += 1
         allowed = self.config.optim.skip_nonfinite
         if self.skipped_in_a_row > allowed:
@@ -144,7 +180,6 @@ class Trainer:
                 f"{what}: the step was not taken{row}; {self.continuation.describe_last()}: lower optim.lr or look at the samples, then run "
                 "again; optim.skip_nonfinite=N leaves out up to N such steps in a row"
             )
-        self.expert_loads.drop()
         self.progress.skipped += 1
         if self.ranks.is_main:
             log.warning("%s: skipped, %d in a row of at most %d", what, self.skipped_in_a_row, allowed)
@@ -185,6 +220,7 @@ class Trainer:
             ready = time.monotonic()
             verdict = self._agree(batch, problem, stop)
             if verdict.stop or verdict.save or verdict.end:
+                self._settle_ahead(poll)
                 self._save()
             if verdict.stop:
                 return "preempted"
@@ -192,13 +228,40 @@ class Trainer:
                 reasons = self.ranks.gather("end by a callback", self.run.stop_reason)
                 self.end_reason = next(reason for reason in reasons if reason is not None)
                 return "stopped"
-            computing = time.monotonic()
-            record = self.step(batch, verdict.target_tokens)
-            record.batch = verdict.digest
-            self.window.add(time.monotonic() - computing, ready - waiting, verdict.target_tokens)
-            evaluated = self._after_step(record, poll)
+            evaluated = self._advance(batch, verdict, ready - waiting, poll)
         self._save()
         return "finished" if evaluated else "preempted"
+
+    def _advance(self, batch: StepBatch, verdict: Verdict, waited: float, poll: StopPoll) -> bool:
+        """Take a step and settle the one before it, while a GPU computes. Settle this one as well if something is due after it.
+
+        `waited`: seconds that the batch took. Return whether no evaluation was cut short.
+        """
+        started = time.monotonic()
+        before, self.ahead = self.ahead, self.step(batch, verdict)
+        record = self.settle(before) if before else None
+        seconds = time.monotonic() - started
+        if record:
+            self._after_step(record, poll)
+        if self.runs_ahead and not self._is_due(self.progress.step):
+            self.window.add(seconds, waited, verdict.target_tokens)
+            return True
+        started = time.monotonic()
+        record, self.ahead = self.settle(self.ahead), None
+        self.window.add(seconds + time.monotonic() - started, waited, verdict.target_tokens)
+        return self._after_step(record, poll)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a step is saved or evaluated, and so has to be settled before the next one."""
+        config = self.config
+        saves = step == config.run.steps or (config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0)
+        return bool(saves or self.evaluation.due(step))
+
+    def _settle_ahead(self, poll: StopPoll) -> None:
+        """Settle the last step that was queued, if that is still to be done."""
+        if self.ahead is not None:
+            before, self.ahead = self.ahead, None
+            self._after_step(self.settle(before), poll)
 
     def _open_sinks(self, stack: ExitStack) -> None:
         """Open sinks and callbacks until the end of `stack`. They get the records that the run has logged so far."""
@@ -326,7 +389,7 @@ class Trainer:
         achieved = record.step_tokens_per_second * self.flops_per_token
         record.mfu = achieved / self.peak_flops if self.peak_flops else None
         record.seconds_left = self.window.left(self.config.run.steps - record.step)
-        record.shares = self.plan.data.shares(self.progress.samples) or None
+        record.shares = self.plan.data.shares(self.settled_samples) or None
         record.experts, record.expert_load = self.expert_loads.take()
         if self.ranks.is_main:
             self._log(record)

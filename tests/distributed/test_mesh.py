@@ -62,7 +62,7 @@ def sums_on_a_rank(sizes: dict[str, int]) -> tuple:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = Mesh(sizes, Ranks(rank, local_rank, world, CPU, dist.group.WORLD))
     own = torch.tensor(10**rank)
-    sums = int(mesh.sum_over_data("samples", own.clone())), int(mesh.sum_over_loss("losses", own.clone()))
+    sums = int(mesh.sum_over_data("samples", own.clone())), int(mesh.add_over_loss(own.clone()))
     found = {axis: mesh.context_group if axis == "context" else mesh.device_mesh(axis) for axis in sizes if axis != "expert"}
     if "expert" in sizes:
         found |= {axis: mesh.expert_mesh(axis) for axis in ("expert_shard", "expert")}

@@ -1,0 +1,51 @@
+"""A step that was taken: what the host knows of it at once, and the figures that the device may still be computing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Figures:
+    """Tensors on their way to the host. A GPU copies them when it has come so far; the host waits in `read` alone."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._copies = {name: _begin_copy(tensor) for name, tensor in tensors.items()}
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        self._arrived = torch.cuda.current_stream().record_event() if on_gpu else None
+
+    def read(self) -> dict[str, Tensor]:
+        """The tensors, on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copies
+
+
+def _begin_copy(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@dataclass
+class TakenStep:
+    """A step whose update is made or queued. `figures`: objective, loss, gradient norm and what the routers report."""
+
+    number: int
+    tokens: int
+    samples: int
+    """Target tokens and samples of the run up to this step."""
+    rate: float
+    digest: str
+    positions: list[int]
+    """The samples of this rank, and what each lost; for a step that is refused."""
+    losses_B: Tensor
+    figures: Figures
+
+    @staticmethod
+    def is_finite(figures: dict[str, Tensor]) -> bool:
+        """Whether the update was made. The device decided by the same figures."""
+        return math.isfinite(figures["objective"]) and math.isfinite(figures["grad_norm"])

@@ -1,0 +1,138 @@
+"""The host never waits for the device within a step, and steps that are settled one step late are the same steps."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from running import run_main, state_of
+from test_bad_steps import EXPERTS, with_bad_steps
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretrain.observe.metrics import read_metrics
+
+SPEED = {"tokens_per_second", "seconds", "step_tokens_per_second", "step_seconds", "data_wait", "seconds_left", "pipeline_wait"}
+BALANCED = (
+    "model.family=custom",
+    "model.experts={count: 4, active: 2, ffn_dim: 16, correction: true, correction_rate: 0.01, scoring: sigmoid, balance_loss: 0.1, balance_scope: global_batch}",
+)
+
+
+def settled_late(kind: str, *arguments) -> tuple[int, str]:
+    """A run whose steps are settled when the next one is queued, as on a GPU."""
+    with patch("pretrain.train.trainer.runs_ahead", lambda device: True):
+        return {"plain": run_main, "bad": with_bad_steps}[kind](*arguments)
+
+
+def records(run: Path) -> list[dict]:
+    return [{name: value for name, value in record.items() if name not in SPEED} for record in read_metrics(run)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(1, *BALANCED), (2, "parallel.strategy=fsdp"), pytest.param((2, "parallel.strategy=fsdp", "parallel.pipeline=2"), marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_steps_that_are_settled_late_are_the_same(pool, config_file, prepared, layout):
+    ranks, *options = layout
+    everything = (
+        "run.steps=11", "checkpoint={every_steps: 5, keep_last: 0}", "validation.every_steps=4", f"data.validation=[{{path: {prepared}, name: v}}]",
+        "log.every_steps=1", *options,
+    )  # fmt: skip
+    at_once = pool.launch(ranks, run_main, str(config_file), "run.name=once", *everything)
+    late = pool.launch(ranks, settled_late, "plain", str(config_file), "run.name=late", *everything)
+    assert [code for code, _ in (*at_once, *late)] == [0] * 2 * ranks, late
+    one, other = (config_file.parent / "runs" / name for name in ("once", "late"))
+    assert records(other) == records(one) and len(records(one)) == 11
+    for step in (5, 10, 11):
+        wanted = state_of(one, step)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in state_of(other, step).items())
+
+
+def test_a_step_that_is_refused_is_noticed_one_step_later_and_nothing_of_it_stays(pool, config_file):
+    steady = ("run.steps=8", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 8, keep_last: 0}", *EXPERTS)
+    [(code, printed)] = pool.launch(1, with_bad_steps, [3, 4], str(config_file), "run.name=once", *steady, "optim.skip_nonfinite=2")
+    assert code == 0, printed
+    [(code, printed)] = pool.launch(1, settled_late, "bad", [3, 4], str(config_file), "run.name=late", *steady, "optim.skip_nonfinite=2")
+    assert code == 0 and "step 4: loss nan, gradient norm nan" in printed
+    one, other = (config_file.parent / "runs" / name for name in ("once", "late"))
+    assert records(other) == records(one) and records(one)[-1]["skipped"] == 2
+    wanted = state_of(one, 8)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in state_of(other, 8).items())
+    [(code, printed)] = pool.launch(1, settled_late, "bad", [3], str(config_file), "run.name=ends", *steady)
+    assert code != 0 and "error: step 3: loss nan, gradient norm nan" in printed and "the step was not taken" in printed
+    assert [record["step"] for record in read_metrics(config_file.parent / "runs" / "ends")] == [1, 2]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would make the host wait for a GPU: numbers that are brought to Python, and sizes that depend on values."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._opname
+        if any(name.startswith(part) for part in self.WAITING):
+            self.counts[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def counted(config_file: str, *overrides: str) -> tuple[list[dict], list[int], str]:
+    """What made the host wait in each step of a run, and how often the ranks agreed between the ends of two steps."""
+    from pretrain.distributed.ranks import Ranks
+    from pretrain.train.trainer import Trainer
+
+    taken, waits, agreements, calls = Trainer.step, [], [], Counter()
+
+    def step(self, batch, verdict):
+        reads, own_thread = HostReads(), threading.get_ident()
+        with contextlib.ExitStack() as stack:
+            for name in ("tolist", "numpy", "cpu"):
+                whole = getattr(torch.Tensor, name)
+
+                def reading(tensor, *args, _whole=whole, _name=name, **named):
+                    reads.counts[_name] += threading.get_ident() == own_thread  # batches are read ahead by others
+                    return _whole(tensor, *args, **named)
+
+                stack.enter_context(patch.object(torch.Tensor, name, reading))
+            stack.enter_context(reads)
+            found = taken(self, batch, verdict)
+        waits.append({name: count for name, count in reads.counts.items() if count})
+        agreements.append(calls["agree"])
+        return found
+
+    def agreeing(whole):
+        def call(*args, **named):
+            calls["agree"] += 1
+            return whole(*args, **named)
+
+        return call
+
+    with patch.object(Trainer, "step", step), patch.object(Ranks, "_reduce", agreeing(Ranks._reduce)), patch.object(Ranks, "gather", agreeing(Ranks.gather)):
+        _, printed = settled_late("plain", config_file, *overrides)
+    return waits, [b - a for a, b in zip(agreements, agreements[1:])], printed
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (1, "parallel.strategy=single"), (2, "parallel.strategy=ddp"), (2, "parallel.strategy=fsdp"),
+        pytest.param((4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.tensor=2"), marks=pytest.mark.slow),
+        pytest.param((4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.pipeline=2"), marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_no_step_waits_for_the_device_and_ranks_agree_once(pool, config_file, layout):
+    """They stand for a GPU, for which the host waits whenever it reads a number. In a step it read two, and the ranks agreed twice."""
+    ranks, *options = layout
+    run = ("run.steps=8", "schedule.warmup_steps=2", "checkpoint.every_steps=0", "optim.clip=0.5", "batch.micro_sequences=2", "log.every_steps=50", *options)
+    for waits, agreements, printed in pool.launch(ranks, counted, str(config_file), *run):
+        assert len(waits) == 8, printed
+        assert waits[1:] == [{}] * 7  # the first creates the optimizer's state
+        assert agreements[2:6] == [1] * 4  # without the lines of the first and the last step

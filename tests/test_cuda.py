@@ -1,8 +1,10 @@
 """What needs a GPU: `bash tests/run.sh --cuda` on a host that has one. Not run in continuous integration."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
-from running import gradients, largest_gradient_difference, largest_relative_difference, losses, train
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train
 
 from pretrain.config.model_schema import Model
 from pretrain.models import build_network
@@ -97,3 +99,27 @@ def test_parts_of_a_ring_are_those_of_matrix_products(masked):
     over_all = torch.logaddexp(lse, torch.ones_like(lse))
     found, wanted = (Kernel(fused, 0.3, 0.0).backward(g, q, k, v, y, over_all, seen, True) for fused in ("cuda", None))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def strict(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run that fails where a step, but the first two, makes the host wait for the GPU."""
+    from pretrain.train.trainer import Trainer
+
+    taken = Trainer.step
+
+    def step(self, batch, verdict):
+        torch.cuda.set_sync_debug_mode("error" if self.progress.step >= 2 else "default")
+        try:
+            return taken(self, batch, verdict)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with patch.object(Trainer, "step", step):
+        return run_main(config_file, *overrides)
+
+
+@pytest.mark.parametrize("options", [(), ("parallel.strategy=fsdp", "parallel.shard=1"), ("parallel.compile=blocks",)])
+def test_no_step_makes_the_host_wait(pool, config_file, options):
+    options = ("precision.compute=bf16", "run.steps=8", "optim.clip=0.5", "batch.micro_sequences=2", CUDA, *options)
+    [(code, printed)] = pool.launch(1, strict, str(config_file), *options)
+    assert code == 0, printed

@@ -123,3 +123,10 @@ def test_no_step_makes_the_host_wait(pool, config_file, options):
     options = ("precision.compute=bf16", "run.steps=8", "optim.clip=0.5", "batch.micro_sequences=2", CUDA, *options)
     [(code, printed)] = pool.launch(1, strict, str(config_file), *options)
     assert code == 0, printed
+
+
+def test_tf32_makes_products_less_exact(pool, config_file):
+    options = ("log.gradients_at=[1]", "run.steps=2", "schedule.warmup_steps=1", CUDA)
+    exact = train(pool, 1, config_file, "run.name=exact", *options)
+    fast = train(pool, 1, config_file, "run.name=fast", "precision.tf32=true", *options)
+    assert 1e-5 < largest_gradient_difference(gradients(fast), gradients(exact)) < 0.05

@@ -62,6 +62,14 @@ class Run:
         "Keys whose change since the checkpoint is meant, e.g. [optim.lr, data.seed]: what would be an error is then a "
         "warning. The error names them, and the last column of these tables says which keys need it.",
     )
+    threads: int | None = key(
+        None,
+        "Threads that a process computes with on a CPU. By default as OMP_NUM_THREADS says, which torchrun sets to 1 for several processes, "
+        "else all cores.",
+        ge=1,
+        le=4096,
+        resume="free",
+    )
     deterministic: bool = key(
         False, "Bitwise reproducible kernels and reductions: the same layout resumed gives the same bits. Slower."
     )
@@ -513,6 +521,11 @@ class Precision:
     """Number formats. Parameters, gradients after reduction and optimizer moments stay in `master`."""
 
     compute: Literal["fp32", "bf16"] = key("fp32", "Format of activations and of the weights as used in forward and backward.")
+    tf32: bool = key(
+        False,
+        "On GPUs, whether products of fp32 matrices keep ten bits of each factor (TF32): several times faster, and less exact than fp32.",
+        when={"precision.compute": ("fp32",)},
+    )
     reduce: Literal["fp32", "bf16"] = key(
         "fp32", "Format in which gradients are summed over ranks.", when={"parallel.strategy": Except("single")}
     )

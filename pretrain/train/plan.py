@@ -102,6 +102,10 @@ def _lay_out(given: Config, config: Config, world_size: int, device: torch.devic
         require_sacrebleu()
     if needs_masks(config):
         attention_backend(config.model, device, training=True)
+    if device.type == "cpu" and config.precision.tf32:
+        raise ConfigError("precision.tf32=true has no effect on a CPU; set it to false")
+    if device.type != "cpu" and config.run.threads is not None:
+        raise ConfigError(f"run.threads={config.run.threads} has no effect on a GPU; remove it")
     check_tensor(config.model, config.parallel.tensor)  # the vocabulary is known only now
     parameters = model_size(config)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

@@ -139,6 +139,9 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before the first CUDA call
     torch.use_deterministic_algorithms(config.run.deterministic)
+    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
     meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
     try:
         device = distributed.choose_device(config, local_rank)
@@ -189,7 +192,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
         _claim(directory, ranks)
         origin = find_starting_point(plan, directory, ranks)
         if ranks.is_main:
-            for line in [*describe(plan, ranks.world_size, origin), *origin.lines]:
+            for line in [*describe(plan, ranks.world_size, origin), *_describe_threads(ranks), *origin.lines]:
                 log.info(line)
         _verify_data(plan, ranks)
         with ranks.part("construction of the model", device=True):
@@ -292,6 +295,22 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         *_describe_memory(plan),
         *(f"note     {note}" for note in plan.notes),
     ]
+
+
+def _describe_threads(ranks: Ranks) -> list[str]:
+    """The threads of a process on a CPU, and whether they leave cores idle."""
+    if ranks.device.type != "cpu":
+        return []
+    threads, cores = torch.get_num_threads(), usable_cores()
+    here = min(ranks.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)))
+    best = max(1, cores // here)
+    advice = f", and {cores - threads * here} stay idle; run.threads={best} uses them" if threads < best else ""
+    return [f"threads  {threads} in each of {here} process{'es' if here > 1 else ''} on {cores} cores{advice}"]
+
+
+def usable_cores() -> int:
+    """The cores that this process may compute on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _describe_stages(plan: Plan) -> list[str]:

@@ -32,6 +32,7 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.train.balancing import ExpertLoads
 from pretrain.train.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunHandle
 from pretrain.train.continuation import Continuation
+from pretrain.train.garbage import GarbageCollection
 from pretrain.train.gradients import refuse_untrained, write_gradients
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
@@ -193,6 +194,7 @@ class Trainer:
         run without further steps, whether the last one was evaluated.
         """
         with ExitStack() as stack:
+            self.garbage = stack.enter_context(GarbageCollection())
             batches = stack.enter_context(closing(self.loader.batches(self.progress.samples)))
             self._open_sinks(stack)
             outcome = self._take_steps(batches, stop, export, evaluated)
@@ -239,6 +241,7 @@ class Trainer:
         """
         started = time.monotonic()
         before, self.ahead = self.ahead, self.step(batch, verdict)
+        self.garbage.after_step(self.progress.step)
         record = self.settle(before) if before else None
         seconds = time.monotonic() - started
         if record:

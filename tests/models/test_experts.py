@@ -366,3 +366,13 @@ def test_blocks_of_multi_token_prediction_have_experts_that_are_counted_and_bala
     assert list(reports) == list(built.routers()) == ["0", "1", "2"]
     assert [int(report.counts_E.sum()) for report in reports.values()] == [64] * 3
     assert all(p.grad is not None for p in built.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_groups_that_are_whole_on_a_rank_keep_a_token_to_as_many_ranks_as_groups(ranks):
+    """With `parallel.expert`, each of `ranks` has as many neighbouring experts (docs/parallelism.md)."""
+    config = model(layers=1, count=16, active=6, groups=4, active_groups=2)
+    router = network(config).layers["0"].mlp.router
+    chosen_BTK = router(torch.randn(3, 50, config.dim, generator=torch.Generator().manual_seed(1)), None)[0]
+    used = torch.zeros(3, 50, ranks).scatter_(-1, chosen_BTK * ranks // 16, 1.0).sum(-1)
+    assert used.max() == min(2, ranks) and chosen_BTK.unique().numel() == 16

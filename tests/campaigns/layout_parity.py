@@ -19,6 +19,7 @@ from ranks import corpus, pool
 from running import gradients, run_main
 
 from pretrain.observe.metrics import read_metrics
+from pretrain.parallel.pipeline_order import DEFERRING
 
 NAME = "layout_parity"
 ABOUT = "gradients of a step in any layout are those of one process"
@@ -96,6 +97,8 @@ def layout_of(random: Random, world: int) -> dict[str, Any]:
         overrides |= {f"parallel.{axis}": size for axis, size in sizes.items()}
         if "pipeline" in sizes:
             overrides["parallel.pipeline_schedule"] = random.choice(("1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipev"))
+            if overrides["parallel.pipeline_schedule"] in DEFERRING:
+                overrides["parallel.grad_sync"] = random.choice(("auto", "last"))
         if data_size == 1 or data_size % 2 == 0 and random.random() < 0.6:
             replicate = min(2, data_size)
             overrides |= {"parallel.replicate": replicate, "parallel.shard": data_size // replicate}

@@ -107,10 +107,10 @@ def strict(config_file: str, *overrides: str) -> tuple[int, str]:
 
     taken = Trainer.step
 
-    def step(self, batch, verdict):
+    def step(self, batch, *of_all):
         torch.cuda.set_sync_debug_mode("error" if self.progress.step >= 2 else "default")
         try:
-            return taken(self, batch, verdict)
+            return taken(self, batch, *of_all)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

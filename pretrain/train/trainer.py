@@ -103,9 +103,12 @@ class Trainer:
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: StepBatch, verdict: Verdict) -> TakenStep:
-        """Make one optimizer step on this rank's share of the global batch, or queue it on a GPU, which the host does not wait for."""
-        config, number, target_tokens = self.config, self.progress.step + 1, verdict.target_tokens
+    def step(self, batch: StepBatch, target_tokens: int, digest: str = "") -> TakenStep:
+        """Make one optimizer step on this rank's share of the global batch, or queue it on a GPU, which the host does not wait for.
+
+        `target_tokens`: those of the global batch, and `digest` of its samples, for the record.
+        """
+        config, number = self.config, self.progress.step + 1
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
         with self.ranks.part(f"step {number}: forward and backward", device=True):
             losses = self.strategy.forward_backward(batch, target_tokens)
@@ -131,7 +134,7 @@ class Trainer:
             self.progress.tokens,
             self.progress.samples,
             rate,
-            verdict.digest,
+            digest,
             batch.positions.tolist(),
             losses.objective_B,
             figures,
@@ -240,7 +243,7 @@ class Trainer:
         `waited`: seconds that the batch took. Return whether no evaluation was cut short.
         """
         started = time.monotonic()
-        before, self.ahead = self.ahead, self.step(batch, verdict)
+        before, self.ahead = self.ahead, self.step(batch, verdict.target_tokens, verdict.digest)
         self.garbage.after_step(self.progress.step)
         record = self.settle(before) if before else None
         seconds = time.monotonic() - started

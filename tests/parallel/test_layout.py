@@ -313,15 +313,6 @@ def test_what_is_proposed_for_a_batch_is_legal(sequences, micro, world_size):
     "overrides, keys",
     [
         (
-            ["schedule={name: wsd, warmup_steps: 4, decay_steps: 7}"],
-            ["schedule.warmup_steps=4", "schedule.decay_steps=7", "run.steps=10", "decay_steps at most 6"],
-        ),
-        (  # F13: "decay_steps at most 0", which the schema refuses
-            ["schedule={name: wsd, warmup_steps: 10, decay_steps: 1}"],
-            ["schedule.warmup_steps=10", "schedule.decay_steps=1", "lower warmup_steps, or raise run.steps"],
-        ),
-        (["schedule={name: wsd, min_ratio: 1}"], ["schedule.min_ratio=1", "schedule.name=wsd", "schedule.name=constant"]),
-        (
             ["parallel={activation_checkpointing: selective, compile: blocks}"],
             ["activation_checkpointing=selective", "parallel.compile=blocks", "parallel.activation_memory_budget"],
         ),
@@ -340,8 +331,6 @@ def test_values_that_cannot_go_together_are_refused_with_both_keys(overrides, ke
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["schedule.warmup_steps=10"],
-        ["schedule={name: wsd, warmup_steps: 4, decay_steps: 6}"],
         ["run={init_from: x, resume: never}"],
     ],
 )

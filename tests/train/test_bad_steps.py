@@ -28,10 +28,10 @@ def with_bad_steps(bad: list[int], config_file: str, *overrides: str) -> tuple[i
 
     computed, taken, number = Strategy._micro_step, Trainer.step, 0
 
-    def step(self, batch, target_tokens):
+    def step(self, batch, *of_all):
         nonlocal number
         number = self.progress.step + 1
-        return taken(self, batch, target_tokens)
+        return taken(self, batch, *of_all)
 
     def spoiled(self, batch, index, last, target_tokens):
         found = computed(self, batch, index, last, target_tokens)

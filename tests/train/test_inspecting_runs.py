@@ -33,14 +33,14 @@ def run_recorded(folder: str, stop_at: int, config_file: str, *overrides: str) -
 
     original, seen = Trainer.step, []
 
-    def step(self, batch, target_tokens):
+    def step(self, batch, *of_all):
         rows, number = self.config.batch.micro_sequences, self.progress.step + 1
         for index in range(batch.micro_steps(rows)):
             inputs = batch.micro(index, rows, self.ranks.device)
             seen.append((number, index, inputs["tokens_BT"].tolist(), inputs["targets_BT"].tolist()))
         if number == stop_at and self.ranks.is_main:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, batch, target_tokens)
+        return original(self, batch, *of_all)
 
     with patch.object(Trainer, "step", step):
         result = run_main(config_file, *overrides)

@@ -14,10 +14,10 @@ def collected(config_file: str, *overrides: str) -> tuple[list[int], bool, int]:
 
     steps, taken, now = [], Trainer.step, 0
 
-    def step(self, batch, verdict):
+    def step(self, batch, *of_all):
         nonlocal now
         now = self.progress.step + 1
-        return taken(self, batch, verdict)
+        return taken(self, batch, *of_all)
 
     def seen(phase: str, info: dict) -> None:
         if phase == "start" and now:

@@ -91,7 +91,7 @@ def counted(config_file: str, *overrides: str) -> tuple[list[dict], list[int], s
 
     taken, waits, agreements, calls = Trainer.step, [], [], Counter()
 
-    def step(self, batch, verdict):
+    def step(self, batch, *of_all):
         reads, own_thread = HostReads(), threading.get_ident()
         with contextlib.ExitStack() as stack:
             for name in ("tolist", "numpy", "cpu"):
@@ -103,7 +103,7 @@ def counted(config_file: str, *overrides: str) -> tuple[list[dict], list[int], s
 
                 stack.enter_context(patch.object(torch.Tensor, name, reading))
             stack.enter_context(reads)
-            found = taken(self, batch, verdict)
+            found = taken(self, batch, *of_all)
         waits.append({name: count for name, count in reads.counts.items() if count})
         agreements.append(calls["agree"])
         return found

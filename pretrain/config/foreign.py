@@ -58,6 +58,9 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _BETAS: ("adam_beta1", "adam_beta2", "beta1", "beta2"),
     _renamed("optim.eps"): ("adam_epsilon", "adam_eps"),
     _renamed("optim.name"): ("optimizer", "optimizer_type", "optim_type"),
+    _renamed("optim.groups"): ("param_groups", "parameter_groups", "group_overrides", "lr_mult", "no_decay"),
+    _renamed("optim.muon.momentum"): ("muon_momentum",),
+    _renamed("optim.muon.iterations"): ("ns_steps", "muon_num_ns_steps"),
     _renamed("parallel.activation_checkpointing"): ("gradient_checkpointing", "activation_checkpoint", "recompute", "recompute_activations"),
     _renamed("parallel.activation_offload"): ("offload_activations", "enable_activation_offload", "cpu_offloading_activations", "activation_offloading"),
     _renamed("parallel.compile"): ("torch_compile", "use_compile"),
@@ -129,7 +132,7 @@ _VALUES = {
     },
     "parallel.compile": {"True": "true is written blocks", "False": "false is written none"},
     "parallel.reshard_after_forward": {"True": "true is written always", "False": "false is written never"},
-    "optim.name": dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "AdamW"), "AdamW is written adamw"),
+    "optim.name": dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "AdamW"), "AdamW is written adamw") | {"Lion": "it is written lion", "Muon": "it is written muon"},
     "schedule.name": {
         **dict.fromkeys(("cosine_with_warmup", "cosine_with_min_lr"), "write cosine, and schedule.warmup_steps"),
         **dict.fromkeys(("constant_with_warmup",), "write constant, and schedule.warmup_steps"),

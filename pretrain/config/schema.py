@@ -244,11 +244,42 @@ class Validation:
 
 
 @dataclass
+class ParameterGroup:
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    pattern: str = key(
+        "???",
+        "Names of parameters, where `*` stands for any characters, e.g. `layers.*.attention.*`; quoted in YAML. Of several groups that match "
+        "a name the first one holds.",
+    )
+    lr_scale: float = key(1.0, "Their learning rate, as a share of the schedule's. 0: they stay as they are.", ge=0, le=1e6)
+    weight_decay: float | None = key(
+        None, "Their weight decay, also for norms, biases and embeddings. By default that of `optim.weight_decay` and its rule.", ge=0, le=1000
+    )
+
+
+@dataclass
+class MuonOptions:
+    """Options of Muon, for the matrices of blocks. All other parameters get AdamW with `optim.betas` and `optim.eps`."""
+
+    momentum: float = key(0.95, "Decay rate of the running mean of gradients (Nesterov's).", ge=0, lt=1)
+    polynomial: Literal["polar_express", "quintic"] = key(
+        "polar_express",
+        "What brings singular values to 1: the best polynomial of each iteration (arXiv 2505.16932), or one for all of them, which leaves "
+        "them between 0.7 and 1.2 (kellerjordan.github.io/posts/muon).",
+    )
+    iterations: int = key(5, "Iterations of the polynomial.", ge=1, le=20)
+
+
+@dataclass
 class Optim:
     """The optimizer. Norms, biases and embeddings get no weight decay, by rule."""
 
-    name: Literal["adamw"] = key(
-        "adamw", "AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where torch has it.", resume="never"
+    name: Literal["adamw", "lion", "muon"] = key(
+        "adamw",
+        "AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where torch has it; Lion (arXiv 2302.06675); Muon for the matrices of blocks and "
+        "AdamW for the rest, at one rate (arXiv 2502.16982).",
+        resume="never",
     )
     lr: float = key(
         3e-4,
@@ -264,6 +295,7 @@ class Optim:
         "Added to the root of the mean square that a step is divided by.",
         gt=0,
         le=1,
+        when={"optim.name": ("adamw", "muon")},
     )
     weight_decay: float = key(
         0.1,
@@ -285,6 +317,8 @@ class Optim:
         resume="free",
         le=MOST_STEPS,
     )
+    groups: list[ParameterGroup] = key([], "Parameters with a learning rate or a weight decay of their own, by name.")
+    muon: MuonOptions = section(MuonOptions, when={"optim.name": ("muon",)})
 
 
 @dataclass

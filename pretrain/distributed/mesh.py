@@ -108,6 +108,11 @@ class Mesh:
         """torch's mesh of this rank's groups along these axes of the expert view. All ranks call it together the first time."""
         return self._expert_mesh[axes]
 
+    @property
+    def replicas(self) -> DeviceMesh | None:
+        """The ranks that have copies of the same weights; None if there are none. All ranks call it together the first time."""
+        return self.device_mesh("replicate") if self.sizes["replicate"] > 1 else None
+
     @functools.cached_property
     def context_group(self) -> ProcessGroup:
         """The ranks that have other positions of the same samples. All ranks call it together the first time."""

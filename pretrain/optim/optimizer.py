@@ -9,45 +9,49 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pretrain.config.schema import Optim
-from pretrain.models.layers import Embedding
+from pretrain.optim.guarded import GuardedOptimizer
+from pretrain.optim.rules import Rule, rules
+
+Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How a parameter is updated."""
+class Setting:
+    """What an optimizer is made for, beside its parameters."""
 
-    optimizer: str
-    rate_scale: float
-    """The factor from the schedule's learning rate to this rule's."""
-    weight_decay: float
-
-
-def decayed(model: nn.Module) -> dict[str, bool]:
-    """Whether weight decay applies, by name of a trained parameter. It applies to matrices, not to embeddings or vectors (norms, biases)."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, (Embedding, nn.Embedding))}
-    return {
-        # The biases of all experts together are a matrix.
-        name: p.dim() > 1 and id(p) not in tables and not name.endswith("bias")
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    config: Optim
+    compute: torch.dtype
+    replicas: DeviceMesh | None
 
 
-def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
-    """The rule of each parameter that is trained, by name."""
-    return {name: Rule(config.name, 1.0, config.weight_decay if decay else 0.0) for name, decay in decayed(model).items()}
-
-
-def _adamw(groups: list[dict[str, Any]], config: Optim) -> torch.optim.Optimizer:
+def _adamw(groups: Groups, given: Setting) -> torch.optim.Optimizer:
+    config = given.config
     return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
 
 
-_OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], Optim], torch.optim.Optimizer]] = {"adamw": _adamw}
-"""By `optim.name`: a function from groups of parameters to an optimizer. Each state that it keeps must be a tensor. Where the optimizer's
+def _lion(groups: Groups, given: Setting) -> torch.optim.Optimizer:
+    from pretrain.optim.lion import Lion
+
+    return Lion(groups, given.config.lr, tuple(given.config.betas))
+
+
+def _muon(groups: Groups, given: Setting) -> torch.optim.Optimizer:
+    from pretrain.optim.muon import Muon
+
+    return Muon(groups, given.config.lr, given.config.muon, given.compute, given.replicas)
+
+
+_OPTIMIZERS: dict[str, Callable[[Groups, Setting], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "lion": _lion,
+    "muon": _muon,
+}
+"""By a rule's `optimizer`: a function from groups of parameters to an optimizer. Each state that it keeps must be a tensor. Where the optimizer's
 `found_inf` is 1, its step must change nothing."""
 
 
@@ -55,7 +59,8 @@ class OptimizerSet:
     """The optimizers of a network behind one set of verbs. Make it after the network is placed, because sharding replaces parameters.
 
     `parts`: the modules on this rank, with the parameter names of the whole network. Other ranks may have other parameters: `counts` says of
-    a name whether this rank's gradient belongs to the norm of all, and `sum_over_layers` adds up the squares.
+    a name whether this rank's gradient belongs to the norm of all, and `sum_over_layers` adds up the squares. `compute`: the format of
+    matrix products. `replicas`: the ranks that have the same plain tensors, if they share the work of an update.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class OptimizerSet:
         config: Optim,
         counts: Callable[[str], bool] = lambda name: True,
         sum_over_layers: Callable[[Tensor], Tensor] = lambda value: value,
+        compute: torch.dtype = torch.float32,
+        replicas: DeviceMesh | None = None,
     ) -> None:
         self.counts, self.sum_over_layers = counts, sum_over_layers
         groups: dict[str, dict[tuple[Rule, object], list[nn.Parameter]]] = {}
@@ -82,7 +89,7 @@ class OptimizerSet:
                     {"params": members, "weight_decay": rule.weight_decay, "rate_scale": rule.rate_scale}
                     for (rule, _), members in own.items()
                 ],
-                config,
+                Setting(config, compute, replicas),
             )
             for name, own in groups.items()
         ]
@@ -118,8 +125,13 @@ class OptimizerSet:
         """Create the state that the first step would create, unless it exists. Drops the gradients."""
         if self.has_state:
             return
-        for parameter in self.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
+        self.zero_grad()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, GuardedOptimizer):
+                optimizer.create_state()
+                continue
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = torch.zeros_like(parameter)
         self.step(0.0)  # with zero gradients at rate zero, it changes no weight
         self.zero_grad()
         for optimizer in self.optimizers:

@@ -25,7 +25,7 @@ from pretrain.parallel.legality import (
 )
 from pretrain.parallel.pipeline_order import bubble, order, stages_of
 
-STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments
+STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments, as AdamW has them; no optimizer has more
 DDP_MEMORY_SHARE = 0.4  # `auto` replicates a state up to this share of the device memory; the rest is for activations
 
 

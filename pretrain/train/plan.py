@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from pretrain.config.keys import check_effects, leaves
 from pretrain.config.model_schema import Model
@@ -21,6 +22,7 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.shape import check_encoder, flat, resolved_switches, with_values
 from pretrain.observe.flops import flops_per_token
+from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, usual_values
@@ -41,6 +43,10 @@ class Plan:
     config: Config
     layout: Layout
     parameters: int
+    moments: int
+    """Numbers that the optimizers keep beside the parameters."""
+    optimizers: list[str]
+    """Lines on who updates what."""
     notes: list[str]
     """Lines about what this run does differently from the configuration."""
     data: TrainingData
@@ -92,8 +98,8 @@ def check_without_data(given: Config, world_size: int, device: torch.device) -> 
     _lay_out(given, dataclasses.replace(config, model=model), world_size, device)
 
 
-def _lay_out(given: Config, config: Config, world_size: int, device: torch.device) -> tuple[Layout, int, list[str]]:
-    """Layout, number of parameters and notes. `config` is complete. A model that could not be exported in the end is refused now."""
+def _lay_out(given: Config, config: Config, world_size: int, device: torch.device) -> tuple[Layout, int, int, list[str], list[str]]:
+    """What a plan has between configuration and data. `config` is complete. A model that could not be exported in the end is refused now."""
     if family_of(config.model.family).has_export:
         family_of(config.model.family).to_hf(config.model)
         if config.checkpoint.export_check:
@@ -107,10 +113,13 @@ def _lay_out(given: Config, config: Config, world_size: int, device: torch.devic
     if device.type != "cpu" and config.run.threads is not None:
         raise ConfigError(f"run.threads={config.run.threads} has no effect on a GPU; remove it")
     check_tensor(config.model, config.parallel.tensor)  # the vocabulary is known only now
-    parameters = model_size(config)
+    network = network_without_values(config)
+    check_groups([name for name, p in network.named_parameters() if p.requires_grad], config.optim)
+    parameters = count_parameters(network)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
-    return layout, parameters, _notes(given, config, layout)
+    optim = config.optim
+    return layout, parameters, count_moments(network, optim), describe(network, optim), _notes(given, config, layout)
 
 
 def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
@@ -160,10 +169,10 @@ def with_vocabularies(config: Config, data: TrainingData) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def model_size(config: Config) -> int:
-    """Parameters of the model, counted on the meta device."""
+def network_without_values(config: Config) -> nn.Module:
+    """The network on the meta device."""
     with torch.device("meta"):
-        return count_parameters(build_network(config.model))
+        return build_network(config.model)
 
 
 def model_identity(model: dict[str, Any]) -> dict[str, Any]:

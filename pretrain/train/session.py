@@ -39,7 +39,6 @@ from pretrain.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -292,6 +291,7 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         *_describe_stages(plan),
         f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
         f"moments {precision.master}",
+        *plan.optimizers,
         *_describe_memory(plan),
         *(f"note     {note}" for note in plan.notes),
     ]
@@ -336,19 +336,20 @@ def _kept_bytes(plan: Plan) -> int:
 def _describe_memory(plan: Plan) -> list[str]:
     """The memory of the state, computed and not measured. Activations depend on the micro-batch and are not included."""
     config, layout, parameters = plan.config, plan.layout, plan.parameters
-    held = f"{STATE_BYTES_PER_PARAMETER} bytes per parameter"
+    saved = 4 * (parameters + plan.moments)  # fp32
+    held = f"{saved / parameters + 4:.3g} bytes per parameter"
     if layout.state_parts > 1:
         held += f" over {layout.state_parts} ranks"
     offloaded = config.parallel.offload and layout.strategy == "fsdp"
     place = " of host memory" if offloaded else ""
-    kept, state = _kept_bytes(plan), -(-parameters * STATE_BYTES_PER_PARAMETER // layout.state_parts)
+    kept, state = _kept_bytes(plan), -(-(saved + 4 * parameters) // layout.state_parts)
     if kept:
         held += f", and {bytes_of(kept)} of gathered weights in {config.precision.compute}"
         held += " on the device" if offloaded else ""
     return [
         f"memory   {bytes_of(state if offloaded else state + kept)}{place} per rank for weights, gradients and moments ({held}), computed; "
         "activations come on top",
-        f"saves    {bytes_of(CHECKPOINT_BYTES_PER_PARAMETER * parameters)} each ({CHECKPOINT_BYTES_PER_PARAMETER} bytes per parameter)",
+        f"saves    {bytes_of(saved)} each ({saved / parameters:.3g} bytes per parameter)",
     ]
 
 

@@ -92,7 +92,14 @@ class Trainer:
         with torch.device("meta"):
             self.model = build_network(config.model, config.loss)
         self.strategy.place(self.model)
-        self.optimizer = OptimizerSet(self.strategy.parts(), config.optim, self.strategy.counts, self.strategy.sum_over_layers)
+        self.optimizer = OptimizerSet(
+            self.strategy.parts(),
+            config.optim,
+            self.strategy.counts,
+            self.strategy.sum_over_layers,
+            DTYPES[config.precision.compute],
+            self.mesh.replicas if self.plan.layout.strategy == "ddp" else None,
+        )
         self.expert_loads = ExpertLoads(self.model, config.model, self.mesh)
         stored = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         if stored != {DTYPES[config.precision.master]}:

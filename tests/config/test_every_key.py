@@ -51,7 +51,7 @@ BESIDE = {
     "parallel.replicate": [*BASE, "parallel.strategy=fsdp"], "parallel.shard": [*BASE, "parallel.strategy=fsdp"],
     "loss.predict_ahead_weight": [*BASE, "model.predict_ahead=1"],
     "schedule.decay": [*BASE, "schedule.name=wsd"], "schedule.warmup_tokens": [*BASE, "schedule.warmup_steps=0"],
-    "run.tokens": [*BASE, "run.steps=1000"],
+    "run.tokens": [*BASE, "run.steps=1000"], "optim.muon": [*BASE, "optim.name=muon"],
     "data.shuffle_shards": [*BASE, "data.shuffle=shards"],
 }  # fmt: skip
 # Values for keys of which the next one of the type would not do.
@@ -117,6 +117,7 @@ SEEN = {
     "loss.chunk_mb": "models/test_losses.py::test_fused_losses_and_gradients_are_those_of_cross_entropy",
     "optim.clip": "optim/test_clip.py::test_gradients_and_norm_are_those_of_torch",
     "optim.skip_nonfinite": f"{BAD}::test_one_step_more_than_may_be_skipped_ends_the_run_which_can_then_go_on_with_more",
+    **{f"optim.groups.0.{name}": "optim/test_muon.py::test_the_first_group_that_matches_a_name_gives_its_rate_and_decay" for name in ("pattern", "lr_scale", "weight_decay")},
     **{f"schedule.stages.0.{name}": "optim/test_schedule.py::test_stages_follow_each_other" for name in ("steps", "ratio", "shape")},
     "parallel.tensor": SHARED, "parallel.context": SHARED, "parallel.context_method": SHARED, "parallel.pipeline": STAGES, "parallel.pipeline_schedule": STAGES, "parallel.pipeline_chunks": STAGES,
     "parallel.expert": "train/test_experts_in_layouts.py::test_a_layout_computes_what_one_process_computes",
@@ -157,7 +158,7 @@ SEEN = {
     "log.gradients_at": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
 }  # fmt: skip
 # Keys that have one value today.
-SINGLE = {"optim.name", "precision.master"}
+SINGLE = {"precision.master"}
 
 
 @functools.cache
@@ -191,10 +192,15 @@ def network_signature(config: Config, inputs: dict[str, Any]) -> Any:
         model = build_network(config.model, config.loss)
     model.to_empty(device="cpu")
     initialise(model, config.run.seed)
-    [optimizer] = OptimizerSet([model], config.optim).optimizers
+    optimizers = OptimizerSet([model], config.optim).optimizers
     losses = model.train()(**inputs)
     losses.sum().backward()
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    groups = [
+        (type(own).__name__, getattr(own, "momentum", None), getattr(own, "polynomials", None), getattr(own, "betas", None))
+        + ({name: value for name, value in group.items() if name != "params"},)
+        for own in optimizers
+        for group in own.param_groups
+    ]
     gradients = {name: None if p.grad is None else float(p.grad.double().norm()) for name, p in model.named_parameters()}
     return losses.tolist(), gradients, groups
 

@@ -19,7 +19,8 @@ from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.families import complete, family_of
 from pretrain.observe.flops import flops_per_token
-from pretrain.optim.optimizer import OptimizerSet, decayed
+from pretrain.optim.optimizer import OptimizerSet
+from pretrain.optim.rules import decayed
 from pretrain.parallel.blocks import recompute_blocks
 from pretrain.parallel.initialise import initialise
 

@@ -10,7 +10,8 @@ from pretrain.config.schema import Model, Optim
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.optim import optimizer as optimizer_file
-from pretrain.optim.optimizer import OptimizerSet, Rule, decayed
+from pretrain.optim.optimizer import OptimizerSet, Rule
+from pretrain.optim.rules import decayed
 from pretrain.parallel.initialise import initialise
 
 

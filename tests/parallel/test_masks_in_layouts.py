@@ -39,10 +39,10 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
     from pretrain.distributed import ranks as distributed
     from pretrain.distributed.mesh import Mesh
     from pretrain.models import attention, decoder
-    from pretrain.models.decoder import Decoder
+    from pretrain.models.decoder import Decoder, count_parameters
     from pretrain.parallel.layout import plan_layout
     from pretrain.parallel.strategy import Strategy
-    from pretrain.train.plan import model_size
+    from pretrain.train.plan import network_without_values
     from pretrain.train.resolve import resolve
 
     torch._dynamo.reset()
@@ -52,7 +52,7 @@ def masked_gradients(config_file: str, backend: str, masked: bool, *overrides: s
         )[0]
     )
     _, _, world_size = distributed.launched_ranks()
-    layout = plan_layout(config, world_size, model_size(config), None)
+    layout = plan_layout(config, world_size, count_parameters(network_without_values(config)), None)
     ranks = distributed.start(config, alone=layout.strategy == "single")
     mesh = Mesh(layout.axes, ranks)
     strategy = Strategy(layout.strategy, config, mesh)

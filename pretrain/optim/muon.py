@@ -1,0 +1,164 @@
+"""Muon: momentum whose matrices are made orthogonal (Jordan, kellerjordan.github.io/posts/muon; scaled as in arXiv 2502.16982).
+
+    momentum      by element, on each rank's own parts
+    gathering     matrices of one shape are stacked and dealt out: each rank gets whole ones, and each is computed once
+    polynomial    x <- a x + b (x x') x + c (x x')^2 x, a few times: singular values go to 1, and no decomposition is needed
+    scattering    back to the parts that the ranks hold
+
+A sharded batch of matrices is a tensor [K, M, N] that is sharded over M or N. Sharded over K, it has whole matrices: an exchange of one kind
+of sharding for the other is all that gathering and scattering are, under every layout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from pretrain.config.schema import MuonOptions
+from pretrain.optim.guarded import GuardedOptimizer, local
+
+BATCH = 8
+"""Matrices that are computed at once by a rank, at most. They bound the memory of a step."""
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Jordan's coefficients: singular values end between 0.7 and 1.2."""
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+"""The best polynomials for singular values of at least a thousandth of the norm (Amsel et al., arXiv 2505.16932)."""
+SAFETY = 1.01
+"""By how much each of them but the last one is stretched, for products in bf16 (same paper)."""
+
+
+def coefficients(options: MuonOptions) -> list[tuple[float, float, float]]:
+    """(a, b, c) of each iteration."""
+    if options.polynomial == "quintic":
+        return [QUINTIC] * options.iterations
+    stretched = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]]
+    return [*stretched, *[POLAR_EXPRESS[-1]] * options.iterations][: options.iterations]
+
+
+def orthogonalize(x_KMN: Tensor, polynomials: list[tuple[float, float, float]], dtype: torch.dtype) -> Tensor:
+    """Matrices with the singular vectors of these, and singular values near 1; those of zeros are zero. Products are made in `dtype`."""
+    norm_K = torch.linalg.vector_norm(x_KMN, dim=(1, 2), keepdim=True)
+    is_tall = x_KMN.shape[1] > x_KMN.shape[2]
+    x = (x_KMN / norm_K.clamp(min=1e-7)).to(dtype)
+    x = x.mT if is_tall else x
+    for a, b, c in polynomials:
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).to(x_KMN.dtype)
+
+
+class Muon(GuardedOptimizer):
+    """Updates matrices [M, N], and stacked ones of experts [E, M, N], each for itself.
+
+    An update has the size of AdamW's, 0.2 per element, so that both take the same rate and decay. `replicas`: the ranks that hold equal
+    copies of plain tensors; each makes a part of the matrices. `dtype`: of the products.
+    """
+
+    moments = ("momentum",)
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        options: MuonOptions,
+        dtype: torch.dtype,
+        replicas: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__(groups, lr)
+        self.momentum, self.dtype, self.replicas = options.momentum, dtype, replicas
+        self.polynomials = coefficients(options)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            alike: dict[Any, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike[parameter.shape, self._spread(parameter)].append(parameter)
+            for (shape, (mesh, _)), members in alike.items():
+                most = 1 if len(shape) == 3 else BATCH * (1 if mesh is None else mesh.size())
+                remaining = iter(members)
+                while batch := list(islice(remaining, most)):
+                    self._update(batch, group["lr"], group["weight_decay"])
+
+    def _spread(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[Placement, ...]]:
+        """Over which ranks a parameter lies, and how."""
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh, parameter.placements
+        return self.replicas, (Replicate(),) if self.replicas else ()
+
+    def _update(self, parameters: list[Tensor], rate: float, decay: float) -> None:
+        """Update parameters of one shape that are spread alike."""
+        weights, gradients = [local(p) for p in parameters], [local(p.grad) for p in parameters]
+        means = [local(self.state_of(p)[0]) for p in parameters]
+        following = [mean.lerp(gradient, 1 - self.momentum) for mean, gradient in zip(means, gradients)]
+        nesterov = [gradient.lerp(mean, self.momentum) for mean, gradient in zip(following, gradients)]
+        *_, rows, columns = parameters[0].shape
+        scale = 0.2 * max(rows, columns) ** 0.5
+        directions = self._orthogonal(nesterov, parameters[0])
+        updated = [
+            (weight * (1 - rate * decay)).add_(direction, alpha=-rate * scale) for weight, direction in zip(weights, directions)
+        ]
+        self.write([*weights, *means], [*updated, *following])
+
+    def _orthogonal(self, parts: list[Tensor], like: Tensor) -> list[Tensor]:
+        """This rank's parts of the orthogonalized matrices. `parts`: of the matrices, which are spread as `like` is."""
+        (mesh, placements), stacked = self._spread(like), like.dim() == 3
+        batch = parts[0] if stacked else torch.stack(parts)
+        shape = like.shape if stacked else torch.Size((len(parts), *like.shape))
+        if mesh is not None:
+            batch = batch.to(mesh.device_type)  # with offload, the parts are on the host
+            if not stacked:
+                placements = tuple(_beside_a_batch(placement) for placement in placements)
+            batch = self._whole_ones(batch, shape, mesh, placements)
+        else:
+            batch = orthogonalize(batch, self.polynomials, self.dtype)
+        batch = batch.to(parts[0].device)
+        return [batch] if stacked else list(batch.unbind())
+
+    def _whole_ones(self, part: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+        """`orthogonalize` of a batch that ranks share; its part of the result on this rank."""
+        # Ranks that hold other matrices of the batch have nothing to give each other.
+        axes = [axis for axis, placement in enumerate(placements) if not placement.is_shard(0)]
+        if not axes:
+            return orthogonalize(part, self.polynomials, self.dtype)
+        if len(axes) < mesh.ndim:
+            mesh, placements = mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)], tuple(placements[axis] for axis in axes)
+        # With as many for every rank, torch's exchange is right on several axes at once as well.
+        missing = -len(part) % mesh.size()
+        shape = torch.Size((len(part) + missing, *shape[1:]))
+        part = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, missing))
+        dealt = [Shard(0)] * mesh.ndim
+        own = _shared(part, mesh, placements, shape).redistribute(mesh, dealt).to_local()
+        result = orthogonalize(own, self.polynomials, self.dtype)
+        back = _shared(result, mesh, dealt, shape).redistribute(mesh, placements).to_local()
+        return back[: len(back) - missing]
+
+
+def _shared(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    stride = (shape[1] * shape[2], shape[2], 1)
+    return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _beside_a_batch(placement: Placement) -> Placement:
+    """The placement of a matrix [M, N], for a batch of them [K, M, N]."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement

@@ -1,0 +1,113 @@
+"""Which optimizer updates a parameter, at which rate, and with which weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from pretrain.config.schema import Optim
+from pretrain.errors import ConfigError
+from pretrain.models.experts import Experts
+from pretrain.models.layers import Embedding
+
+NAMES_SHOWN = 6
+MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}
+"""Numbers that an optimizer keeps beside each one of a parameter."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a parameter is updated."""
+
+    optimizer: str
+    rate_scale: float
+    """The factor from the schedule's learning rate to this rule's."""
+    weight_decay: float
+
+
+def decayed(model: nn.Module) -> dict[str, bool]:
+    """Whether weight decay applies, by name of a trained parameter. It applies to matrices, not to embeddings or vectors (norms, biases)."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, (Embedding, nn.Embedding))}
+    return {
+        # The biases of all experts together are a matrix.
+        name: p.dim() > 1 and id(p) not in tables and not name.endswith("bias")
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def orthogonalized(model: nn.Module) -> set[str]:
+    """The names of what Muon updates: the matrices between the embedding and the output head, and those of every expert."""
+    outer = [module for unit in getattr(model, "units", list)() if unit.role != "block" for module in unit.modules]
+    apart = {id(p) for module in outer for p in module.parameters()}
+    stacked = {id(p) for module in model.modules() if isinstance(module, Experts) for p in module.parameters(recurse=False)}
+    parameters = dict(model.named_parameters())
+    return {
+        name
+        for name, decays in decayed(model).items()
+        if decays
+        and id(parameters[name]) not in apart
+        and parameters[name].dim() == (3 if id(parameters[name]) in stacked else 2)
+    }
+
+
+def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
+    """The rule of each parameter that is trained, by name. Of `optim.groups`, the first whose pattern matches a name holds for it."""
+    matrices = orthogonalized(model) if config.name == "muon" else set()
+    found = {}
+    for name, decays in decayed(model).items():
+        optimizer = "adamw" if config.name == "muon" and name not in matrices else config.name
+        group = next((group for group in config.groups if fnmatchcase(name, group.pattern)), None)
+        decay = config.weight_decay if decays else 0.0
+        if group is not None and group.weight_decay is not None:
+            decay = group.weight_decay
+        found[name] = Rule(optimizer, 1.0 if group is None else group.lr_scale, decay)
+    return found
+
+
+def count_moments(model: nn.Module, config: Optim) -> int:
+    """Numbers that the optimizers keep beside the parameters that are trained."""
+    found = rules(model, config)
+    return sum(MOMENTS[found[name].optimizer] * p.numel() for name, p in model.named_parameters() if name in found)
+
+
+def describe(model: nn.Module, config: Optim) -> list[str]:
+    """Lines on who updates what; none where AdamW updates everything at one rate."""
+    found, parameters = rules(model, config), dict(model.named_parameters())
+
+    def sized(names: list[str]) -> str:
+        numbers = sum(parameters[name].numel() for name in names)
+        return f"{len(names)} tensor{'s' if len(names) > 1 else ''} of {numbers:,} parameters"
+
+    lines = []
+    if config.name != "adamw":
+        optimizers = sorted({rule.optimizer for rule in found.values()}, key=lambda name: name != config.name)
+        shares = [f"{name} for {sized([n for n, rule in found.items() if rule.optimizer == name])}" for name in optimizers]
+        lines.append(f"optim    {', '.join(shares)}")
+    left = list(found)
+    for group in config.groups:
+        own = [name for name in left if fnmatchcase(name, group.pattern)]
+        left = [name for name in left if name not in own]
+        decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
+        lines.append(f"group    {group.pattern}: {sized(own)}, {group.lr_scale:g} x the learning rate{decay}")
+    return lines
+
+
+def check_groups(names: Iterable[str], config: Optim) -> None:
+    """Raise ConfigError for a pattern of `optim.groups` that none of these names of trained parameters needs."""
+    left = list(names)
+    every = list(left)
+    for i, group in enumerate(config.groups):
+        rest = [name for name in left if not fnmatchcase(name, group.pattern)]
+        if len(rest) == len(left):
+            taken = any(fnmatchcase(name, group.pattern) for name in every)
+            why = "only parameters that an earlier group has" if taken else "no parameter that is trained"
+            shown = ", ".join(left[:NAMES_SHOWN])
+            raise ConfigError(
+                f"optim.groups.{i}.pattern={group.pattern} matches {why}; "
+                + (f"names are {shown}, ..." if left else "remove it")
+            )
+        left = rest

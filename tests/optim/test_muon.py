@@ -1,0 +1,135 @@
+"""Muon makes matrices orthogonal; Lion takes signs; groups are by name; and no step leaves a trace where it is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretrain.config.model_schema import ExpertsConfig, Model
+from pretrain.config.schema import MuonOptions, Optim, ParameterGroup
+from pretrain.errors import ConfigError
+from pretrain.models import build_network
+from pretrain.models.families import complete
+from pretrain.optim.muon import coefficients, orthogonalize
+from pretrain.optim.optimizer import OptimizerSet
+from pretrain.optim.rules import check_groups, count_moments, orthogonalized, rules
+from pretrain.parallel.initialise import initialise
+
+
+def network(**values):
+    model = build_network(complete(Model(dim=16, layers=2, heads=2, ffn_dim=24, vocab_size=40, **values), 8))
+    initialise(model, 0)
+    return model
+
+
+MIXTURE = {"family": "custom", "experts": ExpertsConfig(count=4, active=2, ffn_dim=8, router_bias=True), "predict_ahead": 1}
+
+
+# ---- the polynomial ---------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 40), st.sampled_from([1e-6, 1.0, 1e6]), st.integers(0, 99))
+def test_what_comes_out_is_the_nearest_orthogonal_matrix(count, rows, columns, size, seed):
+    x = size * torch.randn(count, rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    left, values, right = torch.linalg.svd(x, full_matrices=False)
+    found = orthogonalize(x, coefficients(MuonOptions(iterations=20)), torch.float64)
+    is_clear = values[:, -1] > 2e-3 * torch.linalg.matrix_norm(x)  # below the interval that the polynomials are made for
+    torch.testing.assert_close(found[is_clear], (left @ right)[is_clear], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("polynomial", "low", "high"), [("polar_express", 0.86, 1.13), ("quintic", 0.68, 1.21)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_five_iterations_bring_singular_values_near_one(polynomial, low, high, dtype):
+    values = torch.logspace(-2, 0, 48, dtype=torch.float64)
+    left, right = (torch.linalg.qr(torch.randn(64, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(i)))[0] for i in (0, 1))
+    x = (left * values) @ right.mT
+    found = orthogonalize(x.float()[None], coefficients(MuonOptions(polynomial=polynomial)), dtype)[0].double()
+    slack = 0.03 if dtype == torch.bfloat16 else 0.0
+    assert low - slack <= float(torch.linalg.svdvals(found)[:48].min()) and float(torch.linalg.svdvals(found).max()) <= high + slack
+
+
+def test_a_matrix_of_zeros_stays_one():
+    """An expert that no token chose."""
+    x = torch.zeros(2, 3, 4)
+    x[1] = torch.randn(3, 4)
+    found = orthogonalize(x, coefficients(MuonOptions()), torch.float32)
+    assert not found[0].any() and found[1].isfinite().all() and found[1].any()
+
+
+# ---- which parameters, at which rate ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [{}, {"tie_embeddings": True}, MIXTURE, {"family": "t5", "head_dim": 8}])
+def test_muon_gets_the_matrices_of_blocks_and_adamw_the_rest(values):
+    model = network(**values)
+    found = rules(model, Optim(name="muon"))
+    parameters = dict(model.named_parameters())
+    outer = {"embedding.weight", "output.weight", "source_embedding.weight", "encoder_bias.table.weight", "decoder_bias.table.weight"}
+    for name, rule in found.items():
+        is_matrix = parameters[name].dim() > 1 and name not in outer and not name.endswith("bias")
+        assert rule.optimizer == ("muon" if is_matrix else "adamw"), name
+    assert {name for name, rule in found.items() if rule.optimizer == "muon"} == orthogonalized(model) != set()
+    for name in ("adamw", "lion", "muon"):
+        optimizer = OptimizerSet([model], Optim(name=name))
+        kept = sum(tensor.numel() for key, tensor in optimizer.tensors().items() if not key.startswith("step."))
+        assert kept == count_moments(model, Optim(name=name))
+
+
+def test_the_first_group_that_matches_a_name_gives_its_rate_and_decay():
+    groups = [
+        ParameterGroup("layers.0.*", lr_scale=0.5),
+        ParameterGroup("layers.*.mlp.*", lr_scale=2.0, weight_decay=0.3),
+        ParameterGroup("*norm*", weight_decay=0.7),
+    ]
+    model = network()
+    found = rules(model, Optim(weight_decay=0.1, groups=groups))
+    assert {(rule.rate_scale, rule.weight_decay) for name, rule in found.items() if name.startswith("layers.0.")} == {(0.5, 0.1), (0.5, 0.0)}
+    assert {(rule.rate_scale, rule.weight_decay) for name, rule in found.items() if name.startswith("layers.1.mlp.")} == {(2.0, 0.3)}
+    assert (found["norm.weight"].rate_scale, found["norm.weight"].weight_decay) == (1.0, 0.7)
+    assert (found["embedding.weight"].rate_scale, found["embedding.weight"].weight_decay) == (1.0, 0.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = OptimizerSet([model], Optim(groups=[ParameterGroup("layers.0.*", lr_scale=0.0)]))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step(0.1)
+    assert all(torch.equal(p, before[name]) == name.startswith("layers.0.") for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["layers.*.atention.*"], r"optim.groups.0.pattern=layers.\*.atention.\* matches no parameter that is trained; names are embedding.weight, layers"),
+        (["layers.*", "layers.1.*"], r"optim.groups.1.pattern=layers.1.\* matches only parameters that an earlier group has; names are embedding.weight, norm.weight"),
+        (["*", "norm.*"], r"optim.groups.1.pattern=norm.\* matches only parameters that an earlier group has; remove it"),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_does_nothing_is_refused(patterns, message):
+    names = [name for name, _ in network().named_parameters()]
+    with pytest.raises(ConfigError, match=message):
+        check_groups(names, Optim(groups=[ParameterGroup(pattern) for pattern in patterns]))
+
+
+# ---- steps that are left out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_a_refused_step_leaves_weights_and_state_as_they_are_to_the_last_bit(name):
+    model = network(**MIXTURE)
+    optimizer = OptimizerSet([model], Optim(name=name, lr=0.1))
+
+    def take(value: float, taken: bool | None) -> None:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        optimizer.step(0.1, None if taken is None else torch.tensor(taken))
+
+    take(1.0, True)
+    everything = {**dict(model.named_parameters()), **optimizer.tensors()}
+    before = {key: tensor.detach().clone() for key, tensor in everything.items()}
+    for value in (float("nan"), float("inf"), 1.0):
+        take(value, False)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in everything.items())
+    take(1.0, True)
+    assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters() if p.requires_grad)

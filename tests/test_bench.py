@@ -15,6 +15,7 @@ from benchmarks.data import PARTS, measure
 from benchmarks.measure import ROOT, Options, Row, Turns, in_turns, table
 from benchmarks.products import fastest
 from benchmarks.scaling import LAYOUTS, weak_scaling
+from benchmarks.updates import updates
 from running import tool
 
 from pretrain.data.shards.reader import PreparedData
@@ -44,6 +45,11 @@ def test_every_part_measures_at_a_tiny_size(options):
 def test_weak_scaling_measures_every_layout_beside_one_process(options):
     rows = weak_scaling(options)
     assert [row.name for row in rows] == list(LAYOUTS) and all(row.value > 0 and row.baseline == rows[0].value for row in rows)
+
+
+def test_a_step_of_each_optimizer_is_measured_beside_the_passes_of_its_batch(options):
+    rows = updates(dataclasses.replace(options, scale=0.05))
+    assert [row.name for row in rows] == ["adamw", "lion", "muon"] and all(row.value > 0 and "% of the passes" in row.note for row in rows)
 
 
 def test_preparation_is_measured_beside_the_libraries(options):

@@ -1,4 +1,4 @@
-"""Measure the speed of the data path, of matrix products and of layouts on this machine. Each number stands beside its comparison."""
+"""Measure the speed of the data path, of matrix products, layouts and optimizers on this machine. Each number stands beside its comparison."""
 
 import argparse
 import sys
@@ -40,11 +40,15 @@ def main(argv: list[str] | None = None) -> int:
     formats.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time to measure (default: %(default)s)")
     layouts = subjects.add_parser("layouts", help="weak scaling: layouts on 1, 2 and 4 ranks, with a batch that grows with them")
     layouts.add_argument("--scale", type=float, default=1.0, help="size of the runs; below 1 to try it out")
+    optimizers = subjects.add_parser("optimizers", help="a step of each optimizer beside the passes of its batch, at 125M parameters")
+    optimizers.add_argument("--scale", type=float, default=1.0, help="size of the model; below 1 to try it out")
     arguments = parser.parse_args(argv)
     if arguments.subject == "formats":
         return run_tool(lambda: compare_formats(arguments))
     if arguments.subject == "layouts":
         return run_tool(lambda: compare_layouts(arguments, command(["tools/bench.py", *argv])))
+    if arguments.subject == "optimizers":
+        return run_tool(lambda: compare_optimizers(arguments, command(["tools/bench.py", *argv])))
     if unknown := [part for part in arguments.parts if part not in PARTS]:
         data.error(f"unknown part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     if arguments.seconds < 0 or arguments.scale <= 0:
@@ -69,6 +73,16 @@ def compare_layouts(arguments: argparse.Namespace, typed: str) -> None:
     start = machine()
     with tempfile.TemporaryDirectory(prefix="bench-") as work:
         rows = weak_scaling(Options(Path(work), scale=arguments.scale))
+    print(heading(start, machine(), typed), table(rows), sep="\n\n")
+
+
+def compare_optimizers(arguments: argparse.Namespace, typed: str) -> None:
+    import torch
+    from benchmarks.updates import updates
+
+    torch.set_num_threads(1)
+    start = machine()
+    rows = updates(Options(Path(), scale=arguments.scale))
     print(heading(start, machine(), typed), table(rows), sep="\n\n")
 
 

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None, start: Start | None = None) -> int:
         "--from", dest="checkpoint", metavar="CHECKPOINT", help="start from these weights, as run.init_from does"
     )
     parser.add_argument(
-        "--formats", nargs="+", choices=FORMATS, help="number formats to compute in (default: precision.compute)"
+        "--formats", nargs="+", choices=FORMATS, help="number formats to compute in (default: precision.compute; both if it is auto)"
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here as well")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every layout")
@@ -58,7 +58,8 @@ def check(arguments: argparse.Namespace, start: Start | None) -> None:
     print("\n".join(choice.lines), flush=True)
     config, _ = load_config(arguments.config, choice.overrides)
     rows: list[Row] = []
-    for number_format in arguments.formats or [config.precision.compute]:
+    formats = [config.precision.compute] if config.precision.compute in FORMATS else FORMATS
+    for number_format in arguments.formats or formats:
         rows += compare(
             arguments.config, choice.overrides, arguments.output, choice.cases, number_format, start or start_processes
         )

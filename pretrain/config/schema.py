@@ -554,7 +554,11 @@ class Parallel:
 class Precision:
     """Number formats. Parameters, gradients after reduction and optimizer moments stay in `master`."""
 
-    compute: Literal["fp32", "bf16"] = key("fp32", "Format of activations and of the weights as used in forward and backward.")
+    compute: Literal["fp32", "bf16", "auto"] = key(
+        "fp32",
+        "Format of activations and of the weights as used in forward and backward. `auto`: bf16 where this device multiplies faster in it, "
+        "which is measured on a CPU; printed, and recorded as what it came to.",
+    )
     tf32: bool = key(
         False,
         "On GPUs, whether products of fp32 matrices keep ten bits of each factor (TF32): several times faster, and less exact than fp32.",

@@ -25,6 +25,7 @@ from pretrain.observe.flops import flops_per_token
 from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
+from pretrain.train.number_format import format_for
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, usual_values
 from pretrain.train.translation import require_sacrebleu
 
@@ -82,7 +83,7 @@ class Plan:
 
 def make_plan(given: Config, world_size: int, device: torch.device) -> Plan:
     """Resolve the configuration, open the data, plan the layout. Raises ConfigError, DataError or LaunchError."""
-    config = resolve(take_rest(given, world_size))
+    config = with_format(resolve(take_rest(given, world_size)), device)
     data = open_data(config, config.model.encoder.decoder_start_id)
     config = with_vocabularies(config, data)
     return Plan(config, *_lay_out(given, config, world_size, device), data)
@@ -90,7 +91,7 @@ def make_plan(given: Config, world_size: int, device: torch.device) -> Plan:
 
 def check_without_data(given: Config, world_size: int, device: torch.device) -> None:
     """Make every check of a plan that needs no data. Raises ConfigError or LaunchError."""
-    config = resolve(take_rest(given, world_size))
+    config = with_format(resolve(take_rest(given, world_size)), device)
     model = config.model
     own_table = model.encoder.layers and not model.encoder.share_embedding
     keys = ["vocab_size", "encoder.vocab_size"] if own_table else ["vocab_size"]
@@ -119,11 +120,17 @@ def _lay_out(given: Config, config: Config, world_size: int, device: torch.devic
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
     optim = config.optim
-    return layout, parameters, count_moments(network, optim), describe(network, optim), _notes(given, config, layout)
+    notes = _notes(given, config, layout)
+    if given.precision.compute == "auto":
+        notes.append(f"precision.compute=auto: {config.precision.compute}, because {format_for(device)[1]}")
+    return layout, parameters, count_moments(network, optim), describe(network, optim), notes
 
 
 def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
-    resolved = resolved_switches(config.model) | {"parallel.strategy": layout.strategy}
+    resolved = resolved_switches(config.model) | {
+        "parallel.strategy": layout.strategy,
+        "precision.compute": config.precision.compute,
+    }
     notes = check_effects(given, resolved, usual_values(given, config.model))
     counted = tokens_as_steps(given)
     in_steps = {
@@ -141,6 +148,13 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
             f"schedule.warmup_steps={counted.schedule.warmup_steps} is above run.steps={counted.run.steps}: {shortened}"
         )
     return notes
+
+
+def with_format(config: Config, device: torch.device) -> Config:
+    """The configuration with the number format that `precision.compute: auto` comes to on a device."""
+    if config.precision.compute != "auto":
+        return config
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, compute=format_for(device)[0]))
 
 
 def with_vocabularies(config: Config, data: TrainingData) -> Config:

@@ -1,0 +1,57 @@
+"""Which number format a device trains faster in: what `precision.compute: auto` asks.
+
+A flag of a CPU does not tell. With AVX-512 bf16 products are several times as fast as in fp32, and so with AMX; where bf16 is emulated they are
+slower. So products are measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+SIZES = ((1024, 256, 1024), (1024, 1024, 256))
+"""Tokens, inputs and outputs of the products in a block of the quickstart."""
+LEAST_GAIN = 1.2
+"""bf16 must be this many times as fast: other operations gain nothing, and rounding costs a little quality."""
+TURNS = 5
+
+
+def format_for(device: torch.device) -> tuple[str, str]:
+    """The format, and why: a few words."""
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16", "the GPU computes in it"
+        return "fp32", "the GPU has no bf16"
+    gain = measured_gain()
+    return "bf16" if gain >= LEAST_GAIN else "fp32", f"products in bf16 are {gain:.1f} times as fast as in fp32 on this CPU"
+
+
+@functools.cache
+def measured_gain() -> float:
+    """How many times as fast this process multiplies matrices in bf16, forward and backward. In CPU time, which other programs disturb less."""
+    work = {dtype: [training_product(*sizes, dtype) for sizes in SIZES] for dtype in (torch.float32, torch.bfloat16)}
+    best = dict.fromkeys(work, float("inf"))
+    for turn in range(TURNS + 1):
+        for dtype, products in work.items():
+            started = time.process_time()
+            for product in products:
+                product()
+            if turn:  # the first one warms up
+                best[dtype] = min(best[dtype], time.process_time() - started)
+    return best[torch.float32] / max(best[torch.bfloat16], 1e-9)
+
+
+def training_product(tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> Callable[[], None]:
+    """A function that makes one product forward, and the two of its backward pass. It draws no random numbers."""
+    x = torch.ones(tokens, inputs, dtype=dtype, requires_grad=True)
+    weight = torch.ones(outputs, inputs, dtype=dtype, requires_grad=True)
+    gradient = torch.ones(tokens, outputs, dtype=dtype)
+
+    def run() -> None:
+        x.grad = weight.grad = None
+        torch.nn.functional.linear(x, weight).backward(gradient)
+
+    return run

@@ -83,7 +83,7 @@ def test_names_of_our_own_keep_their_nearest_name():
 @pytest.mark.parametrize(
     ("written", "advice"),
     [
-        ("precision.compute=fp16", "expected one of fp32, bf16; fp16 is not supported, because it needs loss scaling"),
+        ("precision.compute=fp16", "expected one of fp32, bf16, auto; fp16 is not supported, because it needs loss scaling"),
         ("precision.compute=bfloat16", "bfloat16 is written bf16"),
         ("parallel.strategy=hsdp", "HSDP is strategy fsdp with parallel.replicate and parallel.shard above 1"),
         ("optim.name=adamw_torch", "AdamW is written adamw"),

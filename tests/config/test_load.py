@@ -155,8 +155,8 @@ def test_a_character_that_no_text_may_have_is_refused(text):
     [
         ("parallel.strategy=both", "one of auto, single, ddp, fsdp"),
         ("data.packing=Padded", "one of concatenate, best_fit, padded"),
-        ("precision.compute=16", "one of fp32, bf16"),
-        ("precision.compute=null", "one of fp32, bf16"),
+        ("precision.compute=16", "one of fp32, bf16, auto"),
+        ("precision.compute=null", "one of fp32, bf16, auto"),
         ("optim.name=[adamw]", "one of adamw, lion, muon"),
     ],
 )

@@ -12,9 +12,10 @@ import pytest
 from benchmarks import loading, preparing
 from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.data import PARTS, measure
-from benchmarks.measure import ROOT, Options, Row, Turns, in_turns, table
+from benchmarks.measure import ROOT, Options, Row, Turns, as_lines, changes, in_turns, read_lines, table
 from benchmarks.products import fastest
 from benchmarks.scaling import LAYOUTS, weak_scaling
+from benchmarks.training import PROGRAMS, Case, compare_trainers
 from benchmarks.updates import updates
 from running import tool
 
@@ -45,6 +46,27 @@ def test_every_part_measures_at_a_tiny_size(options):
 def test_weak_scaling_measures_every_layout_beside_one_process(options):
     rows = weak_scaling(options)
     assert [row.name for row in rows] == list(LAYOUTS) and all(row.value > 0 and row.baseline == rows[0].value for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_programs_are_compared_on_the_same_task(options, tmp_path, ranks):
+    case = Case("A", "fp32", ranks, 2)
+    rows = compare_trainers([case], list(PROGRAMS), 2, dataclasses.replace(options, work=tmp_path, scale=0.05))
+    assert [row.name for row in rows] == list(PROGRAMS) and {row.part for row in rows} == {case.name}
+    assert all(row.value > 0 and row.baseline == rows[0].value and "MB" in row.note for row in rows)
+
+
+def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
+    file, about = tmp_path / "numbers.jsonl", {"load_average": [0.0]}
+    for value in (4.0, 2.0):
+        with file.open("a") as out:
+            out.write(as_lines([Row("A", "pretrain", value, "µs/token"), Row("A", "other", 1.0, "s")], about, about, "a command"))
+    now = [Row("A", "pretrain", 3.0, "µs/token"), Row("B", "pretrain", 1.0, "s")]
+    assert changes(now, read_lines(file)) == ["A: pretrain: 3 µs/token, before 2: 1.500 x"]
+    file.write_text("{")
+    with pytest.raises(DataError, match="no file that --json wrote"):
+        read_lines(file)
 
 
 def test_a_step_of_each_optimizer_is_measured_beside_the_passes_of_its_batch(options):

@@ -1,4 +1,4 @@
-"""Measure the speed of the data path, of matrix products, layouts and optimizers on this machine. Each number stands beside its comparison."""
+"""Measure the speed of training, of the data path, of matrix products, layouts and optimizers on this machine. Each number stands beside its comparison."""
 
 import argparse
 import sys
@@ -9,7 +9,17 @@ TOOLS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TOOLS), str(TOOLS.parent)]  # a clone works without being installed
 
 from benchmarks.data import PARTS, measure  # noqa: E402
-from benchmarks.measure import Options, as_json, command, heading, machine, table  # noqa: E402
+from benchmarks.measure import (  # noqa: E402
+    Options,
+    as_json,
+    as_lines,
+    changes,
+    command,
+    heading,
+    machine,
+    read_lines,
+    table,
+)  # fmt: skip
 
 from pretrain.errors import run_tool  # noqa: E402
 
@@ -42,11 +52,14 @@ def main(argv: list[str] | None = None) -> int:
     layouts.add_argument("--scale", type=float, default=1.0, help="size of the runs; below 1 to try it out")
     optimizers = subjects.add_parser("optimizers", help="a step of each optimizer beside the passes of its batch, at 125M parameters")
     optimizers.add_argument("--scale", type=float, default=1.0, help="size of the model; below 1 to try it out")
+    add_training(subjects)
     arguments = parser.parse_args(argv)
     if arguments.subject == "formats":
         return run_tool(lambda: compare_formats(arguments))
     if arguments.subject == "layouts":
         return run_tool(lambda: compare_layouts(arguments, command(["tools/bench.py", *argv])))
+    if arguments.subject in ("train", "peers"):
+        return run_tool(lambda: compare_programs(arguments, command(["tools/bench.py", *argv])))
     if arguments.subject == "optimizers":
         return run_tool(lambda: compare_optimizers(arguments, command(["tools/bench.py", *argv])))
     if unknown := [part for part in arguments.parts if part not in PARTS]:
@@ -54,6 +67,44 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.seconds < 0 or arguments.scale <= 0:
         data.error("--seconds must not be negative, --scale must be positive")
     return run_tool(lambda: run(arguments, command(["tools/bench.py", *argv])))
+
+
+def add_training(subjects: argparse._SubParsersAction) -> None:
+    """The subjects `train` and `peers`."""
+    train = subjects.add_parser("train", help="CPU time per token of training, beside its matrix products alone")
+    peers = subjects.add_parser("peers", help="the same beside transformers' Trainer and a plain loop, in turns")
+    for subject in (train, peers):
+        subject.add_argument("--shapes", nargs="+", choices=("A", "B"), default=["A"], help="15M and 110M parameters (default: A)")
+        subject.add_argument("--formats", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+        subject.add_argument("--ranks", nargs="+", type=int, default=[1], metavar="N", help="processes, by DDP (default: 1)")
+        subject.add_argument("--accumulation", nargs="+", type=int, default=[1], metavar="N", help="micro-steps (default: 1)")
+        subject.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps of a turn (default: %(default)s)")
+        subject.add_argument("--scale", type=float, default=1.0, help="below 1 to try it out")
+        subject.add_argument("--json", type=Path, metavar="FILE", help="add a line per row to this file")
+        subject.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json FILE: print what changed since")
+
+
+def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
+    """Measure, print, keep."""
+    from benchmarks.training import ALONE, PROGRAMS, Case, compare_trainers
+
+    cases = [
+        Case(shape, number_format, ranks, accumulation)
+        for shape in arguments.shapes
+        for number_format in arguments.formats
+        for ranks in arguments.ranks
+        for accumulation in arguments.accumulation
+    ]
+    earlier = read_lines(arguments.compare) if arguments.compare else []
+    start = machine()
+    with tempfile.TemporaryDirectory(prefix="bench-") as work:
+        options = Options(Path(work), scale=arguments.scale)
+        rows = compare_trainers(cases, ALONE if arguments.subject == "train" else list(PROGRAMS), arguments.steps, options)
+    end = machine()
+    print(heading(start, end, typed), table(rows), *changes(rows, earlier), sep="\n\n")
+    if arguments.json:
+        with arguments.json.open("a", encoding="utf-8") as file:
+            file.write(as_lines(rows, start, end, typed))
 
 
 def compare_formats(arguments: argparse.Namespace) -> None:

@@ -210,3 +210,28 @@ def as_json(rows: Sequence[Row], start: dict[str, Any], end: dict[str, Any], typ
         "rows": [{**dataclasses.asdict(row), "met": row.met} for row in rows],
     }
     return json.dumps(content, indent=2) + "\n"
+
+
+def as_lines(rows: Sequence[Row], start: dict[str, Any], end: dict[str, Any], typed: str) -> str:
+    """A line of JSON per row, with everything that it takes to judge it."""
+    about = {"command": typed, "machine": start, "load_average_after": end["load_average"]}
+    return "".join(json.dumps({**dataclasses.asdict(row), **about}) + "\n" for row in rows)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """What `as_lines` wrote. Raises DataError for a file that is none."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: no file that --json wrote ({error})") from None
+
+
+def changes(rows: Sequence[Row], earlier: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines on rows that were measured before, against the last time."""
+    before = {(one["part"], one["name"]): one["value"] for one in earlier}
+    return [
+        f"{row.part}: {row.name}: {_number(row.value)} {row.unit}, before {_number(before[row.part, row.name])}: "
+        f"{row.value / before[row.part, row.name]:.3f} x"
+        for row in rows
+        if (row.part, row.name) in before
+    ]

@@ -1,0 +1,46 @@
+"""pretrain on the task."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[3])]
+
+from benchmarks.trainers.clock import Clock, Task  # noqa: E402
+
+from pretrain.run import main  # noqa: E402
+from pretrain.train.callbacks import Callback  # noqa: E402
+
+task = Task.given()
+clock = Clock(task.result)
+
+
+class Stamp(Callback):
+    """Stamps the clock on every rank."""
+
+    def evaluate(self, run, step):
+        clock.stamp()
+        if step == task.steps:
+            clock.write(0.0)
+        return {}
+
+
+config = Path(f"{task.result}.yaml")
+config.write_text("{}\n")
+raise SystemExit(
+    main(
+        [
+            "--config",
+            str(config),
+            f"run={{dir: {task.work}/runs, name: {Path(task.result).name}, steps: {task.steps}, resume: never, device: cpu}}",
+            f"data={{sources: [{{path: {task.work}/tokens}}], sequence_length: {task.length}}}",
+            f"model={{family: gpt2, dim: {task.dim}, layers: {task.layers}, heads: {task.heads}, vocab_size: {task.vocabulary}}}",
+            f"batch={{sequences: {task.micro * task.accumulation * task.ranks}, micro_sequences: {task.micro}}}",
+            f"precision.compute={task.format}",
+            *(["parallel.strategy=ddp"] if task.ranks > 1 else []),
+            "schedule={name: cosine, warmup_steps: 2}",
+            "log={every_steps: 1, tensorboard: false}",
+            "checkpoint={every_steps: 0, export_check: false}",
+        ],
+        callbacks=[Stamp()],
+    )
+)

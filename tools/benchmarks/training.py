@@ -1,0 +1,121 @@
+"""How fast pretrain trains beside other programs: the same architecture, shapes, precision and numbers of tokens, in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from benchmarks.corpora import byte_tokenizer, write_tokens
+from benchmarks.measure import Options, Row, environment, require
+from benchmarks.trainers.clock import Task
+
+TRAINERS = Path(__file__).resolve().parent / "trainers"
+PROGRAMS = {"pretrain": "ours.py", "HF Trainer": "hf_trainer.py", "plain loop": "loop.py", "products alone": "ceiling.py"}
+ALONE = ("pretrain", "products alone")
+SHAPES = {
+    "A": {"dim": 384, "layers": 6, "heads": 6, "vocabulary": 8192, "length": 256, "micro": 8},
+    "B": {"dim": 768, "layers": 12, "heads": 12, "vocabulary": 32_000, "length": 512, "micro": 4},
+}
+WARM_UP = 2
+"""Steps that are not measured: the first one allocates, and DDP lays out its buckets after it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared under one heading."""
+
+    shape: str
+    format: str
+    ranks: int
+    accumulation: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape} {self.format}, {self.ranks} rank{'s' if self.ranks > 1 else ''}, {self.accumulation} micro-steps"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A program's turn: seconds per token of all ranks together and of the clock, in the median step."""
+
+    cpu: float
+    wall: float
+    first_step: float
+    """Seconds from the start of the program to the end of its first step."""
+    peak_mb: float
+    """Of all ranks together."""
+
+
+def compare_trainers(cases: Sequence[Case], programs: Sequence[str], steps: int, options: Options) -> list[Row]:
+    """CPU microseconds per token of each program, and beside them how that compares."""
+    write_tokens(options.work / "tokens", byte_tokenizer(options.work), options.scaled(1 << 22, 1 << 16), 1 << 22)
+    np.random.default_rng(0).integers(0, 256, options.scaled(1 << 22, 1 << 16)).astype(np.uint16).tofile(options.work / "tokens.bin")
+    rows = []
+    for case in cases:
+        found: dict[str, list[Measured]] = {name: [] for name in programs}
+        for turn in range(options.turns):
+            for name in programs:
+                options.say(f"{case.name}, turn {turn + 1} of {options.turns}: {name}")
+                found[name].append(_turn(case, name, steps, options))
+        rows += _rows(case, found)
+    return rows
+
+
+def _turn(case: Case, name: str, steps: int, options: Options) -> Measured:
+    shape = {key: options.scaled(value, 8 if key in ("length", "vocabulary") else 1) for key, value in SHAPES[case.shape].items()}
+    if options.scale < 1:
+        shape |= {"dim": 32, "heads": 2, "vocabulary": 512}
+    result = options.work / f"{name.replace(' ', '-')}-{time.monotonic_ns()}"
+    task = Task(
+        **shape, accumulation=case.accumulation, ranks=case.ranks, steps=steps + WARM_UP, format=case.format, work=str(options.work),
+        result=str(result),
+    )  # fmt: skip
+    start = [sys.executable]
+    if case.ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+    typed = [*start, str(TRAINERS / PROGRAMS[name]), json.dumps(dataclasses.asdict(task))]
+    launched = time.time()
+    done = subprocess.run(typed, capture_output=True, text=True, env=environment(1))
+    require(done.returncode == 0, f"{name} fails: {' '.join(done.stderr.splitlines()[-1:])}")
+    ranks = [json.loads(Path(f"{result}-{rank}.json").read_text()) for rank in range(case.ranks)]
+    require(all(len(rank["stamps"]) == task.steps for rank in ranks), f"{name} took other steps than {task.steps}")
+    loss = ranks[0]["loss"]
+    # Tokens are random below 256, so a first loss is near that of the vocabulary and later ones near that of 256.
+    require(not loss or math.log(256) - 0.5 < loss < math.log(task.vocabulary) + 1, f"{name} has a loss of {loss}")
+    tokens = task.micro * task.length * task.accumulation * task.ranks
+    cpu, wall = (
+        [[after[clock] - before[clock] for before, after in zip(rank["stamps"][WARM_UP - 1 :], rank["stamps"][WARM_UP:])] for rank in ranks]
+        for clock in (0, 1)
+    )  # fmt: skip
+    return Measured(
+        sum(statistics.median(steps) for steps in cpu) / tokens,
+        statistics.median(wall[0]) / tokens,
+        ranks[0]["stamps"][0][1] - launched,
+        sum(rank["peak_kib"] for rank in ranks) / 1024,
+    )
+
+
+def _rows(case: Case, found: dict[str, list[Measured]]) -> list[Row]:
+    best = {name: min(turn.cpu for turn in turns) for name, turns in found.items()}
+    rows = []
+    for name, turns in found.items():
+        wall, peak = min(turn.wall for turn in turns), min(turn.peak_mb for turn in turns)
+        notes = [f"{1 / wall:,.0f} tokens/s, first step after {min(turn.first_step for turn in turns):.1f} s, {peak:,.0f} MB"]
+        if name != "pretrain":
+            notes.append(f"takes {best[name] / best['pretrain']:.2f} x pretrain's time")
+        rows.append(
+            Row(
+                case.name, name, best[name] * 1e6, "µs/token", "cpu", statistics.median(turn.cpu for turn in turns) * 1e6, better="lower",
+                baseline=best["pretrain"] * 1e6, note="; ".join(notes),
+            )
+        )  # fmt: skip
+    return rows

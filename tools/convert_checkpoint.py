@@ -21,6 +21,12 @@ def main(argv: list[str] | None = None) -> int:
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format of the weights (default: %(default)s)"
     )
     to_hf.add_argument(
+        "--weights",
+        choices=("model", "ema"),
+        default="model",
+        help="the weights, or their running mean (optim.ema_decay; default: %(default)s)",
+    )
+    to_hf.add_argument(
         "--shard-gb",
         type=float,
         default=5.0,
@@ -69,7 +75,8 @@ def convert(arguments: argparse.Namespace) -> None:
         from pretrain.huggingface.export_model import export
 
         shard_bytes = round(arguments.shard_gb * 1e9)
-        done = export(arguments.checkpoint, arguments.output, arguments.dtype, arguments.verify, shard_bytes)
+        averaged = arguments.weights == "ema"
+        done = export(arguments.checkpoint, arguments.output, arguments.dtype, arguments.verify, shard_bytes, averaged)
         print(f"exported {done.checkpoint}: {done.parameters:,} parameters, {arguments.dtype}, weights in {done.files} file(s)")
         print("verified: every tensor reads back as it was written; names and shapes are those that transformers expects")
         for note in done.notes:

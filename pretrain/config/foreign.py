@@ -59,6 +59,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("optim.eps"): ("adam_epsilon", "adam_eps"),
     _renamed("optim.name"): ("optimizer", "optimizer_type", "optim_type"),
     _renamed("optim.groups"): ("param_groups", "parameter_groups", "group_overrides", "lr_mult", "no_decay"),
+    _renamed("optim.ema_decay"): ("ema", "use_ema", "ema_update_rate", "model_ema_decay"),
     _renamed("optim.muon.momentum"): ("muon_momentum",),
     _renamed("optim.muon.iterations"): ("ns_steps", "muon_num_ns_steps"),
     _renamed("parallel.activation_checkpointing"): ("gradient_checkpointing", "activation_checkpoint", "recompute", "recompute_activations"),

@@ -318,6 +318,13 @@ class Optim:
         le=MOST_STEPS,
     )
     groups: list[ParameterGroup] = key([], "Parameters with a learning rate or a weight decay of their own, by name.")
+    ema_decay: float | None = key(
+        None,
+        "Keep a running mean of the weights beside them, with this decay per step (0.999, say). It is validated as well, and "
+        "tools/convert_checkpoint.py exports it by `--weights ema`.",
+        gt=0,
+        lt=1,
+    )
     muon: MuonOptions = section(MuonOptions, when={"optim.name": ("muon",)})
 
 

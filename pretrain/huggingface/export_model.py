@@ -54,12 +54,19 @@ class Exported:
     notes: list[str]
 
 
-def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, shard_bytes: int = SHARD_BYTES) -> Exported:
+def export(
+    path: Path,
+    output: Path,
+    dtype: str = "fp32",
+    verify: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    averaged: bool = False,
+) -> Exported:
     """Write a checkpoint, or a run's newest, as a directory that transformers loads.
 
     Every tensor is read back from the output and compared. The output's names and shapes are compared with what transformers' class
     expects. `verify` also compares its logits with ours, which takes memory for the model. pretrain_export.json records what was
-    verified. Raises CheckpointError or ConfigError, and leaves nothing behind, when anything of this fails.
+    verified. `averaged`: the running mean of the weights (`optim.ema_decay`). Raises CheckpointError or ConfigError, and leaves nothing behind, when anything of this fails.
     """
     refuse_existing(output)
     checkpoint = files.resolve(path)[-1]
@@ -71,7 +78,7 @@ def export(path: Path, output: Path, dtype: str = "fp32", verify: bool = False, 
     model = build_section(Model, state["model"])
     family_of(model.family).to_hf(model)  # refuses by name what has no export
     tokenizer = checkpoint / "tokenizer" if (checkpoint / "tokenizer").is_dir() else None
-    source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype])
+    source = _Source(checkpoint, plan_weights(model), EXPORT_DTYPES[dtype], averaged)
     added = _added_tokens(tokenizer, state)
     padding = _padding(model, tokenizer, added, checkpoint)
     with _named(output), staged_directory(output) as writing:
@@ -129,9 +136,11 @@ def _named(output: Path) -> Iterator[None]:
 class _Source:
     """The tensors of a checkpoint in the export's number format, entry by entry."""
 
-    def __init__(self, checkpoint: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
-        self.checkpoint, self.plan, self.dtype = checkpoint, plan, dtype
+    def __init__(self, checkpoint: Path, plan: WeightPlan, dtype: torch.dtype, averaged: bool = False) -> None:
+        self.checkpoint, self.plan, self.dtype, self.averaged = checkpoint, plan, dtype, averaged
         self.payload = Payload(checkpoint)
+        if averaged and not self.payload.names("optim.ema."):
+            raise CheckpointError(f"{checkpoint}: has no running mean of its weights; train with optim.ema_decay, or export the weights")
         there = {name.removeprefix("model."): self.payload.items[name] for name in self.payload.names("model.")}
         there = {name: item for name, item in there.items() if not name.startswith(TRAINING_ONLY)}
         if odd := sorted(there.keys() ^ plan.ours.keys()):
@@ -144,8 +153,13 @@ class _Source:
                 )
 
     def ours(self, line: Entry) -> list[Tensor]:
-        tensors = self.payload.read(f"model.{name}" for name in line.ours)
+        tensors = self.payload.read(self._saved_name(name) for name in line.ours)
         return [self._cast(name, tensor) for name, tensor in zip(line.ours, tensors.values())]
+
+    def _saved_name(self, name: str) -> str:
+        """The running mean of a parameter has its own; what is not trained has none."""
+        mean = f"optim.ema.{name}"
+        return mean if self.averaged and mean in self.payload.items else f"model.{name}"
 
     def theirs(self, line: Entry) -> list[Tensor]:
         return line.layout.to_theirs(self.ours(line), self.plan.model)
@@ -231,6 +245,7 @@ def _record(
             "checkpoint": source.checkpoint.resolve().name,
             "manifest_sha256": sha256_of(source.checkpoint / files.MANIFEST),
             **{name: state.get(name) for name in ("step", "samples", "tokens", "layout")},
+            "weights": "ema" if source.averaged else "model",
         },
         "family": plan.family.name,
         "dtype": str(source.dtype).removeprefix("torch."),

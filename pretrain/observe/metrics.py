@@ -97,6 +97,9 @@ class StepRecord:
     validation: dict[str, float] | None = measured(
         "by source, the cross-entropy of its first `validation.sequences` samples", TOKEN_LOSS, AFTER, "when validated"
     )
+    ema_validation: dict[str, float] | None = measured(
+        "by source, the same with the running mean of the weights", TOKEN_LOSS, AFTER, "when validated, with `optim.ema_decay`"
+    )
     bits_per_byte: dict[str, float] | None = measured(
         "by source, the same in bits per byte of text, by the source's mean bytes per token: it compares between tokenizers",
         "bits per byte",

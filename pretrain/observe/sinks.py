@@ -167,6 +167,7 @@ def progress_line(record: StepRecord, steps: int) -> str:
 def evaluation_parts(record: StepRecord) -> list[str]:
     """The results beside the training loss, for the console."""
     parts = [f"validation {name} {loss:.4f}" for name, loss in (record.validation or {}).items()]
+    parts += [f"with mean weights {name} {loss:.4f}" for name, loss in (record.ema_validation or {}).items()]
     for name, scores in (record.translation or {}).items():
         parts.append(
             f"translation {name} BLEU {scores['bleu']:.2f} chrF {scores['chrf']:.2f} CER {scores['cer']:.1f} WER {scores['wer']:.1f}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pretrain.config.schema import Optim
-from pretrain.optim.guarded import GuardedOptimizer
+from pretrain.optim.guarded import GuardedOptimizer, local
 from pretrain.optim.rules import Rule, rules
 
 Groups = list[dict[str, Any]]
@@ -73,6 +74,9 @@ class OptimizerSet:
         replicas: DeviceMesh | None = None,
     ) -> None:
         self.counts, self.sum_over_layers = counts, sum_over_layers
+        self.ema_decay = config.ema_decay
+        self.means: dict[str, Tensor] = {}
+        """The running mean of each parameter. It begins as the parameter was before the first step."""
         groups: dict[str, dict[tuple[Rule, object], list[nn.Parameter]]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         for part in parts:
@@ -99,12 +103,38 @@ class OptimizerSet:
 
         `taken`: a truth value on the device; where it is false, weights and state stay as they are to the last bit.
         """
+        self._create_means()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["rate_scale"]
             # torch's own way to leave out a step without asking the device (`_step_supports_amp_scaling`).
             optimizer.grad_scale, optimizer.found_inf = None, None if taken is None else (~taken).float()
             optimizer.step()
+        self._average(taken)
+
+    @torch.no_grad()
+    def _create_means(self) -> None:
+        if self.ema_decay is not None and not self.means:
+            self.means = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def _average(self, taken: Tensor | None) -> None:
+        for name, mean in self.means.items():
+            own, share = local(mean), 1 - self.ema_decay
+            own.lerp_(local(self.parameters[name]), share if taken is None else (share * taken).to(own))
+
+    @contextmanager
+    @torch.no_grad()
+    def averaged(self) -> Iterator[None]:
+        """Parameters have their running means' values inside. What a strategy has gathered of the weights is not changed."""
+        kept = {name: local(p).clone() for name, p in self.parameters.items()}
+        for name, mean in self.means.items():
+            local(self.parameters[name]).copy_(local(mean))
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                local(self.parameters[name]).copy_(value)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -123,6 +153,7 @@ class OptimizerSet:
 
     def create_state(self) -> None:
         """Create the state that the first step would create, unless it exists. Drops the gradients."""
+        self._create_means()
         if self.has_state:
             return
         self.zero_grad()
@@ -140,9 +171,11 @@ class OptimizerSet:
                     state["step"].zero_()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state as `<state>.<parameter>`, e.g. `exp_avg.layers.0.mlp.up.weight`; it shares memory. Creates it if need be."""
+        """The state as `<state>.<parameter>`, e.g. `exp_avg.layers.0.mlp.up.weight`; it shares memory. Creates it if need be. The state `ema` is
+        the running mean of the weights.
+        """
         self.create_state()
-        tensors = {}
+        tensors = {f"ema.{name}": mean for name, mean in self.means.items()}
         for name, parameter in self.parameters.items():
             for optimizer in self.optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():

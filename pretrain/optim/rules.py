@@ -70,8 +70,8 @@ def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
 
 def count_moments(model: nn.Module, config: Optim) -> int:
     """Numbers that the optimizers keep beside the parameters that are trained."""
-    found = rules(model, config)
-    return sum(MOMENTS[found[name].optimizer] * p.numel() for name, p in model.named_parameters() if name in found)
+    found, means = rules(model, config), config.ema_decay is not None
+    return sum((MOMENTS[found[name].optimizer] + means) * p.numel() for name, p in model.named_parameters() if name in found)
 
 
 def describe(model: nn.Module, config: Optim) -> list[str]:

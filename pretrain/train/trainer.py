@@ -76,7 +76,7 @@ class Trainer:
         self.progress = self.continuation.restore()
         self.expert_loads.restore(self.progress.loads)
         self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
-        self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks)
+        self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks, self.optimizer.averaged)
         self.skipped_in_a_row = 0
         # On a GPU a step is settled when the next one is queued, so that the device never waits for the host. Callbacks are asked at once.
         self.runs_ahead = runs_ahead(ranks.device) and not extensions.callbacks
@@ -361,6 +361,7 @@ class Trainer:
                 )
             return False
         record.validation, record.translation = found.get("validation"), found.get("translation")
+        record.ema_validation = found.get("ema_validation")
         record.bits_per_byte = self.evaluation.bits_per_byte(record.validation or {}) or None
         if self.extensions.callbacks:
             with self.ranks.part("callbacks of a step", device=True):

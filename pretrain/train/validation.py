@@ -6,7 +6,8 @@ A stop request is honoured inside: the evaluation is abandoned, and none of its 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,30 +35,44 @@ class Evaluation:
         strategy: Strategy,
         loader: BatchLoader,
         ranks: Ranks,
+        averaged: Callable[[], AbstractContextManager],
     ) -> None:
         self.config, self.data, self.loader, self.ranks = config, data, loader, ranks
-        self.strategy = strategy
+        self.strategy, self.averaged = strategy, averaged
 
     def due(self, step: int) -> list[str]:
-        """The evaluations that are due after a step: `validation`, `translation`, both or neither."""
+        """The evaluations that are due after a step: `validation`, the same of the running mean of the weights, `translation`."""
         validation, last = self.config.validation, step == self.config.run.steps
         found = []
         if self.data.validation and (last or (validation.every_steps and step % validation.every_steps == 0)):
             found.append("validation")
+            if self.config.optim.ema_decay is not None:
+                found.append("ema_validation")
         if validation.translation.every_steps and (last or step % validation.translation.every_steps == 0):
             found.append("translation")
         return found
 
     def run(self, names: list[str], poll: StopPoll) -> dict[str, Any]:
         """The results by name and source. Raises Stopped on all ranks if one was asked to stop."""
-        actions = {"validation": self._validate, "translation": self._translate}
+        actions = {"validation": self._validate, "ema_validation": self._validate, "translation": self._translate}
         try:
             found: dict[str, Any] = {}
             for name in names:
-                with self.ranks.part(name, device=True):
+                with self.ranks.part(name, device=True), self._weights(name):
                     found[name] = {source.name: actions[name](source, poll) for source in self.data.validation}
             return found
         finally:
+            self.strategy.release()
+
+    @contextmanager
+    def _weights(self, name: str) -> Iterator[None]:
+        """The weights that an evaluation is of."""
+        if name != "ema_validation":
+            yield
+            return
+        self.strategy.release()  # what is gathered are the weights themselves
+        with self.averaged():
+            yield
             self.strategy.release()
 
     def bits_per_byte(self, losses: dict[str, float]) -> dict[str, float]:

@@ -117,6 +117,7 @@ SEEN = {
     "loss.chunk_mb": "models/test_losses.py::test_fused_losses_and_gradients_are_those_of_cross_entropy",
     "optim.clip": "optim/test_clip.py::test_gradients_and_norm_are_those_of_torch",
     "optim.skip_nonfinite": f"{BAD}::test_one_step_more_than_may_be_skipped_ends_the_run_which_can_then_go_on_with_more",
+    "optim.ema_decay": "optim/test_ema.py::test_the_mean_follows_its_formula_and_lends_its_values",
     **{f"optim.groups.0.{name}": "optim/test_muon.py::test_the_first_group_that_matches_a_name_gives_its_rate_and_decay" for name in ("pattern", "lr_scale", "weight_decay")},
     **{f"schedule.stages.0.{name}": "optim/test_schedule.py::test_stages_follow_each_other" for name in ("steps", "ratio", "shape")},
     "parallel.tensor": SHARED, "parallel.context": SHARED, "parallel.context_method": SHARED, "parallel.pipeline": STAGES, "parallel.pipeline_schedule": STAGES, "parallel.pipeline_chunks": STAGES,

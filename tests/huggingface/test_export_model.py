@@ -106,6 +106,7 @@ def test_the_record_says_what_was_verified_and_what_the_files_are(run, tmp_path)
         "samples": 160,
         "tokens": 5120,
         "layout": "single",
+        "weights": "model",
     }
     assert (record["family"], record["dtype"], record["tensors"]) == ("llama", "bfloat16", 21)
     assert 0 <= record["max_logit_difference"] <= 1e-4 and all(record["verified"].values())

@@ -261,7 +261,7 @@ def test_every_number_of_the_record_is_logged_when_its_description_says_so(
     """T-D12: a table of every logged number; docs/metrics.md has it from the fields of `StepRecord`."""
     other = write_prepared(tmp_path / "other", byte_tokenizer, seed=3, documents=60)
     mixture = f"data.sources=[{{path: {prepared}, name: a}}, {{path: {other}, name: b}}]"
-    everything = (*EXTRAS["balanced experts"][0], mixture, f"data.validation=[{{path: {prepared}, name: v}}]", *SHORT)
+    everything = (*EXTRAS["balanced experts"][0], mixture, "optim.ema_decay=0.9", f"data.validation=[{{path: {prepared}, name: v}}]", *SHORT)
     found = names_in(train(pool, 1, config_file, *everything))
     elsewhere = {
         "translation": "test_pair_runs.py",

@@ -54,6 +54,8 @@ def coefficients(options: MuonOptions) -> list[tuple[float, float, float]]:
 
 def orthogonalize(x_KMN: Tensor, polynomials: list[tuple[float, float, float]], dtype: torch.dtype) -> Tensor:
     """Matrices with the singular vectors of these, and singular values near 1; those of zeros are zero. Products are made in `dtype`."""
+    if len(x_KMN) > BATCH:  # an expert layer's
+        return torch.cat([orthogonalize(part, polynomials, dtype) for part in x_KMN.split(BATCH)])
     norm_K = torch.linalg.vector_norm(x_KMN, dim=(1, 2), keepdim=True)
     is_tall = x_KMN.shape[1] > x_KMN.shape[2]
     x = (x_KMN / norm_K.clamp(min=1e-7)).to(dtype)

@@ -31,7 +31,7 @@ MIXTURE = {"family": "custom", "experts": ExpertsConfig(count=4, active=2, ffn_d
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 40), st.sampled_from([1e-6, 1.0, 1e6]), st.integers(0, 99))
+@given(st.sampled_from([1, 3, 9]), st.integers(1, 40), st.integers(1, 40), st.sampled_from([1e-6, 1.0, 1e6]), st.integers(0, 99))
 def test_what_comes_out_is_the_nearest_orthogonal_matrix(count, rows, columns, size, seed):
     x = size * torch.randn(count, rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     left, values, right = torch.linalg.svd(x, full_matrices=False)

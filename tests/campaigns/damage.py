@@ -198,3 +198,4 @@ READERS = {
 def close() -> None:
     if _pristine.cache_info().currsize:
         shutil.rmtree(_pristine(), ignore_errors=True)
+        _pristine.cache_clear()

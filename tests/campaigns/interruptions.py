@@ -213,3 +213,5 @@ def contents(folder: Path) -> dict[str, str]:
 def close() -> None:
     if _folder.cache_info().currsize:
         shutil.rmtree(_folder().name, ignore_errors=True)
+        _folder.cache_clear()
+        _straight.clear()

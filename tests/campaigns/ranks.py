@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 from launch_pool import LaunchPool
 
-_folder = tempfile.TemporaryDirectory(prefix="campaign-data-")
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="campaign-data-")
 
 
 @functools.cache
@@ -21,7 +24,7 @@ def pool() -> LaunchPool:
 def byte_tokenizer() -> Path:
     from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 
-    folder = Path(_folder.name) / "byte"
+    folder = Path(_folder().name) / "byte"
     folder.mkdir()
     (folder / "text.txt").write_text("bytes need no corpus")
     train_tokenizer([str(folder / "text.txt")], folder / "tokenizer", "byte")
@@ -35,7 +38,7 @@ def corpus(number: int) -> Path:
     from pretrain.data.tokenizers.tokenizer import load_tokenizer
 
     path, random, tokenizer = (
-        Path(_folder.name) / f"corpus-{number}",
+        Path(_folder().name) / f"corpus-{number}",
         np.random.default_rng(number),
         load_tokenizer(byte_tokenizer()),
     )
@@ -47,6 +50,10 @@ def corpus(number: int) -> Path:
 
 
 def close() -> None:
+    """End the ranks and remove the data. Another campaign may begin anew."""
     if pool.cache_info().currsize:
         pool().close()
-    _folder.cleanup()
+    if _folder.cache_info().currsize:
+        _folder().cleanup()
+    for kept in (pool, byte_tokenizer, corpus, _folder):
+        kept.cache_clear()

@@ -200,17 +200,17 @@ def clip_gradients(
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     uncounted = {id(p.grad) for p in copies}
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    parts = [local(gradient) for gradient in gradients]
     squares: dict[object, list[Tensor]] = {}
-    for gradient, norm in zip(gradients, torch._foreach_norm(local, 2, dtype=torch.float64)):
+    for gradient, norm in zip(gradients, torch._foreach_norm(parts, 2, dtype=torch.float64)):
         squares.setdefault(_sharding_of(gradient), []).append(norm.square() * (id(gradient) not in uncounted))
-    total = torch.zeros((), dtype=torch.float64, device=local[0].device)
+    total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     for sharding, values in squares.items():
         total += _sum_over_shards(torch.stack(values).sum(), sharding).to(total.device)
     total = sum_over_layers(total).sqrt()
     if max_norm > 0:
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(local, factor.to(local[0].dtype))
+        torch._foreach_mul_(parts, factor.to(parts[0].dtype))
     return total
 
 

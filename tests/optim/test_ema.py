@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from running import losses, state_of, train
+from running import losses, some_slow, state_of, train
 from safetensors.torch import load_file
 from torch import nn
 
@@ -40,7 +40,17 @@ def test_the_mean_follows_its_formula_and_lends_its_values(name):
     assert all(torch.equal(p, weights[key]) for key, p in model.named_parameters())
 
 
-def test_it_changes_nothing_is_validated_alike_everywhere_and_can_be_exported(pool, config_file, prepared, tmp_path):
+LAYOUTS = {
+    "fsdp, kept": ("parallel.strategy=fsdp", "parallel.reshard_after_forward=never"),
+    "ddp": ("parallel.strategy=ddp",),
+    "pipeline": ("parallel.strategy=fsdp", "parallel.pipeline=2"),
+    "tensor": ("parallel.strategy=fsdp", "parallel.tensor=2"),
+}
+
+
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp", "pipeline", "tensor"}))
+def test_it_changes_nothing_is_validated_alike_everywhere_and_can_be_exported(pool, config_file, prepared, tmp_path, layout):
+    layout = LAYOUTS[layout]
     checked = (f"data.validation=[{{path: {prepared}, name: v}}]", "validation.every_steps=2", "run.steps=6", "schedule.warmup_steps=2")
     saving = ("checkpoint={every_steps: 1, keep_last: 0}", "model.family=llama")
     plain = train(pool, 1, config_file, "run.name=plain", *checked, *saving)
@@ -49,16 +59,9 @@ def test_it_changes_nothing_is_validated_alike_everywhere_and_can_be_exported(po
     assert all(torch.equal(tensor, state_of(alone, 6)[name]) for name, tensor in state_of(plain, 6).items())
     found = [record["ema_validation"]["v"] for record in read_metrics(alone) if "ema_validation" in record]
     assert len(found) == 3 and found != [record["validation"]["v"] for record in read_metrics(alone) if "validation" in record]
-    for world_size, *layout in (
-        (2, "parallel.strategy=ddp"),
-        (2, "parallel.strategy=fsdp", "parallel.reshard_after_forward=never"),
-        (2, "parallel.strategy=fsdp", "parallel.pipeline=2"),
-        (2, "parallel.strategy=fsdp", "parallel.tensor=2"),
-    ):
-        run = train(pool, world_size, config_file, "run.name=shared", *checked, "model.family=llama", EMA, *layout, "run.resume=never")
-        other = [record["ema_validation"]["v"] for record in read_metrics(run) if "ema_validation" in record]
-        assert other == pytest.approx(found, rel=2e-6)
-        run.rename(run.parent / f"shared-{world_size}-{len(list(run.parent.iterdir()))}")
+    shared = train(pool, 2, config_file, "run.name=shared", *checked, "model.family=llama", EMA, *layout)
+    other = [record["ema_validation"]["v"] for record in read_metrics(shared) if "ema_validation" in record]
+    assert other == pytest.approx(found, rel=2e-6)
     # What was exported is the mean of the weights after each step.
     mean = {name: tensor.double() for name, tensor in first_weights(pool, config_file, *checked, *saving).items()}
     for step in range(1, 7):

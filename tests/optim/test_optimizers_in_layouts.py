@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from pretrain.config.load import load_config
 
 EXPERTS = "model.experts={count: 6, active: 2, ffn_dim: 24, shared: 1, scoring: sigmoid, dense_layers: [0]}"
-MODEL = ("model.family=custom", "model.layers=3", "model.kv_heads=2", "model.attention.bias=[query, output]", EXPERTS, "optim.clip=0.5", "optim.weight_decay=0.2")
+MODEL = ("model.family=custom", "model.vocab_size=264", "model.layers=3", "model.kv_heads=2", "model.attention.bias=[query, output]", EXPERTS, "optim.clip=0.5", "optim.weight_decay=0.2")
 GROUPS = "optim.groups=[{pattern: '*norm*', weight_decay: 0.3}, {pattern: 'layers.*.attention.*', lr_scale: 3.0}, {pattern: 'embedding.*', lr_scale: 0}]"
 FSDP = "parallel.strategy=fsdp"
 LAYOUTS = {

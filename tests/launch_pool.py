@@ -180,6 +180,7 @@ def _work(connection: Connection, stacks: Path) -> None:
     import torch.distributed as dist
 
     from pretrain.distributed.joining import close_meeting
+    from pretrain.distributed.ranks import forget_meshes
 
     torch.set_num_threads(1)
     os.fsync = lambda file: None  # tests kill processes; none of them cuts the power
@@ -203,3 +204,4 @@ def _work(connection: Connection, stacks: Path) -> None:
             close_meeting()
             if dist.is_initialized():
                 dist.destroy_process_group()
+                forget_meshes()

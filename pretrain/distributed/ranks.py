@@ -195,7 +195,7 @@ def _limit_groups(limit: timedelta) -> None:
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Drop what DTensor remembers of this run's meshes. A later run of the same process would get their groups, which are gone."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
@@ -218,7 +218,7 @@ def stop() -> None:
     """Leave the process groups and the meeting. Call on the clean path only; a failed process just ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
     close_meeting()
     gc.collect()
     sys.stdout.flush()

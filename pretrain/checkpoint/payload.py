@@ -114,16 +114,16 @@ class Payload:
         """All tensors whose names start with `prefix`: see `read`."""
         return self.read(self.names(prefix))
 
-    def load(self, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    def load(self, tensors: dict[str, Tensor], ranks: Ranks, converts: bool = False) -> None:
         """Read into `tensors` in place, on all ranks together. A rank reads the pieces that its shards of them need.
 
-        Raises CheckpointError on all ranks before anything is read if a name is missing or a shape or number format differs (DCP
-        itself would convert formats silently).
+        Raises CheckpointError on all ranks before anything is read if a name is missing, a shape differs, or a number format does, unless
+        the load `converts` (DCP itself does silently).
         """
-        ranks.attempt("contents of a checkpoint", lambda: self._check_fit(tensors), CheckpointError)
+        ranks.attempt("contents of a checkpoint", lambda: self._check_fit(tensors, converts), CheckpointError)
         ranks.attempt("loading of a checkpoint", lambda: self._fill(tensors), CheckpointError)
 
-    def _check_fit(self, tensors: dict[str, Tensor]) -> None:
+    def _check_fit(self, tensors: dict[str, Tensor], converts: bool) -> None:
         for name, tensor in tensors.items():
             item = self.items.get(name)
             if item is None:
@@ -132,7 +132,7 @@ class Payload:
                 raise CheckpointError(
                     f"{self.checkpoint}: {name} has shape {list(item.size)}, the run needs {list(tensor.shape)}"
                 )
-            if item.properties.dtype != tensor.dtype:
+            if not converts and item.properties.dtype != tensor.dtype:
                 raise CheckpointError(f"{self.checkpoint}: {name} is {item.properties.dtype}, the run needs {tensor.dtype}")
 
     def _fill(self, tensors: dict[str, Tensor]) -> None:

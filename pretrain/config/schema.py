@@ -559,7 +559,7 @@ class Parallel:
 
 @dataclass
 class Precision:
-    """Number formats. Parameters, gradients after reduction and optimizer moments stay in `master`."""
+    """Number formats. Vectors (norms, biases) are stored in fp32 in any case, with their gradients and moments."""
 
     compute: Literal["fp32", "bf16", "auto"] = key(
         "fp32",
@@ -574,7 +574,20 @@ class Precision:
     reduce: Literal["fp32", "bf16"] = key(
         "fp32", "Format in which gradients are summed over ranks.", when={"parallel.strategy": Except("single")}
     )
-    master: Literal["fp32"] = key("fp32", "Format of stored parameters and optimizer moments.")
+    master: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "Format in which matrices are stored. In bf16 they are rounded at random after a step, in proportion to what is cut off, or else small "
+        "updates would be lost. The random numbers follow from the step and the place of a weight: they are the same in every layout.",
+        resume="never",
+    )
+    gradients: Literal["fp32", "bf16"] | None = key(
+        None,
+        "Format in which the gradients of matrices are added up over micro-steps; null: that of `master`. Another one needs "
+        "`parallel.strategy: single`, because DDP and FSDP2 keep gradients as they keep weights.",
+    )
+    moments: Literal["fp32", "bf16"] = key(
+        "fp32", "Format in which the optimizer's running means for matrices are stored; bf16 is rounded at random.", resume="never"
+    )
 
 
 @dataclass

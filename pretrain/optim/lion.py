@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pretrain.optim.guarded import GuardedOptimizer, local
+from pretrain.optim.guarded import Formats, GuardedOptimizer, local, widened
 
 
 class Lion(GuardedOptimizer):
@@ -12,8 +12,8 @@ class Lion(GuardedOptimizer):
 
     moments = ("exp_avg",)
 
-    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]) -> None:
-        super().__init__(groups, lr)
+    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], formats: Formats) -> None:
+        super().__init__(groups, lr, formats)
         self.betas = betas
 
     @torch.no_grad()
@@ -22,7 +22,8 @@ class Lion(GuardedOptimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                weight, gradient, mean = local(parameter), local(parameter.grad), local(self.state_of(parameter)[0])
+                stored = local(parameter), local(self.state_of(parameter)[0])
+                weight, mean, gradient = (widened(tensor) for tensor in (*stored, local(parameter.grad)))
                 direction = mean.lerp(gradient, 1 - self.betas[0]).sign_()
                 updated = (weight * (1 - group["lr"] * group["weight_decay"])).add_(direction, alpha=-group["lr"])
-                self.write((weight, mean), (updated, mean.lerp(gradient, 1 - self.betas[1])))
+                self.write(parameter, stored, (updated, mean.lerp(gradient, 1 - self.betas[1])))

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pretrain.config.schema import MuonOptions
-from pretrain.optim.guarded import GuardedOptimizer, local
+from pretrain.optim.guarded import Formats, GuardedOptimizer, local, widened
 
 BATCH = 8
 """Matrices that are computed at once by a rank, at most. They bound the memory of a step."""
@@ -81,9 +81,10 @@ class Muon(GuardedOptimizer):
         lr: float,
         options: MuonOptions,
         dtype: torch.dtype,
+        formats: Formats,
         replicas: DeviceMesh | None = None,
     ) -> None:
-        super().__init__(groups, lr)
+        super().__init__(groups, lr, formats)
         self.momentum, self.dtype, self.replicas = options.momentum, dtype, replicas
         self.polynomials = coefficients(options)
 
@@ -108,17 +109,16 @@ class Muon(GuardedOptimizer):
 
     def _update(self, parameters: list[Tensor], rate: float, decay: float) -> None:
         """Update parameters of one shape that are spread alike."""
-        weights, gradients = [local(p) for p in parameters], [local(p.grad) for p in parameters]
-        means = [local(self.state_of(p)[0]) for p in parameters]
+        stored = [(local(p), local(self.state_of(p)[0])) for p in parameters]
+        gradients, means = [widened(local(p.grad)) for p in parameters], [widened(mean) for _, mean in stored]
         following = [mean.lerp(gradient, 1 - self.momentum) for mean, gradient in zip(means, gradients)]
         nesterov = [gradient.lerp(mean, self.momentum) for mean, gradient in zip(following, gradients)]
         *_, rows, columns = parameters[0].shape
         scale = 0.2 * max(rows, columns) ** 0.5
         directions = self._orthogonal(nesterov, parameters[0])
-        updated = [
-            (weight * (1 - rate * decay)).add_(direction, alpha=-rate * scale) for weight, direction in zip(weights, directions)
-        ]
-        self.write([*weights, *means], [*updated, *following])
+        for parameter, tensors, direction, mean in zip(parameters, stored, directions, following):
+            updated = (widened(tensors[0]) * (1 - rate * decay)).add_(direction, alpha=-rate * scale)
+            self.write(parameter, tensors, (updated, mean))
 
     def _orthogonal(self, parts: list[Tensor], like: Tensor) -> list[Tensor]:
         """This rank's parts of the orthogonalized matrices. `parts`: of the matrices, which are spread as `like` is."""

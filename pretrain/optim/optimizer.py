@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pretrain.config.schema import Optim
-from pretrain.optim.guarded import GuardedOptimizer, local
+from pretrain.optim.guarded import Formats, GuardedOptimizer, local, widened, widest
 from pretrain.optim.rules import Rule, rules
 
 Groups = list[dict[str, Any]]
@@ -28,23 +28,28 @@ class Setting:
     config: Optim
     compute: torch.dtype
     replicas: DeviceMesh | None
+    formats: Formats
 
 
 def _adamw(groups: Groups, given: Setting) -> torch.optim.Optimizer:
-    config = given.config
+    config, parameters = given.config, [p for group in groups for p in group["params"]]
+    if given.formats.moments == torch.bfloat16 or any(p.dtype == torch.bfloat16 for p in parameters):
+        from pretrain.optim.adamw import AdamW
+
+        return AdamW(groups, config.lr, tuple(config.betas), config.eps, given.formats)
     return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
 
 
 def _lion(groups: Groups, given: Setting) -> torch.optim.Optimizer:
     from pretrain.optim.lion import Lion
 
-    return Lion(groups, given.config.lr, tuple(given.config.betas))
+    return Lion(groups, given.config.lr, tuple(given.config.betas), given.formats)
 
 
 def _muon(groups: Groups, given: Setting) -> torch.optim.Optimizer:
     from pretrain.optim.muon import Muon
 
-    return Muon(groups, given.config.lr, given.config.muon, given.compute, given.replicas)
+    return Muon(groups, given.config.lr, given.config.muon, given.compute, given.formats, given.replicas)
 
 
 _OPTIMIZERS: dict[str, Callable[[Groups, Setting], torch.optim.Optimizer]] = {
@@ -61,7 +66,8 @@ class OptimizerSet:
 
     `parts`: the modules on this rank, with the parameter names of the whole network. Other ranks may have other parameters: `counts` says of
     a name whether this rank's gradient belongs to the norm of all, and `sum_over_layers` adds up the squares. `compute`: the format of
-    matrix products. `replicas`: the ranks that have the same plain tensors, if they share the work of an update.
+    matrix products; `moments`: that in which running means of matrices are stored. `replicas`: the ranks that have the same plain tensors, if
+    they share the work of an update.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class OptimizerSet:
         sum_over_layers: Callable[[Tensor], Tensor] = lambda value: value,
         compute: torch.dtype = torch.float32,
         replicas: DeviceMesh | None = None,
+        moments: torch.dtype = torch.float32,
     ) -> None:
         self.counts, self.sum_over_layers = counts, sum_over_layers
         self.ema_decay = config.ema_decay
@@ -87,21 +94,23 @@ class OptimizerSet:
                     # A fused update takes whole tensors, or sharded ones of one mesh.
                     kind = by_name[name], parameter.device_mesh if isinstance(parameter, DTensor) else None
                     groups.setdefault(by_name[name].optimizer, {}).setdefault(kind, []).append(parameter)
+        formats = Formats(moments, {parameter: name for name, parameter in self.parameters.items()})
         self.optimizers = [
             _OPTIMIZERS[name](
                 [
                     {"params": members, "weight_decay": rule.weight_decay, "rate_scale": rule.rate_scale}
                     for (rule, _), members in own.items()
                 ],
-                Setting(config, compute, replicas),
+                Setting(config, compute, replicas, formats),
             )
             for name, own in groups.items()
         ]
 
-    def step(self, rate: float, taken: Tensor | None = None) -> None:
+    def step(self, rate: float, taken: Tensor | None = None, number: int = 0) -> None:
         """Update every parameter by its gradient; `rate` is the schedule's learning rate of this step.
 
-        `taken`: a truth value on the device; where it is false, weights and state stay as they are to the last bit.
+        `taken`: a truth value on the device; where it is false, weights and state stay as they are to the last bit. `number`: the step's, for
+        random rounding.
         """
         self._create_means()
         for optimizer in self.optimizers:
@@ -109,19 +118,20 @@ class OptimizerSet:
                 group["lr"] = rate * group["rate_scale"]
             # torch's own way to leave out a step without asking the device (`_step_supports_amp_scaling`).
             optimizer.grad_scale, optimizer.found_inf = None, None if taken is None else (~taken).float()
+            optimizer.step_number = number
             optimizer.step()
         self._average(taken)
 
     @torch.no_grad()
     def _create_means(self) -> None:
         if self.ema_decay is not None and not self.means:
-            self.means = {name: p.detach().clone() for name, p in self.parameters.items()}
+            self.means = {name: p.detach().to(widest(p), copy=True) for name, p in self.parameters.items()}
 
     @torch.no_grad()
     def _average(self, taken: Tensor | None) -> None:
         for name, mean in self.means.items():
             own, share = local(mean), 1 - self.ema_decay
-            own.lerp_(local(self.parameters[name]), share if taken is None else (share * taken).to(own))
+            own.lerp_(widened(local(self.parameters[name])), share if taken is None else (share * taken).to(own))
 
     @contextmanager
     @torch.no_grad()
@@ -210,7 +220,7 @@ def clip_gradients(
     total = sum_over_layers(total).sqrt()
     if max_norm > 0:
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(parts, factor.to(parts[0].dtype))
+        torch._foreach_mul_(parts, factor.to(widest(parts[0])))
     return total
 
 

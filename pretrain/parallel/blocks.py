@@ -36,6 +36,13 @@ def prepare_blocks(network: nn.Module, config: Config) -> None:
         compile_model(network, budget=options.activation_memory_budget)
 
 
+def set_master_format(network: nn.Module, dtype: torch.dtype) -> None:
+    """Set the number format in which a network's matrices are stored. Vectors stay in fp32."""
+    for parameter in network.parameters():
+        if parameter.requires_grad and parameter.dim() > 1:
+            parameter.data = parameter.data.to(dtype)
+
+
 def set_compute_format(network: nn.Module, dtype: torch.dtype) -> None:
     """Set the number format of a network's residual stream, and with it of all matrix products."""
     for module in network.modules():

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
+from pretrain.parallel.blocks import DTYPES
 
 
 class DataParallel:
@@ -42,7 +43,7 @@ class DataParallel:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             find_unused_parameters=self.keep_buckets,
         )
-        self.wrapped.register_comm_hook(None, _sum_in_bf16 if self.config.precision.reduce == "bf16" else _sum)
+        self.wrapped.register_comm_hook(DTYPES[self.config.precision.reduce], _sum)
         return self.wrapped
 
     def release(self) -> None:
@@ -64,11 +65,8 @@ class DataParallel:
 
 # DDP insists on the name `bucket`, and rejects annotations that are strings.
 def _sum(state, bucket):
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
-
-
-def _sum_in_bf16(state, bucket):
-    # torch has such a hook, which averages and refuses gloo.
+    # torch has such hooks for number formats, which average and refuse gloo.
     buffer = bucket.buffer()
-    small = buffer.to(torch.bfloat16)
-    return dist.all_reduce(small, async_op=True).get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    sent = buffer.to(state)
+    done = dist.all_reduce(sent, async_op=True).get_future()
+    return done.then(lambda done: done.value()[0] if sent is buffer else buffer.copy_(done.value()[0]))

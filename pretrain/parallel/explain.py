@@ -6,7 +6,7 @@ import math
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import AXES, coordinates_of, expert_place
-from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, Layout
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, Layout, state_bytes
 from pretrain.parallel.legality import ranks_of_a_sample
 from pretrain.parallel.pipeline_order import cut, stage_ranks, stages_of
 
@@ -18,7 +18,7 @@ def explain_strategy(config: Config, layout: Layout) -> str | None:
     split = [f"{axis} {size}" for axis, size in layout.axes.items() if size > 1 and axis != "replicate"]
     if layout.strategy == "ddp":
         makes = f"DDP makes {layout.replicate} replicas, each with the whole state"
-        why = f"it takes {STATE_BYTES_PER_PARAMETER} bytes per parameter, which fit in {DDP_MEMORY_SHARE:.0%} of a GPU's memory or in the host's"
+        why = f"it takes {state_bytes(config)} bytes per parameter, which fit in {DDP_MEMORY_SHARE:.0%} of a GPU's memory or in the host's"
     elif layout.replicate > 1:
         makes = f"FSDP2 makes {layout.replicate} replicas (HSDP)"
         why = (
@@ -29,7 +29,7 @@ def explain_strategy(config: Config, layout: Layout) -> str | None:
     else:
         makes = "FSDP2 shards the state"
         asked = config.parallel.shard or config.parallel.expert > 1 or ranks_of_a_sample(config) > 1
-        over = f"{STATE_BYTES_PER_PARAMETER} bytes per parameter take more than {DDP_MEMORY_SHARE:.0%} of a GPU's memory"
+        over = f"{state_bytes(config)} bytes per parameter take more than {DDP_MEMORY_SHARE:.0%} of a GPU's memory"
         why = f"the configuration spreads weights ({', '.join(split)})" if asked else over
     chosen = "" if config.parallel.strategy != "auto" else "; chosen by auto"
     return f"{makes}: {why}{chosen}" if chosen or layout.strategy == "fsdp" else makes

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pretrain.distributed.shards import place_of
+
 BLOCK_ELEMENTS = 1 << 20  # part of the definition of the values: changing it changes every initial weight
 
 
@@ -37,7 +39,7 @@ def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter of a materialised network, sharded or not."""
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        initial, place = model.initial(name), _place(parameter)
+        initial, place = model.initial(name), place_of(parameter)
         if callable(initial):
             # Every rank draws all of it: only vectors and small matrices have rules that are not normal distributions.
             local.copy_(initial(seed)[place])
@@ -47,17 +49,6 @@ def initialise(model: nn.Module, seed: int) -> None:
             local.fill_(mean)
         else:
             local.copy_(_normal_values(tuple(parameter.shape), place, name, seed).mul_(std).add_(mean))
-
-
-def _place(parameter: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a parameter lies in the whole."""
-    if not isinstance(parameter, DTensor):
-        return tuple(slice(0, size) for size in parameter.shape)
-    # Imported here because a single process does not need DTensor, and parts of this module path are private.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
 
 
 def _normal_values(shape: tuple[int, ...], place: tuple[slice, ...], name: str, seed: int) -> Tensor:

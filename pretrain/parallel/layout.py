@@ -25,8 +25,14 @@ from pretrain.parallel.legality import (
 )
 from pretrain.parallel.pipeline_order import bubble, order, stages_of
 
-STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments, as AdamW has them; no optimizer has more
 DDP_MEMORY_SHARE = 0.4  # `auto` replicates a state up to this share of the device memory; the rest is for activations
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of a parameter's weight, gradient and two moments, as AdamW has them; no optimizer has more."""
+    precision = config.precision
+    size = {"fp32": 4, "bf16": 2}
+    return size[precision.master] + size[precision.gradients or precision.master] + 2 * size[precision.moments]
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,7 @@ def _automatic(config: Config, world_size: int, parameters: int, device_memory: 
         return "fsdp"
     if world_size == 1 and (config.parallel.replicate or 1) == 1:
         return "single"
-    fits = device_memory is None or parameters * STATE_BYTES_PER_PARAMETER <= DDP_MEMORY_SHARE * device_memory
+    fits = device_memory is None or parameters * state_bytes(config) <= DDP_MEMORY_SHARE * device_memory
     return "ddp" if fits else "fsdp"
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
+from pretrain.parallel.blocks import DTYPES
 
 
 class Single:
@@ -16,10 +17,14 @@ class Single:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.device = mesh.device
+        self.gradients = DTYPES.get(config.precision.gradients)
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
         network.to_empty(device=self.device)
         fill(network)
+        for parameter in network.parameters():
+            if self.gradients is not None and parameter.dim() > 1 and parameter.requires_grad:
+                parameter.grad_dtype = self.gradients
         return network
 
     def release(self) -> None:

@@ -28,7 +28,7 @@ from pretrain.config.schema import Config
 from pretrain.data.stream import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.loss import Losses
-from pretrain.parallel.blocks import prepare_blocks
+from pretrain.parallel.blocks import DTYPES, prepare_blocks, set_master_format
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.layout import STRATEGIES
 
@@ -82,6 +82,7 @@ class Strategy:
 
     def place(self, network: nn.Module) -> None:
         """Spread a network that is on the meta device over the ranks, and draw its initial weights."""
+        set_master_format(network, DTYPES[self.config.precision.master])
         if self.pipeline_axis is not None:
             self.pipeline_axis.keep(network, layer_costs(network, self.config))
         if self.tensor_axis is not None:

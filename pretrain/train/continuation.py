@@ -135,7 +135,7 @@ class Continuation:
         if resumed is not None:
             return self._resume(resumed.path, resumed.state)
         if weights is not None:
-            Payload(weights.path).load(model_tensors(self.model), self.ranks)
+            Payload(weights.path).load(model_tensors(self.model), self.ranks, converts=True)
         if self.ranks.is_main:
             log.info("starting at step 0%s", f" with the weights of {weights.path}" if weights else "")
         return Progress()

@@ -39,7 +39,7 @@ _CONSEQUENCES = {
 _ABOUT_RESUMING = ("run.resume", "run.accept_changes")  # they say how to resume, and nothing about the run
 _SHOWN = 4  # values of one kind that a message lists
 # Parts that records from before 2026-12 lack. Without them there is nothing to compare.
-_LATER = re.compile(r"data\.tokenizer\.\w+|data\.sources\.\d+\.documents|data\.packing\.index\.\d+")
+_LATER = re.compile(r"data\.tokenizer\.\w+|data\.sources\.\d+\.documents|data\.packing\.index\.\d+|precision\.\w+")
 _FOR_MESSAGES = re.compile(r"data\.sources\.\d+\.path")
 _WIDTH = 200  # characters of a value that a line of the difference shows
 _CURVE_POINTS = 1000  # steps at which two schedules are compared

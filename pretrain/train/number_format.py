@@ -1,4 +1,4 @@
-"""Which number format a device trains faster in: what `precision.compute: auto` asks.
+"""Number formats that go together, and which one a device trains faster in: what `precision.compute: auto` asks.
 
 A flag of a CPU does not tell. With AVX-512 bf16 products are several times as fast as in fp32, and so with AMX; where bf16 is emulated they are
 slower. So products are measured.
@@ -12,11 +12,31 @@ from collections.abc import Callable
 
 import torch
 
+from pretrain.config.schema import Config
+from pretrain.errors import ConfigError
+
 SIZES = ((1024, 256, 1024), (1024, 1024, 256))
 """Tokens, inputs and outputs of the products in a block of the quickstart."""
 LEAST_GAIN = 1.2
 """bf16 must be this many times as fast: other operations gain nothing, and rounding costs a little quality."""
 TURNS = 5
+
+
+def check_formats(config: Config) -> None:
+    """Raise ConfigError for stored weights that are coarser than what is computed."""
+    precision = config.precision
+    if precision.master == "bf16" and precision.compute == "fp32":
+        raise ConfigError("precision.master=bf16 needs precision.compute=bf16, but that is fp32; set one of them")
+
+
+def check_gradients(config: Config, strategy: str) -> None:
+    """Raise ConfigError if a strategy cannot keep gradients in the format that is asked for."""
+    precision = config.precision
+    if precision.gradients not in (None, precision.master) and strategy != "single":
+        raise ConfigError(
+            f"precision.gradients={precision.gradients} differs from precision.master={precision.master}, which "
+            f"parallel.strategy={strategy} cannot: it keeps gradients as it keeps weights; remove it, or train in one process"
+        )
 
 
 def format_for(device: torch.device) -> tuple[str, str]:

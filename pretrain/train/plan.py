@@ -25,7 +25,7 @@ from pretrain.observe.flops import flops_per_token
 from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
-from pretrain.train.number_format import format_for
+from pretrain.train.number_format import check_formats, check_gradients, format_for
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, usual_values
 from pretrain.train.translation import require_sacrebleu
 
@@ -78,6 +78,8 @@ class Plan:
         """
         identity = model_identity(dataclasses.asdict(self.config.model))
         identity["optim.name"] = self.config.optim.name
+        precision = self.config.precision
+        identity |= {"precision.master": precision.master, "precision.moments": precision.moments}
         return identity | {f"data.{name}": value for name, value in flatten(self.data.identity(samples)).items()}
 
 
@@ -119,6 +121,7 @@ def _lay_out(given: Config, config: Config, world_size: int, device: torch.devic
     parameters = count_parameters(network)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
+    check_gradients(config, layout.strategy)
     optim = config.optim
     notes = _notes(given, config, layout)
     if given.precision.compute == "auto":
@@ -152,9 +155,10 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
 
 def with_format(config: Config, device: torch.device) -> Config:
     """The configuration with the number format that `precision.compute: auto` comes to on a device."""
-    if config.precision.compute != "auto":
-        return config
-    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, compute=format_for(device)[0]))
+    if config.precision.compute == "auto":
+        config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, compute=format_for(device)[0]))
+    check_formats(config)
+    return config
 
 
 def with_vocabularies(config: Config, data: TrainingData) -> Config:

@@ -18,6 +18,7 @@ from pretrain.models.shape import resolved_switches
 from pretrain.optim.schedule import check, fit
 from pretrain.parallel.legality import check_context, check_expert, check_options, check_pipeline, check_tensor
 from pretrain.train.identity import check_accepted
+from pretrain.train.number_format import check_formats
 
 
 def resolve(config: Config) -> Config:
@@ -45,6 +46,7 @@ def resolve(config: Config) -> Config:
     _check_recomputation(config)
     _check_sharing(config)
     check_options(config)
+    check_formats(config)
     check(config.schedule, config.run.steps)
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config

@@ -26,7 +26,7 @@ from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.explain import explain_ranks, explain_strategy
-from pretrain.parallel.layout import DDP_MEMORY_SHARE, STATE_BYTES_PER_PARAMETER, expected_world_size
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, expected_world_size, state_bytes
 from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
 from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
@@ -39,7 +39,7 @@ from pretrain.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
+FORMAT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 def check(config: Config, processes: int | None = None, explain: bool = False) -> int:
@@ -103,7 +103,7 @@ def _other_devices(plan: Plan, device: torch.device) -> list[str]:
     """The choice of `auto` on GPUs, for a check on a machine without one."""
     if plan.config.parallel.strategy != "auto" or device.type != "cpu" or plan.layout.strategy != "ddp":
         return []
-    fitting = plan.parameters * STATE_BYTES_PER_PARAMETER / DDP_MEMORY_SHARE
+    fitting = plan.parameters * state_bytes(plan.config) / DDP_MEMORY_SHARE
     return [f"note     on CPU parallel.strategy=auto takes ddp; on GPUs of less than {bytes_of(round(fitting))} it takes fsdp"]
 
 
@@ -289,8 +289,8 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         *([f"strategy {strategy}"] if (strategy := explain_strategy(config, layout)) else []),
         *_describe_stages(plan),
-        f"numbers  parameters {precision.master}, compute {precision.compute}, gradient reduction {precision.reduce}, "
-        f"moments {precision.master}",
+        f"numbers  parameters {precision.master}, compute {precision.compute}, gradients {precision.gradients or precision.master}, "
+        f"their reduction {precision.reduce}, moments {precision.moments}",
         *plan.optimizers,
         *_describe_memory(plan),
         *(f"note     {note}" for note in plan.notes),
@@ -330,19 +330,22 @@ def _kept_bytes(plan: Plan) -> int:
     with torch.device("meta"):
         kept = kept_parameters(build_network(plan.config.model), parallel.reshard_after_forward, layout.expert)
     stages = 1 if parallel.reshard_after_forward == "last_block_kept" else layout.pipeline
-    return kept * COMPUTE_BYTES[plan.config.precision.compute] // (layout.tensor * stages)
+    return kept * FORMAT_BYTES[plan.config.precision.compute] // (layout.tensor * stages)
 
 
 def _describe_memory(plan: Plan) -> list[str]:
     """The memory of the state, computed and not measured. Activations depend on the micro-batch and are not included."""
     config, layout, parameters = plan.config, plan.layout, plan.parameters
-    saved = 4 * (parameters + plan.moments)  # fp32
-    held = f"{saved / parameters + 4:.3g} bytes per parameter"
+    precision, means = config.precision, parameters if config.optim.ema_decay is not None else 0
+    of_weights, of_moments = FORMAT_BYTES[precision.master], FORMAT_BYTES[precision.moments]
+    saved = of_weights * parameters + of_moments * (plan.moments - means) + 4 * means
+    of_gradients = FORMAT_BYTES[precision.gradients or precision.master]
+    held = f"{saved / parameters + of_gradients:.3g} bytes per parameter"
     if layout.state_parts > 1:
         held += f" over {layout.state_parts} ranks"
     offloaded = config.parallel.offload and layout.strategy == "fsdp"
     place = " of host memory" if offloaded else ""
-    kept, state = _kept_bytes(plan), -(-(saved + 4 * parameters) // layout.state_parts)
+    kept, state = _kept_bytes(plan), -(-(saved + of_gradients * parameters) // layout.state_parts)
     if kept:
         held += f", and {bytes_of(kept)} of gathered weights in {config.precision.compute}"
         held += " on the device" if offloaded else ""

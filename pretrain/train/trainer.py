@@ -99,11 +99,12 @@ class Trainer:
             self.strategy.sum_over_layers,
             DTYPES[config.precision.compute],
             self.mesh.replicas if self.plan.layout.strategy == "ddp" else None,
+            DTYPES[config.precision.moments],
         )
         self.expert_loads = ExpertLoads(self.model, config.model, self.mesh)
-        stored = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        stored = {p.dtype for p in self.model.parameters() if p.requires_grad and p.dim() > 1}
         if stored != {DTYPES[config.precision.master]}:
-            raise RuntimeError(f"parameters are stored as {stored}, not as precision.master={config.precision.master}")
+            raise RuntimeError(f"matrices are stored as {stored}, not as precision.master={config.precision.master}")
         peak = peak_flops(self.ranks.device, config.precision.compute)
         self.peak_flops = peak * self.ranks.world_size if peak else None
         self.flops_per_token = self.plan.flops_per_token
@@ -128,7 +129,7 @@ class Trainer:
             summed = torch.stack([part.double().sum() for part in losses])
             objective, loss = self.mesh.add_over_loss(summed) / target_tokens
             taken = torch.isfinite(objective) & torch.isfinite(grad_norm)
-        self.optimizer.step(rate, taken)
+        self.optimizer.step(rate, taken, number)
         with self.ranks.part(f"loads of experts in step {number}", device=True):
             routers = self.expert_loads.after_step(target_tokens, taken)
         self.optimizer.zero_grad()

@@ -1,0 +1,17 @@
+"""Where a rank's part of a sharded tensor lies."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def place_of(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a tensor lies in the whole, by dimension."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    # Imported here because parts of this module path are private.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))

@@ -1,0 +1,48 @@
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) for weights or moments in bf16, which torch's fused one rounds to the nearest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pretrain.optim.guarded import Formats, GuardedOptimizer, local, widened
+
+CHUNK = 1 << 24
+"""Numbers that are updated at once. It bounds the memory of a step."""
+
+
+class AdamW(GuardedOptimizer):
+    """torch's AdamW, computed in fp32 from what is stored, and with the names of its state."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float, formats: Formats) -> None:
+        super().__init__(groups, lr, formats)
+        self.betas, self.eps = betas, eps
+
+    def state_of(self, parameter: Tensor) -> list[Tensor]:
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
+        return super().state_of(parameter)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group["lr"], group["weight_decay"])
+
+    def _update(self, parameter: Tensor, rate: float, decay: float) -> None:
+        stored = [local(parameter), *(local(moment) for moment in self.state_of(parameter))]
+        gradient, steps = local(parameter.grad), self.state[parameter]["step"]
+        steps += 1 if self.found_inf is None else 1 - self.found_inf.to(steps)
+        corrections = [1 - beta**steps for beta in self.betas]
+        rows = max(1, CHUNK // max(1, gradient[:1].numel()))
+        for first in range(0, len(gradient), rows):
+            chunk = slice(first, min(first + rows, len(gradient)))
+            weight, mean, square, g = (widened(tensor[chunk]) for tensor in (*stored, gradient))
+            mean, square = mean.lerp(g, 1 - self.betas[0]), square.lerp(g.square(), 1 - self.betas[1])
+            divisor = (square / corrections[1]).sqrt_().add_(self.eps)
+            updated = (weight * (1 - rate * decay)).sub_((mean / divisor).mul_(rate / corrections[0]))
+            self.write(parameter, stored, (updated, mean, square), chunk)

@@ -1,0 +1,51 @@
+"""Stochastic rounding to bf16 (Gupta et al., arXiv 1502.02551), from random numbers that no layout changes.
+
+A weight w that an update moves by less than half the distance to its neighbours in bf16 would stay w for ever. Rounded up with a probability as
+large as the share of the way to the neighbour above, it moves as it should in the mean. The random number of a weight is a hash of the
+step, the parameter's name and the weight's place in the whole matrix. So every rank that holds the weight rounds it alike, and a resumed run
+as the straight one does.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
+    """fp32 values in bf16. `bits`: random numbers below 2^16, of the same shape, int32. Values are rounded up in size where what bf16 cuts off
+    of them is more than 2^16 less the random number.
+    """
+    return (values.view(torch.int32) + bits).bitwise_and_(~0xFFFF).view(torch.float32).to(torch.bfloat16)
+
+
+def random_bits(place: Sequence[slice], name: str, step: int, device: torch.device) -> Tensor:
+    """Numbers below 2^16 for this part of a tensor of two or more dimensions, int32, of the part's shape."""
+    seed = zlib.crc32(f"{name} {step}".encode())
+    *leading, columns = (torch.arange(part.start, part.stop, device=device) for part in place)
+    rows = torch.zeros((), dtype=torch.int64, device=device)
+    for number, index in enumerate(leading):
+        rows = _hashed(rows[..., None] + index, seed + number)
+    # A sum of hashes alone would repeat its differences; two rounds of mixing leave nothing of them.
+    mixed = _signed(rows)[..., None] ^ _signed(_hashed(columns, ~seed & _MASK))
+    for factor in (0x7FEB352D, 0x2C1B3C6D):
+        mixed = (mixed ^ (mixed >> 15)).mul_(factor)
+    return (mixed >> 16).bitwise_and_(0xFFFF)
+
+
+def _hashed(index: Tensor, seed: int) -> Tensor:
+    """MurmurHash3's finalizer: numbers below 2^32 as int64."""
+    x = (index * 0x9E3779B1 + seed) & _MASK
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = ((x ^ (x >> shift)) * factor) & _MASK
+    return x ^ (x >> 16)
+
+
+def _signed(x: Tensor) -> Tensor:
+    """Numbers below 2^32, int64, by the same 32 bits as int32."""
+    return (x - ((x >> 31) << 32)).to(torch.int32)

@@ -1,0 +1,248 @@
+"""Weights and moments in bf16: rounding is fair, is the same in every layout and after a resume, and what cannot be had is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import gradients, losses, run_main, some_slow, state_of, train
+from test_optimizers_in_layouts import EXPERTS, LAYOUTS, OPTIMIZERS, whole
+
+from pretrain.config.load import load_config
+from pretrain.config.model_schema import Model
+from pretrain.config.schema import Optim
+from pretrain.models import build_network
+from pretrain.models.families import complete
+from pretrain.optim.adamw import AdamW
+from pretrain.optim.guarded import Formats
+from pretrain.optim.optimizer import OptimizerSet
+from pretrain.optim.rounding import random_bits, round_at_random
+from pretrain.parallel.blocks import set_master_format
+from pretrain.parallel.initialise import initialise
+
+PURE = ("precision.compute=bf16", "precision.master=bf16", "precision.moments=bf16")
+CPU = torch.device("cpu")
+
+
+# ---- rounding -----------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100), st.integers(0, 10**6))
+def test_a_value_becomes_one_of_its_two_neighbours_and_its_mean_is_itself(value, step):
+    exact = torch.full((200, 200), value, dtype=torch.float32)
+    rounded = round_at_random(exact, random_bits((slice(0, 200), slice(0, 200)), "w", step, CPU)).double()
+    below = exact.view(torch.int32).bitwise_and(~0xFFFF).view(torch.float32).double()[0, 0]
+    above = ((exact.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32).double()[0, 0]
+    assert ((rounded == below) | (rounded == above)).all()
+    if exact[0, 0] == below:
+        assert (rounded == below).all()
+    share = float((exact.double()[0, 0] - below) / (above - below))
+    assert abs(float((rounded == above).double().mean()) - share) < 5 * 0.5 / 200  # five standard deviations
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(0, 10**6), st.data())
+def test_a_part_of_a_tensor_has_its_part_of_the_random_numbers(shape, step, data):
+    every = random_bits([slice(0, size) for size in shape], "layers.0.w", step, CPU)
+    starts = [data.draw(st.integers(0, size - 1)) for size in shape]
+    place = [slice(start, data.draw(st.integers(start + 1, size))) for start, size in zip(starts, shape)]
+    assert torch.equal(random_bits(place, "layers.0.w", step, CPU), every[tuple(place)])
+
+
+def test_random_numbers_of_places_names_and_steps_have_nothing_in_common():
+    def numbers(name: str, step: int, first: int = 0) -> torch.Tensor:
+        return random_bits((slice(first, first + 512), slice(0, 512)), name, step, CPU).double().flatten()
+
+    drawn = [numbers("w", 1), numbers("w", 2), numbers("v", 1), numbers("w", 1, 512), numbers("w.0", 1)]
+    shifted = [drawn[0].view(512, 512).roll(1, axis).flatten() for axis in (0, 1)] + [drawn[0].view(512, 512).mT.flatten()]
+    between = torch.corrcoef(torch.stack(drawn + shifted)) - torch.eye(8)
+    assert float(between.abs().max()) < 6 / 512  # six standard deviations
+    counts = torch.bincount(drawn[0].long() >> 8, minlength=256).double()
+    assert float(((counts - 1024) ** 2 / 1024).sum()) < 400  # chi-squared with 255 degrees of freedom
+
+
+# ---- AdamW --------------------------------------------------------------------------------------------------------------------
+
+
+def test_adamw_of_our_own_is_torchs():
+    ours, theirs = ([torch.nn.Parameter(torch.randn(9, 7, generator=torch.Generator().manual_seed(i))) for i in range(2)] for _ in "12")
+    own = AdamW([{"params": ours, "weight_decay": 0.3}], 1e-2, (0.9, 0.99), 1e-6, Formats())
+    reference = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.3)
+    for step in range(5):
+        for one, other in zip(ours, theirs):
+            one.grad = torch.randn(9, 7, generator=torch.Generator().manual_seed(100 + step))
+            other.grad = one.grad.clone()
+        own.step()
+        reference.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(own.state[one], reference.state[other], rtol=1e-6, atol=1e-9)
+
+
+def network(**values):
+    model = build_network(complete(Model(dim=16, layers=2, heads=2, ffn_dim=24, vocab_size=40, **values), 8))
+    set_master_format(model, torch.bfloat16)
+    initialise(model, 0)
+    return model
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_steps_far_smaller_than_the_distance_of_two_weights_add_up(name):
+    """A hundred steps of a thousandth of that distance: rounded to the nearest, no weight would ever move."""
+    model = network()
+    optimizer = OptimizerSet([model], Optim(name=name, weight_decay=0.0), moments=torch.bfloat16)
+    matrix = dict(model.named_parameters())["layers.0.mlp.up.weight"]
+    with torch.no_grad():
+        matrix.fill_(1.0)  # the next one above is 1.0078
+    for number in range(100):
+        for p in model.parameters():
+            p.grad = -torch.ones_like(p)
+        optimizer.step(7.8e-6 / (0.2 * 24**0.5 * (16 * 24) ** -0.5 if name == "muon" else 1), number=number)
+    moved = float((matrix.detach().double() - 1).mean())
+    assert matrix.dtype == torch.bfloat16 and 0.5 * 7.8e-4 < moved < 1.5 * 7.8e-4
+    assert {tensor.dtype for key, tensor in optimizer.tensors().items() if "layers.0.mlp.up" in key and "step" not in key} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_a_refused_step_leaves_stored_bits_as_they_are(name):
+    model = network()
+    optimizer = OptimizerSet([model], Optim(name=name, lr=0.1), moments=torch.bfloat16)
+
+    def take(value: float, taken: bool, number: int) -> None:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        optimizer.step(0.1, torch.tensor(taken), number)
+
+    take(1.0, True, 1)
+    everything = {**dict(model.named_parameters()), **optimizer.tensors()}
+    before = {key: tensor.detach().clone() for key, tensor in everything.items()}
+    for number, value in enumerate((float("nan"), float("inf"), 1.0)):
+        take(value, False, number + 2)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in everything.items())
+    take(1.0, True, 5)
+    assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters() if p.requires_grad)
+
+
+# ---- layouts ------------------------------------------------------------------------------------------------------------------
+
+
+def compare_with_whole_tensors(config_file: str, *overrides: str) -> dict[str, tuple[float, float]]:
+    """After three steps: of each weight and state, the share of bits that differ from one process with the same gradients, and the largest
+    difference as a share of the reference's largest value."""
+    from pretrain.distributed import ranks as distributed
+    from pretrain.train.plan import make_plan
+    from pretrain.train.run_directory import RunDirectory
+    from pretrain.train.starting_point import StartingPoint
+    from pretrain.train.trainer import Trainer
+
+    config, _ = load_config(config_file, list(overrides))
+    _, local_rank, world_size = distributed.launched_ranks()
+    plan = make_plan(config, world_size, distributed.choose_device(config, local_rank))
+    ranks = distributed.start(config, alone=plan.layout.strategy == "single")
+    trainer = Trainer(plan, ranks, RunDirectory(Path(config.run.dir) / "formats"), StartingPoint())
+    parameters = trainer.optimizer.parameters
+
+    reference = build_network(plan.config.model, plan.config.loss)
+    set_master_format(reference, torch.bfloat16)
+    wholes = dict(reference.named_parameters())
+    for name, p in parameters.items():
+        wholes[name].data.copy_(whole(p))
+    alone = OptimizerSet([reference], config.optim, moments=torch.bfloat16)
+    for each in (*trainer.optimizer.optimizers, *alone.optimizers):
+        if hasattr(each, "dtype"):
+            each.dtype = torch.float64
+    for number in range(1, 4):
+        trainer.strategy.forward_backward(trainer.loader.read(number * config.batch.sequences), 512)
+        for name, p in parameters.items():
+            assert p.dtype == p.grad.dtype == (torch.bfloat16 if p.dim() > 1 else torch.float32), name
+            wholes[name].grad = whole(p.grad)
+        trainer.optimizer.step(0.01, torch.tensor(True), number)
+        alone.step(0.01, torch.tensor(True), number)
+        trainer.optimizer.zero_grad()
+        alone.zero_grad()
+    theirs = {**{name: wholes[name] for name in parameters}, **alone.tensors()}
+    found = {}
+    for name, tensor in {**parameters, **trainer.optimizer.tensors()}.items():
+        one, other = whole(tensor), theirs[name]
+        assert one.dtype == other.dtype, name
+        largest = float((one.double() - other.double()).abs().max()) / (float(other.abs().max()) or 1.0)
+        found[name] = float((one != other).double().mean()), largest
+    ranks.barrier("compared")
+    return found
+
+
+MODEL = ("model.family=custom", "model.vocab_size=264", "model.layers=3", "model.kv_heads=2", EXPERTS)
+CASES = {f"{name}, {layout}": (name, layout) for name in OPTIMIZERS for layout in LAYOUTS}
+QUICK = ("adamw, ddp 2", "adamw, fsdp 2 x tensor 2, expert 2", "muon, hsdp 2x2", "lion, fsdp 2 x pipeline 2")
+
+
+@pytest.mark.parametrize("case", some_slow(CASES, set(CASES) - set(QUICK)))
+def test_what_is_stored_is_that_of_one_process_to_the_last_bit(pool, config_file, case):
+    optimizer, layout = CASES[case]
+    world_size, *options = LAYOUTS[layout]
+    for found in pool.launch(world_size, compare_with_whole_tensors, str(config_file), *MODEL, *OPTIMIZERS[optimizer], *PURE, *options):
+        # Muon's polynomials of other batches differ in the last bits, so that one in thousands is rounded to the other neighbour.
+        share, size = (2e-3, 2**-7) if optimizer == "muon" else (0.0, 0.0)
+        assert found and all(s <= share and d <= size for s, d in found.values()), sorted(found.items(), key=lambda item: -item[1][0])[:5]
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------------------
+
+SHORT = ("run.steps=12", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 6, keep_last: 0}")
+
+
+def test_runs_learn_as_with_fp32_and_layouts_agree(pool, config_file):
+    runs = {
+        "fp32": (1, "precision.compute=bf16"),
+        "pure": (1, *PURE),
+        "accumulated in fp32": (1, *PURE, "precision.gradients=fp32"),
+        "ddp": (2, *PURE, "parallel.strategy=ddp"),
+        "fsdp": (2, *PURE, "parallel.strategy=fsdp"),
+        "fsdp x tensor": (4, *PURE, "parallel.strategy=fsdp", "parallel.tensor=2"),
+    }
+    done = {
+        name: train(pool, size, config_file, f"run.name={name.replace(' ', '-')}", *SHORT, "log.gradients_at=[1]", *options)
+        for name, (size, *options) in runs.items()
+    }
+    reference = gradients(done["fp32"])
+    fall = losses(done["fp32"])[0] - losses(done["fp32"])[-1]
+    for name, run in done.items():
+        assert abs(losses(run)[-1] - losses(done["fp32"])[-1]) < 0.02 * fall, name
+        stored = torch.bfloat16 if name not in ("fp32", "accumulated in fp32") else torch.float32
+        for key, gradient in gradients(run).items():
+            assert gradient.dtype == (stored if gradient.dim() > 1 else torch.float32), (name, key)
+            # Weights are rounded once before the first step, and gradients a few times.
+            assert float((gradient.float() - reference[key]).norm() / reference[key].norm()) < 0.03, (name, key)
+
+
+def test_a_resumed_run_is_the_straight_one_and_other_formats_are_another_run(pool, config_file):
+    straight = train(pool, 1, config_file, "run.name=straight", *SHORT, *PURE)
+    train(pool, 1, config_file, "run.name=parts", *SHORT, *PURE, "run.steps=6")
+    parts = train(pool, 1, config_file, "run.name=parts", *SHORT, *PURE)
+    one, other = state_of(straight, 12), state_of(parts, 12)
+    assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert one["model.layers.0.mlp.up.weight"].dtype == one["optim.exp_avg.layers.0.mlp.up.weight"].dtype == torch.bfloat16
+    assert one["model.norm.weight"].dtype == one["optim.exp_avg.norm.weight"].dtype == torch.float32
+    moved = train(pool, 2, config_file, "run.name=parts", *SHORT, *PURE, "run.steps=14", "parallel.strategy=fsdp")
+    assert len(losses(moved)) == 14
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.name=parts", *SHORT, "run.steps=15", "precision.compute=bf16", "run.accept_changes=[precision.compute]")
+    assert code == 1 and "precision.master was bf16 and is fp32; precision.moments was bf16 and is fp32" in printed
+    # A new run may take the weights.
+    begun = train(pool, 1, config_file, "run.name=begun", *SHORT, f"run.init_from={straight}/checkpoints/step-00000012")
+    assert losses(begun)[0] < losses(straight)[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "message"),
+    [
+        (1, ["precision.master=bf16"], "precision.master=bf16 needs precision.compute=bf16, but that is fp32; set one of them"),
+        (2, ["precision.gradients=fp32", *PURE], "precision.gradients=fp32 differs from precision.master=bf16, which parallel.strategy=ddp cannot"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_in_one_line(pool, config_file, world_size, options, message):
+    for code, printed in pool.launch(world_size, run_main, str(config_file), "--check", *options)[:1]:
+        assert code == 2 and message in printed and "Traceback" not in printed

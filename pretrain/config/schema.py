@@ -566,6 +566,17 @@ class Precision:
         "Format of activations and of the weights as used in forward and backward. `auto`: bf16 where this device multiplies faster in it, "
         "which is measured on a CPU; printed, and recorded as what it came to.",
     )
+    fp8: Literal["none", "tensorwise", "rowwise"] = key(
+        "none",
+        "Projections of blocks multiply in fp8, with a scale per tensor, or one per row. It needs a GPU from Ada or Hopper on to be fast, and "
+        "`parallel.compile`; a CPU computes the same slowly.",
+        when={"precision.compute": ("bf16",)},
+    )
+    fp8_modules: list[str] = key(
+        ["*"],
+        "Names of the projections that do so; `*` may abbreviate. Experts, routers and the output head never do.",
+        when={"precision.fp8": ("tensorwise", "rowwise")},
+    )
     tf32: bool = key(
         False,
         "On GPUs, whether products of fp32 matrices keep ten bits of each factor (TF32): several times faster, and less exact than fp32.",

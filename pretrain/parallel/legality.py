@@ -10,6 +10,7 @@ import math
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
+from pretrain.models.families import family_of
 from pretrain.parallel.pipeline_order import DEFERRING, stages_of
 
 
@@ -45,9 +46,24 @@ def check_options(config: Config) -> None:
             f"parallel.activation_memory_budget={config.parallel.activation_memory_budget} does not work with {axes_of_a_sample(config)}: torch's "
             "compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"
         )
+    if config.precision.fp8 != "none":
+        _check_fp8(config)
     beyond = [step for step in config.log.gradients_at if step > steps]
     if beyond:
         raise ConfigError(f"log.gradients_at={config.log.gradients_at}: step {beyond[0]} is beyond run.steps={steps}")
+
+
+def _check_fp8(config: Config) -> None:
+    family, schedule = config.model.family, config.parallel.pipeline_schedule
+    if not family_of(family).splits:
+        raise ConfigError(
+            f"precision.fp8={config.precision.fp8}: models of model.family={family} are code of transformers, whose products stay as they are; "
+            "set it to none"
+        )
+    if config.parallel.pipeline > 1 and schedule in DEFERRING:
+        raise ConfigError(
+            f"precision.fp8={config.precision.fp8}: parallel.pipeline_schedule={schedule} puts off gradients of weights in bf16; use 1f1b"
+        )
 
 
 def check_context(config: Config) -> None:

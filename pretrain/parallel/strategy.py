@@ -83,6 +83,8 @@ class Strategy:
     def place(self, network: nn.Module) -> None:
         """Spread a network that is on the meta device over the ranks, and draw its initial weights."""
         set_master_format(network, DTYPES[self.config.precision.master])
+        if self.config.precision.fp8 != "none":
+            importlib.import_module("pretrain.parallel.fp8").set_fp8(network, self.config.precision, self.mesh.sizes["tensor"])
         if self.pipeline_axis is not None:
             self.pipeline_axis.keep(network, layer_costs(network, self.config))
         if self.tensor_axis is not None:

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
+from pretrain.models.layers import Linear
 
 SIZES = ((1024, 256, 1024), (1024, 1024, 256))
 """Tokens, inputs and outputs of the products in a block of the quickstart."""
@@ -27,6 +29,24 @@ def check_formats(config: Config) -> None:
     precision = config.precision
     if precision.master == "bf16" and precision.compute == "fp32":
         raise ConfigError("precision.master=bf16 needs precision.compute=bf16, but that is fp32; set one of them")
+
+
+def check_fp8(config: Config, network: nn.Module, device: torch.device) -> list[str]:
+    """A line about products in fp8, if there are any. Raises ConfigError for a network or a device that cannot have them."""
+    precision = config.precision
+    if precision.fp8 == "none":
+        return []
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            f"precision.fp8={precision.fp8}: {torch.cuda.get_device_name(device)} has no products in fp8; set it to none"
+        )
+    from pretrain.parallel.fp8 import projections, set_fp8
+
+    set_fp8(network, precision, config.parallel.tensor)
+    chosen = projections(network, precision.fp8_modules)
+    inner = sum(isinstance(module, Linear) for unit in network.units() if unit.role == "block" for m in unit.modules for module in m.modules())
+    slow = ", slower than bf16 on a CPU" if device.type == "cpu" else ""
+    return [f"products of {len(chosen)} of the {inner} projections of blocks are in fp8, {precision.fp8}{slow}"]
 
 
 def check_gradients(config: Config, strategy: str) -> None:

@@ -25,7 +25,7 @@ from pretrain.observe.flops import flops_per_token
 from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
-from pretrain.train.number_format import check_formats, check_gradients, format_for
+from pretrain.train.number_format import check_formats, check_fp8, check_gradients, format_for
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, usual_values
 from pretrain.train.translation import require_sacrebleu
 
@@ -123,7 +123,8 @@ def _lay_out(given: Config, config: Config, world_size: int, device: torch.devic
     layout = plan_layout(config, world_size, parameters, memory)
     check_gradients(config, layout.strategy)
     optim = config.optim
-    notes = _notes(given, config, layout)
+    about_fp8 = check_fp8(config, network, device)
+    notes = about_fp8 + _notes(given, config, layout)
     if given.precision.compute == "auto":
         notes.append(f"precision.compute=auto: {config.precision.compute}, because {format_for(device)[1]}")
     return layout, parameters, count_moments(network, optim), describe(network, optim), notes

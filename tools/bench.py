@@ -1,6 +1,7 @@
 """Measure the speed of training, of the data path, of matrix products, layouts and optimizers on this machine. Each number stands beside its comparison."""
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -24,8 +25,8 @@ from benchmarks.measure import (  # noqa: E402
 from pretrain.errors import run_tool  # noqa: E402
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+def parser() -> argparse.ArgumentParser:
+    """What the tool is asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     subjects = parser.add_subparsers(dest="subject", required=True)
     data = subjects.add_parser("data", help="order, loader, many shards, start, packing, preparation, data wait, inspection")
@@ -52,21 +53,60 @@ def main(argv: list[str] | None = None) -> int:
     layouts.add_argument("--scale", type=float, default=1.0, help="size of the runs; below 1 to try it out")
     optimizers = subjects.add_parser("optimizers", help="a step of each optimizer beside the passes of its batch, at 125M parameters")
     optimizers.add_argument("--scale", type=float, default=1.0, help="size of the model; below 1 to try it out")
+    add_speed(subjects)
     add_training(subjects)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser().parse_args(argv)
     if arguments.subject == "formats":
         return run_tool(lambda: compare_formats(arguments))
     if arguments.subject == "layouts":
         return run_tool(lambda: compare_layouts(arguments, command(["tools/bench.py", *argv])))
+    if arguments.subject == "speed":
+        return run_tool(lambda: compare_speed(arguments, command(["tools/bench.py", *argv])))
     if arguments.subject in ("train", "peers"):
         return run_tool(lambda: compare_programs(arguments, command(["tools/bench.py", *argv])))
     if arguments.subject == "optimizers":
         return run_tool(lambda: compare_optimizers(arguments, command(["tools/bench.py", *argv])))
     if unknown := [part for part in arguments.parts if part not in PARTS]:
-        data.error(f"unknown part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+        parser().error(f"unknown part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     if arguments.seconds < 0 or arguments.scale <= 0:
-        data.error("--seconds must not be negative, --scale must be positive")
+        parser().error("--seconds must not be negative, --scale must be positive")
     return run_tool(lambda: run(arguments, command(["tools/bench.py", *argv])))
+
+
+def add_speed(subjects: argparse._SubParsersAction) -> None:
+    """The subject `speed`."""
+    speed = subjects.add_parser("speed", help="tokens per second of any model, on any device; also under torchrun")
+    speed.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further keys of a configuration")
+    speed.add_argument("--config", type=Path, metavar="FILE", help="with the model: configs/models/llama3.2-1b.yaml, say")
+    speed.add_argument("--length", type=int, default=4096, metavar="N", help="tokens of a sequence (default: %(default)s)")
+    speed.add_argument("--micro", type=int, default=1, metavar="N", help="sequences of a micro-step of a rank (default: 1)")
+    speed.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-steps (default: 1)")
+    speed.add_argument("--steps", type=int, default=8, metavar="N", help="measured steps (default: %(default)s)")
+    speed.add_argument("--name", default="", help="what the row is called (default: the options)")
+    speed.add_argument("--json", type=Path, metavar="FILE", help="add the row to this file")
+
+
+def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
+    from benchmarks.speed import Speed, measure_speed
+
+    asked = Speed(
+        arguments.config, arguments.length, arguments.micro, arguments.accumulation, arguments.steps, tuple(arguments.overrides)
+    )
+    start = machine()
+    with tempfile.TemporaryDirectory(prefix="bench-") as work:
+        model = [arguments.config.stem] if arguments.config else []
+        rows = measure_speed(asked, arguments.name or " ".join([*model, *arguments.overrides]), Options(Path(work)))
+    if int(os.environ.get("RANK", "0")) == 0:
+        end = machine()
+        print(heading(start, end, typed), table(rows), sep="\n\n")
+        if arguments.json:
+            with arguments.json.open("a", encoding="utf-8") as file:
+                file.write(as_lines(rows, start, end, typed))
 
 
 def add_training(subjects: argparse._SubParsersAction) -> None:

@@ -70,6 +70,12 @@ class Run:
         le=4096,
         resume="free",
     )
+    attention_kernel: Literal["auto", "cudnn", "flash", "efficient", "math", "FA3", "FA4"] = key(
+        "auto",
+        "On GPUs, the kernel of scaled_dot_product_attention. `auto`: torch's choice by shape; another is the only one that is used, and inputs that "
+        "it cannot take are an error. `FA3` and `FA4`: those packages in place of torch's flash kernel; they have to be installed.",
+        resume="free",
+    )
     deterministic: bool = key(
         False, "Bitwise reproducible kernels and reductions: the same layout resumed gives the same bits. Slower."
     )

@@ -7,7 +7,10 @@ values are drawn on the host, so that a GPU starts from the same bits as a CPU.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -24,14 +27,31 @@ def draw_rows(seed: int, name: str, shape: tuple[int, ...], start: int, stop: in
     row_size = int(np.prod(shape[1:], dtype=np.int64))
     block_rows = max(1, BLOCK_ELEMENTS // row_size)
     rows = np.empty((max(0, stop - start), *shape[1:]), dtype=np.float32)
-    for block in range(start // block_rows, -(-stop // block_rows)):
+
+    def draw(block: int) -> None:
         first, last = block * block_rows, min((block + 1) * block_rows, shape[0])
         key = hashlib.blake2b(f"{seed}/{name}/{list(shape)}/{block}".encode(), digest_size=16).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
         values = generator.standard_normal((last - first, *shape[1:]), dtype=np.float32)
         low, high = max(first, start), min(last, stop)
         rows[low - start : high - start] = values[low - first : high - first]
+
+    blocks = range(start // block_rows, -(-stop // block_rows))
+    threads = min(len(blocks), _threads())
+    if threads < 2:
+        for block in blocks:
+            draw(block)
+    else:  # numpy draws without Python's lock
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(draw, blocks))
     return rows
+
+
+@functools.cache
+def _threads() -> int:
+    """This process's share of the cores, which are idle while weights are drawn."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @torch.no_grad()

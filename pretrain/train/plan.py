@@ -25,6 +25,7 @@ from pretrain.observe.flops import flops_per_token
 from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
+from pretrain.train.attention_kernel import check_attention_kernel
 from pretrain.train.number_format import check_formats, check_fp8, check_gradients, format_for
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, usual_values
 from pretrain.train.translation import require_sacrebleu
@@ -111,6 +112,7 @@ def _lay_out(given: Config, config: Config, world_size: int, device: torch.devic
         require_sacrebleu()
     if needs_masks(config):
         attention_backend(config.model, device, training=True)
+    check_attention_kernel(config, device)
     if device.type == "cpu" and config.precision.tf32:
         raise ConfigError("precision.tf32=true has no effect on a CPU; set it to false")
     if device.type != "cpu" and config.run.threads is not None:

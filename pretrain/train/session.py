@@ -29,6 +29,7 @@ from pretrain.parallel.explain import explain_ranks, explain_strategy
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, expected_world_size, state_bytes
 from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
+from pretrain.train.attention_kernel import set_attention_kernel
 from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
 from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
@@ -141,6 +142,7 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    set_attention_kernel(config.run.attention_kernel)
     meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
     try:
         device = distributed.choose_device(config, local_rank)

@@ -1,0 +1,42 @@
+"""The kernel of scaled_dot_product_attention on a GPU: what `run.attention_kernel` asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from pretrain.config.schema import Config
+from pretrain.errors import ConfigError
+from pretrain.train.resolve import needs_masks
+
+_SWITCHES = {
+    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+    "flash": torch.backends.cuda.enable_flash_sdp,
+    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+    "math": torch.backends.cuda.enable_math_sdp,
+}
+_OTHERS = ("FA3", "FA4")
+"""Packages that take the place of torch's flash kernel."""
+
+
+def check_attention_kernel(config: Config, device: torch.device) -> None:
+    """Raise ConfigError for a kernel without effect, or one that cannot compute this model's attention."""
+    asked = config.run.attention_kernel
+    if asked == "auto":
+        return
+    if device.type == "cpu":
+        raise ConfigError(f"run.attention_kernel={asked} has no effect on a CPU; set it to auto")
+    if asked in ("flash", *_OTHERS) and needs_masks(config) and config.model.attention_backend != "flex":
+        raise ConfigError(f"run.attention_kernel={asked} takes no masks, and this model or its data need them; use cudnn or efficient")
+
+
+def set_attention_kernel(asked: str) -> None:
+    """Let torch use this kernel alone. Raises ConfigError for a package that is not there."""
+    if asked in _OTHERS:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        try:
+            activate_flash_attention_impl(asked)
+        except (ImportError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"run.attention_kernel={asked}: {str(error).splitlines()[0]}; install its package, or use flash") from error
+    for name, switch in _SWITCHES.items():
+        switch(asked in ("auto", name) or (name == "flash" and asked in _OTHERS))

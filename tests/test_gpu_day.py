@@ -1,0 +1,67 @@
+"""The scripts for a day on a GPU are programs that exist, with options and keys that exist: nobody has the minutes to find a typing error there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from running import tool
+
+from pretrain.config.load import load_config
+from pretrain.train.resolve import resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = sorted((ROOT / "tools" / "gpu_day").glob("part*.sh"))
+RECORDER = """#!/usr/bin/env python3
+import json, os, sys
+with open(os.environ["CALLS"], "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+"""
+
+
+def calls_of(part: Path, folder: Path) -> list[list[str]]:
+    """What the script would start, with Python replaced by a program that writes down its arguments."""
+    recorder, calls = folder / "python", folder / "calls"
+    recorder.write_text(RECORDER)
+    recorder.chmod(0o755)
+    text = folder / "tinyshakespeare.txt"
+    text.write_text("To be, or not to be\n")
+    environment = {**os.environ, "OUT": str(folder / "out"), "PY": str(recorder), "CALLS": str(calls), "TEXT": str(text), "TRY": ""}
+    done = subprocess.run(["bash", str(part)], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / "out" / "rows.jsonl").read_text().splitlines()]
+    assert len({row["row"] for row in rows}) == len(rows), "two rows of one name"
+    return [json.loads(line) for line in calls.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.stem)
+def test_every_row_is_a_command_that_exists(part, tmp_path):
+    bench = tool("bench")
+
+    checked = 0
+    for program, *arguments in calls_of(part, tmp_path):
+        if program in ("-", "-c", "-m"):
+            continue
+        assert (ROOT / program).is_file(), program
+        if program == "tools/bench.py":
+            asked = bench.parser().parse_args(arguments)
+            config, _ = load_config(ROOT / asked.config, [f"data.sequence_length={asked.length}", *asked.overrides])
+        elif program == "pretrain/run.py":
+            config, _ = load_config(ROOT / arguments[1], [argument for argument in arguments[2:] if argument != "--check"])
+        else:
+            continue
+        resolve(config)
+        checked += 1
+    assert checked >= 3
+
+
+def test_limits_of_rows_add_up_to_what_a_part_may_take():
+    """Ten minutes are all that a command gets there. Rows seldom take their limits, so these may add up to more."""
+    for part in PARTS:
+        lines = part.read_text().splitlines()
+        limits = [int(line.split()[2]) for line in lines if line.strip().startswith(("row ", "speed ", "[ -n")) and line.split()[2].isdigit()]
+        assert limits and sum(limits) < 900, part.name

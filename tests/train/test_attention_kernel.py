@@ -1,0 +1,46 @@
+"""`run.attention_kernel` leaves torch one kernel, and is refused where it would do nothing or could not work."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from running import run_main
+
+from pretrain.config.load import load_config
+from pretrain.errors import ConfigError
+from pretrain.train.attention_kernel import check_attention_kernel, set_attention_kernel
+
+ENABLED = {
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
+
+
+@pytest.mark.parametrize("asked", list(ENABLED))
+def test_one_kernel_is_left_and_auto_gives_all_back(asked):
+    try:
+        set_attention_kernel(asked)
+        assert {name for name, enabled in ENABLED.items() if enabled()} == {asked}
+    finally:
+        set_attention_kernel("auto")
+    assert all(enabled() for enabled in ENABLED.values())
+
+
+def test_a_package_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="run.attention_kernel=FA3: .*; install its package, or use flash"):
+        set_attention_kernel("FA3")
+    assert all(enabled() for enabled in ENABLED.values())
+
+
+def test_a_kernel_without_effect_or_without_masks_is_refused(pool, config_file):
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "run.attention_kernel=cudnn")
+    assert code == 2 and "run.attention_kernel=cudnn has no effect on a CPU; set it to auto" in printed
+    config, _ = load_config(config_file, ["run.attention_kernel=flash", "data.document_mask=true"])
+    with pytest.raises(ConfigError, match="run.attention_kernel=flash takes no masks"):
+        check_attention_kernel(config, torch.device("cuda"))
+    free = dataclasses.replace(config, run=dataclasses.replace(config.run, attention_kernel="efficient"))
+    check_attention_kernel(free, torch.device("cuda"))

@@ -1,0 +1,116 @@
+"""Tokens per second of training steps of any model, with any options, on any device and number of ranks; nothing is saved."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from benchmarks.corpora import byte_tokenizer, write_tokens
+from benchmarks.measure import Options, Row, require
+
+from pretrain.config.load import load_config
+from pretrain.distributed import ranks as distributed
+from pretrain.observe.flops import peak_flops
+from pretrain.train.attention_kernel import set_attention_kernel
+from pretrain.train.plan import make_plan
+from pretrain.train.run_directory import RunDirectory
+from pretrain.train.starting_point import StartingPoint
+from pretrain.train.trainer import Trainer
+
+WARM_UP = 3
+"""Steps that are not measured: they allocate, compile, and on a GPU fill the queue."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What to measure. `config`: a file with a section `model`; `overrides`: further keys, as `pretrain/run.py` takes them."""
+
+    config: Path | None
+    length: int
+    micro: int
+    """Sequences of a micro-step of a rank."""
+    accumulation: int
+    steps: int
+    overrides: tuple[str, ...] = ()
+
+
+def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
+    """A row of this rank; of all ranks together but for the memory, which is this rank's."""
+    _, local_rank, world_size = distributed.launched_ranks()
+    samples = (WARM_UP + asked.steps) * asked.micro * asked.accumulation * world_size
+    folder = options.work / f"rank-{local_rank}"
+    write_tokens(folder / "tokens", byte_tokenizer(folder), (samples + 1) * (asked.length + 1), 1 << 24)
+    config, _ = load_config(asked.config, [*_own_keys(asked, folder, world_size), *asked.overrides])
+    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    set_attention_kernel(config.run.attention_kernel)
+    device = distributed.choose_device(config, local_rank)
+    plan = make_plan(config, world_size, device)
+    ranks = distributed.start(plan.config, plan.layout.strategy == "single")
+    started = time.monotonic()
+    trainer = Trainer(plan, ranks, RunDirectory(folder / "run"), StartingPoint())
+    built = time.monotonic() - started
+    options.say(f"{name}: {plan.parameters:,} parameters on {device}, built in {built:.1f} s")
+    seconds, first, loss = _steps(trainer, asked.steps, device)
+    ranks.barrier("end of the measurement")
+    distributed.stop()
+    require(loss == loss and loss < 100, f"the loss is {loss}")
+    tokens = asked.length * asked.micro * asked.accumulation * plan.layout.data_size * asked.steps
+    rate = tokens / seconds
+    peak = peak_flops(device, plan.config.precision.compute)
+    share = f"MFU {100 * rate * plan.flops_per_token / (peak * world_size):.1f}%, " if peak else ""
+    note = f"{share}peak {_peak_gb(device):.1f} GB, built in {built:.1f} s, first step {first:.1f} s, loss {loss:.3f}"
+    return [Row("speed", name, rate, "tokens/s", "wall", note=f"{note}; {plan.parameters / 1e9:.2f}B parameters, {plan.layout.name}")]
+
+
+def _own_keys(asked: Speed, folder: Path, world_size: int) -> list[str]:
+    return [
+        f"run={{dir: {folder}, name: run, steps: {WARM_UP + asked.steps}, resume: never}}",
+        f"data={{sequence_length: {asked.length}, sources: [{{path: {folder}/tokens}}]}}",
+        f"batch={{sequences: {asked.micro * asked.accumulation * world_size}, micro_sequences: {asked.micro}}}",
+        f"model.max_sequence_length={asked.length}",
+        "schedule.warmup_steps=1",
+        "checkpoint.export_check=false",
+        "log.tensorboard=false",
+    ]
+
+
+def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of all measured steps, seconds of the first step of all, and the last loss. Figures are read as a run reads them."""
+    batches = trainer.loader.batches(0)
+    gc.collect()
+    gc.disable()
+    ahead, start, first = None, time.monotonic(), 0.0
+    for number in range(WARM_UP + steps):
+        if number == WARM_UP:
+            _wait(device)
+            start = time.monotonic()
+        begin = time.monotonic()
+        batch = next(batches)
+        tokens = int(trainer.ranks.sum("target tokens", torch.tensor(batch.target_tokens if trainer.mesh.counts_samples else 0)))
+        before, ahead = ahead, trainer.step(batch, tokens)
+        if before is not None:
+            trainer.settle(before)
+        if number == 0:
+            _wait(device)
+            first = time.monotonic() - begin
+    record = trainer.settle(ahead)
+    _wait(device)
+    gc.enable()
+    return time.monotonic() - start, first, record.loss
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_gb(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

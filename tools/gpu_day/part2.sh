@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Part 2 of a day on a GPU, at most 9 minutes: tokens per second, MFU and memory of the sizes that everyone asks for.
+#   bash tools/gpu_day/part2.sh
+
+source "$(dirname "$0")/rows.sh"
+
+bf16=precision.compute=bf16
+pure="precision={compute: bf16, master: bf16, moments: bf16}"
+row products 30 "$PY" - << 'PY'
+import time, torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+for size in (1024, 2048, 4096, 8192) if device == "cuda" else (256,):
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in "ab")
+    for turn in range(2):
+        begin = time.perf_counter()
+        for _ in range(20):
+            a @ b
+        torch.cuda.synchronize() if device == "cuda" else None
+    print(size, round(20 * 2 * size**3 / (time.perf_counter() - begin) / 1e12, 1), "TFLOP/s in bf16")
+PY
+speed 1b_eager 60 llama3.2-1b 4096 4 2 $bf16
+speed 1b_blocks 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks
+speed 1b_model 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=model
+for kernel in cudnn flash efficient; do
+  [ -n "${TRY:-}" ] || speed "1b_$kernel" 60 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks run.attention_kernel=$kernel
+done
+speed 1b_fsdp 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks parallel.strategy=fsdp
+speed 3b_model 80 llama3.2-3b 4096 2 4 $bf16 parallel.compile=model
+# KempnerForge's published shape: 10,471 tokens/s on one H200 (54.5% by our count of FLOPs).
+speed 8b_recomputed 90 llama3.1-8b 4096 2 4 "$pure" parallel.compile=model parallel.activation_checkpointing=full
+speed 8b_model 90 llama3.1-8b 4096 1 8 "$pure" parallel.compile=model

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Part 3 of a day on a GPU, at most 9 minutes: fp8, the Hugging Face Trainer, checkpoints, and quality on a text.
+#   bash tools/gpu_day/part3.sh            (TEXT=tinyshakespeare.txt, default build/tinyshakespeare.txt)
+
+source "$(dirname "$0")/rows.sh"
+
+bf16=precision.compute=bf16
+speed 3b_fp8 80 llama3.2-3b 4096 2 4 $bf16 parallel.compile=model precision.fp8=tensorwise
+speed 3b_fp8_rowwise 80 llama3.2-3b 4096 2 4 $bf16 parallel.compile=model precision.fp8=rowwise
+speed 8b_fp8 90 llama3.1-8b 4096 1 8 "precision={compute: bf16, master: bf16, moments: bf16, fp8: tensorwise}" parallel.compile=model
+row hf_trainer 90 "$PY" tools/gpu_day/hf_trainer.py ${TRY:+--tiny}
+speed 1b_muon 60 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks optim.name=muon
+text=${TEXT:-build/tinyshakespeare.txt}
+if [ -f "$text" ]; then
+  head -c 1003854 "$text" > build/train.txt
+  tail -c +1003855 "$text" > build/validation.txt
+  row characters 20 "$PY" tools/train_tokenizer.py --input "$text" --model-type char --output quickstart/shakespeare/tokenizer
+  for part in train validation; do
+    row "characters_$part" 30 "$PY" tools/prepare_data.py --input build/$part.txt --tokenizer quickstart/shakespeare/tokenizer --output quickstart/shakespeare/$part
+  done
+  # nanoGPT's GPU size: 6 layers, 6 heads, width 384, context 256, batch 64, 5,000 steps, dropout 0.2; it reports 1.4697.
+  steps=${TRY:+4}
+  row shakespeare 185 "$PY" pretrain/run.py --config configs/shakespeare_char.yaml run.device=$device run.name=shakespeare_gpu run.steps=${steps:-5000} \
+    model.dim=384 model.layers=6 model.heads=6 model.ffn_dim=1024 model.dropout=0.2 data.sequence_length=256 batch.sequences=64 batch.micro_sequences=64 \
+    optim.lr=1e-3 schedule.warmup_steps=2 validation.every_steps=250 $bf16 parallel.compile=blocks
+fi
+# A checkpoint of 38 GB on this disk: how long training stands still for it.
+row checkpoint 120 "$PY" pretrain/run.py --config configs/models/llama3.2-1b.yaml run.device=$device run.name=saved run.steps=2 data.sequence_length=512 \
+  "data.sources=[{path: quickstart/data/train}]" batch.sequences=2 batch.micro_sequences=2 schedule.warmup_steps=1 checkpoint.export_check=false \
+  ${TRY:+model.dim=64 model.layers=2 model.heads=4 model.kv_heads=2 model.ffn_dim=128 model.vocab_size=4096} $bf16

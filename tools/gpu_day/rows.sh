@@ -1,0 +1,45 @@
+# What the parts of a day on a GPU share: each row has a time limit of its own, and none is stopped by another's failure. To be sourced.
+#
+#   OUT   folder for logs and results (default: build/gpu_day); rows.jsonl has a line per row, speed.jsonl one per measured speed
+#   TRY   set it to try the part on a CPU with tiny models
+#   PY    the Python to use (default: python3); build/wheels may have packages that it lacks
+
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+OUT=${OUT:-build/gpu_day}
+PY=${PY:-python3}
+mkdir -p "$OUT" build
+if [ -d build/wheels ]; then
+  $PY -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target build/site build/wheels/*.whl
+  export PYTHONPATH=$PWD/build/site${PYTHONPATH:+:$PYTHONPATH}
+fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+if [ -n "${TRY:-}" ]; then
+  device=cpu
+  export OMP_NUM_THREADS=1
+else
+  device=cuda
+  export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+fi
+
+# row NAME SECONDS COMMAND...
+row() {
+  local name=$1 limit=$2 begin=$SECONDS rc=0
+  shift 2
+  printf '\n== %s (at most %s s, %s s into this part): %s\n' "$name" "$limit" "$SECONDS" "$*"
+  timeout --kill-after=5 "$limit" "$@" > "$OUT/$name.log" 2>&1 || rc=$?
+  tail -n 12 "$OUT/$name.log" | cut -c1-300
+  printf '{"row": "%s", "rc": %s, "seconds": %s, "commit": "%s"}\n' "$name" "$rc" $((SECONDS - begin)) "${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null)}" >> "$OUT/rows.jsonl"
+}
+
+# speed NAME SECONDS PRESET LENGTH MICRO ACCUMULATION KEY=VALUE...
+speed() {
+  local name=$1 limit=$2 preset=$3 length=$4 micro=$5 accumulation=$6 tiny=()
+  shift 6
+  if [ -n "${TRY:-}" ]; then
+    length=64 tiny=(model.dim=64 model.layers=2 model.heads=4 model.kv_heads=2 model.ffn_dim=128 model.vocab_size=512)
+  fi
+  row "$name" "$limit" "$PY" tools/bench.py speed --config "configs/models/$preset.yaml" --length "$length" --micro "$micro" --accumulation "$accumulation" \
+    --name "$name" --json "$OUT/speed.jsonl" run.device=$device "$@" "${tiny[@]}"
+}

@@ -1,0 +1,159 @@
+"""What a step costs does not grow with the run: not with steps taken, samples, shards or time, and with layers only in proportion.
+
+Counted are Python's calls, which are the same on every machine, and objects that stay. A GPU waits for exactly these calls.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from running import tool, write_config
+
+from pretrain.config.load import load_config
+from pretrain.data.order import ChunkedOrder, FullOrder, Mixture, Stage
+from pretrain.distributed import ranks as distributed
+from pretrain.run import main
+from pretrain.train.callbacks import Callback
+from pretrain.train.continuation import Progress
+from pretrain.train.plan import make_plan
+from pretrain.train.run_directory import RunDirectory
+from pretrain.train.starting_point import StartingPoint
+from pretrain.train.trainer import Trainer
+
+TINY = ("model={dim: 8, layers: 2, heads: 2, kv_heads: 2, ffn_dim: 8}", "data.sequence_length=8", "batch={sequences: 4, micro_sequences: 2}")
+
+
+def calls(run: Callable[[], object]) -> int:
+    """Calls of Python and of C functions that `run` makes in this thread."""
+    count = 0
+
+    def see(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.disable()  # a collection calls finalizers
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def trainer_of(config_file: Path, *overrides: str) -> Trainer:
+    config, _ = load_config(config_file, [*TINY, "parallel.strategy=single", *overrides])
+    plan = make_plan(config, 1, torch.device("cpu"))
+    return Trainer(plan, distributed.start(plan.config, alone=True), RunDirectory(Path(config.run.dir) / "growth"), StartingPoint())
+
+
+def calls_of_steps(trainer: Trainer, step: int) -> int:
+    """Of two steps after a number of steps, with their batches."""
+    sequences = trainer.config.batch.sequences
+    trainer.progress = Progress(step, step * sequences, step * sequences * 8)
+
+    def take() -> None:
+        batch = trainer.loader.read(trainer.progress.samples)
+        trainer.settle(trainer.step(batch, batch.target_tokens))
+
+    take()  # creates the optimizer's state
+    return calls(lambda: (take(), take()))
+
+
+def test_a_step_costs_the_same_at_the_start_and_after_a_hundred_thousand(config_file):
+    trainer = trainer_of(config_file, "run.steps=200000")
+    early, late = (calls_of_steps(trainer, step) for step in (10, 100_000))
+    assert abs(late - early) <= 0.02 * early, (early, late)
+
+
+def test_a_layer_costs_the_same_in_a_model_of_two_and_of_two_hundred(config_file):
+    counts = {layers: calls_of_steps(trainer_of(config_file, f"model.layers={layers}"), 10) for layers in (2, 40, 200)}
+    few, many = (counts[40] - counts[2]) / 38, (counts[200] - counts[40]) / 160
+    assert 0 < many <= 1.02 * few, (counts, few, many)
+
+
+@pytest.mark.parametrize("order", [FullOrder, lambda size, key: ChunkedOrder(size, 1 << 12, 8, key)], ids=["full", "chunked"])
+def test_ten_billion_samples_are_ordered_by_as_many_calls_as_a_million(order):
+    def cost(size: int) -> int:
+        made = order(size, (1,))
+        made.samples(np.arange(64))
+        positions = np.arange(size // 3, size // 3 + 4096)
+        return calls(lambda: made.samples(positions))
+
+    assert cost(1 << 34) <= 1.25 * cost(1 << 20)
+    assert cost(10**10) <= 4 * cost(1 << 20)  # a size between two powers of four: at most four walks for each sample in the mean
+
+
+def test_a_mixture_of_many_samples_is_read_by_as_many_calls_as_one_of_few():
+    def cost(size: int) -> int:
+        mixture = Mixture([Stage(None, (3.0, 1.0))], [size, size], [None, None], 0)
+        positions = np.arange(size // 3, size // 3 + 4096)
+        return calls(lambda: mixture.locate(positions))
+
+    assert cost(10**10) <= 1.2 * cost(10**6)
+
+
+def test_samples_are_read_from_two_thousand_shards_by_as_many_calls_as_from_two_hundred(tmp_path, prepared):
+    tool("bench")  # makes its modules known
+    from benchmarks.corpora import link_shards
+
+    folders = {}
+    for count in (200, 2000):
+        folder = tmp_path / str(count)
+        (folder / "data").mkdir(parents=True)
+        folders[count] = write_config(folder, link_shards(prepared, folder / "data", count))
+    cost = {}
+    for count, config_file in folders.items():
+        trainer = trainer_of(config_file)
+        read = trainer.loader.read
+        read(0)
+        cost[count] = min(calls(lambda first=first, read=read: read(first)) for first in (64, 128, 192))
+    assert cost[2000] <= 1.1 * cost[200], cost
+
+
+class Probe(Callback):
+    """What the process holds after some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.objects, self.bytes = steps, [], []
+
+    def evaluate(self, run, step):
+        if step in self.steps:
+            gc.collect()
+            self.objects.append(len(gc.get_objects()))
+            self.bytes.append(tracemalloc.get_traced_memory()[0])
+        return {}
+
+
+def held(config_file: str, *overrides: str) -> tuple[int, int]:
+    """Objects and bytes that Python holds after 200 steps more than after 50."""
+    probe = Probe(50, 200)
+    tracemalloc.start()
+    try:
+        assert main(["--config", config_file, *overrides], callbacks=[probe]) == 0
+    finally:
+        tracemalloc.stop()
+    return probe.objects[1] - probe.objects[0], probe.bytes[1] - probe.bytes[0]
+
+
+def test_a_run_holds_as_much_after_two_hundred_steps_as_after_fifty(pool, config_file):
+    options = (*TINY, "run.steps=200", "parallel.strategy=single", "checkpoint={every_steps: 25, keep_last: 1, export_check: false}")
+    [(objects, memory)] = pool.launch(1, held, str(config_file), *options)
+    assert objects <= 100 and memory <= 50_000, (objects, memory)
+
+
+@pytest.mark.parametrize("size", [10**6, 10**10])
+def test_the_place_of_a_sample_takes_no_memory_in_the_number_of_samples(size):
+    tracemalloc.start()
+    try:
+        FullOrder(size, (0,)).samples(np.arange(1000))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()

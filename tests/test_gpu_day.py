@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from running import tool
 
 from pretrain.config.load import load_config

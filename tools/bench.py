@@ -49,9 +49,13 @@ def parser() -> argparse.ArgumentParser:
     )
     formats.add_argument("--fastest", action="store_true", help="print only the name of the format")
     formats.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time to measure (default: %(default)s)")
-    layouts = subjects.add_parser("layouts", help="weak scaling: layouts on 1, 2 and 4 ranks, with a batch that grows with them")
+    layouts = subjects.add_parser(
+        "layouts", help="weak scaling: layouts on 1, 2 and 4 ranks, with a batch that grows with them"
+    )
     layouts.add_argument("--scale", type=float, default=1.0, help="size of the runs; below 1 to try it out")
-    optimizers = subjects.add_parser("optimizers", help="a step of each optimizer beside the passes of its batch, at 125M parameters")
+    optimizers = subjects.add_parser(
+        "optimizers", help="a step of each optimizer beside the passes of its batch, at 125M parameters"
+    )
     optimizers.add_argument("--scale", type=float, default=1.0, help="size of the model; below 1 to try it out")
     add_speed(subjects)
     add_training(subjects)
@@ -114,11 +118,15 @@ def add_training(subjects: argparse._SubParsersAction) -> None:
     train = subjects.add_parser("train", help="CPU time per token of training, beside its matrix products alone")
     peers = subjects.add_parser("peers", help="the same beside transformers' Trainer and a plain loop, in turns")
     for subject in (train, peers):
-        subject.add_argument("--shapes", nargs="+", choices=("A", "B"), default=["A"], help="15M and 110M parameters (default: A)")
+        subject.add_argument(
+            "--shapes", nargs="+", choices=("A", "B"), default=["A"], help="15M and 110M parameters (default: A)"
+        )
         subject.add_argument("--formats", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
         subject.add_argument("--ranks", nargs="+", type=int, default=[1], metavar="N", help="processes, by DDP (default: 1)")
         subject.add_argument("--accumulation", nargs="+", type=int, default=[1], metavar="N", help="micro-steps (default: 1)")
-        subject.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps of a turn (default: %(default)s)")
+        subject.add_argument(
+            "--steps", type=int, default=5, metavar="N", help="measured steps of a turn (default: %(default)s)"
+        )
         subject.add_argument("--scale", type=float, default=1.0, help="below 1 to try it out")
         subject.add_argument("--json", type=Path, metavar="FILE", help="add a line per row to this file")
         subject.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json FILE: print what changed since")

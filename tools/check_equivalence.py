@@ -37,7 +37,10 @@ def main(argv: list[str] | None = None, start: Start | None = None) -> int:
         "--from", dest="checkpoint", metavar="CHECKPOINT", help="start from these weights, as run.init_from does"
     )
     parser.add_argument(
-        "--formats", nargs="+", choices=FORMATS, help="number formats to compute in (default: precision.compute; both if it is auto)"
+        "--formats",
+        nargs="+",
+        choices=FORMATS,
+        help="number formats to compute in (default: precision.compute; both if it is auto)",
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here as well")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for every layout")

@@ -260,7 +260,10 @@ class ParameterGroup:
     )
     lr_scale: float = key(1.0, "Their learning rate, as a share of the schedule's. 0: they stay as they are.", ge=0, le=1e6)
     weight_decay: float | None = key(
-        None, "Their weight decay, also for norms, biases and embeddings. By default that of `optim.weight_decay` and its rule.", ge=0, le=1000
+        None,
+        "Their weight decay, also for norms, biases and embeddings. By default that of `optim.weight_decay` and its rule.",
+        ge=0,
+        le=1000,
     )
 
 
@@ -322,6 +325,13 @@ class Optim:
         ge=0,
         resume="free",
         le=MOST_STEPS,
+    )
+    base_width: int | None = key(
+        None,
+        "The `model.dim` that `lr`, `weight_decay` and `model.init_std` were tuned at. At another one, matrices are drawn and updated so that "
+        "the best values stay the best (muP, arXiv 2203.03466): see docs/optimizers.md.",
+        ge=1,
+        when={"optim.name": ("adamw", "lion")},
     )
     groups: list[ParameterGroup] = key([], "Parameters with a learning rate or a weight decay of their own, by name.")
     ema_decay: float | None = key(
@@ -603,7 +613,9 @@ class Precision:
         "`parallel.strategy: single`, because DDP and FSDP2 keep gradients as they keep weights.",
     )
     moments: Literal["fp32", "bf16"] = key(
-        "fp32", "Format in which the optimizer's running means for matrices are stored; bf16 is rounded at random.", resume="never"
+        "fp32",
+        "Format in which the optimizer's running means for matrices are stored; bf16 is rounded at random.",
+        resume="never",
     )
 
 

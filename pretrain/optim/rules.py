@@ -12,6 +12,7 @@ from pretrain.config.schema import Optim
 from pretrain.errors import ConfigError
 from pretrain.models.experts import Experts
 from pretrain.models.layers import Embedding
+from pretrain.optim.width import Kind, kind_of
 
 NAMES_SHOWN = 6
 MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}
@@ -57,6 +58,8 @@ def orthogonalized(model: nn.Module) -> set[str]:
 def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
     """The rule of each parameter that is trained, by name. Of `optim.groups`, the first whose pattern matches a name holds for it."""
     matrices = orthogonalized(model) if config.name == "muon" else set()
+    share = 1.0 if config.base_width is None else config.base_width / model.config.dim
+    dimensions = {name: p.dim() for name, p in model.named_parameters()}
     found = {}
     for name, decays in decayed(model).items():
         optimizer = "adamw" if config.name == "muon" and name not in matrices else config.name
@@ -64,7 +67,8 @@ def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
         decay = config.weight_decay if decays else 0.0
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
-        found[name] = Rule(optimizer, 1.0 if group is None else group.lr_scale, decay)
+        own = 1.0 if kind_of(name, dimensions[name]) is Kind.INPUT else share
+        found[name] = Rule(optimizer, own * (1.0 if group is None else group.lr_scale), decay / own)
     return found
 
 
@@ -83,6 +87,8 @@ def describe(model: nn.Module, config: Optim) -> list[str]:
         return f"{len(names)} tensor{'s' if len(names) > 1 else ''} of {numbers:,} parameters"
 
     lines = []
+    if config.base_width is not None and config.base_width != model.config.dim:
+        lines.append(f"width    {model.config.dim / config.base_width:g} times optim.base_width={config.base_width}")
     if config.name != "adamw":
         optimizers = sorted({rule.optimizer for rule in found.values()}, key=lambda name: name != config.name)
         shares = [f"{name} for {sized([n for n, rule in found.items() if rule.optimizer == name])}" for name in optimizers]

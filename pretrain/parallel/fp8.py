@@ -97,13 +97,20 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(
-    left_MK: Tensor, right_NK: Tensor, by_row: bool, kind: torch.dtype = NARROW, fast: bool = False, dtype: torch.dtype | None = None
+    left_MK: Tensor,
+    right_NK: Tensor,
+    by_row: bool,
+    kind: torch.dtype = NARROW,
+    fast: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """left @ right', whose factors are rounded to fp8: the left one to `kind`, the right one to e4m3. `fast`: with sums of fewer bits."""
     dtype = dtype or left_MK.dtype
     left, left_scale = to_fp8(left_MK, kind, by_row)
     right, right_scale = to_fp8(right_NK, NARROW, by_row)
-    return torch._scaled_mm(left, right.mT, left_scale, right_scale.mT if by_row else right_scale, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(
+        left, right.mT, left_scale, right_scale.mT if by_row else right_scale, out_dtype=dtype, use_fast_accum=fast
+    )
 
 
 def to_fp8(x_RK: Tensor, kind: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:

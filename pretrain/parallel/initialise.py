@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -55,8 +57,8 @@ def _threads() -> int:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
-    """Fill every parameter of a materialised network, sharded or not."""
+def initialise(model: nn.Module, seed: int, scales: Mapping[str, float] = MappingProxyType({})) -> None:
+    """Fill every parameter of a materialised network, sharded or not. `scales`: factors of standard deviations, by name."""
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         initial, place = model.initial(name), place_of(parameter)
@@ -68,7 +70,7 @@ def initialise(model: nn.Module, seed: int) -> None:
         if std == 0:
             local.fill_(mean)
         else:
-            local.copy_(_normal_values(tuple(parameter.shape), place, name, seed).mul_(std).add_(mean))
+            local.copy_(_normal_values(tuple(parameter.shape), place, name, seed).mul_(std * scales.get(name, 1.0)).add_(mean))
 
 
 def _normal_values(shape: tuple[int, ...], place: tuple[slice, ...], name: str, seed: int) -> Tensor:

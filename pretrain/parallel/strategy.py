@@ -28,6 +28,7 @@ from pretrain.config.schema import Config
 from pretrain.data.stream import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.loss import Losses
+from pretrain.optim.width import initial_scales
 from pretrain.parallel.blocks import DTYPES, prepare_blocks, set_master_format
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.layout import STRATEGIES
@@ -95,7 +96,8 @@ class Strategy:
             self.expert_axis.split(network)
         prepare_blocks(network, self.config)
         self.network = network
-        self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed))
+        scales = initial_scales(network, self.config.optim.base_width)
+        self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed, scales))
 
     def parts(self) -> list[nn.Module]:
         """The modules on this rank whose parameters are trained and saved, by the names of the whole network."""

@@ -26,7 +26,9 @@ def check_attention_kernel(config: Config, device: torch.device) -> None:
     if device.type == "cpu":
         raise ConfigError(f"run.attention_kernel={asked} has no effect on a CPU; set it to auto")
     if asked in ("flash", *_OTHERS) and needs_masks(config) and config.model.attention_backend != "flex":
-        raise ConfigError(f"run.attention_kernel={asked} takes no masks, and this model or its data need them; use cudnn or efficient")
+        raise ConfigError(
+            f"run.attention_kernel={asked} takes no masks, and this model or its data need them; use cudnn or efficient"
+        )
 
 
 def set_attention_kernel(asked: str) -> None:
@@ -37,6 +39,8 @@ def set_attention_kernel(asked: str) -> None:
         try:
             activate_flash_attention_impl(asked)
         except (ImportError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"run.attention_kernel={asked}: {str(error).splitlines()[0]}; install its package, or use flash") from error
+            raise ConfigError(
+                f"run.attention_kernel={asked}: {str(error).splitlines()[0]}; install its package, or use flash"
+            ) from error
     for name, switch in _SWITCHES.items():
         switch(asked in ("auto", name) or (name == "flash" and asked in _OTHERS))

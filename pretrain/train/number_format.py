@@ -44,7 +44,13 @@ def check_fp8(config: Config, network: nn.Module, device: torch.device) -> list[
 
     set_fp8(network, precision, config.parallel.tensor)
     chosen = projections(network, precision.fp8_modules)
-    inner = sum(isinstance(module, Linear) for unit in network.units() if unit.role == "block" for m in unit.modules for module in m.modules())
+    inner = sum(
+        isinstance(module, Linear)
+        for unit in network.units()
+        if unit.role == "block"
+        for m in unit.modules
+        for module in m.modules()
+    )
     slow = ", slower than bf16 on a CPU" if device.type == "cpu" else ""
     return [f"products of {len(chosen)} of the {inner} projections of blocks are in fp8, {precision.fp8}{slow}"]
 

@@ -102,7 +102,9 @@ def check_without_data(given: Config, world_size: int, device: torch.device) -> 
     _lay_out(given, dataclasses.replace(config, model=model), world_size, device)
 
 
-def _lay_out(given: Config, config: Config, world_size: int, device: torch.device) -> tuple[Layout, int, int, list[str], list[str]]:
+def _lay_out(
+    given: Config, config: Config, world_size: int, device: torch.device
+) -> tuple[Layout, int, int, list[str], list[str]]:
     """What a plan has between configuration and data. `config` is complete. A model that could not be exported in the end is refused now."""
     if family_of(config.model.family).has_export:
         family_of(config.model.family).to_hf(config.model)

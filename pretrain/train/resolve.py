@@ -16,6 +16,7 @@ from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.shape import resolved_switches
 from pretrain.optim.schedule import check, fit
+from pretrain.optim.width import check_width
 from pretrain.parallel.legality import check_context, check_expert, check_options, check_pipeline, check_tensor
 from pretrain.train.identity import check_accepted
 from pretrain.train.number_format import check_formats
@@ -47,6 +48,7 @@ def resolve(config: Config) -> Config:
     _check_sharing(config)
     check_options(config)
     check_formats(config)
+    check_width(config)
     check(config.schedule, config.run.steps)
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config

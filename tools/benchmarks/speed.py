@@ -65,7 +65,11 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     peak = peak_flops(device, plan.config.precision.compute)
     share = f"MFU {100 * rate * plan.flops_per_token / (peak * world_size):.1f}%, " if peak else ""
     note = f"{share}peak {_peak_gb(device):.1f} GB, built in {built:.1f} s, first step {first:.1f} s, loss {loss:.3f}"
-    return [Row("speed", name, rate, "tokens/s", "wall", note=f"{note}; {plan.parameters / 1e9:.2f}B parameters, {plan.layout.name}")]
+    return [
+        Row(
+            "speed", name, rate, "tokens/s", "wall", note=f"{note}; {plan.parameters / 1e9:.2f}B parameters, {plan.layout.name}"
+        )
+    ]
 
 
 def _own_keys(asked: Speed, folder: Path, world_size: int) -> list[str]:
@@ -92,7 +96,9 @@ def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, f
             start = time.monotonic()
         begin = time.monotonic()
         batch = next(batches)
-        tokens = int(trainer.ranks.sum("target tokens", torch.tensor(batch.target_tokens if trainer.mesh.counts_samples else 0)))
+        tokens = int(
+            trainer.ranks.sum("target tokens", torch.tensor(batch.target_tokens if trainer.mesh.counts_samples else 0))
+        )
         before, ahead = ahead, trainer.step(batch, tokens)
         if before is not None:
             trainer.settle(before)

@@ -58,7 +58,9 @@ class Measured:
 def compare_trainers(cases: Sequence[Case], programs: Sequence[str], steps: int, options: Options) -> list[Row]:
     """CPU microseconds per token of each program, and beside them how that compares."""
     write_tokens(options.work / "tokens", byte_tokenizer(options.work), options.scaled(1 << 22, 1 << 16), 1 << 22)
-    np.random.default_rng(0).integers(0, 256, options.scaled(1 << 22, 1 << 16)).astype(np.uint16).tofile(options.work / "tokens.bin")
+    np.random.default_rng(0).integers(0, 256, options.scaled(1 << 22, 1 << 16)).astype(np.uint16).tofile(
+        options.work / "tokens.bin"
+    )
     rows = []
     for case in cases:
         found: dict[str, list[Measured]] = {name: [] for name in programs}
@@ -71,7 +73,9 @@ def compare_trainers(cases: Sequence[Case], programs: Sequence[str], steps: int,
 
 
 def _turn(case: Case, name: str, steps: int, options: Options) -> Measured:
-    shape = {key: options.scaled(value, 8 if key in ("length", "vocabulary") else 1) for key, value in SHAPES[case.shape].items()}
+    shape = {
+        key: options.scaled(value, 8 if key in ("length", "vocabulary") else 1) for key, value in SHAPES[case.shape].items()
+    }
     if options.scale < 1:
         shape |= {"dim": 32, "heads": 2, "vocabulary": 512}
     result = options.work / f"{name.replace(' ', '-')}-{time.monotonic_ns()}"

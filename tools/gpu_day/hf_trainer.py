@@ -9,7 +9,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 SHAPE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192,
          "vocab_size": 128256, "tie_word_embeddings": True}  # fmt: skip
-TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512}
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+}
 WARM_UP, STEPS = 3, 8
 
 

@@ -26,7 +26,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(task.dim, 4 * task.dim), nn.Linear(4 * task.dim, task.dim)
 
     def forward(self, x):
-        heads = [part.unflatten(-1, (task.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(task.dim, dim=2)]
+        heads = [
+            part.unflatten(-1, (task.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(task.dim, dim=2)
+        ]
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.projection(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
@@ -39,7 +41,9 @@ class Network(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(task.layers))
         self.norm, self.head = nn.LayerNorm(task.dim), nn.Linear(task.dim, task.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(lambda module: nn.init.normal_(module.weight, std=0.02) if isinstance(module, (nn.Linear, nn.Embedding)) else None)
+        self.apply(
+            lambda module: nn.init.normal_(module.weight, std=0.02) if isinstance(module, (nn.Linear, nn.Embedding)) else None
+        )
 
     def forward(self, ids, targets):
         x = self.tokens(ids) + self.positions(torch.arange(task.length))

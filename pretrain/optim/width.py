@@ -1,0 +1,61 @@
+"""Scaling with the width of a model (muP: Yang et al., arXiv 2203.03466, table 3, for Adam), so that small models are tuned for large ones.
+
+With m = model.dim / optim.base_width:
+
+    what                         initial values    learning rate    weight decay
+    embeddings, vectors          x 1               x 1              x 1
+    matrices of blocks           x 1 / sqrt(m)     x 1 / m          x m, so that it takes the same share of a weight per step
+    output head, routers         x 1 / m           x 1 / m          x m
+
+All that a matrix reads must be m times as wide: the MLP, and the heads by their number. Their width stays, and with it the scale of attention.
+No output is multiplied by a number, so that an export needs none.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from torch import nn
+
+from pretrain.config.schema import Config
+from pretrain.errors import ConfigError
+
+
+class Kind(Enum):
+    """How a parameter depends on the width: not at all in its inputs, in inputs and outputs, or in its inputs alone."""
+
+    INPUT = "input"
+    HIDDEN = "hidden"
+    OUTPUT = "output"
+
+
+def kind_of(name: str, dimensions: int) -> Kind:
+    """Of a parameter of a network of ours, by its name."""
+    if dimensions < 2 or name.endswith("bias") or "embedding" in name:
+        return Kind.INPUT
+    return Kind.OUTPUT if name == "output.weight" or name.endswith("router.weight") else Kind.HIDDEN
+
+
+def initial_scales(network: nn.Module, base_width: int | None) -> dict[str, float]:
+    """The factors of the parameters' initial values that are not one, by name."""
+    if base_width is None:
+        return {}
+    share = base_width / network.config.dim
+    factors = {Kind.HIDDEN: share**0.5, Kind.OUTPUT: share}
+    kinds = {name: kind_of(name, p.dim()) for name, p in network.named_parameters()}
+    return {name: factors[kind] for name, kind in kinds.items() if kind in factors}
+
+
+def check_width(config: Config) -> None:
+    """Raise ConfigError for a network whose widths do not scale so."""
+    base, model = config.optim.base_width, config.model
+    reasons = {
+        f"model.family={model.family} is code of transformers, which draws its weights itself": model.family == "hf",
+        "model.tie_embeddings=true makes one table of two that are scaled differently": model.tie_embeddings,
+        f"model.embedding_multiplier={model.embedding_multiplier:g} makes updates of embeddings grow with the width": model.embedding_multiplier
+        != 1,
+        f"model.init={model.init} has a scale of its own": model.init != "fixed",
+    }
+    for reason, holds in reasons.items():
+        if base is not None and holds:
+            raise ConfigError(f"optim.base_width={base}: {reason}; remove it, or change the other key")

@@ -1,0 +1,102 @@
+"""With optim.base_width a wide model is drawn and updated so that its outputs move as those of a narrow one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from running import largest_relative_difference, losses, run_main, train
+
+from pretrain.config.model_schema import ExpertsConfig, Model
+from pretrain.config.schema import Optim, ParameterGroup
+from pretrain.models import build_network
+from pretrain.models.families import complete
+from pretrain.optim.optimizer import OptimizerSet
+from pretrain.optim.rules import rules
+from pretrain.optim.width import initial_scales
+from pretrain.parallel.initialise import initialise
+
+
+def network(dim: int, **values):
+    return build_network(complete(Model(dim=dim, layers=3, heads=dim // 16, ffn_dim=4 * dim, vocab_size=64, **values), 32))
+
+
+def movement(dim: int, base: int | None, name: str) -> tuple[float, float]:
+    """Standard deviation of the logits at first, and of what five steps change of them."""
+    model = network(dim)
+    initialise(model, 0, initial_scales(model, base))
+    optimizer = OptimizerSet([model], Optim(name=name, base_width=base, weight_decay=0.0))
+    tokens_BT = torch.randint(64, (8, 33), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = model(tokens_BT=tokens_BT[:, :-1])
+    for number in range(5):
+        (model(tokens_BT=tokens_BT[:, :-1], targets_BT=tokens_BT[:, 1:]).sum() / 256).backward()
+        optimizer.step(1e-2 if name == "adamw" else 3e-3, number=number)
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return float(before.std()), float((model(tokens_BT=tokens_BT[:, :-1]) - before).std())
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_outputs_move_as_much_at_every_width(name):
+    """The coordinate check of the paper (appendix D.1). Without scaling they move twice as much at four times the width."""
+    (first, narrow), *others = (movement(width, 64, name) for width in (64, 128, 256))
+    assert all(0.6 * narrow < change < 1.3 * narrow for _, change in others)
+    assert others[-1][0] < 0.6 * first  # and the first guess is nearer to none
+    assert movement(256, None, name)[1] > 2 * narrow
+
+
+def test_initial_values_rates_and_decays_are_those_of_the_table():
+    values = {"family": "custom", "experts": ExpertsConfig(count=4, active=2, ffn_dim=64)}
+    model, base = network(128, **values), network(32, **values)
+    group = ParameterGroup("layers.0.attention.*", lr_scale=3.0, weight_decay=0.5)
+    found = rules(model, Optim(base_width=32, weight_decay=0.1, groups=[group]))
+    plain = rules(model, Optim(weight_decay=0.1, groups=[group]))
+    scales = initial_scales(model, 32)
+    seen = set()
+    for name, p in model.named_parameters():
+        if p.dim() < 2 or name == "embedding.weight" or name.endswith("bias"):
+            factors = 1.0, 1.0
+        elif name == "output.weight" or "router" in name:
+            factors = 1 / 4, 1 / 4
+        else:
+            factors = 1 / 2, 1 / 4
+        seen.add(factors)
+        assert scales.get(name, 1.0) == factors[0], name
+        assert found[name].rate_scale == plain[name].rate_scale * factors[1], name
+        assert found[name].weight_decay == pytest.approx(plain[name].weight_decay / factors[1]), name
+    assert len(seen) == 3
+    initialise(model, 0, scales)
+    drawn = dict(model.named_parameters())
+    assert float(drawn["layers.0.attention.query.weight"].std()) == pytest.approx(0.01, rel=0.05)
+    assert float(drawn["output.weight"].std()) == pytest.approx(0.005, rel=0.05)
+    assert float(drawn["embedding.weight"].std()) == pytest.approx(0.02, rel=0.05)
+    # At the base width nothing changes.
+    assert set(initial_scales(base, 32).values()) == {1.0}
+    assert rules(base, Optim(base_width=32)) == rules(base, Optim())
+
+
+def test_layouts_train_alike(pool, config_file):
+    options = ("run.steps=8", "optim.base_width=8", "model.vocab_size=264")
+    alone = train(pool, 1, config_file, "run.name=alone", *options)
+    shared = train(pool, 4, config_file, "run.name=shared", *options, "parallel={strategy: fsdp, tensor: 2, pipeline: 2}")
+    assert largest_relative_difference(losses(shared), losses(alone)) < 2e-6
+    other = train(pool, 1, config_file, "run.name=other", *options, "optim.base_width=32")
+    assert abs(losses(other)[-1] - losses(alone)[-1]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["model.tie_embeddings=true"], "optim.base_width=8: model.tie_embeddings=true makes one table of two that are scaled differently"),
+        (["model.family=gemma3", "model.tie_embeddings=false"], "optim.base_width=8: model.embedding_multiplier=5.65685 makes updates of embeddings grow"),
+        (["optim.name=muon"], "optim.base_width=8 has no effect with optim.name=muon"),
+    ],
+)
+def test_what_does_not_scale_is_refused(pool, config_file, options, message):
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "optim.base_width=8", *options)
+    assert code == 2 and message in printed, printed
+
+
+def test_a_check_says_the_factor(pool, config_file):
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "optim.base_width=8")
+    assert code == 0 and "width    4 times optim.base_width=8" in printed

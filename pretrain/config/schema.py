@@ -331,6 +331,7 @@ class Optim:
         "The `model.dim` that `lr`, `weight_decay` and `model.init_std` were tuned at. At another one, matrices are drawn and updated so that "
         "the best values stay the best (muP, arXiv 2203.03466): see docs/optimizers.md.",
         ge=1,
+        le=1 << 24,
         when={"optim.name": ("adamw", "lion")},
     )
     groups: list[ParameterGroup] = key([], "Parameters with a learning rate or a weight decay of their own, by name.")

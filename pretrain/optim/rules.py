@@ -12,7 +12,7 @@ from pretrain.config.schema import Optim
 from pretrain.errors import ConfigError
 from pretrain.models.experts import Experts
 from pretrain.models.layers import Embedding
-from pretrain.optim.width import Kind, kind_of
+from pretrain.models.width import Kind, kind_of
 
 NAMES_SHOWN = 6
 MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}

@@ -28,7 +28,7 @@ from pretrain.config.schema import Config
 from pretrain.data.stream import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.loss import Losses
-from pretrain.optim.width import initial_scales
+from pretrain.models.width import initial_scales
 from pretrain.parallel.blocks import DTYPES, prepare_blocks, set_master_format
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.layout import STRATEGIES

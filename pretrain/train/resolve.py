@@ -16,7 +16,6 @@ from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 from pretrain.models.shape import resolved_switches
 from pretrain.optim.schedule import check, fit
-from pretrain.optim.width import check_width
 from pretrain.parallel.legality import check_context, check_expert, check_options, check_pipeline, check_tensor
 from pretrain.train.identity import check_accepted
 from pretrain.train.number_format import check_formats
@@ -48,7 +47,7 @@ def resolve(config: Config) -> Config:
     _check_sharing(config)
     check_options(config)
     check_formats(config)
-    check_width(config)
+    _check_width(config)
     check(config.schedule, config.run.steps)
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config
@@ -125,6 +124,25 @@ def _check_recomputation(config: Config) -> None:
             f"parallel.activation_checkpointing=selective: blocks of model.family={family} may change the results of projections in place, "
             "which gives wrong gradients; set it to full"
         )
+
+
+def _check_width(config: Config) -> None:
+    """Raise ConfigError for a network whose widths `optim.base_width` does not scale."""
+    base, model = config.optim.base_width, config.model
+    if base is None:
+        return
+    reasons = {
+        f"model.family={model.family} is code of transformers, which draws its weights itself": not family_of(
+            model.family
+        ).splits,
+        "model.tie_embeddings=true makes one table of two that are scaled differently": model.tie_embeddings,
+        f"model.init={model.init} has a scale of its own": model.init == "fan_in",
+        f"model.embedding_multiplier={model.embedding_multiplier} makes updates of embeddings grow with the width": model.embedding_multiplier
+        not in (None, 1.0),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"optim.base_width={base}: {reason}; remove it, or change the other key")
 
 
 def _check_task(config: Config, model: Model) -> None:

@@ -17,9 +17,6 @@ from enum import Enum
 
 from torch import nn
 
-from pretrain.config.schema import Config
-from pretrain.errors import ConfigError
-
 
 class Kind(Enum):
     """How a parameter depends on the width: not at all in its inputs, in inputs and outputs, or in its inputs alone."""
@@ -44,18 +41,3 @@ def initial_scales(network: nn.Module, base_width: int | None) -> dict[str, floa
     factors = {Kind.HIDDEN: share**0.5, Kind.OUTPUT: share}
     kinds = {name: kind_of(name, p.dim()) for name, p in network.named_parameters()}
     return {name: factors[kind] for name, kind in kinds.items() if kind in factors}
-
-
-def check_width(config: Config) -> None:
-    """Raise ConfigError for a network whose widths do not scale so."""
-    base, model = config.optim.base_width, config.model
-    reasons = {
-        f"model.family={model.family} is code of transformers, which draws its weights itself": model.family == "hf",
-        "model.tie_embeddings=true makes one table of two that are scaled differently": model.tie_embeddings,
-        f"model.embedding_multiplier={model.embedding_multiplier:g} makes updates of embeddings grow with the width": model.embedding_multiplier
-        != 1,
-        f"model.init={model.init} has a scale of its own": model.init != "fixed",
-    }
-    for reason, holds in reasons.items():
-        if base is not None and holds:
-            raise ConfigError(f"optim.base_width={base}: {reason}; remove it, or change the other key")

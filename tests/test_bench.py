@@ -10,17 +10,23 @@ import re
 import numpy as np
 import pytest
 from benchmarks import loading, preparing
+from benchmarks.collectives import HOPS, MOVED, Exchange, collectives, exchanges, fit_ring
 from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.data import PARTS, measure
+from benchmarks.matmul import layer_products
 from benchmarks.measure import ROOT, Options, Row, Turns, as_lines, changes, in_turns, read_lines, table
 from benchmarks.products import fastest
+from benchmarks.saving import run_state
 from benchmarks.scaling import LAYOUTS, weak_scaling
 from benchmarks.training import PROGRAMS, Case, compare_trainers
 from benchmarks.updates import updates
 from running import tool
 
+from pretrain.config.load import load_config
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
+from pretrain.observe.flops import matmul_parameters
+from pretrain.train.resolve import resolve
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,9 @@ def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
     file, about = tmp_path / "numbers.jsonl", {"load_average": [0.0]}
     for value in (4.0, 2.0):
         with file.open("a") as out:
-            out.write(as_lines([Row("A", "pretrain", value, "µs/token"), Row("A", "other", 1.0, "s")], about, about, "a command"))
+            out.write(
+                as_lines([Row("A", "pretrain", value, "µs/token"), Row("A", "other", 1.0, "s")], about, about, "a command")
+            )
     now = [Row("A", "pretrain", 3.0, "µs/token"), Row("B", "pretrain", 1.0, "s")]
     assert changes(now, read_lines(file)) == ["A: pretrain: 3 µs/token, before 2: 1.500 x"]
     file.write_text("{")
@@ -71,7 +79,80 @@ def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
 
 def test_a_step_of_each_optimizer_is_measured_beside_the_passes_of_its_batch(options):
     rows = updates(dataclasses.replace(options, scale=0.05))
-    assert [row.name for row in rows] == ["adamw", "lion", "muon"] and all(row.value > 0 and "% of the passes" in row.note for row in rows)
+    assert [row.name for row in rows] == ["adamw", "lion", "muon"] and all(
+        row.value > 0 and "% of the passes" in row.note for row in rows
+    )
+
+
+@pytest.mark.parametrize("preset", ["llama-25m", "gpt2-124m", "qwen3-0.6b"])
+def test_products_of_a_models_layers_are_those_that_its_flops_count(preset):
+    config = resolve(load_config(ROOT / "configs" / "models" / f"{preset}.yaml", [])[0])
+    flops = sum(one.count * one.flops for one in layer_products(config, 10))
+    assert flops == 10 * 2 * matmul_parameters(config.model)
+
+
+def test_products_are_measured_by_format_and_shape_and_kept(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    model = str(ROOT / "configs" / "models" / "moe-40m-a10m.yaml")
+    arguments = ["matmul", "--squares", "640", "--model", model, "--tokens", "800", "--scale", "0.01", "--seconds", "0"]
+    assert tool("bench").main([*arguments, "--json", str(file)]) == 0
+    assert tool("bench").main([*arguments, "--compare", str(file)]) == 0
+    assert "matmul bf16: square of 8: " in capsys.readouterr().out
+    rows = read_lines(file)
+    for name in ("fp32", "bf16"):
+        of = [row["name"] for row in rows if row["part"] == f"matmul {name}"]
+        assert (
+            of[0] == "square of 8"
+            and any("experts' up" in one for one in of)
+            and any(one.startswith("head: 8 x") for one in of)
+        )
+    assert all(row["value"] > 0 and row["baseline"] is None and "peak is not known" in row["note"] for row in rows)
+
+
+def test_collectives_move_the_bytes_of_a_ring(tmp_path):
+    options = Options(tmp_path, 0.05, 0.01, say=lambda line: None)
+    found = {(one.operation, one.size): one for one in exchanges(2, [80_000, 800_000], "gloo", options)}
+    assert {size for _, size in found} == {800, 8000} and len(found) == 12
+    whole = ("broadcast", "all-reduce", "send/recv")  # of two ranks; the others move half of it
+    assert all(one.moved == (size if name in whole else size / 2) and one.best > 0 for (name, size), one in found.items())
+
+
+def test_a_rings_formula_is_fitted_to_what_was_measured(monkeypatch, tmp_path):
+    known = [
+        Exchange(name, 4, size, (HOPS[name](4) * 2e-5 + MOVED[name](4) * size / 4e9, 1.0))
+        for name in HOPS
+        for size in (4096, 1 << 20)
+    ]
+    hop, byte = fit_ring(known)
+    assert hop == pytest.approx(2e-5) and byte == pytest.approx(1 / 4e9)
+    monkeypatch.setattr("benchmarks.collectives.exchanges", lambda *_: known)
+    latency, bandwidth, *rows = collectives([4], [1], "gloo", Options(tmp_path, say=lambda line: None))
+    assert latency.value == pytest.approx(20) and bandwidth.value == pytest.approx(4)
+    assert all(row.value == pytest.approx(row.baseline) and "1.00 x the formula" in row.note for row in rows)
+    reduced = next(row for row in rows if row.name == "all-reduce of 4,096 bytes")
+    assert "6,144 bytes leave a rank" in reduced.note
+    odd = [dataclasses.replace(one, seconds=(1 / one.size,)) for one in known]  # large ones are faster
+    assert min(fit_ring(odd)) == 0 < max(fit_ring(odd))
+
+
+def test_a_save_is_measured_beside_plain_files_of_the_same_bytes(options, tmp_path, capsys):
+    model = ROOT / "configs" / "models" / "llama-25m.yaml"
+    tensors = run_state(model, dataclasses.replace(options, scale=0.01))
+    weights = [tensor.nbytes for name, tensor in tensors.items() if name.startswith("model.")]
+    whole = 3 * sum(weights) + 4 * len(weights)  # AdamW has two moments and a count of steps for each
+    assert sum(tensor.nbytes for tensor in tensors.values()) == whole
+    file = tmp_path / "rows.jsonl"
+    assert (
+        tool("bench").main(["checkpoint", "--model", str(model), "--scale", "0.01", "--seconds", "0", "--json", str(file)]) == 0
+    )
+    rows = {row["name"]: row for row in read_lines(file)}
+    assert rows["bytes of tensors"]["value"] == whole / 1e6 < rows["bytes on the disk: ours"]["value"] < 1.1 * whole / 1e6
+    for what in ("write", "load"):
+        assert [name for name in rows if name.startswith(f"{what}:")] == [
+            f"{what}: {by}" for by in ("ours", "torch.save", "safetensors")
+        ]
+    seconds = rows["stall of a save"]["value"]
+    assert rows["write: ours"]["value"] == pytest.approx(rows["bytes of tensors"]["value"] / seconds)
 
 
 def test_preparation_is_measured_beside_the_libraries(options):
@@ -150,7 +231,10 @@ def test_the_tool_prints_a_table_and_writes_json(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json"]
 
 
-@pytest.mark.parametrize("arguments", [["data", "speed"], ["data", "order", "--scale", "0"], ["data", "--seconds", "-1"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [["data", "speed"], ["data", "order", "--scale", "0"], ["data", "--seconds", "-1"], ["matmul", "--scale", "0"], []],
+)
 def test_bad_usage_ends_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         tool("bench").main(arguments)

@@ -1,9 +1,10 @@
-"""Measure the speed of training, of the data path, of matrix products, layouts and optimizers on this machine. Each number stands beside its comparison."""
+"""Measure training, data, matrix products, collectives, checkpoints, layouts and optimizers here. Each number stands beside its comparison."""
 
 import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
@@ -12,6 +13,7 @@ sys.path[:0] = [str(TOOLS), str(TOOLS.parent)]  # a clone works without being in
 from benchmarks.data import PARTS, measure  # noqa: E402
 from benchmarks.measure import (  # noqa: E402
     Options,
+    Row,
     as_json,
     as_lines,
     changes,
@@ -29,57 +31,66 @@ def parser() -> argparse.ArgumentParser:
     """What the tool is asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     subjects = parser.add_subparsers(dest="subject", required=True)
-    data = subjects.add_parser("data", help="order, loader, many shards, start, packing, preparation, data wait, inspection")
-    data.add_argument("parts", nargs="*", metavar="PART", help=f"some of: {', '.join(PARTS)} (default: all)")
-    data.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
-    data.add_argument(
-        "--seconds",
-        type=float,
-        default=Options.seconds,
-        metavar="S",
-        help="for each group of things compared (default: %(default)s)",
-    )
-    data.add_argument("--scale", type=float, default=1.0, help="size of what is generated; below 1 to try it out")
-    data.add_argument(
-        "--source", nargs="+", default=[], metavar="GLOB", help="text to prepare (default: this Python's libraries)"
-    )
-    data.add_argument("--work", type=Path, metavar="DIR", help="the place for a folder of generated data (about 1 GB)")
-    formats = subjects.add_parser(
-        "formats", help="matrix products in fp32 and bf16 on one thread: which trains faster on this CPU"
-    )
-    formats.add_argument("--fastest", action="store_true", help="print only the name of the format")
-    formats.add_argument("--seconds", type=float, default=1.0, metavar="S", help="time to measure (default: %(default)s)")
-    layouts = subjects.add_parser(
-        "layouts", help="weak scaling: layouts on 1, 2 and 4 ranks, with a batch that grows with them"
-    )
-    layouts.add_argument("--scale", type=float, default=1.0, help="size of the runs; below 1 to try it out")
-    optimizers = subjects.add_parser(
-        "optimizers", help="a step of each optimizer beside the passes of its batch, at 125M parameters"
-    )
-    optimizers.add_argument("--scale", type=float, default=1.0, help="size of the model; below 1 to try it out")
-    add_speed(subjects)
-    add_training(subjects)
+    for add in (
+        add_data,
+        add_formats,
+        add_layouts,
+        add_optimizers,
+        add_speed,
+        add_training,
+        add_matmul,
+        add_collectives,
+        add_checkpoint,
+    ):
+        add(subjects)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser().parse_args(argv)
-    if arguments.subject == "formats":
-        return run_tool(lambda: compare_formats(arguments))
-    if arguments.subject == "layouts":
-        return run_tool(lambda: compare_layouts(arguments, command(["tools/bench.py", *argv])))
-    if arguments.subject == "speed":
-        return run_tool(lambda: compare_speed(arguments, command(["tools/bench.py", *argv])))
-    if arguments.subject in ("train", "peers"):
-        return run_tool(lambda: compare_programs(arguments, command(["tools/bench.py", *argv])))
-    if arguments.subject == "optimizers":
-        return run_tool(lambda: compare_optimizers(arguments, command(["tools/bench.py", *argv])))
-    if unknown := [part for part in arguments.parts if part not in PARTS]:
-        parser().error(f"unknown part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    if arguments.seconds < 0 or arguments.scale <= 0:
-        parser().error("--seconds must not be negative, --scale must be positive")
-    return run_tool(lambda: run(arguments, command(["tools/bench.py", *argv])))
+    return run_tool(lambda: arguments.measure(arguments, command(["tools/bench.py", *argv])))
+
+
+def add_data(subjects: argparse._SubParsersAction) -> None:
+    data = subjects.add_parser("data", help="order, loader, many shards, start, packing, preparation, data wait, inspection")
+    data.add_argument("parts", nargs="*", metavar="PART", type=part_of_data, help=f"some of: {', '.join(PARTS)} (default: all)")
+    data.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
+    data.add_argument(
+        "--seconds", type=seconds, default=Options.seconds, metavar="S",
+        help="for each group of things compared (default: %(default)s)",
+    )  # fmt: skip
+    data.add_argument("--scale", type=size, default=1.0, help="size of what is generated; below 1 to try it out")
+    data.add_argument(
+        "--source", nargs="+", default=[], metavar="GLOB", help="text to prepare (default: this Python's libraries)"
+    )
+    data.add_argument("--work", type=Path, metavar="DIR", help="the place for a folder of generated data (about 1 GB)")
+    data.set_defaults(measure=measure_data)
+
+
+def add_formats(subjects: argparse._SubParsersAction) -> None:
+    formats = subjects.add_parser(
+        "formats", help="matrix products in fp32 and bf16 on one thread: which trains faster on this CPU"
+    )
+    formats.add_argument("--fastest", action="store_true", help="print only the name of the format")
+    formats.add_argument("--seconds", type=seconds, default=1.0, metavar="S", help="time to measure (default: %(default)s)")
+    formats.set_defaults(measure=compare_formats)
+
+
+def add_layouts(subjects: argparse._SubParsersAction) -> None:
+    layouts = subjects.add_parser(
+        "layouts", help="weak scaling: layouts on 1, 2 and 4 ranks, with a batch that grows with them"
+    )
+    layouts.add_argument("--scale", type=size, default=1.0, help="size of the runs; below 1 to try it out")
+    layouts.set_defaults(measure=compare_layouts)
+
+
+def add_optimizers(subjects: argparse._SubParsersAction) -> None:
+    optimizers = subjects.add_parser(
+        "optimizers", help="a step of each optimizer beside the passes of its batch, at 125M parameters"
+    )
+    optimizers.add_argument("--scale", type=size, default=1.0, help="size of the model; below 1 to try it out")
+    optimizers.set_defaults(measure=compare_optimizers)
 
 
 def add_speed(subjects: argparse._SubParsersAction) -> None:
@@ -93,6 +104,7 @@ def add_speed(subjects: argparse._SubParsersAction) -> None:
     speed.add_argument("--steps", type=int, default=8, metavar="N", help="measured steps (default: %(default)s)")
     speed.add_argument("--name", default="", help="what the row is called (default: the options)")
     speed.add_argument("--json", type=Path, metavar="FILE", help="add the row to this file")
+    speed.set_defaults(measure=compare_speed)
 
 
 def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
@@ -127,13 +139,91 @@ def add_training(subjects: argparse._SubParsersAction) -> None:
         subject.add_argument(
             "--steps", type=int, default=5, metavar="N", help="measured steps of a turn (default: %(default)s)"
         )
-        subject.add_argument("--scale", type=float, default=1.0, help="below 1 to try it out")
-        subject.add_argument("--json", type=Path, metavar="FILE", help="add a line per row to this file")
-        subject.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json FILE: print what changed since")
+        add_keeping(subject)
+        subject.set_defaults(measure=compare_programs)
+
+
+def add_matmul(subjects: argparse._SubParsersAction) -> None:
+    matmul = subjects.add_parser(
+        "matmul", help="TFLOP/s of squares and of a model's shapes, beside the device's published peak"
+    )
+    matmul.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    matmul.add_argument("--squares", nargs="+", type=int, metavar="N", help="sizes (default: by the device)")
+    matmul.add_argument("--model", type=Path, metavar="FILE", help="a configuration: products of its layers as well")
+    matmul.add_argument("--tokens", type=int, metavar="N", help="rows of a layer's input (default: by the device)")
+    matmul.add_argument("--formats", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    matmul.add_argument("--threads", type=int, default=1, metavar="N", help="on a CPU (default: %(default)s)")
+    add_keeping(matmul, 5.0)
+    matmul.set_defaults(measure=compare_products)
+
+
+def add_collectives(subjects: argparse._SubParsersAction) -> None:
+    collectives = subjects.add_parser("collectives", help="seconds of collectives by size and ranks, beside a ring's formula")
+    collectives.add_argument("--ranks", nargs="+", type=int, default=[2, 4], metavar="N", help="processes (default: 2 4)")
+    collectives.add_argument(
+        "--sizes", nargs="+", type=int, metavar="BYTES", help="of whole tensors (default: 4 KiB to 16 MiB)"
+    )
+    collectives.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    add_keeping(collectives, 10.0)
+    collectives.set_defaults(measure=compare_collectives)
+
+
+def add_checkpoint(subjects: argparse._SubParsersAction) -> None:
+    checkpoint = subjects.add_parser(
+        "checkpoint", help="stall of a save, speed of write, load and verification, beside plain files"
+    )
+    checkpoint.add_argument(
+        "--model", type=Path, metavar="FILE", default=TOOLS.parent / "configs" / "models" / "llama-25m.yaml",
+        help="the configuration that gives the size (default: llama-25m)",
+    )  # fmt: skip
+    checkpoint.add_argument("--work", type=Path, metavar="DIR", help="where files are written: the storage that is measured")
+    add_keeping(checkpoint, 5.0)
+    checkpoint.set_defaults(measure=compare_checkpoints)
+
+
+def add_keeping(subject: argparse.ArgumentParser, time: float | None = None) -> None:
+    """The options of subjects that keep a line per row. `time`: the default of `--seconds`, for those that have it."""
+    if time is not None:
+        subject.add_argument(
+            "--seconds", type=seconds, default=time, metavar="S", help="for what is compared (default: %(default)s)"
+        )
+    subject.add_argument("--scale", type=size, default=1.0, help="below 1 to try it out")
+    subject.add_argument("--json", type=Path, metavar="FILE", help="add a line per row to this file")
+    subject.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json FILE: print what changed since")
+
+
+def part_of_data(text: str) -> str:
+    if text not in PARTS:
+        raise argparse.ArgumentTypeError(f"unknown part {text}; there are {', '.join(PARTS)}")
+    return text
+
+
+def seconds(text: str) -> float:
+    if float(text) < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return float(text)
+
+
+def size(text: str) -> float:
+    if float(text) <= 0:
+        raise argparse.ArgumentTypeError("must be positive")
+    return float(text)
+
+
+def measure_and_keep(arguments: argparse.Namespace, typed: str, rows_of: Callable[[Options], list[Row]]) -> None:
+    """Measure, print, keep."""
+    earlier = read_lines(arguments.compare) if arguments.compare else []
+    start = machine()
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=getattr(arguments, "work", None)) as work:
+        rows = rows_of(Options(Path(work), getattr(arguments, "seconds", Options.seconds), arguments.scale))
+    end = machine()
+    print(heading(start, end, typed), table(rows), *changes(rows, earlier), sep="\n\n")
+    if arguments.json:
+        with arguments.json.open("a", encoding="utf-8") as file:
+            file.write(as_lines(rows, start, end, typed))
 
 
 def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
-    """Measure, print, keep."""
     from benchmarks.training import ALONE, PROGRAMS, Case, compare_trainers
 
     cases = [
@@ -143,19 +233,34 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
         for ranks in arguments.ranks
         for accumulation in arguments.accumulation
     ]
-    earlier = read_lines(arguments.compare) if arguments.compare else []
-    start = machine()
-    with tempfile.TemporaryDirectory(prefix="bench-") as work:
-        options = Options(Path(work), scale=arguments.scale)
-        rows = compare_trainers(cases, ALONE if arguments.subject == "train" else list(PROGRAMS), arguments.steps, options)
-    end = machine()
-    print(heading(start, end, typed), table(rows), *changes(rows, earlier), sep="\n\n")
-    if arguments.json:
-        with arguments.json.open("a", encoding="utf-8") as file:
-            file.write(as_lines(rows, start, end, typed))
+    programs = ALONE if arguments.subject == "train" else list(PROGRAMS)
+    measure_and_keep(arguments, typed, lambda options: compare_trainers(cases, programs, arguments.steps, options))
 
 
-def compare_formats(arguments: argparse.Namespace) -> None:
+def compare_products(arguments: argparse.Namespace, typed: str) -> None:
+    import torch
+    from benchmarks.matmul import SQUARES, TOKENS, matmul
+
+    torch.set_num_threads(arguments.threads)
+    device, model, formats = arguments.device, arguments.model, arguments.formats
+    squares, tokens = arguments.squares or SQUARES[device], arguments.tokens or TOKENS[device]
+    measure_and_keep(arguments, typed, lambda options: matmul(squares, model, tokens, formats, device, options))
+
+
+def compare_collectives(arguments: argparse.Namespace, typed: str) -> None:
+    from benchmarks.collectives import SIZES, collectives
+
+    sizes = arguments.sizes or SIZES
+    measure_and_keep(arguments, typed, lambda options: collectives(arguments.ranks, sizes, arguments.backend, options))
+
+
+def compare_checkpoints(arguments: argparse.Namespace, typed: str) -> None:
+    from benchmarks.saving import saving
+
+    measure_and_keep(arguments, typed, lambda options: saving(arguments.model, options))
+
+
+def compare_formats(arguments: argparse.Namespace, typed: str) -> None:
     import torch
     from benchmarks.products import fastest, products
 
@@ -185,7 +290,7 @@ def compare_optimizers(arguments: argparse.Namespace, typed: str) -> None:
     print(heading(start, machine(), typed), table(rows), sep="\n\n")
 
 
-def run(arguments: argparse.Namespace, typed: str) -> None:
+def measure_data(arguments: argparse.Namespace, typed: str) -> None:
     start = machine()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.work) as work:
         options = Options(Path(work), arguments.seconds, arguments.scale, tuple(arguments.source))

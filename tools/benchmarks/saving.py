@@ -1,0 +1,95 @@
+"""How long a save holds training up, and how fast checkpoints are written, read and verified, beside plain files of the same bytes."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from benchmarks.measure import Options, Row, Turns, in_turns, require
+from safetensors.torch import load_file, save_file
+
+from pretrain.checkpoint import files
+from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors
+from pretrain.checkpoint.save import save_checkpoint
+from pretrain.config.load import load_config
+from pretrain.distributed.ranks import Ranks
+from pretrain.optim.optimizer import OptimizerSet
+from pretrain.parallel.initialise import initialise
+from pretrain.storage import flush
+from pretrain.train.plan import network_without_values
+from pretrain.train.resolve import resolve
+
+
+def run_state(model: Path, options: Options) -> dict[str, torch.Tensor]:
+    """Weights and AdamW's state of a model configuration, on the CPU. A scale below 1 takes layers and vocabulary away."""
+    whole = resolve(load_config(model, [])[0]).model
+    smaller = [f"model.layers={options.scaled(whole.layers)}", f"model.vocab_size={options.scaled(whole.vocab_size, 64)}"]
+    config = resolve(load_config(model, smaller if options.scale < 1 else [])[0])
+    network = network_without_values(config).to_empty(device="cpu")
+    initialise(network, 0)
+    return model_tensors(network) | optimizer_tensors(OptimizerSet([network], config.optim))
+
+
+def saving(model: Path, options: Options) -> list[Row]:
+    """Every file is on the disk before its clock stops. What is read was written before, so that it comes from the page cache."""
+    tensors, ranks = run_state(model, options), Ranks(0, 0, 1, torch.device("cpu"))
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    policy, numbers = load_config(model, ["checkpoint.keep_last=1"])[0].checkpoint, itertools.count(1)
+    folder, plain, flat = options.work / "checkpoints", options.work / "plain.pt", options.work / "flat.safetensors"
+    newest: list[Path] = []
+
+    def save() -> None:
+        require(first_nonfinite(tensors) is None, "a value is not finite")
+        newest[:] = [save_checkpoint(folder, next(numbers), tensors, {}, {}, policy, ranks)[0]]
+
+    def save_plainly() -> None:
+        torch.save(tensors, plain)
+        flush(plain)
+
+    def save_flat() -> None:
+        save_file(tensors, flat)
+        flush(flat)
+
+    ways = {"ours": save, "torch.save": save_plainly, "safetensors": save_flat}
+    saves = in_turns(ways, options, time.perf_counter)
+    read = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    ways = {
+        "ours": lambda: Payload(newest[0]).load(read, ranks),
+        "torch.save": lambda: kept.update({"torch.load": torch.load(plain, weights_only=True)}),
+        "safetensors": lambda: kept.update({"safetensors": _copied(flat)}),
+        "verification": lambda: files.verify(newest[0]),
+    }
+    loads = in_turns(ways, options, time.perf_counter)
+    for what, loaded in {"ours": read, **kept}.items():
+        require(all(torch.equal(tensors[name], loaded[name]) for name in tensors), f"{what} reads other values than were saved")
+    rows = [
+        _row("stall of a save", saves["ours"], saves["torch.save"], None, "training waits for all of it; baseline: torch.save")
+    ]
+    for name in ("ours", "torch.save", "safetensors"):
+        rows.append(_row(f"write: {name}", saves[name], saves["torch.save"], size))
+    for name in ("ours", "torch.save", "safetensors"):
+        rows.append(_row(f"load: {name}", loads[name], loads["torch.save"], size))
+    rows.append(_row("verification: sha256 of every file", loads["verification"], None, size))
+    payload = sum(path.stat().st_size for path in newest[0].rglob("*") if path.is_file())
+    rows.append(Row("checkpoint", "bytes of tensors", size / 1e6, "MB", note=f"{len(tensors)} tensors"))
+    rows.append(
+        Row("checkpoint", "bytes on the disk: ours", payload / 1e6, "MB", better="lower", baseline=plain.stat().st_size / 1e6)
+    )
+    shutil.rmtree(folder)
+    return rows
+
+
+def _copied(path: Path) -> dict[str, torch.Tensor]:
+    """The library maps a file; copies read it, as loading into a model does."""
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def _row(name: str, turns: Turns, beside: Turns | None, size: int | None, note: str = "") -> Row:
+    if size is None:
+        return Row("checkpoint", name, turns.best, "s", "wall", turns.median, better="lower", baseline=beside.best, note=note)
+    best, median = turns.rate(size / 1e6)
+    return Row("checkpoint", name, best, "MB/s", "wall", median, baseline=beside and beside.rate(size / 1e6)[0], note=note)

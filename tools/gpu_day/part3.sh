@@ -24,7 +24,5 @@ if [ -f "$text" ]; then
     model.dim=384 model.layers=6 model.heads=6 model.ffn_dim=1024 model.dropout=0.2 data.sequence_length=256 batch.sequences=64 batch.micro_sequences=64 \
     optim.lr=1e-3 schedule.warmup_steps=2 validation.every_steps=250 $bf16 parallel.compile=blocks
 fi
-# A checkpoint of 38 GB on this disk: how long training stands still for it.
-row checkpoint 120 "$PY" pretrain/run.py --config configs/models/llama3.2-1b.yaml run.device=$device run.name=saved run.steps=2 data.sequence_length=512 \
-  "data.sources=[{path: quickstart/data/train}]" batch.sequences=2 batch.micro_sequences=2 schedule.warmup_steps=1 checkpoint.export_check=false \
-  ${TRY:+model.dim=64 model.layers=2 model.heads=4 model.kv_heads=2 model.ffn_dim=128 model.vocab_size=4096} $bf16
+# How long training stands still for a checkpoint of 15 GB.
+row checkpoint 120 "$PY" tools/bench.py checkpoint --model configs/models/llama3.2-1b.yaml --work build --json "$OUT/checkpoint.jsonl" ${TRY:+--scale 0.01}

@@ -12,18 +12,18 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -42,30 +42,137 @@ PIECES, PIECE_BYTES = 64, 2**20
 FILE_BYTES = 4 * 10**9  # of a payload file that is written tensor by tensor
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: dict[str, Tensor],
-    state: dict[str, Any],
-    attachments: dict[str, Path | str],
-    policy: Checkpoint,
-    ranks: Ranks,
-) -> tuple[Path, str]:
-    """Save a run's state on all ranks together, then retire what the policy no longer keeps; the complete checkpoint, and the sha256 of
-    its manifest.
+class Saving:
+    """A checkpoint on its way to the disk.
+
+        begin    all ranks together: the folder, and which rank writes what
+        hold     copies what this rank will write, so that training may go on and change it
+        write    each rank by itself, also in a thread: payload, hashes, flush
+        finish   all ranks together: manifest and rename
+
+    `state` becomes state.json, `attachments` are files or directories copied in under their names, or texts. With `read`, the tensors have
+    shapes only, and it gives their values one by one, in their order, to a process that never holds them all. After a failure on any rank
+    every rank raises CheckpointError, nothing of this save is visible and earlier checkpoints are untouched.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        attachments: dict[str, Path | str],
+        ranks: Ranks,
+        read: Callable[[str], Tensor] | None = None,
+    ) -> None:
+        self.target, self.tensors, self.state, self.attachments, self.ranks = target, tensors, state, attachments, ranks
+        self.writing = files.writing_directory_of(target)
+        if read is not None:
+            self.writer, self.planner = StreamingWriter(self.writing), StreamingPlanner(read)
+        else:
+            options = {"single_file_per_rank": True, "sync_files": True, "thread_count": 1}
+            self.writer, self.planner = dcp.FileSystemWriter(self.writing, **options), HoldingPlanner()
+        self.metadata: Metadata | None = None
+        self.results: list[WriteResult] = []
+        self.hashes: dict[str, dict[str, Any]] = {}
+        self.problem: CheckpointError | None = None
+        self.thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Make the folder, and agree on who writes what."""
+        with self._cleaned():
+            self.ranks.on_main("start of a save", lambda: _start(self.writing, self.tensors), CheckpointError, storage=True)
+            own = self.ranks.attempt("plan of a checkpoint", self._plan_own, CheckpointError, storage=True)
+            plans = self.ranks.collect("plans of a checkpoint", own)
+            shared = self.ranks.attempt("plan of all ranks", lambda: plans and self._plan_all(plans), CheckpointError)
+            self.plan = self.planner.finish_plan(self.ranks.hand_out("shares of a checkpoint", shared))
+            self.tensors = {}
+
+    def _plan_own(self) -> SavePlan:
+        meta = self.writer.storage_meta()
+        self.planner.set_up_planner(state_dict=self.tensors, storage_meta=meta, is_coordinator=self.ranks.is_main)
+        self.writer.set_up_storage_writer(self.ranks.is_main)
+        return self.writer.prepare_local_plan(self.planner.create_local_plan())
+
+    def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
+        try:
+            plans, self.metadata = self.planner.create_global_plan(plans)
+        except ValueError as error:  # torch: the parts of a tensor do not make the whole of it
+            raise CheckpointError(str(error).splitlines()[0]) from error
+        return self.writer.prepare_global_plan(plans)
+
+    def hold(self) -> None:
+        """Copy what this rank writes to the host's memory."""
+        self.planner.hold(self.plan)
+
+    def write_beside(self) -> None:
+        """`write` in a thread."""
+        self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def write_now(self) -> None:
+        """`write` in this thread, which others may have to wait for."""
+        with self.ranks.part("payload of a checkpoint", storage=True):
+            self.write()
+
+    def write(self) -> None:
+        """Write, hash and flush this rank's files. What goes wrong is raised by `finish`, on all ranks together."""
+        try:
+            done = self.writer.write_data(self.plan, self.planner)
+            done.wait()
+            self.results = done.value()
+            self.planner.release()
+            self.hashes = {path.name: _flushed(path) for path in sorted(self.writing.glob(f"__{self.ranks.rank}_*"))}
+        except CheckpointError as error:
+            self.problem = error
+        except Exception as error:  # a full disk is an OSError, or what torch makes of it
+            self.problem = CheckpointError(str(getattr(error, "strerror", None) or error).splitlines()[0])
+
+    @property
+    def is_written(self) -> bool:
+        """Whether nothing is left to be written on this rank."""
+        return self.thread is None or not self.thread.is_alive()
+
+    def finish(self) -> str:
+        """Wait until all is written, and make the checkpoint visible; the sha256 of its manifest."""
+        with self._cleaned():
+            self.ranks.attempt("payload of a checkpoint", self._wait, CheckpointError, storage=True)
+            hashes = {name: h for part in self.ranks.gather("hashes of a checkpoint", self.hashes) for name, h in part.items()}
+            results = self.ranks.collect("contents of a checkpoint", self.results)
+            return self.ranks.on_main("commit of a checkpoint", lambda: self._commit(hashes, results), CheckpointError, storage=True)
+
+    def _wait(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+        if self.problem is not None:
+            raise self.problem
+
+    def _commit(self, hashes: dict[str, dict[str, Any]], results: list[list[WriteResult]]) -> str:
+        self.writer.finish(self.metadata, results)
+        return _commit(self.writing, self.target, hashes, self.state, self.attachments)
+
+    @contextmanager
+    def _cleaned(self) -> Iterator[None]:
+        """Remove what was written if it fails. All ranks fail together."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.ranks.is_main:
+                shutil.rmtree(self.writing, ignore_errors=True)
+            raise CheckpointError(f"{self.writing}: {error}") from error
+
+
+def retire(target: Path, policy: Checkpoint, ranks: Ranks) -> None:
+    """Remove the checkpoints beside this new one that the policy no longer keeps. Main rank only.
 
     What cannot be removed is warned of: the run needs the new checkpoint, not the room of the old one.
     """
-    target = folder / files.directory_of(step)
-    manifest = write_checkpoint(target, tensors, state, attachments, ranks)
-    if ranks.is_main:
-        try:
-            with ranks.part("removal of older checkpoints", storage=True):
-                files.discard_unfinished(folder)  # what an earlier removal could not remove
-                files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
-        except OSError as error:
-            log.warning("an older checkpoint could not be removed, which is tried again at the next save: %s", reason_of(error))
-    return target, manifest
+    folder = target.parent
+    try:
+        with ranks.part("removal of older checkpoints", storage=True):
+            files.discard_unfinished(folder)  # what an earlier removal could not remove
+            files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
+    except OSError as error:
+        log.warning("an older checkpoint could not be removed, which is tried again at the next save: %s", reason_of(error))
 
 
 def write_checkpoint(
@@ -76,29 +183,11 @@ def write_checkpoint(
     ranks: Ranks,
     read: Callable[[str], Tensor] | None = None,
 ) -> str:
-    """Write one checkpoint directory on all ranks together; the sha256 of its manifest.
-
-    `state` becomes state.json, `attachments` are files or directories copied in under their names, or texts. With `read`, the tensors have
-    shapes only, and it gives their values one by one, in their order, to a process that never holds them all. After a failure on any rank
-    every rank raises CheckpointError, nothing of this save is visible and earlier checkpoints are untouched.
-    """
-    writing = files.writing_directory_of(target)
-    try:
-        ranks.on_main("start of a save", lambda: _start(writing, tensors), CheckpointError, storage=True)
-        hashes = ranks.attempt(
-            "payload of a checkpoint", lambda: _write_payload(writing, tensors, ranks, read), CheckpointError, storage=True
-        )
-        written = {name: h for part in ranks.gather("hashes of a checkpoint", hashes) for name, h in part.items()}
-        return ranks.on_main(
-            "commit of a checkpoint",
-            lambda: _commit(writing, target, written, state, attachments),
-            CheckpointError,
-            storage=True,
-        )
-    except CheckpointError as error:
-        if ranks.is_main:
-            shutil.rmtree(writing, ignore_errors=True)
-        raise CheckpointError(f"{writing}: {error}") from error
+    """Write one checkpoint directory on all ranks together, and wait for it; the sha256 of its manifest. See `Saving`."""
+    saving = Saving(target, tensors, state, attachments, ranks, read)
+    saving.begin()
+    saving.write_now()
+    return saving.finish()
 
 
 def _start(writing: Path, tensors: dict[str, Tensor]) -> None:
@@ -111,37 +200,6 @@ def _start(writing: Path, tensors: dict[str, Tensor]) -> None:
         raise CheckpointError(
             f"it takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free; make room, or lower checkpoint.keep_last"
         )
-
-
-def _write_payload(
-    directory: Path, tensors: dict[str, Tensor], ranks: Ranks, read: Callable[[str], Tensor] | None
-) -> dict[str, dict[str, Any]]:
-    """Sizes and hashes of the files that this rank wrote."""
-    try:
-        _save_payload(directory, tensors, ranks, read)
-    except CheckpointException as error:  # a BaseException
-        raise CheckpointError(_first_cause(error)) from error
-    return {path.name: _flushed(path) for path in sorted(directory.glob(f"__{ranks.rank}_*"))}
-
-
-def _first_cause(error: CheckpointException) -> str:
-    """What went wrong in a save of torch's, and on which rank, in one line."""
-    for rank, (cause, _) in sorted(error.failures.items()):
-        return f"rank {rank}: {getattr(cause, 'strerror', None) or cause}".splitlines()[0]
-    return str(error).splitlines()[0]
-
-
-def _save_payload(directory: Path, tensors: dict[str, Tensor], ranks: Ranks, read: Callable[[str], Tensor] | None) -> None:
-    if read is not None:
-        writer, planner = StreamingWriter(directory), StreamingPlanner(read)
-    else:
-        writer, planner = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1), None
-    if ranks.control is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process, which is what no_dist says
-            dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
-    else:
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=ranks.control)
 
 
 def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict[str, Path | str]) -> dict[str, dict[str, Any]]:
@@ -189,6 +247,25 @@ def _commit(
 # ---- tensor by tensor -------------------------------------------------------------------------------------------------
 
 
+class HoldingPlanner(dcp.DefaultSavePlanner):
+    """A plan to write tensors as they are when they are written, or as they were when they were held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[MetadataIndex, Tensor] = {}
+
+    def hold(self, plan: SavePlan) -> None:
+        """Copy what a plan writes."""
+        self.held = {item.index: super(HoldingPlanner, self).resolve_data(item).detach().to("cpu", copy=True) for item in plan.items}
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.held[write_item.index] if self.held else super().resolve_data(write_item)
+
+    def release(self) -> None:
+        """Let go of everything."""
+        self.held, self.state_dict = {}, {}
+
+
 class StreamingPlanner(dcp.DefaultSavePlanner):
     """A plan to write tensors that are not there yet: the state dict holds their shapes, on the meta device.
 
@@ -202,6 +279,9 @@ class StreamingPlanner(dcp.DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([item for name, tensor in self.state_dict.items() for item in _pieces(name, tensor)])
         return self.plan
+
+    def release(self) -> None:
+        """Nothing is held."""
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         chunk = write_item.tensor_data.chunk

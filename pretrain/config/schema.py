@@ -636,6 +636,12 @@ class Checkpoint:
         ge=0,
         le=1e9,
     )
+    background: bool = key(
+        False,
+        "Write a checkpoint while training goes on. Training stands still only while each rank copies what it will write to the host's memory, "
+        "which has to have room for it. The last one of a run is waited for.",
+        resume="free",
+    )
     keep_last: int = key(
         2,
         "Newest checkpoints kept; 0 keeps all.",

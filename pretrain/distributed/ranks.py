@@ -64,6 +64,24 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def collect(self, name: str, value: Any) -> list[Any] | None:
+        """`value` of every rank, in rank order, on the main rank; None elsewhere. What is gathered may be large."""
+        if self.control is None:
+            return [value]
+        values = [None] * self.world_size if self.is_main else None
+        with self._together(name):
+            dist.gather_object(value, values, group=self.control)
+        return values
+
+    def hand_out(self, name: str, values: list[Any] | None) -> Any:
+        """This rank's one of the main rank's `values`."""
+        if self.control is None:
+            return values[0]
+        own: list[Any] = [None]
+        with self._together(name):
+            dist.scatter_object_list(own, values if self.is_main else None, group=self.control)
+        return own[0]
+
     def sum(self, name: str, values: Tensor) -> Tensor:
         """The sum of `values` over all ranks, on the CPU, equal on every rank. `values` itself may be overwritten."""
         return self._reduce(name, values, dist.ReduceOp.SUM)

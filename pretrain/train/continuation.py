@@ -6,6 +6,8 @@ import dataclasses
 import logging
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pretrain.checkpoint.files import directory_of
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
-from pretrain.checkpoint.save import save_checkpoint
+from pretrain.checkpoint.save import Saving, retire
 from pretrain.config.written import to_yaml
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError
@@ -61,7 +64,9 @@ class Continuation:
         self.plan, self.ranks, self.directory, self.origin = plan, ranks, directory, origin
         self.model, self.optimizer = model, optimizer
         self.last = origin.resumed and origin.resumed.path
-        self.saved_at = time.monotonic()
+        self.saved_at = self._started = time.monotonic()
+        self._saving: Saving | None = None
+        self._held_up = ""
         source = origin.resumed or origin.weights
         self._saved_step = origin.step if origin.own else None
         self._parent = _identify(source.path, source.state["step"], source.manifest) if source else None
@@ -77,29 +82,61 @@ class Continuation:
         every = self.plan.config.checkpoint.every_seconds
         return self.ranks.is_main and every > 0 and time.monotonic() - self.saved_at >= every
 
-    def save(self, progress: Progress) -> bool:
-        """Save the whole state, unless this step is saved already. Return whether it saved. Raises TrainingError if the state is not finite."""
+    def begin_save(self, progress: Progress) -> None:
+        """Begin to save the whole state, unless this step is saved already. `finish_save` has to follow.
+
+        Raises TrainingError if the state is not finite.
+        """
         if self._saved_step == progress.step:
-            return False
+            return
         started = time.monotonic()
         tensors = model_tensors(self.model) | optimizer_tensors(self.optimizer)
         self._check_finite(progress.step, tensors)
         # The file in the run directory is not used: somebody may be editing it for the next start.
         attachments = {"config.yaml": to_yaml(self.plan.config), **self.plan.data.attachments}
-        folder, policy = self.directory.checkpoints, self.plan.config.checkpoint
-        state = self._state(progress)
+        state, target = self._state(progress), self.directory.checkpoints / directory_of(progress.step)
+        saving = Saving(target, tensors | rng_tensors(self.ranks), state, attachments, self.ranks)
+        with self._explained(progress.step):
+            saving.begin()
+            if self.plan.config.checkpoint.background:
+                saving.hold()
+                saving.write_beside()
+                self._held_up = f", which held training up for {duration(time.monotonic() - started)}"
+            else:
+                saving.write_now()
+        self._saving, self._started, self._saved_step, self.saved_at = saving, started, progress.step, time.monotonic()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save has begun of which this rank still writes its part."""
+        return self._saving is not None and not self._saving.is_written
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has begun that is not finished, on all ranks alike."""
+        return self._saving is not None
+
+    def finish_save(self) -> int | None:
+        """Make the checkpoint that was begun visible, on all ranks together, and remove what is no longer kept; its step. None if there is none."""
+        if self._saving is None:
+            return None
+        saving, self._saving, step = self._saving, None, self._saved_step
+        with self._explained(step):
+            manifest = saving.finish()
+        self.last = saving.target
+        self._parent, self.directory.newest = _identify(self.last, step, manifest), self.last.name
+        if self.ranks.is_main:
+            retire(self.last, self.plan.config.checkpoint, self.ranks)
+            log.info("saved %s (%s%s)", self.last, duration(time.monotonic() - self._started), self._held_up)
+        return step
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
         try:
-            path, manifest = save_checkpoint(
-                folder, progress.step, tensors | rng_tensors(self.ranks), state, attachments, policy, self.ranks
-            )
+            yield
         except CheckpointError as error:
             good = f"{self.last} stays good" if self.last else "there is no earlier checkpoint"
-            raise CheckpointError(f"checkpoint of step {progress.step} could not be saved: {error}; {good}") from error
-        self.last, self._saved_step, self.saved_at = path, progress.step, time.monotonic()
-        self._parent, self.directory.newest = _identify(path, progress.step, manifest), path.name
-        if self.ranks.is_main:
-            log.info("saved %s (%s)", path, duration(time.monotonic() - started))
-        return True
+            raise CheckpointError(f"checkpoint of step {step} could not be saved: {error}; {good}") from error
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         return {

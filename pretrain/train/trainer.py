@@ -55,6 +55,8 @@ class Verdict:
     end: bool
     """A callback ends the run."""
     save: bool
+    saved: bool
+    """A save that was begun is written on all ranks."""
 
 
 def runs_ahead(device: torch.device) -> bool:
@@ -232,9 +234,11 @@ class Trainer:
             batch, problem = self._next(batches, export)
             ready = time.monotonic()
             verdict = self._agree(batch, problem, stop)
+            if verdict.saved:
+                self._finish_save()
             if verdict.stop or verdict.save or verdict.end:
                 self._settle_ahead(poll)
-                self._save()
+                self._save(waits=verdict.stop or verdict.end)
             if verdict.stop:
                 return "preempted"
             if verdict.end:
@@ -295,12 +299,20 @@ class Trainer:
     def _losses(self, **inputs: torch.Tensor) -> torch.Tensor:
         return self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()})
 
-    def _save(self) -> None:
-        """Save this step, unless it is saved already, and tell the callbacks."""
+    def _save(self, waits: bool = True) -> None:
+        """Save this step, unless it is saved already. With `checkpoint.background`, it may be written beside the next steps, unless it `waits`."""
         self.run.wants_save = False
-        if self.continuation.save(self.progress) and self.ranks.is_main:
+        self._finish_save()
+        self.continuation.begin_save(self.progress)
+        if waits or not self.config.checkpoint.background:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Wait for the save that was begun, if there is one, and tell the callbacks."""
+        step = self.continuation.finish_save()
+        if step is not None and self.ranks.is_main:
             with self.ranks.part("callbacks after a save", storage=True):
-                self.callbacks.on_save(self.progress.step, self.continuation.last)
+                self.callbacks.on_save(step, self.continuation.last)
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
         """The next batch, or the reason why this rank has none. All ranks raise it together, because the others wait for this one."""
@@ -321,8 +333,10 @@ class Trainer:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
         tokens, digest = (batch.target_tokens, batch.digest) if batch and self.mesh.counts_samples else (0, 0)
         saves, ends = self.continuation.is_due() or self.run.wants_save, self.run.stop_reason is not None
-        said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, ends, saves])
-        tokens, digests, problems, stops, ends, saves = self.ranks.sum(f"start of step {self.progress.step + 1}", said).tolist()
+        writes = self.continuation.is_writing
+        said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, ends, saves, writes])
+        summed = self.ranks.sum(f"start of step {self.progress.step + 1}", said)
+        tokens, digests, problems, stops, ends, saves, writes = summed.tolist()
         if problems:
             self.ranks.attempt("reading of a batch", lambda: _raise(problem), DataError)
         if not tokens:
@@ -331,7 +345,8 @@ class Trainer:
                 f"step {self.progress.step + 1}: no target carries a loss (samples {samples[:8]}); set data.boundary_loss=true, "
                 "or prepare longer documents"
             )
-        return Verdict(tokens, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(ends), bool(saves))
+        saved = self.continuation.is_saving and not writes
+        return Verdict(tokens, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(ends), bool(saves), saved)
 
     def _after_step(self, record: StepRecord, poll: StopPoll) -> bool:
         """Save, evaluate and report, if each is due. The checkpoint comes first, because a stop may cut the rest short.
@@ -342,7 +357,7 @@ class Trainer:
         last, every = step == config.run.steps, config.checkpoint.every_steps
         self.progress.record = record.to_dict()
         if last or (every and step % every == 0):
-            self._save()
+            self._save(waits=last)
         is_whole = self._evaluate(record, poll)
         is_evaluated = record.validation or record.translation or record.evaluation
         if step % config.log.every_steps == 0 or last or step == 1 or is_evaluated:

@@ -1,0 +1,139 @@
+"""Checkpoints that are written while training goes on hold the step they were begun at, and fail as others do."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from running import run_directory, run_main, state_of, train
+
+from pretrain.checkpoint import files
+from pretrain.checkpoint.save import Saving
+from pretrain.errors import CheckpointError
+from pretrain.run import main
+from pretrain.train.callbacks import Callback
+
+SHORT = ("run.steps=9", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 3, keep_last: 0, export_check: false}")
+BESIDE = (*SHORT, "checkpoint.background=true")
+
+
+def slowly(seconds: float, failing_rank: int | None, config_file: str, *overrides: str) -> tuple[int, str]:
+    """`run_main` with storage that takes its time, and fails on a rank."""
+    write = Saving.write
+
+    def slow(self: Saving) -> None:
+        time.sleep(seconds)
+        if self.ranks.rank == failing_rank and "step-00000006" in self.target.name:
+            self.problem = CheckpointError("No space left on device")
+            return
+        write(self)
+
+    Saving.write = slow
+    try:
+        return run_main(config_file, *overrides)
+    finally:
+        Saving.write = write
+
+
+LAYOUTS = {
+    "single": (1, "parallel.strategy=single"),
+    "ddp": (2, "parallel.strategy=ddp"),
+    "fsdp x tensor": (4, "parallel={strategy: fsdp, tensor: 2}"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_saved_is_the_step_it_was_begun_at_while_others_are_taken(pool, config_file, layout):
+    size, strategy = LAYOUTS[layout]
+    at_once = train(pool, size, config_file, "run.name=at_once", *SHORT, strategy)
+    # Slower than a step: the next ones are taken meanwhile, and a save that is due waits for the one before.
+    ranks = pool.launch(size, slowly, 0.2, None, str(config_file), "run.name=beside", *BESIDE, strategy)
+    assert all(code == 0 for code, _ in ranks), ranks
+    beside, printed = run_directory(config_file, "run.name=beside"), ranks[0][1]
+    for step in (3, 6, 9):
+        one, other = state_of(at_once, step), state_of(beside, step)
+        assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items()), step
+        files.verify(beside / "checkpoints" / files.directory_of(step))
+    saved, after = printed.index("step-00000003 ("), printed.index("step 4/9")
+    assert after < saved and "held training up for" in printed[saved : printed.index("\n", saved)]
+    assert printed.index("step-00000009 (") < printed.index("finished at step 9")
+    assert not list((beside / "checkpoints").glob(".*"))
+
+
+def test_a_failure_on_one_rank_ends_the_run_in_one_line_and_the_checkpoint_before_stays_good(pool, config_file):
+    ranks = pool.launch(2, slowly, 0.05, 1, str(config_file), *BESIDE, "parallel.strategy=ddp")
+    for code, printed in ranks:
+        assert code == 1 and "Traceback" not in printed
+    line = next(line for line in ranks[0][1].splitlines() if line.startswith("error:"))
+    assert re.search(r"checkpoint of step 6 could not be saved: .*rank 1: No space left on device; .*step-00000003 stays good", line)
+    run = run_directory(config_file)
+    assert [path.name for path in files.complete_checkpoints(run / "checkpoints")] == ["step-00000003"]
+    assert not list((run / "checkpoints").glob(".writing*"))
+    assert len(state_of(train(pool, 2, config_file, *BESIDE, "parallel.strategy=ddp"), 9)) > 0
+
+
+class Seen(Callback):
+    """Remembers what was saved, and ends the run."""
+
+    def __init__(self, until: int) -> None:
+        self.until, self.saves = until, []
+
+    def evaluate(self, run, step):
+        if step == self.until:
+            run.stop("seen enough")
+        return {}
+
+    def on_save(self, run, step, checkpoint):
+        self.saves.append((step, checkpoint.name, files.exists(checkpoint / files.MANIFEST)))
+
+
+def stopped(config_file: str, *overrides: str) -> list[tuple[int, str, bool]]:
+    seen = Seen(4)
+    assert main(["--config", config_file, *overrides], callbacks=[seen]) == 0
+    return seen.saves
+
+
+def test_a_run_that_is_ended_waits_for_its_last_save_and_callbacks_hear_of_complete_ones(pool, config_file):
+    [saves] = pool.launch(1, stopped, str(config_file), *BESIDE, "parallel.strategy=single")
+    assert saves == [(3, "step-00000003", True), (4, "step-00000004", True)]
+
+
+KILLED = """
+import sys, time
+from pretrain.checkpoint.save import Saving
+from pretrain.run import main
+write = Saving.write
+def slow(self):
+    if self.target.name == "step-00000006":
+        self.writer.write_data(self.plan, self.planner)
+        print("WRITING", flush=True)
+        time.sleep(600)
+    write(self)
+Saving.write = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_the_checkpoint_before(pool, config_file):
+    straight = train(pool, 1, config_file, "run.name=straight", *SHORT, "parallel.strategy=single")
+    arguments = ["--config", str(config_file), *BESIDE, "parallel.strategy=single"]
+    process = subprocess.Popen([sys.executable, "-c", KILLED, *arguments], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for line in process.stdout:
+        if "WRITING" in line:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    run = Path(run_directory(config_file))
+    assert [path.name for path in files.complete_checkpoints(run / "checkpoints")] == ["step-00000003"]
+    assert list((run / "checkpoints").glob(".writing-step-00000006"))
+    resumed = train(pool, 1, config_file, *BESIDE, "parallel.strategy=single")
+    one, other = state_of(straight, 9), state_of(resumed, 9)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert not list((run / "checkpoints").glob(".*"))

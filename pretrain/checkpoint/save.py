@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pretrain.checkpoint import files
+from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import METADATA_FILE
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
@@ -76,6 +77,7 @@ class Saving:
         self.hashes: dict[str, dict[str, Any]] = {}
         self.problem: CheckpointError | None = None
         self.thread: threading.Thread | None = None
+        self.copies: HostCopies | None = None
 
     def begin(self) -> None:
         """Make the folder, and agree on who writes what."""
@@ -100,9 +102,10 @@ class Saving:
             raise CheckpointError(str(error).splitlines()[0]) from error
         return self.writer.prepare_global_plan(plans)
 
-    def hold(self) -> None:
+    def hold(self, copies: HostCopies) -> None:
         """Copy what this rank writes to the host's memory."""
-        self.planner.hold(self.plan)
+        self.copies = copies
+        self.planner.held = copies.take({item.index: self.planner.resolve_data(item).detach() for item in self.plan.items})
 
     def write_beside(self) -> None:
         """`write` in a thread."""
@@ -117,6 +120,8 @@ class Saving:
     def write(self) -> None:
         """Write, hash and flush this rank's files. What goes wrong is raised by `finish`, on all ranks together."""
         try:
+            if self.copies is not None:
+                self.copies.wait()
             done = self.writer.write_data(self.plan, self.planner)
             done.wait()
             self.results = done.value()
@@ -138,7 +143,9 @@ class Saving:
             self.ranks.attempt("payload of a checkpoint", self._wait, CheckpointError, storage=True)
             hashes = {name: h for part in self.ranks.gather("hashes of a checkpoint", self.hashes) for name, h in part.items()}
             results = self.ranks.collect("contents of a checkpoint", self.results)
-            return self.ranks.on_main("commit of a checkpoint", lambda: self._commit(hashes, results), CheckpointError, storage=True)
+            return self.ranks.on_main(
+                "commit of a checkpoint", lambda: self._commit(hashes, results), CheckpointError, storage=True
+            )
 
     def _wait(self) -> None:
         if self.thread is not None:
@@ -253,10 +260,7 @@ class HoldingPlanner(dcp.DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self.held: dict[MetadataIndex, Tensor] = {}
-
-    def hold(self, plan: SavePlan) -> None:
-        """Copy what a plan writes."""
-        self.held = {item.index: super(HoldingPlanner, self).resolve_data(item).detach().to("cpu", copy=True) for item in plan.items}
+        """Values by place, where they are other than those of the state dict."""
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self.held[write_item.index] if self.held else super().resolve_data(write_item)

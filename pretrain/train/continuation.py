@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.checkpoint.files import directory_of
+from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
 from pretrain.checkpoint.save import Saving, retire
 from pretrain.config.written import to_yaml
@@ -65,6 +66,7 @@ class Continuation:
         self.model, self.optimizer = model, optimizer
         self.last = origin.resumed and origin.resumed.path
         self.saved_at = self._started = time.monotonic()
+        self.copies = HostCopies()
         self._saving: Saving | None = None
         self._held_up = ""
         source = origin.resumed or origin.weights
@@ -99,7 +101,7 @@ class Continuation:
         with self._explained(progress.step):
             saving.begin()
             if self.plan.config.checkpoint.background:
-                saving.hold()
+                saving.hold(self.copies)
                 saving.write_beside()
                 self._held_up = f", which held training up for {duration(time.monotonic() - started)}"
             else:

@@ -354,8 +354,16 @@ def _describe_memory(plan: Plan) -> list[str]:
     return [
         f"memory   {bytes_of(state if offloaded else state + kept)}{place} per rank for weights, gradients and moments ({held}), computed; "
         "activations come on top",
-        f"saves    {bytes_of(saved)} each ({saved / parameters:.3g} bytes per parameter)",
+        f"saves    {bytes_of(saved)} each ({saved / parameters:.3g} bytes per parameter){_describe_held(plan, saved)}",
     ]
+
+
+def _describe_held(plan: Plan, saved: int) -> str:
+    """The host's memory that checkpoints in the background take. Of replicas, each writes a share."""
+    if not plan.config.checkpoint.background:
+        return ""
+    ranks = plan.layout.state_parts * plan.layout.replicate
+    return f", written beside training from copies of {bytes_of(saved // ranks)} in each rank's host memory"
 
 
 def bytes_of(number: int) -> str:

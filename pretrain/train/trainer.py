@@ -131,6 +131,7 @@ class Trainer:
             summed = torch.stack([part.double().sum() for part in losses])
             objective, loss = self.mesh.add_over_loss(summed) / target_tokens
             taken = torch.isfinite(objective) & torch.isfinite(grad_norm)
+        self.continuation.copies.hold_back()
         self.optimizer.step(rate, taken, number)
         with self.ranks.part(f"loads of experts in step {number}", device=True):
             routers = self.expert_loads.after_step(target_tokens, taken)

@@ -12,8 +12,9 @@ from benchmarks.measure import Options, Row, Turns, in_turns, require
 from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint import files
+from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors
-from pretrain.checkpoint.save import save_checkpoint
+from pretrain.checkpoint.save import Saving, retire, write_checkpoint
 from pretrain.config.load import load_config
 from pretrain.distributed.ranks import Ranks
 from pretrain.optim.optimizer import OptimizerSet
@@ -43,7 +44,9 @@ def saving(model: Path, options: Options) -> list[Row]:
 
     def save() -> None:
         require(first_nonfinite(tensors) is None, "a value is not finite")
-        newest[:] = [save_checkpoint(folder, next(numbers), tensors, {}, {}, policy, ranks)[0]]
+        newest[:] = [folder / files.directory_of(next(numbers))]
+        write_checkpoint(newest[0], tensors, {}, {}, ranks)
+        retire(newest[0], policy, ranks)
 
     def save_plainly() -> None:
         torch.save(tensors, plain)
@@ -55,6 +58,7 @@ def saving(model: Path, options: Options) -> list[Row]:
 
     ways = {"ours": save, "torch.save": save_plainly, "safetensors": save_flat}
     saves = in_turns(ways, options, time.perf_counter)
+    beside = _stalls_beside(folder / files.directory_of(0), tensors, ranks, len(saves["ours"].seconds))
     read = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     kept: dict[str, dict[str, torch.Tensor]] = {}
     ways = {
@@ -67,7 +71,8 @@ def saving(model: Path, options: Options) -> list[Row]:
     for what, loaded in {"ours": read, **kept}.items():
         require(all(torch.equal(tensors[name], loaded[name]) for name in tensors), f"{what} reads other values than were saved")
     rows = [
-        _row("stall of a save", saves["ours"], saves["torch.save"], None, "training waits for all of it; baseline: torch.save")
+        _row("stall of a save", saves["ours"], saves["torch.save"], None, "training waits for all of it; baseline: torch.save"),
+        _row("stall of a save in the background", beside, saves["torch.save"], None, "checkpoint.background: a copy in memory"),
     ]
     for name in ("ours", "torch.save", "safetensors"):
         rows.append(_row(f"write: {name}", saves[name], saves["torch.save"], size))
@@ -81,6 +86,22 @@ def saving(model: Path, options: Options) -> list[Row]:
     )
     shutil.rmtree(folder)
     return rows
+
+
+def _stalls_beside(target: Path, tensors: dict[str, torch.Tensor], ranks: Ranks, turns: int) -> Turns:
+    """How long training stands still for saves that are written beside it. The first one makes the buffers, and is not measured."""
+    copies, seconds = HostCopies(), []
+    for _ in range(turns + 1):
+        start = time.perf_counter()
+        require(first_nonfinite(tensors) is None, "a value is not finite")
+        beside = Saving(target, tensors, {}, {}, ranks)
+        beside.begin()
+        beside.hold(copies)
+        beside.write_beside()
+        seconds.append(time.perf_counter() - start)
+        beside.finish()
+        shutil.rmtree(target)
+    return Turns(tuple(seconds[1:]))
 
 
 def _copied(path: Path) -> dict[str, torch.Tensor]:

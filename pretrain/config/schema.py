@@ -254,7 +254,10 @@ class ParameterGroup:
     )
     lr_scale: float = key(1.0, "Their learning rate, as a share of the schedule's. 0: they stay as they are.", ge=0, le=1e6)
     weight_decay: float | None = key(
-        None, "Their weight decay, also for norms, biases and embeddings. By default that of `optim.weight_decay` and its rule.", ge=0, le=1000
+        None,
+        "Their weight decay, also for norms, biases and embeddings. By default that of `optim.weight_decay` and its rule.",
+        ge=0,
+        le=1000,
     )
 
 
@@ -627,6 +630,12 @@ class Log:
     gradients_at: list[int] = key(
         [],
         "Steps whose whole gradients, before clipping, are written to gradients/step-N.safetensors, to compare layouts.",
+        ge=1,
+        le=MOST_STEPS,
+    )
+    profile: list[int] = key(
+        [],
+        "Steps that torch.profiler records on every rank: traces and a page on where time and memory go, in profile/.",
         ge=1,
         le=MOST_STEPS,
     )

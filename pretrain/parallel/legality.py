@@ -45,9 +45,10 @@ def check_options(config: Config) -> None:
             f"parallel.activation_memory_budget={config.parallel.activation_memory_budget} does not work with {axes_of_a_sample(config)}: torch's "
             "compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"
         )
-    beyond = [step for step in config.log.gradients_at if step > steps]
-    if beyond:
-        raise ConfigError(f"log.gradients_at={config.log.gradients_at}: step {beyond[0]} is beyond run.steps={steps}")
+    for name, listed in (("gradients_at", config.log.gradients_at), ("profile", config.log.profile)):
+        beyond = [step for step in listed if step > steps]
+        if beyond:
+            raise ConfigError(f"log.{name}={listed}: step {beyond[0]} is beyond run.steps={steps}")
 
 
 def check_context(config: Config) -> None:

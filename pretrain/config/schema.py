@@ -679,6 +679,12 @@ class Log:
         ge=1,
         le=MOST_STEPS,
     )
+    profile: list[int] = key(
+        [],
+        "Steps that torch.profiler records on every rank: traces and a page on where time and memory go, in profile/.",
+        ge=1,
+        le=MOST_STEPS,
+    )
 
 
 @dataclass

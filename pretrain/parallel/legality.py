@@ -48,9 +48,10 @@ def check_options(config: Config) -> None:
         )
     if config.precision.fp8 != "none":
         _check_fp8(config)
-    beyond = [step for step in config.log.gradients_at if step > steps]
-    if beyond:
-        raise ConfigError(f"log.gradients_at={config.log.gradients_at}: step {beyond[0]} is beyond run.steps={steps}")
+    for name, listed in (("gradients_at", config.log.gradients_at), ("profile", config.log.profile)):
+        beyond = [step for step in listed if step > steps]
+        if beyond:
+            raise ConfigError(f"log.{name}={listed}: step {beyond[0]} is beyond run.steps={steps}")
 
 
 def _check_fp8(config: Config) -> None:

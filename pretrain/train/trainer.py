@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -256,7 +256,8 @@ class Trainer:
         `waited`: seconds that the batch took. Return whether no evaluation was cut short.
         """
         started = time.monotonic()
-        before, self.ahead = self.ahead, self.step(batch, verdict.target_tokens, verdict.digest)
+        with self._profile(self.progress.step + 1, waited):
+            before, self.ahead = self.ahead, self.step(batch, verdict.target_tokens, verdict.digest)
         self.garbage.after_step(self.progress.step)
         record = self.settle(before) if before else None
         seconds = time.monotonic() - started
@@ -269,6 +270,16 @@ class Trainer:
         record, self.ahead = self.settle(self.ahead), None
         self.window.add(seconds + time.monotonic() - started, waited, verdict.target_tokens)
         return self._after_step(record, poll)
+
+    def _profile(self, number: int, waited: float) -> AbstractContextManager:
+        """What records a step, if `log.profile` has its number."""
+        if number not in self.config.log.profile:
+            return nullcontext()
+        from pretrain.observe.profile import Recorded, profiled  # imports the profiler
+
+        weights = [parameter for part in self.strategy.parts() for parameter in part.parameters()]
+        ranks, optimizers = self.ranks, self.optimizer.optimizers
+        return profiled(Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers))
 
     def _is_due(self, step: int) -> bool:
         """Whether a step is saved or evaluated, and so has to be settled before the next one."""

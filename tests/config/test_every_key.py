@@ -161,6 +161,7 @@ SEEN = {
     "log.every_steps": "train/test_inspecting_runs.py::test_steps_that_were_not_logged_are_said_not_to_be",
     "log.tensorboard": "train/test_observing.py::test_every_number_of_the_record_is_logged_when_its_description_says_so",
     "log.gradients_at": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",
+    "log.profile": "train/test_profile.py::test_a_profiled_step_leaves_traces_and_a_page_and_computes_the_same",
 }  # fmt: skip
 
 

@@ -1,0 +1,119 @@
+"""A profile of one step: a trace of every rank, and a page on where the main rank's milliseconds and gigabytes go.
+
+RUN/profile/step-N.rank-R.trace.json.gz    chrome trace, by torch.profiler
+RUN/profile/step-N.md                      the page, made from the main rank's trace
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from pretrain.errors import reason_of
+from pretrain.observe.profile_page import Held, page, usage_of
+from pretrain.observe.profile_time import STEP
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is profiled: a step of this rank, with the weights and optimizers that it has."""
+
+    directory: Path
+    """Of the run."""
+    step: int
+    rank: int
+    device: torch.device
+    waited: float
+    """Seconds that the step waited for its batch before."""
+    weights: list[Tensor]
+    optimizers: list[Optimizer]
+
+
+@contextmanager
+def profiled(what: Recorded) -> Iterator[None]:
+    """Record what happens inside. A file that cannot be written is a warning, because a profile only observes the run.
+
+    A GPU is waited for before and after, so that the profile has this step alone.
+    """
+    on_gpu = what.device.type == "cuda"
+    gradients: dict[int, int] = {}
+    counting = register_optimizer_step_pre_hook(lambda optimizer, *_: gradients.update(_gradients_of(optimizer)))
+    weights, state = _bytes(what.weights, what.device), _bytes(_state_of(what.optimizers), what.device)
+    profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])], profile_memory=True)
+    _wait(what.device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(what.device)
+    profiler.start()
+    try:
+        with record_function(STEP):
+            yield
+            _wait(what.device)
+    finally:
+        profiler.stop()
+        counting.remove()
+    peak = torch.cuda.max_memory_allocated(what.device) if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    _write(what, profiler, Held(weights, state, gradients, peak, on_gpu))
+
+
+def _write(what: Recorded, profiler: profile, held: Held) -> None:
+    folder, name = what.directory / "profile", f"step-{what.step:08d}"
+    path = folder / f"{name}.rank-{what.rank}.trace.json.gz"
+    try:
+        folder.mkdir(exist_ok=True)
+        aside = folder / f".{path.name}.{os.getpid()}.json.gz"  # torch compresses what ends so
+        profiler.export_chrome_trace(str(aside))
+        os.replace(aside, path)
+        if what.rank == 0:
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                events = json.load(file)["traceEvents"]
+            usage = usage_of(events, what.waited, held)
+            (folder / f"{name}.md").write_text(page(what.step, path.name, usage), encoding="utf-8")
+            log.info("step %d was profiled: %s", what.step, folder / f"{name}.md")
+    except (OSError, RuntimeError) as error:  # torch raises the second for a file that it cannot open
+        reason = reason_of(error) if isinstance(error, OSError) else f"{path}: {error}".splitlines()[0]
+        log.warning("the profile of step %d cannot be written: %s; the run goes on", what.step, reason)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of this rank's parts, of those that are on the device."""
+    return sum(_local(tensor).nbytes for tensor in tensors if tensor.device.type == device.type)
+
+
+def _state_of(optimizers: list[Optimizer]) -> list[Tensor]:
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    return [value for value in states if isinstance(value, Tensor)]
+
+
+def _gradients_of(optimizer: Optimizer) -> dict[int, int]:
+    """Address of a storage -> bytes of the gradients in it."""
+    found: dict[int, int] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        gradient = _local(parameter.grad)
+        address = gradient.untyped_storage().data_ptr()
+        found[address] = found.get(address, 0) + gradient.nbytes
+    return found

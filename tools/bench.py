@@ -102,6 +102,9 @@ def add_speed(subjects: argparse._SubParsersAction) -> None:
     speed.add_argument("--micro", type=int, default=1, metavar="N", help="sequences of a micro-step of a rank (default: 1)")
     speed.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-steps (default: 1)")
     speed.add_argument("--steps", type=int, default=8, metavar="N", help="measured steps (default: %(default)s)")
+    speed.add_argument(
+        "--profile", type=Path, metavar="DIR", help="profile one more step (docs/metrics.md, log.profile) into DIR/profile"
+    )
     speed.add_argument("--name", default="", help="what the row is called (default: the options)")
     speed.add_argument("--json", type=Path, metavar="FILE", help="add the row to this file")
     speed.set_defaults(measure=compare_speed)
@@ -111,7 +114,13 @@ def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.speed import Speed, measure_speed
 
     asked = Speed(
-        arguments.config, arguments.length, arguments.micro, arguments.accumulation, arguments.steps, tuple(arguments.overrides)
+        arguments.config,
+        arguments.length,
+        arguments.micro,
+        arguments.accumulation,
+        arguments.steps,
+        tuple(arguments.overrides),
+        arguments.profile,
     )
     start = machine()
     with tempfile.TemporaryDirectory(prefix="bench-") as work:

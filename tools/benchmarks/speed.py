@@ -15,6 +15,7 @@ from benchmarks.measure import Options, Row, require
 from pretrain.config.load import load_config
 from pretrain.distributed import ranks as distributed
 from pretrain.observe.flops import peak_flops
+from pretrain.observe.profile import Recorded, profiled
 from pretrain.train.attention_kernel import set_attention_kernel
 from pretrain.train.plan import make_plan
 from pretrain.train.run_directory import RunDirectory
@@ -36,12 +37,14 @@ class Speed:
     accumulation: int
     steps: int
     overrides: tuple[str, ...] = ()
+    profile: Path | None = None
+    """A folder for the profile of one more step."""
 
 
 def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     """A row of this rank; of all ranks together but for the memory, which is this rank's."""
     _, local_rank, world_size = distributed.launched_ranks()
-    samples = (WARM_UP + asked.steps) * asked.micro * asked.accumulation * world_size
+    samples = (WARM_UP + asked.steps + 1) * asked.micro * asked.accumulation * world_size
     folder = options.work / f"rank-{local_rank}"
     write_tokens(folder / "tokens", byte_tokenizer(folder), (samples + 1) * (asked.length + 1), 1 << 24)
     config, _ = load_config(asked.config, [*_own_keys(asked, folder, world_size), *asked.overrides])
@@ -57,6 +60,9 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     built = time.monotonic() - started
     options.say(f"{name}: {plan.parameters:,} parameters on {device}, built in {built:.1f} s")
     seconds, first, loss = _steps(trainer, asked.steps, device)
+    if asked.profile is not None:
+        asked.profile.mkdir(parents=True, exist_ok=True)
+        _profile(trainer, asked.profile)
     ranks.barrier("end of the measurement")
     distributed.stop()
     require(loss == loss and loss < 100, f"the loss is {loss}")
@@ -74,7 +80,7 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
 
 def _own_keys(asked: Speed, folder: Path, world_size: int) -> list[str]:
     return [
-        f"run={{dir: {folder}, name: run, steps: {WARM_UP + asked.steps}, resume: never}}",
+        f"run={{dir: {folder}, name: run, steps: {WARM_UP + asked.steps + 1}, resume: never}}",
         f"data={{sequence_length: {asked.length}, sources: [{{path: {folder}/tokens}}]}}",
         f"batch={{sequences: {asked.micro * asked.accumulation * world_size}, micro_sequences: {asked.micro}}}",
         f"model.max_sequence_length={asked.length}",
@@ -109,6 +115,13 @@ def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, f
     _wait(device)
     gc.enable()
     return time.monotonic() - start, first, record.loss
+
+
+def _profile(trainer: Trainer, folder: Path) -> None:
+    batch, number = trainer.loader.read(trainer.progress.samples), trainer.progress.step + 1
+    ranks, weights = trainer.ranks, [parameter for part in trainer.strategy.parts() for parameter in part.parameters()]
+    with profiled(Recorded(folder, number, ranks.rank, ranks.device, 0.0, weights, trainer.optimizer.optimizers)):
+        trainer.step(batch, batch.target_tokens)
 
 
 def _wait(device: torch.device) -> None:

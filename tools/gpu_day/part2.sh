@@ -19,7 +19,7 @@ for size in (1024, 2048, 4096, 8192) if device == "cuda" else (256,):
     print(size, round(20 * 2 * size**3 / (time.perf_counter() - begin) / 1e12, 1), "TFLOP/s in bf16")
 PY
 speed 1b_eager 60 llama3.2-1b 4096 4 2 $bf16
-speed 1b_blocks 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks
+speed 1b_blocks 90 llama3.2-1b 4096 4 2 --profile "$OUT" $bf16 parallel.compile=blocks
 speed 1b_model 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=model
 for kernel in cudnn flash efficient; do
   [ -n "${TRY:-}" ] || speed "1b_$kernel" 60 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks run.attention_kernel=$kernel

@@ -23,6 +23,12 @@ else
   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 fi
 
+# At most eight files come back from a machine that is lent: what is large or many is packed.
+pack() {
+  tar -C "$OUT" -czf "$OUT/$(basename "$0" .sh).tgz" --exclude='*.tgz' --exclude='*.jsonl' . && rm -rf "$OUT"/*.log "$OUT"/profile
+}
+trap pack EXIT
+
 # row NAME SECONDS COMMAND...
 row() {
   local name=$1 limit=$2 begin=$SECONDS rc=0
@@ -33,7 +39,7 @@ row() {
   printf '{"row": "%s", "rc": %s, "seconds": %s, "commit": "%s"}\n' "$name" "$rc" $((SECONDS - begin)) "${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null)}" >> "$OUT/rows.jsonl"
 }
 
-# speed NAME SECONDS PRESET LENGTH MICRO ACCUMULATION KEY=VALUE...
+# speed NAME SECONDS PRESET LENGTH MICRO ACCUMULATION [--profile DIR] KEY=VALUE...
 speed() {
   local name=$1 limit=$2 preset=$3 length=$4 micro=$5 accumulation=$6 tiny=()
   shift 6
@@ -41,5 +47,5 @@ speed() {
     length=64 tiny=(model.dim=64 model.layers=2 model.heads=4 model.kv_heads=2 model.ffn_dim=128 model.vocab_size=512)
   fi
   row "$name" "$limit" "$PY" tools/bench.py speed --config "configs/models/$preset.yaml" --length "$length" --micro "$micro" --accumulation "$accumulation" \
-    --name "$name" --json "$OUT/speed.jsonl" run.device=$device "$@" "${tiny[@]}"
+    --name "$name" --json "$OUT/speed.jsonl" "$@" run.device=$device "${tiny[@]}"
 }

@@ -1,7 +1,7 @@
 """Where a step's time goes, from its chrome trace.
 
-On a CPU each moment belongs to the innermost operator of the thread that trains. A gap between operators in which a collective ends
-was a wait for it. Other gaps are the host's: Python, and the engine of autograd.
+On a CPU each moment belongs to the innermost operator of the thread that trains. A gap between operators in which a collective
+ends was a wait for it. Other gaps are the host's: Python, and the engine of autograd.
 
 On a GPU each moment belongs to the kernel that runs, those of collectives last. Where no kernel runs, the GPU waits for the host.
 So the parts add up to the step, and what overlaps counts once.
@@ -58,7 +58,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Spent:
-    """A step's time, in microseconds of the trace: pieces that do not overlap, and the stretches in which a collective was under way."""
+    """A step in microseconds of the trace: pieces that do not overlap, and when collectives were under way."""
 
     start: float
     end: float
@@ -129,7 +129,7 @@ class _Call:
 
 
 def _walk(events: list[Event], regions: dict[int, str | None], found: _Operators) -> Iterator[Interval]:
-    """Stretches of one thread by their innermost operator. `regions`: those of forward operators, by sequence number, for backward."""
+    """Pieces of one thread by their innermost operator. `regions`: of forward operators by sequence number, for backward."""
     stack: list[_Call] = []
     now = 0.0
 
@@ -167,7 +167,7 @@ def _called(event: Event, caller: _Call | None, end: float, regions: dict[int, s
         group = own or (caller.group if caller and caller.group != HOST else None)
     else:
         group = region
-    # What an operator does is its own, and so is a compiled graph's work. What autograd, an annotation or Python's dispatch does is the host's.
+    # Operators and compiled graphs work. What autograd, an annotation or Python's dispatch does is the host's.
     if name.startswith("Python"):
         group = HOST
     elif group is None and not is_node and ("::" in name or "CompiledFxGraph" in name) and event.get("cat") == "cpu_op":

@@ -49,7 +49,7 @@ def test_a_moment_on_a_cpu_belongs_to_the_innermost_operator():
     assert usage.operators["aten::addmm", "matrix products"] == (pytest.approx(0.002), 1)
     text = page(7, "a.json.gz", usage)
     assert "| norms | 3.00 | 12.5% |" in text and "| `aten::mm` | optimizer | 1 | 0.50 | 2.1% |" in text
-    assert [line.split(" | ")[0] for line in text.splitlines()[7:18]] == [f"| {group}" for group in GROUPS]
+    assert [line.split(" | ")[0] for line in text.splitlines()[8:19]] == [f"| {group}" for group in GROUPS]
 
 
 def test_a_moment_on_a_gpu_belongs_to_a_kernel_and_to_a_collective_only_where_nothing_else_runs():

@@ -1,4 +1,4 @@
-"""Measure training, data, matrix products, collectives, checkpoints, layouts and optimizers here. Each number stands beside its comparison."""
+"""Measure training, data, products, collectives, checkpoints, layouts and optimizers, each number beside its comparison."""
 
 import argparse
 import os

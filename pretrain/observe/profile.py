@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pretrain.errors import reason_of
+from pretrain.errors import clipped, reason_of
+from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.profile_page import Held, page, usage_of
 from pretrain.observe.profile_time import STEP
 
@@ -85,9 +86,10 @@ def _write(what: Recorded, profiler: profile, held: Held) -> None:
             usage = usage_of(events, what.waited, held)
             (folder / f"{name}.md").write_text(page(what.step, path.name, usage), encoding="utf-8")
             log.info("step %d was profiled: %s", what.step, folder / f"{name}.md")
-    except (OSError, RuntimeError) as error:  # torch raises the second for a file that it cannot open
-        reason = reason_of(error) if isinstance(error, OSError) else f"{path}: {error}".splitlines()[0]
-        log.warning("the profile of step %d cannot be written: %s; the run goes on", what.step, reason)
+    except Exception as error:  # torch raises RuntimeError for a file that it cannot open; a trace of a later torch may differ
+        logging.getLogger(TRACEBACKS).exception("profile of a step")
+        reason = reason_of(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        log.warning("the profile of step %d cannot be written: %s; the run goes on", what.step, clipped(reason, 300))
 
 
 def _wait(device: torch.device) -> None:

@@ -84,7 +84,8 @@ def page(step: int, trace: str, usage: Usage) -> str:
     lines = [
         f"# Step {step}, rank 0",
         "",
-        f"{usage.seconds * 1e3:.1f} ms, under the profiler, which slows small operators down. The trace is {trace}: open it on ui.perfetto.dev.",
+        f"{usage.seconds * 1e3:.1f} ms, under the profiler, which slows small operators down.",
+        f"The trace is {trace}: open it on ui.perfetto.dev.",
         f"A collective was under way for {usage.collectives * 1e3:.1f} ms; what other work hides of that does not count below.",
         "",
         "| what | ms | share |",

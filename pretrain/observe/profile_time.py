@@ -1,13 +1,17 @@
 """Where a step's time goes, from its chrome trace.
 
-On a CPU each moment belongs to the innermost operator of the thread that trains. Where there is none, it belongs to a collective that
-is under way, or else to the host: Python, and the engine of autograd. On a GPU each moment belongs to the kernel that runs, those of
-collectives last. Where no kernel runs, the GPU waits for the host. So the parts add up to the step, and what overlaps counts once.
+On a CPU each moment belongs to the innermost operator of the thread that trains. A gap between operators in which a collective
+ends was a wait for it. Other gaps are the host's: Python, and the engine of autograd.
+
+On a GPU each moment belongs to the kernel that runs, those of collectives last. Where no kernel runs, the GPU waits for the host.
+So the parts add up to the step, and what overlaps counts once.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +40,8 @@ _COMPILED = {group: re.compile(pattern, re.IGNORECASE) for group, pattern in _PA
 _REGIONS = ("attention", "norms", LOSS, "optimizer")
 """Groups to which everything belongs that their operators call, and its backward pass."""
 _ENGINE = "autograd::engine::evaluate_function: "
+_LATE = 50.0
+"""Microseconds by which the profiler may see the end of a collective after the thread that waited for it."""
 _ASYNCHRONOUS = ("gloo:", "nccl:")
 """Collectives under way, which the profiler shows as spans that no thread works on."""
 
@@ -52,7 +58,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Spent:
-    """A step's time, in microseconds of the trace: pieces that do not overlap, and the stretches in which a collective was under way."""
+    """A step in microseconds of the trace: pieces that do not overlap, and when collectives were under way."""
 
     start: float
     end: float
@@ -74,7 +80,7 @@ def spent(events: Sequence[Event], on_gpu: bool) -> Spent:
     else:
         pieces = [piece for piece in operators.main if piece.group != HOST]
         taken = _union((piece.start, piece.end) for piece in pieces)
-        waits = [Interval(a, b, COMMUNICATION, "waiting for ranks") for a, b in _without(under_way, taken)]
+        waits = [Interval(a, b, COMMUNICATION, "waiting for ranks") for a, b in _waits(spans, _without([(start, end)], taken))]
         operators.calls["waiting for ranks", COMMUNICATION] = len(waits)
         pieces += waits
     pieces = [Interval(max(one.start, start), min(one.end, end), one.group, one.name) for one in pieces]
@@ -123,7 +129,7 @@ class _Call:
 
 
 def _walk(events: list[Event], regions: dict[int, str | None], found: _Operators) -> Iterator[Interval]:
-    """Stretches of one thread by their innermost operator. `regions`: those of forward operators, by sequence number, for backward."""
+    """Pieces of one thread by their innermost operator. `regions`: of forward operators by sequence number, for backward."""
     stack: list[_Call] = []
     now = 0.0
 
@@ -161,7 +167,7 @@ def _called(event: Event, caller: _Call | None, end: float, regions: dict[int, s
         group = own or (caller.group if caller and caller.group != HOST else None)
     else:
         group = region
-    # What an operator does is its own, and so is a compiled graph's work. What autograd, an annotation or Python's dispatch does is the host's.
+    # Operators and compiled graphs work. What autograd, an annotation or Python's dispatch does is the host's.
     if name.startswith("Python"):
         group = HOST
     elif group is None and not is_node and ("::" in name or "CompiledFxGraph" in name) and event.get("cat") == "cpu_op":
@@ -205,6 +211,20 @@ def _collectives(spans: Iterable[Event], on_gpu: bool) -> Iterator[tuple[float, 
         if is_kernel if on_gpu else event["name"].startswith(_ASYNCHRONOUS):
             begin = float(event["ts"])
             yield begin, begin + float(event["dur"])
+
+
+def _waits(spans: Iterable[Event], gaps: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The part of each gap between operators in which a collective was waited for: until the last one that ended there.
+
+    A collective that goes on behind a gap was not what the thread waited for.
+    """
+    ended = sorted((end, begin) for begin, end in _collectives(spans, False))
+    for begin, end in gaps:
+        first, last = bisect_right(ended, (begin, math.inf)), bisect_right(ended, (end + _LATE, math.inf))
+        if first < last:
+            start = max(begin, min(one[1] for one in ended[first:last]))
+            if start < end:
+                yield start, min(end, ended[last - 1][0])
 
 
 def _union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

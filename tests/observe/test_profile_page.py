@@ -36,6 +36,7 @@ def test_a_moment_on_a_cpu_belongs_to_the_innermost_operator():
         span(f"{node}AddBackward0", 10_000, 11_000, Sequence_number=5), span("aten::sum", 10_500, 11_000),
         span("Optimizer.step#AdamW.step", 12_000, 14_000, "user_annotation"), span("aten::mm", 12_500, 13_000),
         span("gloo:all_reduce", 13_000, 17_000, tid=1), span("c10d::allreduce_", 14_000, 14_500),
+        span("gloo:recv", 1500, 12_100, tid=3),  # posted early: no gap between operators ends with it
         span("aten::mm", 500, 900), span("aten::mm", 4000, 5000, tid=2),  # before the step, and another thread
     ]  # fmt: skip
     usage = usage_of(events, 0.004, NOTHING)
@@ -44,11 +45,11 @@ def test_a_moment_on_a_cpu_belongs_to_the_innermost_operator():
         "matrix products": 3.5, "casts and copies": 0.5, "norms": 3.0, "optimizer": 2.0, "other operators": 1.5, "communication": 3.0,
         "waiting for data": 4.0, "host": 6.5,
     }  # fmt: skip
-    assert usage.collectives == pytest.approx(0.004)  # one of them behind the optimizer
+    assert usage.collectives == pytest.approx(0.0146)  # most of them behind other work
     assert usage.operators["aten::addmm", "matrix products"] == (pytest.approx(0.002), 1)
     text = page(7, "a.json.gz", usage)
     assert "| norms | 3.00 | 12.5% |" in text and "| `aten::mm` | optimizer | 1 | 0.50 | 2.1% |" in text
-    assert [line.split(" | ")[0] for line in text.splitlines()[7:18]] == [f"| {group}" for group in GROUPS]
+    assert [line.split(" | ")[0] for line in text.splitlines()[8:19]] == [f"| {group}" for group in GROUPS]
 
 
 def test_a_moment_on_a_gpu_belongs_to_a_kernel_and_to_a_collective_only_where_nothing_else_runs():

@@ -90,11 +90,12 @@ def collectives(ranks: Sequence[int], sizes: Sequence[int], backend: str, option
             rows.append(Row(part, "ring: bandwidth", 1e-9 / byte, "GB/s", "wall", note="fitted"))
         for one in found:
             formula = one.hops * hop + one.moved * byte
-            note = f"{one.moved:,} bytes leave a rank: {one.moved / one.best / 1e9:.3g} GB/s; {one.best / formula:.2f} x the formula"
+            note = f"{one.moved:,} bytes leave a rank: {one.moved / one.best / 1e9:.3g} GB/s; "
+            note += f"{one.best / formula:.2f} x the formula"
             rows.append(
                 Row(
-                    part, f"{one.operation} of {one.size:,} bytes", one.best * 1e3, "ms", "wall", statistics.median(one.seconds) * 1e3,
-                    better="lower", baseline=formula * 1e3, note=note,
+                    part, f"{one.operation} of {one.size:,} bytes", one.best * 1e3, "ms", "wall",
+                    statistics.median(one.seconds) * 1e3, better="lower", baseline=formula * 1e3, note=note,
                 )
             )  # fmt: skip
     return rows

@@ -1,4 +1,4 @@
-"""The speed of matrix products by number format: squares, and the shapes of a model's layers, beside the device's published peak."""
+"""The speed of matrix products by number format: squares and the shapes of a model's layers, beside the published peak."""
 
 from __future__ import annotations
 

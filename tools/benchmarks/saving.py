@@ -1,4 +1,4 @@
-"""How long a save holds training up, and how fast checkpoints are written, read and verified, beside plain files of the same bytes."""
+"""How long a save holds training up, and how fast checkpoints are written, read and verified, beside plain files."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pretrain.config.schema import Config
 
@@ -74,16 +74,17 @@ def recompute_blocks(network: nn.Module, selective: bool = False, every: int = 1
     Stored are the block's inputs, and with `selective` the results of its projections and attention (arXiv 2205.05198). A block must not
     change such a result in place: torch 2.13 would store the changed one, and say nothing. Every family is tested for it.
     """
-    contexts = _store_products if selective else noop_context_fn
+    # torch's compiler knows no other function than its own default, which therefore is not named.
+    contexts = {"context_fn": _store_products} if selective else {}
     blocks = [unit for unit in network.units() if unit.role == "block"]
     for unit in blocks[::every]:
         for module in unit.modules:
             module.forward = functools.partial(_recomputed, module.forward, contexts)
 
 
-def _recomputed(forward: Callable, contexts: Callable, *args: Any, **options: Any) -> Any:
+def _recomputed(forward: Callable, contexts: dict[str, Callable], *args: Any, **options: Any) -> Any:
     if torch.is_grad_enabled():
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
     return forward(*args, **options)
 
 

@@ -190,6 +190,7 @@ class Trainer:
         self.skipped_in_a_row += 1
         allowed = self.config.optim.skip_nonfinite
         if self.skipped_in_a_row > allowed:
+            self._finish_save()  # it is of a good step
             row = f", after {allowed} in a row that were skipped" if allowed else ""
             raise TrainingError(
                 f"{what}: the step was not taken{row}; {self.continuation.describe_last()}: lower optim.lr or look at the samples, then run "
@@ -350,6 +351,7 @@ class Trainer:
         summed = self.ranks.sum(f"start of step {self.progress.step + 1}", said)
         tokens, digests, problems, stops, ends, saves, writes = summed.tolist()
         if problems:
+            self._finish_save()
             self.ranks.attempt("reading of a batch", lambda: _raise(problem), DataError)
         if not tokens:
             samples = batch.positions.tolist() if batch else []

@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,16 +19,19 @@ from running import run_directory, run_main, state_of, train
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.save import Saving
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, DataError
 from pretrain.run import main
 from pretrain.train.callbacks import Callback
+from pretrain.train.trainer import Trainer
 
 SHORT = ("run.steps=9", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 3, keep_last: 0, export_check: false}")
 BESIDE = (*SHORT, "checkpoint.background=true")
 
 
-def slowly(seconds: float, failing_rank: int | None, config_file: str, *overrides: str) -> tuple[int, str]:
-    """`run_main` with storage that takes its time, and fails on a rank."""
+def slowly(
+    seconds: float, failing_rank: int | None, config_file: str, *overrides: str, run: Callable[..., tuple[int, str]] = run_main
+) -> tuple[int, str]:
+    """`run_main`, or `run`, with storage that takes its time, and fails on a rank."""
     write = Saving.write
 
     def slow(self: Saving) -> None:
@@ -37,7 +43,7 @@ def slowly(seconds: float, failing_rank: int | None, config_file: str, *override
 
     Saving.write = slow
     try:
-        return run_main(config_file, *overrides)
+        return run(config_file, *overrides)
     finally:
         Saving.write = write
 
@@ -77,6 +83,37 @@ def test_a_failure_on_one_rank_ends_the_run_in_one_line_and_the_checkpoint_befor
     assert [path.name for path in files.complete_checkpoints(run / "checkpoints")] == ["step-00000003"]
     assert not list((run / "checkpoints").glob(".writing*"))
     assert len(state_of(train(pool, 2, config_file, *BESIDE, "parallel.strategy=ddp"), 9)) > 0
+
+
+def failing(what: str, config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run with slow storage whose fourth step fails."""
+    from test_bad_steps import with_bad_steps
+
+    if what == "a step that is not finite":
+        return slowly(0.3, None, config_file, *overrides, run=partial(with_bad_steps, [4]))
+    reading = Trainer._next
+
+    def gone(self: Trainer, *arguments: object) -> tuple:
+        if self.progress.step == 3 and self.ranks.rank == 1:
+            return None, DataError("shard 7 is gone")
+        return reading(self, *arguments)
+
+    with patch.object(Trainer, "_next", gone):
+        return slowly(0.3, None, config_file, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("a step that is not finite", "step-00000003: lower optim.lr"),
+        ("a batch that cannot be read", "rank 1: shard 7 is gone"),
+    ],
+)
+def test_a_run_that_fails_while_a_good_step_is_written_keeps_it(pool, config_file, what, said):
+    ranks = pool.launch(2, failing, what, str(config_file), *BESIDE, "parallel.strategy=ddp")
+    assert all(code == 1 and "Traceback" not in printed for code, printed in ranks), ranks
+    run = run_directory(config_file)
+    assert [path.name for path in files.complete_checkpoints(run / "checkpoints")] == ["step-00000003"] and said in ranks[0][1]
 
 
 class Seen(Callback):

@@ -191,6 +191,19 @@ def test_what_is_compiled_computes_the_same_and_is_counted(pool, config_file, pr
     assert largest_relative_difference(losses(compiled), losses(single)) <= 2e-6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["blocks", "model"])
+def test_what_is_compiled_and_recomputed_computes_the_same(pool, config_file, tmp_path, what):
+    options = ("log.gradients_at=[1]", "run.steps=4", "schedule.warmup_steps=1", "parallel.strategy=single")
+    plain = train(pool, 1, config_file, "run.name=plain", *options)
+    compiled = (f"parallel.compile={what}", "parallel.activation_checkpointing=full")
+    [(code, printed)] = pool.launch(1, compile_anew, str(tmp_path / "cache"), str(config_file), "run.name=compiled", *options, *compiled)
+    assert code == 0, printed
+    both = run_directory(config_file, "run.name=compiled")
+    assert largest_gradient_difference(gradients(both), gradients(plain)) <= 5e-6
+    assert largest_relative_difference(losses(both), losses(plain)) <= 2e-6
+
+
 def compile_anew(cache: str, config_file: str, *overrides: str) -> tuple[int, str]:
     """A run of a process that has compiled nothing yet, with its cache of compiled code in a folder."""
     from unittest.mock import patch

@@ -20,5 +20,5 @@ row run_compiled 90 "$PY" "${run[@]}" run.name=gpu_compiled run.steps=$steps sch
 # DDP and FSDP2 on the one GPU, by NCCL, and two ranks that share it, by gloo.
 layouts=("strategy=ddp replicate=1" "strategy=fsdp shard=1")
 row equal_alone 80 "$PY" tools/check_equivalence.py --config configs/equivalence.yaml --layouts "${layouts[@]}" --formats fp32 bf16 --output build/equal_alone run.device=$device
-row equal_two 100 "$PY" tools/check_equivalence.py --config configs/equivalence.yaml --layouts "DDP on 2" "FSDP2 on 2" --formats fp32 bf16 --output build/equal_two run.device=$device parallel.backend=gloo
+row equal_two 100 "$PY" tools/check_equivalence.py --config configs/equivalence.yaml --layouts strategy=ddp strategy=fsdp --ranks 2 --formats fp32 bf16 --output build/equal_two run.device=$device parallel.backend=gloo
 row tests 240 "$PY" -m pytest -q -p no:cacheprovider -m "${TRY:+not }cuda" --maxfail=12 tests/test_cuda.py

@@ -24,7 +24,7 @@ speed 1b_model 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=model
 for kernel in cudnn flash efficient; do
   [ -n "${TRY:-}" ] || speed "1b_$kernel" 60 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks run.attention_kernel=$kernel
 done
-speed 1b_fsdp 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks parallel.strategy=fsdp
+speed 1b_fsdp 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks parallel.strategy=fsdp parallel.shard=1
 speed 3b_model 80 llama3.2-3b 4096 2 4 $bf16 parallel.compile=model
 # KempnerForge's published shape: 10,471 tokens/s on one H200 (54.5% by our count of FLOPs).
 speed 8b_recomputed 90 llama3.1-8b 4096 2 4 "$pure" parallel.compile=model parallel.activation_checkpointing=full

@@ -188,6 +188,7 @@ class Continuation:
 
     def _resume(self, checkpoint: Path, state: dict[str, Any]) -> Progress:
         payload = Payload(checkpoint)
+        self.ranks.attempt("means of a checkpoint", lambda: self._check_means(payload), CheckpointError)
         rng = self.ranks.attempt(
             "generators of a checkpoint", lambda: self._generators(payload, state["world_size"]), CheckpointError
         )
@@ -199,6 +200,13 @@ class Continuation:
         # Earlier versions of this program did not skip or count steps.
         skipped = state.get("skipped", 0)
         return Progress(state["step"], state["samples"], state["tokens"], skipped, state.get("loads"), state.get("record"))
+
+    def _check_means(self, payload: Payload) -> None:
+        if self.plan.config.optim.ema_decay is not None and not payload.names("optim.ema."):
+            raise CheckpointError(
+                f"{payload.checkpoint} has no running mean of the weights, because it was saved without optim.ema_decay; remove the key, or begin a "
+                f"new run with run.init_from={payload.checkpoint}"
+            )
 
     def _generators(self, payload: Payload, world_size: int) -> dict[str, Tensor]:
         # Generators belong to ranks: on another number of ranks, this rank keeps the one from its seed. Nothing in training

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from running import losses, some_slow, state_of, train
+from running import losses, run_main, some_slow, state_of, train
 from safetensors.torch import load_file
 from torch import nn
 
@@ -72,6 +72,13 @@ def test_it_changes_nothing_is_validated_alike_everywhere_and_can_be_exported(po
     torch.testing.assert_close(exported["model.layers.1.mlp.down_proj.weight"].double(), mean["layers.1.mlp.down.weight"], rtol=0, atol=1e-6)
     with pytest.raises(CheckpointError, match="has no running mean of its weights; train with optim.ema_decay"):
         export(plain, tmp_path / "none", averaged=True)
+
+
+def test_a_run_that_has_no_mean_cannot_begin_one_in_the_middle(pool, config_file):
+    short = ("run.steps=4", "schedule={name: constant, warmup_steps: 0}")
+    train(pool, 1, config_file, *short, "run.steps=2")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *short, EMA, "run.accept_changes=[optim.ema_decay]")
+    assert code == 1 and "was saved without optim.ema_decay; remove the key, or begin a new run with run.init_from=" in printed
 
 
 def model_of(run, step) -> dict[str, torch.Tensor]:

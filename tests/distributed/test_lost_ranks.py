@@ -50,7 +50,7 @@ def train_badly(
         "forward": (Strategy, "_micro_step", 7),  # 2 micro-steps to a step: in step 4
         "pass": (PipelineAxis, "_forward", 7),  # 4 micro-batches to a step: in step 2
         "ring": (_Travelling, "take", 40),  # 4 micro-batches of 2 layers, of which each takes 3 messages: in step 2
-        "save": (save, "_save_payload", 1),
+        "save": (save.Saving, "write", 1),
         "flush": (save, "flush", 1),
     }[place]
     real, calls = getattr(owner, name), []
@@ -180,15 +180,16 @@ def test_a_rank_that_fails_alone_gives_its_reason_to_the_others(started, config_
     pytest.param("save", "ddp", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_rank_that_stops_in_a_part_of_a_step_or_of_a_save_is_named(started, config_file, place, strategy):
-    """T-D7: collectives of gradients, and torch's own while saving, end with the same kind of line."""
+    """T-D7: in a collective of gradients, or on the way to the end of a save."""
     overrides = ("parallel.timeout_seconds=4", f"parallel.strategy={strategy}", "checkpoint.every_steps=3")
     zero, _ = started(place, "stop", *overrides)
     assert zero.wait(120) == 1
     (line,) = errors(zero)
-    name = "step 4: forward and backward" if place == "forward" else "payload of a checkpoint"
-    assert (
-        f"error: '{name}' did not come to an end within 4 s (parallel.timeout_seconds): rank 1 ({HERE}) does not answer" in line
-    )
+    what = {
+        "forward": "'step 4: forward and backward' did not come to an end",
+        "save": "'payload of a checkpoint' was not reached by every rank",
+    }[place]
+    assert f"error: {what} within 4 s (parallel.timeout_seconds): rank 1 ({HERE}) does" in line
     assert status(config_file)["reason"] == line.removeprefix("error: ")
 
 

@@ -220,27 +220,28 @@ def save_with_little_room(config_file: str, *overrides: str) -> tuple[int, str]:
     """A run in which no file can grow beyond 20 kB from the second checkpoint on, as on a full disk."""
     import resource
 
-    from pretrain.checkpoint import save
+    from pretrain.checkpoint.save import Saving
 
-    write, calls = save._write_payload, []
+    write, calls = Saving.write, []
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    def limited(*arguments):
+    def limited(self):
         calls.append(1)
         if len(calls) == 2:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        return write(*arguments)
+        write(self)
 
-    save._write_payload = limited
+    Saving.write = limited
     try:
         return run_main(config_file, *overrides)
     finally:
-        save._write_payload = write
+        Saving.write = write
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_good(pool, config_file):
-    overrides = ("checkpoint.every_steps=5", "parallel.strategy=fsdp", "run.steps=20")
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_good(pool, config_file, background):
+    overrides = ("checkpoint.every_steps=5", f"checkpoint.background={background}", "parallel.strategy=fsdp", "run.steps=20")
     results = pool.launch(2, save_with_little_room, str(config_file), *overrides)
     run = config_file.parent / "runs" / "run"
     assert [code for code, _ in results] == [1, 1]

@@ -200,9 +200,7 @@ def test_runs_learn_as_with_fp32_and_layouts_agree(pool, config_file):
         "fp32": (1, "precision.compute=bf16"),
         "pure": (1, *PURE),
         "accumulated in fp32": (1, *PURE, "precision.gradients=fp32"),
-        "ddp": (2, *PURE, "parallel.strategy=ddp"),
         "fsdp": (2, *PURE, "parallel.strategy=fsdp"),
-        "fsdp x tensor": (4, *PURE, "parallel.strategy=fsdp", "parallel.tensor=2"),
     }
     done = {
         name: train(pool, size, config_file, f"run.name={name.replace(' ', '-')}", *SHORT, "log.gradients_at=[1]", *options)

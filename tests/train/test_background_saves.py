@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from running import run_directory, run_main, state_of, train
+from running import run_directory, run_main, some_slow, state_of, train
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.save import Saving
@@ -55,7 +55,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"fsdp x tensor"}))
 def test_what_is_saved_is_the_step_it_was_begun_at_while_others_are_taken(pool, config_file, layout):
     size, strategy = LAYOUTS[layout]
     at_once = train(pool, size, config_file, "run.name=at_once", *SHORT, strategy)

@@ -585,7 +585,7 @@ class Precision:
     )
     fp8: Literal["none", "tensorwise", "rowwise"] = key(
         "none",
-        "Projections of blocks multiply in fp8, with a scale per tensor, or one per row. It needs a GPU from Ada or Hopper on to be fast, and "
+        "Projections of blocks multiply in fp8, with a scale per tensor, or one per row. It is made for GPUs from Ada and Hopper on, and for "
         "`parallel.compile`; a CPU computes the same slowly.",
         when={"precision.compute": ("bf16",)},
     )

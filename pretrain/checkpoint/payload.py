@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import DTensor
 
 from pretrain.distributed.ranks import Ranks
+from pretrain.distributed.shards import local
 from pretrain.errors import CheckpointError
 from pretrain.optim.optimizer import OptimizerSet
 
@@ -56,10 +56,10 @@ def first_nonfinite(tensors: dict[str, Tensor]) -> str | None:
     One pass over the values where they are: the 2-norm of a tensor is not finite where one of its values is not. Those of huge values
     overflow as well, so that suspects are looked at again. (The maximum norm, which cannot, is 50 times slower on a CPU.)
     """
-    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    parts = {name: local(tensor) for name, tensor in tensors.items()}
     found: list[str] = []
-    for device in {tensor.device for tensor in local.values()}:
-        here = {n: t for n, t in local.items() if t.device == device and t.is_floating_point() and t.numel()}
+    for device in {tensor.device for tensor in parts.values()}:
+        here = {n: t for n, t in parts.items() if t.device == device and t.is_floating_point() and t.numel()}
         norms = torch._foreach_norm(list(here.values()), 2) if here else []
         finite = torch.stack([norm.double() for norm in norms]).isfinite().tolist() if norms else []
         found += [name for name, good in zip(here, finite) if not good and not here[name].isfinite().all()]

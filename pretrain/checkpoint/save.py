@@ -75,7 +75,7 @@ class Saving:
         self.metadata: Metadata | None = None
         self.results: list[WriteResult] = []
         self.hashes: dict[str, dict[str, Any]] = {}
-        self.problem: CheckpointError | None = None
+        self.problem: CheckpointError | None = CheckpointError("its files were not written to the end")
         self.thread: threading.Thread | None = None
         self.copies: HostCopies | None = None
 
@@ -127,10 +127,12 @@ class Saving:
             self.results = done.value()
             self.planner.release()
             self.hashes = {path.name: _flushed(path) for path in sorted(self.writing.glob(f"__{self.ranks.rank}_*"))}
+            self.problem = None
         except CheckpointError as error:
             self.problem = error
         except Exception as error:  # a full disk is an OSError, or what torch makes of it
-            self.problem = CheckpointError(str(getattr(error, "strerror", None) or error).splitlines()[0])
+            reason = str(getattr(error, "strerror", None) or error) or type(error).__name__
+            self.problem = CheckpointError(reason.splitlines()[0])
 
     @property
     def is_written(self) -> bool:

@@ -1,9 +1,14 @@
-"""Where a rank's part of a sharded tensor lies."""
+"""A rank's part of a sharded tensor, and where it lies."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor. It shares memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def place_of(tensor: Tensor) -> tuple[slice, ...]:

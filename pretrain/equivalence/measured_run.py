@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import torch
 
+from pretrain.distributed.shards import local
 from pretrain.equivalence.counting import CountCollectives
 from pretrain.parallel.traffic import expected_traffic
 from pretrain.run import main
@@ -141,9 +142,9 @@ def peak_of(trainer: Trainer, step: Callable[[], Any]) -> tuple[Any, int]:
 
 def _bytes_of_state(trainer: Trainer) -> int:
     parameters = list(trainer.model.parameters())
-    local = [x.to_local() if hasattr(x, "to_local") else x for x in (*parameters, *trainer.optimizer.tensors().values())]
+    parts = [local(tensor) for tensor in (*parameters, *trainer.optimizer.tensors().values())]
     buckets = sum(parameter.nbytes for parameter in parameters) if trainer.plan.layout.strategy == "ddp" else 0
-    return buckets + sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())
+    return buckets + sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in parts}.values())
 
 
 def measured_main(arguments: list[str]) -> int:

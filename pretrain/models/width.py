@@ -27,7 +27,7 @@ class Kind(Enum):
 
 
 def kind_of(name: str, dimensions: int) -> Kind:
-    """Of a parameter of a network of ours, by its name."""
+    """The kind of a parameter in one of our networks, by its name."""
     if dimensions < 2 or name.endswith("bias") or "embedding" in name:
         return Kind.INPUT
     return Kind.OUTPUT if name == "output.weight" or name.endswith("router.weight") else Kind.HIDDEN

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from pretrain.distributed.shards import local
 from pretrain.errors import clipped, reason_of
 from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.profile_page import Held, page, usage_of
@@ -36,7 +36,7 @@ class Recorded:
     """What is profiled: a step of this rank, with the weights and optimizers that it has."""
 
     directory: Path
-    """Of the run."""
+    """The run's directory, in which the folder `profile` is made."""
     step: int
     rank: int
     device: torch.device
@@ -97,13 +97,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of this rank's parts, of those that are on the device."""
-    return sum(_local(tensor).nbytes for tensor in tensors if tensor.device.type == device.type)
+    return sum(local(tensor).nbytes for tensor in tensors if tensor.device.type == device.type)
 
 
 def _state_of(optimizers: list[Optimizer]) -> list[Tensor]:
@@ -115,7 +111,7 @@ def _gradients_of(optimizer: Optimizer) -> dict[int, int]:
     """Address of a storage -> bytes of the gradients in it."""
     found: dict[int, int] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        gradient = _local(parameter.grad)
+        gradient = local(parameter.grad)
         address = gradient.untyped_storage().data_ptr()
         found[address] = found.get(address, 0) + gradient.nbytes
     return found

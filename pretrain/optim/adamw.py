@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pretrain.optim.guarded import Formats, GuardedOptimizer, local, widened
+from pretrain.distributed.shards import local
+from pretrain.optim.guarded import Formats, GuardedOptimizer, widened
 
 CHUNK = 1 << 24
 """Numbers that are updated at once. It bounds the memory of a step."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pretrain.distributed.shards import place_of
 from pretrain.optim.rounding import random_bits, round_at_random
@@ -76,11 +75,6 @@ class GuardedOptimizer(torch.optim.Optimizer):
         first, last, _ = chunk.indices(rows.stop - rows.start)
         place = (slice(rows.start + first, rows.start + last), *others)
         return random_bits(place, f"{self.formats.names[parameter]}.{number}", self.step_number, device)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor. It shares memory with it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def widest(tensor: Tensor) -> torch.dtype:

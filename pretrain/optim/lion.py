@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pretrain.optim.guarded import Formats, GuardedOptimizer, local, widened
+from pretrain.distributed.shards import local
+from pretrain.optim.guarded import Formats, GuardedOptimizer, widened
 
 
 class Lion(GuardedOptimizer):

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pretrain.config.schema import MuonOptions
-from pretrain.optim.guarded import Formats, GuardedOptimizer, local, widened
+from pretrain.distributed.shards import local
+from pretrain.optim.guarded import Formats, GuardedOptimizer, widened
 
 BATCH = 8
 """Matrices that are computed at once by a rank, at most. They bound the memory of a step."""

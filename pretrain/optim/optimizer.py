@@ -15,10 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from pretrain.config.schema import Optim
-from pretrain.optim.guarded import Formats, GuardedOptimizer, local, widened, widest
+from pretrain.distributed.shards import local
+from pretrain.optim.guarded import Formats, GuardedOptimizer, widened, widest
 from pretrain.optim.rules import Rule, rules
 
 Groups = list[dict[str, Any]]
+SMALLEST_NORM, LARGEST_NORM = 1e-15, 1e18
+"""Between these, squares of fp32 neither vanish nor overflow in a way that a norm would show."""
 
 
 @dataclass(frozen=True)
@@ -228,13 +231,16 @@ def _norms(parts: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, fp64. On a CPU torch would copy every tensor to fp64, in seven times the time of the rows' way."""
     if any(part.is_cuda for part in parts):
         return torch._foreach_norm(parts, 2, dtype=torch.float64)
-    return [
-        torch.linalg.vector_norm(
-            torch.linalg.vector_norm(part, dim=-1, dtype=widest(part)) if part.dim() > 1 and part.numel() else part,
-            dtype=torch.float64,
-        )
-        for part in parts
-    ]
+    return [_norm_by_rows(part) for part in parts]
+
+
+def _norm_by_rows(part: Tensor) -> Tensor:
+    if part.dim() > 1 and part.numel():
+        rows = torch.linalg.vector_norm(part, dim=-1, dtype=widest(part))
+        norm = torch.linalg.vector_norm(rows, dtype=torch.float64)
+        if SMALLEST_NORM < norm < LARGEST_NORM:
+            return norm
+    return torch.linalg.vector_norm(part, dtype=torch.float64)
 
 
 def _sharding_of(gradient: Tensor) -> tuple | None:

@@ -17,9 +17,9 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from pretrain.distributed.shards import place_of
+from pretrain.distributed.launcher import usable_cores
+from pretrain.distributed.shards import local, place_of
 
 BLOCK_ELEMENTS = 1 << 20  # part of the definition of the values: changing it changes every initial weight
 
@@ -52,25 +52,24 @@ def draw_rows(seed: int, name: str, shape: tuple[int, ...], start: int, stop: in
 @functools.cache
 def _threads() -> int:
     """This process's share of the cores, which are idle while weights are drawn."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, scales: Mapping[str, float] = MappingProxyType({})) -> None:
     """Fill every parameter of a materialised network, sharded or not. `scales`: factors of standard deviations, by name."""
     for name, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        part = local(parameter)
         initial, place = model.initial(name), place_of(parameter)
         if callable(initial):
             # Every rank draws all of it: only vectors and small matrices have rules that are not normal distributions.
-            local.copy_(initial(seed)[place])
+            part.copy_(initial(seed)[place])
             continue
         mean, std = initial
         if std == 0:
-            local.fill_(mean)
+            part.fill_(mean)
         else:
-            local.copy_(_normal_values(tuple(parameter.shape), place, name, seed).mul_(std * scales.get(name, 1.0)).add_(mean))
+            part.copy_(_normal_values(tuple(parameter.shape), place, name, seed).mul_(std * scales.get(name, 1.0)).add_(mean))
 
 
 def _normal_values(shape: tuple[int, ...], place: tuple[slice, ...], name: str, seed: int) -> Tensor:

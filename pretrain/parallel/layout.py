@@ -28,11 +28,14 @@ from pretrain.parallel.pipeline_order import bubble, order, stages_of
 DDP_MEMORY_SHARE = 0.4  # `auto` replicates a state up to this share of the device memory; the rest is for activations
 
 
+FORMAT_BYTES = {"fp32": 4, "bf16": 2}
+
+
 def state_bytes(config: Config) -> int:
     """Bytes of a parameter's weight, gradient and two moments, as AdamW has them; no optimizer has more."""
     precision = config.precision
-    size = {"fp32": 4, "bf16": 2}
-    return size[precision.master] + size[precision.gradients or precision.master] + 2 * size[precision.moments]
+    of_gradients = FORMAT_BYTES[precision.gradients or precision.master]
+    return FORMAT_BYTES[precision.master] + of_gradients + 2 * FORMAT_BYTES[precision.moments]
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
+from pretrain.distributed.shards import local
 from pretrain.models.loss import Losses
 from pretrain.parallel.pipeline_messages import Mail, Passed
 from pretrain.parallel.pipeline_order import BACKWARD, DEFERRING, FORWARD, WEIGHT, Action, cut, order, stage_ranks, stages_of
@@ -131,8 +131,7 @@ class PipelineAxis:
         own = dict(self.network.named_parameters())
         for name, ranks in self.holders.items():
             if len(ranks) > 1 and self.rank in ranks:
-                gradient = own[name].grad
-                self._sum_over(ranks, gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+                self._sum_over(ranks, local(own[name].grad))
 
     def _sum_over(self, ranks: list[int], gradient: Tensor) -> None:
         down, up = self.groups[FORWARD, False], self.groups[FORWARD, True]

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from pretrain.distributed.mesh import Mesh
+from pretrain.distributed.shards import local
 from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.encoder_decoder import CrossAttention
 from pretrain.models.experts import Experts, MixtureOfExperts
@@ -89,11 +90,10 @@ class TensorAxis:
     def sum_gradients(self) -> None:
         """Add the parts of the gradients of parameters that are whole on every rank. Call it after the last micro-step of a step."""
         whole = [p.grad for name, p in self.network.named_parameters() if name not in self.split_names and p.grad is not None]
-        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in whole]
-        for device in sorted(
-            {gradient.device for gradient in local}, key=str
-        ):  # with parallel.offload, matrices are on the host
-            here = [gradient for gradient in local if gradient.device == device]
+        parts = [local(gradient) for gradient in whole]
+        # With parallel.offload, matrices are on the host.
+        for device in sorted({part.device for part in parts}, key=str):
+            here = [part for part in parts if part.device == device]
             together = torch.cat([gradient.flatten() for gradient in here])
             dist.all_reduce(together, group=self.group)
             for gradient, summed in zip(here, together.split([gradient.numel() for gradient in here])):

@@ -119,7 +119,10 @@ class Continuation:
         return self._saving is not None
 
     def finish_save(self) -> int | None:
-        """Make the checkpoint that was begun visible, on all ranks together, and remove what is no longer kept; its step. None if there is none."""
+        """Make the checkpoint that was begun visible, on all ranks together. Return its step, or None if none was begun.
+
+        Older checkpoints that are no longer kept are removed.
+        """
         if self._saving is None:
             return None
         saving, self._saving, step = self._saving, None, self._saved_step

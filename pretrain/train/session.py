@@ -17,7 +17,7 @@ from pretrain.data.training_data import verify_everywhere
 from pretrain.distributed import ranks as distributed
 from pretrain.distributed.agreement import machine_name, run_facts
 from pretrain.distributed.joining import Meeting
-from pretrain.distributed.launcher import check_launcher
+from pretrain.distributed.launcher import check_launcher, usable_cores
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, print_error
 from pretrain.huggingface.export_check import start_export_check
@@ -26,7 +26,7 @@ from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.explain import explain_ranks, explain_strategy
-from pretrain.parallel.layout import DDP_MEMORY_SHARE, expected_world_size, state_bytes
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, expected_world_size, state_bytes
 from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
 from pretrain.train.attention_kernel import set_attention_kernel
@@ -39,8 +39,6 @@ from pretrain.train.stop import StopRequest
 from pretrain.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-FORMAT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 def check(config: Config, processes: int | None = None, explain: bool = False) -> int:
@@ -308,11 +306,6 @@ def _describe_threads(ranks: Ranks) -> list[str]:
     best = max(1, cores // here)
     advice = f", and {cores - threads * here} stay idle; run.threads={best} uses them" if threads < best else ""
     return [f"threads  {threads} in each of {here} process{'es' if here > 1 else ''} on {cores} cores{advice}"]
-
-
-def usable_cores() -> int:
-    """The cores that this process may compute on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _describe_stages(plan: Plan) -> list[str]:

@@ -5,12 +5,13 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from running import run_main, tool, train
 
-from pretrain.checkpoint import files
+from pretrain.checkpoint import files, save
 from pretrain.checkpoint.payload import Payload, read_metadata
 from pretrain.config.schema import Checkpoint
 from pretrain.errors import CheckpointError
@@ -257,8 +258,6 @@ def test_the_verify_tool_names_what_is_damaged(run, capsys):
 
 
 def test_a_save_that_would_not_fit_says_how_much_is_missing_and_leaves_nothing(tmp_path, monkeypatch):
-    from pretrain.checkpoint import save
-
     class Usage:
         free = 1_000_000
 
@@ -267,3 +266,16 @@ def test_a_save_that_would_not_fit_says_how_much_is_missing_and_leaves_nothing(t
     with pytest.raises(CheckpointError, match=r"it takes 2\.0 MB and 1\.0 MB are free; make room"):
         save.write_checkpoint(tmp_path / "step-00000001", tensors, {}, {}, ALONE)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [MemoryError(), SystemExit(1)])
+def test_a_write_that_ends_without_a_word_is_no_checkpoint(tmp_path, error):
+    """An error without a message, or one that no handler expects, in the thread that writes: nothing may become visible."""
+    saving = save.Saving(tmp_path / "step-00000001", {"model.weight": torch.ones(4)}, {}, {}, ALONE)
+    saving.begin()
+    with patch.object(saving.writer, "write_data", side_effect=error):
+        saving.write_beside()
+        saving.thread.join()
+    with pytest.raises(CheckpointError, match="MemoryError|not written to the end"):
+        saving.finish()
+    assert not list(tmp_path.iterdir())

@@ -55,7 +55,7 @@ def trainer_of(config_file: Path, *overrides: str) -> Trainer:
 
 
 def calls_of_steps(trainer: Trainer, step: int) -> int:
-    """Of two steps after a number of steps, with their batches."""
+    """Calls that two steps make after a number of steps, with their batches."""
     sequences = trainer.config.batch.sequences
     trainer.progress = Progress(step, step * sequences, step * sequences * 8)
 

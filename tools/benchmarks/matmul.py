@@ -39,7 +39,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of one product."""
+        """FLOPs of one product."""
         return 2 * self.tokens * self.inputs * self.outputs
 
 

@@ -268,6 +268,7 @@ def test_a_save_that_would_not_fit_says_how_much_is_missing_and_leaves_nothing(t
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # they are what is tested
 @pytest.mark.parametrize("error", [MemoryError(), SystemExit(1)])
 def test_a_write_that_ends_without_a_word_is_no_checkpoint(tmp_path, error):
     """An error without a message, or one that no handler expects, in the thread that writes: nothing may become visible."""

@@ -98,6 +98,19 @@ class BatchStage:
 
 
 @dataclass
+class LengthStage:
+    """A stage of a run whose sequences are shorter than its samples."""
+
+    until_tokens: int = key(
+        "???",
+        "Steps that begin before so many tokens (samples × sequence_length) have rows of `length` tokens.",
+        ge=1,
+        le=2**62,
+    )
+    length: int = key("???", "Tokens of a row: a divisor of `data.sequence_length`.", ge=1, le=2**40)
+
+
+@dataclass
 class Batch:
     """How many samples make an optimizer step. Accumulation is derived, never set."""
 
@@ -135,6 +148,12 @@ class Batch:
     )
     ramp: list[BatchStage] = key(
         [], "Other sizes before `sequences` is reached: a batch-size ramp, stage after stage.", when={"data.pairs": UNSET}
+    )
+    lengths: list[LengthStage] = key(
+        [],
+        "Shorter sequences before `data.sequence_length` is reached, stage after stage: each sample is cut into rows of `length` tokens, and "
+        "attention stays within a row. Order, targets and tokens per step are the same.",
+        when={"data.pairs": UNSET, "data.objective": ("next_token",)},
     )
 
 
@@ -613,9 +632,9 @@ class Precision:
         "Format in which the gradients of matrices are added up over micro-steps; null: that of `master`. Another one needs "
         "`parallel.strategy: single`, because DDP and FSDP2 keep gradients as they keep weights.",
     )
-    moments: Literal["fp32", "bf16"] = key(
+    moments: Literal["fp32", "bf16", "8bit"] = key(
         "fp32",
-        "Format in which the optimizer's running means for matrices are stored; bf16 is rounded at random.",
+        "Format in which the optimizer's running means for matrices are stored; bf16 and 8bit are rounded at random. 8bit is for AdamW.",
         resume="never",
     )
 

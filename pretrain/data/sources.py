@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.config.data_schema import Data, MixtureStage, Source, Text, ValidationSource
-from pretrain.config.schema import Config
+from pretrain.config.schema import BatchStage, Config, LengthStage
 from pretrain.data.order import Mixture, Stage
 from pretrain.data.packing import open_index
 from pretrain.data.samples import Packed, Samples, Windows
@@ -215,16 +215,30 @@ def check_tokenizers(sources: Sequence[Samples]) -> None:
 
 
 def batch_schedule(config: Config) -> BatchSchedule:
-    """`batch` as samples per step. Raises ConfigError for a ramp whose stages do not follow each other."""
-    length = config.data.sequence_length
-    ramp = [(-(-stage.until_tokens // length), stage.sequences) for stage in config.batch.ramp]
-    for i, ((before, _), (until, _)) in enumerate(zip(ramp, ramp[1:]), start=1):
-        if until <= before:
+    """`batch` as samples per step, and rows of a sample. Raises ConfigError for stages that do not follow each other, or rows that do not fit."""
+    batch, length = config.batch, config.data.sequence_length
+    for i, stage in enumerate(batch.lengths):
+        if length % stage.length:
+            divisors = [n for n in range(1, length + 1) if length % n == 0]
             raise ConfigError(
-                f"batch.ramp.{i}.until_tokens={config.batch.ramp[i].until_tokens} is not beyond the stage before it, "
-                f"{config.batch.ramp[i - 1].until_tokens}, by a sample of {length} tokens; stages follow each other"
+                f"batch.lengths.{i}.length={stage.length} is not a divisor of data.sequence_length={length}; nearest legal value: "
+                f"{min(divisors, key=lambda n: abs(n - stage.length))}"
             )
-    return BatchSchedule(config.batch.sequences, tuple(ramp))
+    ramp = zip(_ends("batch.ramp", batch.ramp, length), [stage.sequences for stage in batch.ramp])
+    cuts = zip(_ends("batch.lengths", batch.lengths, length), [length // stage.length for stage in batch.lengths])
+    return BatchSchedule(batch.sequences, tuple(ramp), tuple(cuts))
+
+
+def _ends(key: str, stages: Sequence[BatchStage | LengthStage], length: int) -> list[int]:
+    """The consumed samples at which each stage ends."""
+    ends = [-(-stage.until_tokens // length) for stage in stages]
+    for i in range(1, len(ends)):
+        if ends[i] <= ends[i - 1]:
+            raise ConfigError(
+                f"{key}.{i}.until_tokens={stages[i].until_tokens} is not beyond the stage before it, "
+                f"{stages[i - 1].until_tokens}, by a sample of {length} tokens; stages follow each other"
+            )
+    return ends
 
 
 def open_stream(config: Config, sources: list[Samples]) -> Stream:

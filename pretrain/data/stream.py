@@ -39,15 +39,21 @@ class BatchSchedule:
     """The number of samples of each optimizer step: constant, or growing by a ramp. It is a pure function of the consumed samples.
 
     `ramp`: (until, sequences) in rising order. A step that begins before `until` consumed samples takes that many `sequences`.
-    The field `sequences` is the size after the last ramp.
+    The field `sequences` is the size after the last ramp. `cuts`: (until, rows), alike: each of its samples is cut into so many rows, and
+    after the last cut it is a row.
     """
 
     sequences: int
     ramp: tuple[tuple[int, int], ...] = ()
+    cuts: tuple[tuple[int, int], ...] = ()
 
     def at(self, consumed: int) -> int:
         """Samples of the step that begins after `consumed` samples."""
         return next((sequences for until, sequences in self.ramp if consumed < until), self.sequences)
+
+    def rows_at(self, consumed: int) -> int:
+        """Rows that a sample is cut into in the step that begins after `consumed` samples."""
+        return next((rows for until, rows in self.cuts if consumed < until), 1)
 
     def after(self, consumed: int, steps: int) -> int:
         """Samples consumed `steps` steps after `consumed`."""
@@ -244,6 +250,11 @@ class StepBatch(ABC):
     sequences: int
     digest: int
     target_tokens: int
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Sequences that the network sees of a sample."""
+        return 1
 
     @abstractmethod
     def micro_steps(self, sequences: int) -> int:

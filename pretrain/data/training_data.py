@@ -80,8 +80,6 @@ class TrainingData(Protocol):
     """The vocabularies by key of the section `model`: `vocab_size` and perhaps `encoder.vocab_size`."""
     added_tokens: list[str]
     """Tokens of training that the tokenizer lacks, which an export adds to it."""
-    lengths: tuple[float, ...]
-    """Tokens that a network sees of a sample. For an encoder-decoder: of a source and of a target, on average."""
     fingerprints: list[str]
     """The fingerprint of each source's content, in order."""
     validation: Sequence[ValidationData]
@@ -89,6 +87,11 @@ class TrainingData(Protocol):
     @property
     def holdings(self) -> list[tuple[str, Holding]]:
         """The directories that a run reads, with those of its validation. Each has its key in the configuration."""
+
+    def lengths(self, consumed: int) -> tuple[float, ...]:
+        """The length of the sequences that a network sees in the step after `consumed` samples. For an encoder-decoder: of a source and of a
+        target, on average.
+        """
 
     def identity(self, until: int) -> dict[str, Any]:
         """Everything that decided the samples before position `until`, to compare with a checkpoint.
@@ -123,15 +126,20 @@ class TrainingData(Protocol):
 
 @dataclass(frozen=True)
 class SampleBatch(StepBatch):
-    """`inputs`: the network's inputs by name, with a row per sample."""
+    """`inputs`: the network's inputs by name, with the rows of a sample together."""
 
     inputs: dict[str, Tensor]
+
+    @property
+    def rows_per_sample(self) -> int:
+        return len(self.inputs["targets_BT"]) // len(self.positions)
 
     def micro_steps(self, sequences: int) -> int:
         return len(self.positions) // sequences
 
     def micro(self, index: int, sequences: int, device: torch.device) -> dict[str, Tensor]:
-        part = slice(index * sequences, (index + 1) * sequences)
+        rows = sequences * self.rows_per_sample
+        part = slice(index * rows, (index + 1) * rows)
         return {name: tensor[part].to(device, non_blocking=True) for name, tensor in self.inputs.items()}
 
 
@@ -156,7 +164,10 @@ class Loader:
         targets_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
         self.stream.read(positions, tokens_BT.numpy(), targets_BT.numpy())
         name = digest(positions, tokens_BT.numpy(), targets_BT.numpy())
-        inputs = self.objective.inputs(tokens_BT, targets_BT, positions)
+        rows = self.schedule.rows_at(consumed)
+        cut = (len(positions) * rows, self.stream.sequence_length // rows)
+        places = (positions[:, None] * rows + np.arange(rows)).ravel()
+        inputs = self.objective.inputs(tokens_BT.view(cut), targets_BT.view(cut), places)
         target_tokens = int(np.count_nonzero(inputs["targets_BT"].numpy() != IGNORED))
         if self.pin_memory:
             inputs = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in inputs.items()}
@@ -230,9 +241,8 @@ class PreparedTraining:
     def added_tokens(self) -> list[str]:
         return self.objective.added_tokens(self.stream.data.vocab_size)
 
-    @property
-    def lengths(self) -> tuple[float, ...]:
-        return self.objective.lengths(self.config.data.sequence_length)
+    def lengths(self, consumed: int) -> tuple[float, ...]:
+        return self.objective.lengths(self.config.data.sequence_length // self.schedule.rows_at(consumed))
 
     @property
     def holdings(self) -> list[tuple[str, Holding]]:

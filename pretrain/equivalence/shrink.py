@@ -62,6 +62,7 @@ def _run(given: Config, length: int) -> dict[str, Any]:
         "batch.sequences": (given.batch.sequences, sequences),
         "batch.micro_sequences": (given.batch.micro_sequences, sequences),
         "batch.ramp": (given.batch.ramp, []),
+        "batch.lengths": (given.batch.lengths, []),
         "run.steps": (given.run.steps, STEPS),
         "schedule.warmup_steps": (schedule.warmup_steps, min(1, schedule.warmup_steps)),
         "schedule.decay_steps": (schedule.decay_steps, schedule.decay_steps and 1),

@@ -181,13 +181,13 @@ class Window:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._steps = self._tokens = 0
-        self._computed = self._waited = 0.0
+        self._computed = self._waited = self._flops = 0.0
         self._all_steps, self._after_first, self._mean = 0, 0.0, 0.0
 
-    def add(self, computed: float, waited: float, tokens: int) -> None:
-        """Add a step: the seconds that it computed, the seconds that it waited for data before, and its target tokens."""
+    def add(self, computed: float, waited: float, tokens: int, flops: float = 0.0) -> None:
+        """Add a step: the seconds that it computed, the seconds that it waited for data before, its target tokens, and the model's FLOPs."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
-        self._computed, self._waited = self._computed + computed, self._waited + waited
+        self._computed, self._waited, self._flops = self._computed + computed, self._waited + waited, self._flops + flops
         self._all_steps += 1
         if self._all_steps == 1:
             self._after_first = time.monotonic()
@@ -205,13 +205,18 @@ class Window:
         }
         # The first step of a start compiles and warms up. Later ones show how long a step takes, with its share of all else.
         self._mean = (now - self._after_first) / (self._all_steps - 1) if self._all_steps > 1 else seconds
-        self._started, self._steps, self._tokens, self._computed, self._waited = now, 0, 0, 0.0, 0.0
+        self._started, self._steps, self._tokens, self._computed, self._waited, self._flops = now, 0, 0, 0.0, 0.0, 0.0
         return speed
 
     @property
     def computed(self) -> float:
         """Seconds in steps since the last report."""
         return self._computed
+
+    @property
+    def flops_per_second(self) -> float:
+        """Over the seconds in steps since the last report."""
+        return self._flops / self._computed
 
     def left(self, steps: int) -> float:
         """Seconds for this many more steps, at the mean speed of this start at the last report."""

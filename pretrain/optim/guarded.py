@@ -17,7 +17,9 @@ EVERYTHING = slice(None)
 
 @dataclass(frozen=True)
 class Formats:
-    """How numbers are stored. `moments`: of matrices; those of vectors are stored as these are. `names`: of the parameters, for rounding."""
+    """How numbers are stored. `moments`: of matrices, uint8 for codes of AdamW's; those of vectors are stored as these are. `names`: of the
+    parameters, for rounding.
+    """
 
     moments: torch.dtype = torch.float32
     names: dict[Tensor, str] = field(default_factory=dict)
@@ -67,10 +69,11 @@ class GuardedOptimizer(torch.optim.Optimizer):
         for number, (tensor, value) in enumerate(zip(tensors, values)):
             old = tensor[chunk]
             if old.dtype == torch.bfloat16 and value.dtype == torch.float32:
-                value = round_at_random(value, self._random_bits(parameter, number, chunk, value.device))
+                value = round_at_random(value, self.random_bits(parameter, number, chunk, value.device))
             old.copy_(value if self.found_inf is None else torch.where(self.found_inf.to(tensor.device) > 0, old, value))
 
-    def _random_bits(self, parameter: Tensor, number: int, chunk: slice, device: torch.device) -> Tensor:
+    def random_bits(self, parameter: Tensor, number: int, chunk: slice, device: torch.device) -> Tensor:
+        """Random numbers below 2^16 for these rows of tensor `number` of a parameter and its state, the same in every layout."""
         rows, *others = place_of(parameter)
         first, last, _ = chunk.indices(rows.stop - rows.start)
         place = (slice(rows.start + first, rows.start + last), *others)

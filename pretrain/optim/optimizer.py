@@ -20,8 +20,6 @@ from pretrain.optim.guarded import Formats, GuardedOptimizer, widened, widest
 from pretrain.optim.rules import Rule, rules
 
 Groups = list[dict[str, Any]]
-SMALLEST_NORM, LARGEST_NORM = 1e-15, 1e18
-"""Between these, squares of fp32 neither vanish nor overflow in a way that a norm would show."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Setting:
 
 def _adamw(groups: Groups, given: Setting) -> torch.optim.Optimizer:
     config, parameters = given.config, [p for group in groups for p in group["params"]]
-    if given.formats.moments == torch.bfloat16 or any(p.dtype == torch.bfloat16 for p in parameters):
+    if given.formats.moments != torch.float32 or any(p.dtype == torch.bfloat16 for p in parameters):
         from pretrain.optim.adamw import AdamW
 
         return AdamW(groups, config.lr, tuple(config.betas), config.eps, given.formats)
@@ -228,19 +226,19 @@ def clip_gradients(
 
 
 def _norms(parts: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, fp64. On a CPU torch would copy every tensor to fp64, in seven times the time of the rows' way."""
+    """The 2-norm of each tensor, fp64. On a CPU torch would copy every tensor to fp64, in seven times the time of the rows' way.
+
+    In matrices on a CPU, numbers below 1e-19 count as zeros, and above 1e19 as infinite, because of their squares in fp32.
+    """
     if any(part.is_cuda for part in parts):
         return torch._foreach_norm(parts, 2, dtype=torch.float64)
-    return [_norm_by_rows(part) for part in parts]
-
-
-def _norm_by_rows(part: Tensor) -> Tensor:
-    if part.dim() > 1 and part.numel():
-        rows = torch.linalg.vector_norm(part, dim=-1, dtype=widest(part))
-        norm = torch.linalg.vector_norm(rows, dtype=torch.float64)
-        if SMALLEST_NORM < norm < LARGEST_NORM:
-            return norm
-    return torch.linalg.vector_norm(part, dtype=torch.float64)
+    return [
+        torch.linalg.vector_norm(
+            torch.linalg.vector_norm(part, dim=-1, dtype=widest(part)) if part.dim() > 1 and part.numel() else part,
+            dtype=torch.float64,
+        )
+        for part in parts
+    ]
 
 
 def _sharding_of(gradient: Tensor) -> tuple | None:

@@ -28,7 +28,7 @@ from pretrain.parallel.pipeline_order import bubble, order, stages_of
 DDP_MEMORY_SHARE = 0.4  # `auto` replicates a state up to this share of the device memory; the rest is for activations
 
 
-FORMAT_BYTES = {"fp32": 4, "bf16": 2}
+FORMAT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 
 
 def state_bytes(config: Config) -> int:

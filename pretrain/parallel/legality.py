@@ -78,9 +78,10 @@ def check_context(config: Config) -> None:
             model.predict_ahead and config.parallel.tensor > 1
         ),
         "model.attention_backend=flex needs whole masks; use sdpa": model.attention_backend == "flex",
-        f"2 x {ranks} stretches of data.sequence_length={config.data.sequence_length} tokens are empty": config.data.sequence_length
-        < 2 * ranks,
     }
+    lengths = {f"batch.lengths.{i}.length": stage.length for i, stage in enumerate(config.batch.lengths)}
+    for name, length in (lengths | {"data.sequence_length": config.data.sequence_length}).items():
+        reasons[f"2 x {ranks} stretches of {name}={length} tokens are empty"] = length < 2 * ranks
     for reason, holds in reasons.items():
         if ranks > 1 and holds:
             raise ConfigError(f"parallel.context={ranks}: {reason}; set parallel.context=1, or change the other key")

@@ -53,10 +53,11 @@ class Plan:
     """Lines about what this run does differently from the configuration."""
     data: TrainingData
 
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs of one forward and backward pass per token. For encoder-decoders: per target token, the unit of `tokens_per_second`."""
-        return flops_per_token(self.config.model, *self.data.lengths)
+    def flops_per_token(self, consumed: int) -> int:
+        """FLOPs of a forward and backward pass per token, in the step after `consumed` samples. For encoder-decoders: per target token, the
+        unit of `tokens_per_second`.
+        """
+        return flops_per_token(self.config.model, *self.data.lengths(consumed))
 
     def facts(self) -> dict[str, Any]:
         """The results of the configuration on this host, as JSON values by name. All ranks must have the same."""

@@ -274,17 +274,19 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
     config, layout = plan.config, plan.layout
     model, batch, precision = config.model, config.batch, config.precision
     tokens = batch.tokens or batch.sequences * config.data.sequence_length
+    samples = plan.data.samples_after(origin.samples, config.run.steps - origin.step)
     ramp = "".join(f"{stage.sequences} sequences until {stage.until_tokens:,} tokens, then " for stage in batch.ramp)
+    shorter = "".join(f", in rows of {stage.length} until {stage.until_tokens:,} tokens" for stage in batch.lengths)
     shares = f"{ramp}{batch.sequences} sequences = {layout.data_size} ranks x {layout.micro_steps} micro-steps x {batch.micro_sequences}"
     if batch.tokens:
         shares = f"{batch.tokens} tokens over {layout.data_size} ranks, each in micro-steps of at most {batch.micro_tokens or 'its share'}"
     blocks = f"{model.encoder.layers} + {model.layers}" if model.encoder.layers else model.layers
     return [
-        f"run      {directory_of(config.run)}: {config.run.steps} steps of {tokens} tokens",
+        f"run      {directory_of(config.run)}: {config.run.steps} steps of {tokens} tokens{shorter}",
         f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
-        f"vocabulary {model.vocab_size}; {plan.flops_per_token:.3g} FLOPs per token",
+        f"vocabulary {model.vocab_size}; {plan.flops_per_token(samples):.3g} FLOPs per token",
         *family_of(model.family).describe(model),
-        *plan.data.describe(plan.data.samples_after(origin.samples, config.run.steps - origin.step)),
+        *plan.data.describe(samples),
         *_describe_validation(plan),
         f"layout   {layout.name} on {world_size} process{'es' if world_size > 1 else ''}: {shares}",
         *([f"strategy {strategy}"] if (strategy := explain_strategy(config, layout)) else []),

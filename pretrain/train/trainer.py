@@ -109,7 +109,8 @@ class Trainer:
             raise RuntimeError(f"matrices are stored as {stored}, not as precision.master={config.precision.master}")
         peak = peak_flops(self.ranks.device, config.precision.compute)
         self.peak_flops = peak * self.ranks.world_size if peak else None
-        self.flops_per_token = self.plan.flops_per_token
+        self.flops_per_token: dict[tuple[float, ...], int] = {}
+        """By lengths of sequences, which stages of a run may change."""
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class Trainer:
             self.progress.samples,
             rate,
             digest,
-            batch.positions.tolist(),
+            batch.positions.repeat(batch.rows_per_sample).tolist(),
             losses.objective_B,
             figures,
         )
@@ -256,7 +257,7 @@ class Trainer:
 
         `waited`: seconds that the batch took. Return whether no evaluation was cut short.
         """
-        started = time.monotonic()
+        started, flops = time.monotonic(), verdict.target_tokens * self._flops_of_a_token()
         with self._profile(self.progress.step + 1, waited):
             before, self.ahead = self.ahead, self.step(batch, verdict.target_tokens, verdict.digest)
         self.garbage.after_step(self.progress.step)
@@ -265,12 +266,19 @@ class Trainer:
         if record:
             self._after_step(record, poll)
         if self.runs_ahead and not self._is_due(self.progress.step):
-            self.window.add(seconds, waited, verdict.target_tokens)
+            self.window.add(seconds, waited, verdict.target_tokens, flops)
             return True
         started = time.monotonic()
         record, self.ahead = self.settle(self.ahead), None
-        self.window.add(seconds + time.monotonic() - started, waited, verdict.target_tokens)
+        self.window.add(seconds + time.monotonic() - started, waited, verdict.target_tokens, flops)
         return self._after_step(record, poll)
+
+    def _flops_of_a_token(self) -> int:
+        """In the step to come."""
+        lengths = self.plan.data.lengths(self.progress.samples)
+        if lengths not in self.flops_per_token:
+            self.flops_per_token[lengths] = self.plan.flops_per_token(self.progress.samples)
+        return self.flops_per_token[lengths]
 
     def _profile(self, number: int, waited: float) -> AbstractContextManager:
         """What records a step, if `log.profile` has its number."""
@@ -425,12 +433,12 @@ class Trainer:
         if waited is not None:
             shares = self.ranks.sum("waiting for stages", torch.tensor(waited / self.window.computed, dtype=torch.float64))
             record.pipeline_wait = float(shares) / self.ranks.world_size
+        achieved = self.window.flops_per_second
         for name, value in self.window.take().items():
             setattr(record, name, value)
         if self.compilations is not None and (done := self.compilations.take()):
             record.compiled, words = done
             log.info("step %d: %s", record.step, words)
-        achieved = record.step_tokens_per_second * self.flops_per_token
         record.mfu = achieved / self.peak_flops if self.peak_flops else None
         record.seconds_left = self.window.left(self.config.run.steps - record.step)
         record.shares = self.plan.data.shares(self.settled_samples) or None

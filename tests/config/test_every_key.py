@@ -61,7 +61,7 @@ VALUES: dict[str, list[Any]] = {
     "precision.fp8": ["tensorwise"], "precision.fp8_modules": ["['*.mlp.*']"], "model.heads": [2], "model.vocab_size": [300], "model.encoder.vocab_size": [300], "model.max_sequence_length": [64],
     "model.rope.pattern": ["[true,false]"], "model.attention.bias": ["[query]"], "model.attention.window_pattern": ["[true,false]"],
     "model.experts.dense_layers": ["[0]"], "model.encoder.layers": [1, 3], "batch.sequences": [32], "batch.micro_sequences": [2],
-    "batch.ramp": ["[{until_tokens: 1024, sequences: 8}]"], "optim.betas": ["[0.5,0.95]"], "parallel.shard": [2, 4],
+    "batch.ramp": ["[{until_tokens: 1024, sequences: 8}]"], "batch.lengths": ["[{until_tokens: 1024, length: 8}]"], "optim.betas": ["[0.5,0.95]"], "parallel.shard": [2, 4],
     "parallel.replicate": [2, 4], "data.span_corruption.first_sentinel": [260], "data.span_corruption.sentinels": [5],
     "model.relative.max_distance": [64], "model.rope.fraction": [0.5], "run.tokens": [9999], "schedule.warmup_tokens": [2500], "schedule.decay_tokens": [2500],
 }  # fmt: skip
@@ -113,6 +113,8 @@ SEEN = {
     "data.cache.dir": f"{CACHE}::test_a_folder_that_cannot_be_made_is_an_error_that_names_the_key",
     "data.cache.limit_gb": f"{CACHE}::test_a_file_larger_than_the_limit_names_both_sizes_and_the_key",
     "batch.ramp.0.until_tokens": f"{A_RUN}::test_a_ramp_keeps_the_order_of_the_samples_and_takes_its_sizes",
+    "batch.lengths.0.until_tokens": "train/test_schedules.py::test_a_run_in_a_stage_of_shorter_sequences_goes_on_as_if_never_interrupted",
+    "batch.lengths.0.length": "train/test_schedules.py::test_a_run_in_a_stage_of_shorter_sequences_goes_on_as_if_never_interrupted",
     "batch.ramp.0.sequences": f"{A_RUN}::test_a_ramp_keeps_the_order_of_the_samples_and_takes_its_sizes",
     "batch.tokens": f"{PAIRS}::test_another_batch_size_or_other_pairs_make_another_run",
     "batch.micro_tokens": f"{PAIRS}::test_a_layout_computes_what_one_process_computes",

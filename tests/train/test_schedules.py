@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from running import cut_after, losses, run_main, train
+from running import (
+    cut_after,
+    gradients,
+    largest_gradient_difference,
+    largest_relative_difference,
+    losses,
+    run_main,
+    some_slow,
+    train,
+)
 
 from pretrain.observe.metrics import read_metrics
 
@@ -23,6 +32,57 @@ def test_a_run_counted_in_tokens_with_a_piecewise_rate_goes_on_as_if_never_inter
     cut_after(straight, 6)
     parts = train(pool, 1, config_file, "run.name=parts", *written)
     assert losses(parts)[-6:] == losses(straight)[-6:]
+
+
+SHORT_FIRST = (
+    "batch={sequences: 16, micro_sequences: 4, lengths: [{until_tokens: 1024, length: 8}, {until_tokens: 2048, length: 16}]}",
+    "run.steps=6", "schedule.warmup_steps=1", "log.every_steps=1", "log.gradients_at=[1]", "checkpoint.every_steps=1", "checkpoint.keep_last=0",
+    "data.document_mask=true",
+)  # fmt: skip
+LAYOUTS = {
+    "fsdp on 2": (2, "parallel.strategy=fsdp"),
+    "ddp on 2": (2, "parallel.strategy=ddp"),
+    "context 2": (2, "parallel.strategy=fsdp", "parallel.context=2"),
+    "ring 2": (2, "parallel.strategy=fsdp", "parallel.context=2", "parallel.context_method=ring"),
+    "tensor 2": (2, "parallel.strategy=fsdp", "parallel.tensor=2"),
+    "pipeline 2": (2, "parallel.strategy=fsdp", "parallel.pipeline=2"),
+}
+
+
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, ["ddp on 2", "ring 2", "tensor 2"]))
+def test_stages_of_shorter_sequences_compute_the_same_in_every_layout(pool, trained_run, config_file, layout):
+    """The samples and their targets are those of a run without stages. What a row sees of its sample is less, and the loss another."""
+    single = trained_run(1, config_file, "run.name=single", *SHORT_FIRST)
+    world_size, *overrides = LAYOUTS[layout]
+    run = train(pool, world_size, config_file, "run.name=other", *SHORT_FIRST, *overrides)
+    assert largest_relative_difference(losses(run), losses(single)) <= 2e-6
+    assert largest_gradient_difference(gradients(run), gradients(single)) <= 5e-6
+
+
+def test_a_run_in_a_stage_of_shorter_sequences_goes_on_as_if_never_interrupted(pool, trained_run, config_file):
+    records = read_metrics(trained_run(1, config_file, "run.name=single", *SHORT_FIRST))
+    whole = read_metrics(train(pool, 1, config_file, "run.name=whole", *SHORT_FIRST, "batch.lengths=[]"))
+    for key in ("batch", "tokens", "lr"):
+        assert [record[key] for record in records] == [record[key] for record in whole]
+    assert abs(records[0]["loss"] - whole[0]["loss"]) > 1e-4
+    straight = train(pool, 1, config_file, "run.name=straight", *SHORT_FIRST)
+    cut_after(straight, 3)
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.name=parts", *SHORT_FIRST, "batch.lengths=[]")
+    assert code == 1 and "batch.lengths" in printed and "run.accept_changes" in printed
+    parts = train(pool, 1, config_file, "run.name=parts", *SHORT_FIRST)
+    assert losses(parts)[-3:] == losses(straight)[-3:]
+
+
+@pytest.mark.parametrize(
+    "written, problem",
+    [
+        ("[{until_tokens: 100, length: 12}]", "batch.lengths.0.length=12 is not a divisor of data.sequence_length=32; nearest legal value: 8"),
+        ("[{until_tokens: 100, length: 8}, {until_tokens: 90, length: 16}]", "batch.lengths.1.until_tokens=90 is not beyond the stage before it, 100"),
+    ],
+)  # fmt: skip
+def test_stages_of_lengths_that_cannot_be_are_refused(config_file, written, problem):
+    code, printed = run_main(str(config_file), "--check", f"batch.lengths={written}")
+    assert code == 2 and problem in printed
 
 
 def test_what_numbers_of_tokens_mean_is_said(config_file):

@@ -69,7 +69,7 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     tokens = asked.length * asked.micro * asked.accumulation * plan.layout.data_size * asked.steps
     rate = tokens / seconds
     peak = peak_flops(device, plan.config.precision.compute)
-    share = f"MFU {100 * rate * plan.flops_per_token / (peak * world_size):.1f}%, " if peak else ""
+    share = f"MFU {100 * rate * plan.flops_per_token(0) / (peak * world_size):.1f}%, " if peak else ""
     note = f"{share}peak {_peak_gb(device):.1f} GB, built in {built:.1f} s, first step {first:.1f} s, loss {loss:.3f}"
     return [
         Row(

@@ -83,6 +83,7 @@ class InspectedStep:
     ranks: int
     rank: int | None
     sequence_length: int
+    rows_per_sample: int
     packing: str
     objective: str
     document_mask: bool
@@ -140,6 +141,7 @@ def inspect_step(history: History, step: int, rank: int | None = None, most: int
         ranks=ranks,
         rank=rank,
         sequence_length=stream.sequence_length,
+        rows_per_sample=stretch.schedule.rows_at(first),
         packing=config.data.packing,
         objective=config.data.objective,
         document_mask=config.data.document_mask,

@@ -25,6 +25,7 @@ def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
     micro = step.sequences // step.ranks // step.micro_sequences
     drawn = ", ".join(f"{name} {count:,}" for name, count in step.samples_of.items())
     inputs = step.sequences * step.sequence_length
+    rows = f" in {step.rows_per_sample} rows" if step.rows_per_sample > 1 else ""
     digest = {
         True: "matches metrics.jsonl",
         False: f"DIFFERS from metrics.jsonl, {step.logged_digest}: the step read other samples",
@@ -34,7 +35,7 @@ def summary_of(step: InspectedStep) -> list[tuple[str, str]]:
         ("step", f"{step.step:,} of {step.last_step:,} of {step.run}, {state}"),
         (
             "batch",
-            f"{step.sequences:,} samples of {step.sequence_length:,} tokens at stream positions {step.first_position:,}.."
+            f"{step.sequences:,} samples of {step.sequence_length:,} tokens{rows} at stream positions {step.first_position:,}.."
             f"{step.first_position + step.sequences - 1:,}: "
             f"{_count(step.ranks, 'rank')} x {_count(micro, 'micro-step')} x {step.micro_sequences:,}",
         ),

@@ -234,8 +234,7 @@ class PairTraining:
         sides = {"vocab_size": self.pairs.target, "encoder.vocab_size": self.pairs.source}
         return {key: Vocabulary(side.vocab_size, side.tokenizer.sha256, side.path) for key, side in sides.items()}
 
-    @property
-    def lengths(self) -> tuple[float, float]:
+    def lengths(self, consumed: int) -> tuple[float, float]:
         """The mean lengths of sources and targets, end tokens included."""
         return self.pairs.source.tokens / len(self.pairs), self.pairs.target.tokens / len(self.pairs)
 
@@ -265,7 +264,7 @@ class PairTraining:
 
     def describe(self, until: int) -> list[str]:
         pairs, count = self.pairs, len(self.pairs)
-        tokens = "{:.1f} and {:.1f} tokens".format(*self.lengths)
+        tokens = "{:.1f} and {:.1f} tokens".format(*self.lengths(0))
         vocabulary = f"{pairs.source.vocab_size} and {pairs.target.vocab_size} tokens"
         if pairs.source.tokenizer.sha256 == pairs.target.tokenizer.sha256:
             vocabulary = f"{pairs.target.vocab_size} tokens, shared"

@@ -79,7 +79,7 @@ def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
 
 def test_a_step_of_each_optimizer_is_measured_beside_the_passes_of_its_batch(options):
     rows = updates(dataclasses.replace(options, scale=0.05))
-    assert [row.name for row in rows] == ["adamw", "lion", "muon"] and all(
+    assert [row.name for row in rows] == ["adamw", "lion", "muon", "adafactor"] and all(
         row.value > 0 and "% of the passes" in row.note for row in rows
     )
 

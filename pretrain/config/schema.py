@@ -300,13 +300,32 @@ class MuonOptions:
 
 
 @dataclass
+class AdafactorOptions:
+    """Options of Adafactor. Its state is a number per row and per column."""
+
+    decay: float = key(
+        0.8,
+        "The mean of squares takes in a share of step^-decay of the new ones: all of them at first, less and less later.",
+        gt=0,
+        le=1,
+    )
+    clip: float = key(1.0, "Root mean square of a parameter's update beyond which it is scaled down.", gt=0, le=1e6)
+    least_scale: float = key(
+        1e-3,
+        "Steps are as large as the learning rate times the root mean square of the weights, or times this where those are smaller.",
+        gt=0,
+        le=1e6,
+    )
+
+
+@dataclass
 class Optim:
     """The optimizer. Norms, biases and embeddings get no weight decay, by rule."""
 
-    name: Literal["adamw", "lion", "muon"] = key(
+    name: Literal["adamw", "lion", "muon", "adafactor"] = key(
         "adamw",
         "AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where torch has it; Lion (arXiv 2302.06675); Muon for the matrices of blocks and "
-        "AdamW for the rest, at one rate (arXiv 2502.16982).",
+        "AdamW for the rest, at one rate (arXiv 2502.16982); Adafactor (arXiv 1804.04235), with steps in proportion to the weights.",
         resume="never",
     )
     lr: float = key(
@@ -316,7 +335,11 @@ class Optim:
         le=1e38,
     )
     betas: tuple[float, float] = key(
-        (0.9, 0.95), "Decay rates of the running means of the gradient and of its square.", ge=0, lt=1
+        (0.9, 0.95),
+        "Decay rates of the running means of the gradient and of its square.",
+        ge=0,
+        lt=1,
+        when={"optim.name": ("adamw", "lion", "muon")},
     )
     eps: float = key(
         1e-8,
@@ -362,6 +385,7 @@ class Optim:
         lt=1,
     )
     muon: MuonOptions = section(MuonOptions, when={"optim.name": ("muon",)})
+    adafactor: AdafactorOptions = section(AdafactorOptions, when={"optim.name": ("adafactor",)})
 
 
 @dataclass

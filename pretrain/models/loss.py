@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from pretrain.config.schema import Loss
 from pretrain.conventions import IGNORED
+from pretrain.models.compiled_loss import compiled_chunk_losses
 
 CPU_CHUNK_BYTES, CHUNK_BYTES = 256 << 20, 1 << 30
 """Memory that the logits of a chunk may take, on CPU and elsewhere: enough tokens for matrix products at full speed."""
@@ -62,6 +63,9 @@ class LossOptions:
 
     chunk_bytes: int | None = None
     """Memory for the logits that exist at one time; None: what is good for the device."""
+
+    compiled: bool = False
+    """Whether the arithmetic on logits is compiled. Where ranks share the vocabulary, it is not."""
 
     def __post_init__(self) -> None:
         if self.z_loss < 0 or not 0 <= self.label_smoothing <= 1:
@@ -255,7 +259,7 @@ def _losses_and_gradients(
     losses_N, entropies_N = (torch.empty(len(x_ND), dtype=dtype, device=x_ND.device) for _ in range(2))
     grad_x_ND = torch.empty_like(x_ND) if needs_x else None
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
-    for rows, logits in _chunks(x_ND, weight_VD, options, shard):
+    for rows, logits in _chunks(x_ND, weight_VD, options, shard, needs_x or needs_weight):
         x, targets = x_ND[rows], targets_N[rows]
         losses, entropies_N[rows] = logits.project(x).losses(targets)
         if needs_x or needs_weight:
@@ -288,15 +292,19 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, limit: int) -> None
 
 
 def _chunks(
-    x_ND: Tensor, weight_VD: Tensor, options: LossOptions, shard: VocabularyShard | None
-) -> Iterator[tuple[slice, _ChunkLogits]]:
+    x_ND: Tensor, weight_VD: Tensor, options: LossOptions, shard: VocabularyShard | None, wants_gradient: bool
+) -> Iterator[tuple[slice, _ChunkLogits | _CompiledChunkLogits]]:
     """Slices of the tokens, of equal size but for the last, with buffers for their logits. With a `shard` they are the same on all ranks."""
     tokens, vocabulary = len(x_ND), len(weight_VD) if shard is None else shard.largest
     if not tokens:
         return
     on_cpu = x_ND.device.type == "cpu"
     size = chunk_size(tokens, vocabulary, x_ND.dtype, on_cpu, options)
-    buffers = _ChunkLogits(size, weight_VD, options, shard, _chunk_bytes(on_cpu, options))
+    limit = _chunk_bytes(on_cpu, options)
+    if options.compiled and shard is None:
+        buffers = _CompiledChunkLogits(size, weight_VD, options, limit, wants_gradient)
+    else:
+        buffers = _ChunkLogits(size, weight_VD, options, shard, limit)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens)), buffers
 
@@ -395,6 +403,27 @@ class _ChunkLogits:
             columns = targets - self.shard.start
             here = here & (columns >= 0) & (columns < self.logits.shape[1])
         return columns.where(here, 0), here
+
+
+class _CompiledChunkLogits:
+    """`_ChunkLogits` with its arithmetic compiled. There is one buffer: the gradient takes the place of the products at once."""
+
+    def __init__(self, tokens: int, weight_VD: Tensor, options: LossOptions, limit: int, wants_gradient: bool) -> None:
+        self.weight_VD, self.options, self.bytes, self.wants_gradient = weight_VD, options, limit, wants_gradient
+        self._raw = torch.empty((tokens, len(weight_VD)), dtype=weight_VD.dtype, device=weight_VD.device)
+
+    def project(self, x: Tensor) -> _CompiledChunkLogits:
+        self.raw = self._raw[: len(x)]
+        torch.mm(x, self.weight_VD.t(), out=self.raw)
+        return self
+
+    def losses(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        options = self.options
+        switches = options.label_smoothing, options.z_loss, options.logit_scale, options.soft_cap
+        return compiled_chunk_losses()(self.raw, targets, self.wants_gradient, *switches)
+
+    def gradient(self, targets: Tensor) -> Tensor:
+        return self.raw
 
 
 class OutputHead(nn.Module):

@@ -47,6 +47,12 @@ def _lion(groups: Groups, given: Setting) -> torch.optim.Optimizer:
     return Lion(groups, given.config.lr, tuple(given.config.betas), given.formats)
 
 
+def _adafactor(groups: Groups, given: Setting) -> torch.optim.Optimizer:
+    from pretrain.optim.adafactor import Adafactor
+
+    return Adafactor(groups, given.config.lr, given.config.adafactor, given.formats)
+
+
 def _muon(groups: Groups, given: Setting) -> torch.optim.Optimizer:
     from pretrain.optim.muon import Muon
 
@@ -54,6 +60,7 @@ def _muon(groups: Groups, given: Setting) -> torch.optim.Optimizer:
 
 
 _OPTIMIZERS: dict[str, Callable[[Groups, Setting], torch.optim.Optimizer]] = {
+    "adafactor": _adafactor,
     "adamw": _adamw,
     "lion": _lion,
     "muon": _muon,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from pretrain.config.schema import Optim
@@ -15,8 +16,13 @@ from pretrain.models.layers import Embedding
 from pretrain.models.width import Kind, kind_of
 
 NAMES_SHOWN = 6
-MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}
-"""Numbers that an optimizer keeps beside each one of a parameter."""
+MOMENTS: dict[str, Callable[[torch.Size], int]] = {
+    "adamw": lambda shape: 2 * shape.numel(),
+    "lion": torch.Size.numel,
+    "muon": torch.Size.numel,
+    "adafactor": lambda shape: shape.numel() if len(shape) == 1 else shape.numel() // shape[-1] + shape.numel() // shape[-2],
+}
+"""Numbers that an optimizer keeps beside a parameter of a shape."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,9 @@ def rules(model: nn.Module, config: Optim) -> dict[str, Rule]:
 def count_moments(model: nn.Module, config: Optim) -> int:
     """Numbers that the optimizers keep beside the parameters that are trained."""
     found, means = rules(model, config), config.ema_decay is not None
-    return sum((MOMENTS[found[name].optimizer] + means) * p.numel() for name, p in model.named_parameters() if name in found)
+    return sum(
+        MOMENTS[found[name].optimizer](p.shape) + means * p.numel() for name, p in model.named_parameters() if name in found
+    )
 
 
 def describe(model: nn.Module, config: Optim) -> list[str]:

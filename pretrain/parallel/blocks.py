@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pretrain.config.schema import Config
+from pretrain.models.loss import OutputHead
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -24,6 +26,8 @@ def prepare_blocks(network: nn.Module, config: Config) -> None:
     """Set the compute format of a network; compile, recompute and offload its blocks as the configuration says."""
     options = config.parallel
     set_compute_format(network, DTYPES[config.precision.compute])
+    if options.compile != "none":
+        compile_loss(network)
     if options.compile == "blocks":
         compile_blocks(network, budget=options.activation_memory_budget)
     if options.activation_checkpointing != "none":
@@ -60,6 +64,13 @@ def compile_blocks(network: nn.Module, backend: str = "inductor", budget: float 
         if unit.role == "block" and unit.apart:
             for module in unit.modules:
                 module.forward = torch.compile(module.forward, backend=backend)
+
+
+def compile_loss(network: nn.Module) -> None:
+    """Compile the arithmetic on a network's logits. Its products are torch's own in any case."""
+    for module in network.modules():
+        if isinstance(module, OutputHead):
+            module.options = dataclasses.replace(module.options, compiled=True)
 
 
 def compile_model(network: nn.Module, budget: float = 1.0) -> None:

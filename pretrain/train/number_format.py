@@ -29,6 +29,10 @@ def check_formats(config: Config) -> None:
     precision = config.precision
     if precision.master == "bf16" and precision.compute == "fp32":
         raise ConfigError("precision.master=bf16 needs precision.compute=bf16, but that is fp32; set one of them")
+    if precision.moments != "fp32" and config.optim.name == "adafactor":
+        raise ConfigError(
+            f"precision.moments={precision.moments}: optim.name=adafactor keeps a number per row and column, in fp32; remove the key"
+        )
     if precision.moments == "8bit" and config.optim.name != "adamw":
         raise ConfigError(
             f"precision.moments=8bit is for optim.name=adamw, whose mean of squares says how large its other mean can be; for {config.optim.name} use bf16"

@@ -52,7 +52,7 @@ BESIDE = {
     "parallel.replicate": [*BASE, "parallel.strategy=fsdp"], "parallel.shard": [*BASE, "parallel.strategy=fsdp"],
     "loss.predict_ahead_weight": [*BASE, "model.predict_ahead=1"],
     "schedule.decay": [*BASE, "schedule.name=wsd"], "schedule.warmup_tokens": [*BASE, "schedule.warmup_steps=0"],
-    "run.tokens": [*BASE, "run.steps=1000"], "optim.muon": [*BASE, "optim.name=muon"],
+    "run.tokens": [*BASE, "run.steps=1000"], "optim.muon": [*BASE, "optim.name=muon"], "optim.adafactor": [*BASE, "optim.name=adafactor"],
     "data.shuffle_shards": [*BASE, "data.shuffle=shards"], "precision.fp8": [*FP8, "precision.fp8=rowwise"],
     "precision.master": FP8,
 }  # fmt: skip

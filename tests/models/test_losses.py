@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.conventions import IGNORED
+from pretrain.models import loss
+from pretrain.models.compiled_loss import chunk_losses
 from pretrain.models.loss import CROSS_ENTROPY, LossOptions, OutputHead, finish_logits, fused_losses, sequence_losses
 
 EVERYTHING = LossOptions(z_loss=1e-2, label_smoothing=0.1, soft_cap=5.0, logit_scale=0.7, chunk_bytes=1 << 12)
@@ -69,7 +71,15 @@ options = st.builds(
     soft_cap=st.sampled_from([None, 1.0, 30.0]),
     logit_scale=st.sampled_from([1.0, 0.3, 8.0]),
     chunk_bytes=st.sampled_from([None, 1, 1000, 5000]),
+    compiled=st.booleans(),
 )
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(request, monkeypatch):
+    """What would be compiled runs as it is written: compiling takes seconds for each set of options."""
+    if not request.node.get_closest_marker("slow"):
+        monkeypatch.setattr(loss, "compiled_chunk_losses", lambda: chunk_losses)
 
 
 IGNORED_PATTERNS = ["none", "some", "a sequence", "all"]
@@ -101,9 +111,24 @@ def test_fused_losses_and_gradients_are_those_of_cross_entropy(shape, options, s
         assert ignored != "all" or not found.any()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [LossOptions(chunk_bytes=6000), dataclasses.replace(EVERYTHING, chunk_bytes=6000)])
+def test_the_compiled_loss_is_the_loss_in_chunks_of_unequal_size(options, dtype):
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    x, weight, targets = problem(3, 7, 37, 8, dtype)
+    found = []
+    for compiled in (False, True):
+        losses = fused_losses(x, weight, targets, dataclasses.replace(options, compiled=compiled))
+        found.append((losses, *torch.autograd.grad(losses.sum(), (x, weight))))
+    assert all(relative_difference(one, other) < tolerance for one, other in zip(*found))
+
+
 @pytest.mark.parametrize("ignored", IGNORED_PATTERNS[:3])
 @pytest.mark.parametrize("one_upstream", [True, False])
-@pytest.mark.parametrize("changed", [{}, {"z_loss": 1e-4}, {"label_smoothing": 0.1}, {"soft_cap": 30.0}, {"logit_scale": 0.25}])
+@pytest.mark.parametrize(
+    "changed", [{}, {"z_loss": 1e-4}, {"label_smoothing": 0.1}, {"soft_cap": 30.0}, {"logit_scale": 0.25}, {"compiled": True}]
+)
 def test_in_fp32_losses_and_gradients_are_those_of_cross_entropy(changed, one_upstream, ignored):
     """At the size that logits have in training, in 13 chunks; a random pattern of targets."""
     x, weight, targets = problem(4, 100, 1009, 64, torch.float32)

@@ -17,7 +17,7 @@ from pretrain.optim.optimizer import OptimizerSet
 EMA = "optim.ema_decay=0.8"
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor"])
 def test_the_mean_follows_its_formula_and_lends_its_values(name):
     torch.manual_seed(0)
     model = nn.Linear(3, 4)

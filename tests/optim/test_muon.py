@@ -72,7 +72,7 @@ def test_muon_gets_the_matrices_of_blocks_and_adamw_the_rest(values):
         is_matrix = parameters[name].dim() > 1 and name not in outer and not name.endswith("bias")
         assert rule.optimizer == ("muon" if is_matrix else "adamw"), name
     assert {name for name, rule in found.items() if rule.optimizer == "muon"} == orthogonalized(model) != set()
-    for name in ("adamw", "lion", "muon"):
+    for name in ("adamw", "lion", "muon", "adafactor"):
         optimizer = OptimizerSet([model], Optim(name=name))
         kept = sum(tensor.numel() for key, tensor in optimizer.tensors().items() if not key.startswith("step."))
         assert kept == count_moments(model, Optim(name=name))
@@ -115,7 +115,7 @@ def test_a_pattern_that_does_nothing_is_refused(patterns, message):
 # ---- steps that are left out --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor"])
 def test_a_refused_step_leaves_weights_and_state_as_they_are_to_the_last_bit(name):
     model = network(**MIXTURE)
     optimizer = OptimizerSet([model], Optim(name=name, lr=0.1))

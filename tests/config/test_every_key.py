@@ -203,7 +203,7 @@ def network_signature(config: Config, inputs: dict[str, Any]) -> Any:
     losses = model.train()(**inputs)
     losses.sum().backward()
     groups = [
-        (type(own).__name__, getattr(own, "momentum", None), getattr(own, "polynomials", None), getattr(own, "betas", None))
+        (type(own).__name__, getattr(own, "momentum", None), getattr(own, "polynomials", None), getattr(own, "betas", None), getattr(own, "options", None))
         + ({name: value for name, value in group.items() if name != "params"},)
         for own in optimizers
         for group in own.param_groups

@@ -148,8 +148,10 @@ def add_training(subjects: argparse._SubParsersAction) -> None:
         subject.add_argument(
             "--steps", type=int, default=5, metavar="N", help="measured steps of a turn (default: %(default)s)"
         )
+        subject.add_argument("--compiled", action="store_true", help="by torch.compile: pretrain's blocks, the others whole")
         add_keeping(subject)
         subject.set_defaults(measure=compare_programs)
+    peers.add_argument("--litgpt", metavar="PYTHON", help="the Python of an environment with LitGPT, to compare it too")
 
 
 def add_matmul(subjects: argparse._SubParsersAction) -> None:
@@ -233,17 +235,19 @@ def measure_and_keep(arguments: argparse.Namespace, typed: str, rows_of: Callabl
 
 
 def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
-    from benchmarks.training import ALONE, PROGRAMS, Case, compare_trainers
+    from benchmarks.training import ALONE, IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
 
     cases = [
-        Case(shape, number_format, ranks, accumulation)
+        Case(shape, number_format, ranks, accumulation, arguments.compiled)
         for shape in arguments.shapes
         for number_format in arguments.formats
         for ranks in arguments.ranks
         for accumulation in arguments.accumulation
     ]
-    programs = ALONE if arguments.subject == "train" else list(PROGRAMS)
-    measure_and_keep(arguments, typed, lambda options: compare_trainers(cases, programs, arguments.steps, options))
+    litgpt = arguments.litgpt if arguments.subject == "peers" else None
+    there = [name for name in PROGRAMS if name != IN_ANOTHER_ENVIRONMENT or litgpt]
+    programs = ALONE if arguments.subject == "train" else there
+    measure_and_keep(arguments, typed, lambda options: compare_trainers(cases, programs, arguments.steps, options, litgpt))
 
 
 def compare_products(arguments: argparse.Namespace, typed: str) -> None:

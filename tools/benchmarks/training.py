@@ -19,8 +19,16 @@ from benchmarks.measure import Options, Row, environment, require
 from benchmarks.trainers.clock import Task
 
 TRAINERS = Path(__file__).resolve().parent / "trainers"
-PROGRAMS = {"pretrain": "ours.py", "HF Trainer": "hf_trainer.py", "plain loop": "loop.py", "products alone": "ceiling.py"}
+PROGRAMS = {
+    "pretrain": "ours.py",
+    "HF Trainer": "hf_trainer.py",
+    "plain loop": "loop.py",
+    "LitGPT": "litgpt_fabric.py",
+    "products alone": "ceiling.py",
+}
 ALONE = ("pretrain", "products alone")
+IN_ANOTHER_ENVIRONMENT = "LitGPT"
+"""Its packages do not go with ours; `--litgpt` names a Python that has them."""
 SHAPES = {
     "A": {"dim": 384, "layers": 6, "heads": 6, "vocabulary": 8192, "length": 256, "micro": 8},
     "B": {"dim": 768, "layers": 12, "heads": 12, "vocabulary": 32_000, "length": 512, "micro": 4},
@@ -37,10 +45,12 @@ class Case:
     format: str
     ranks: int
     accumulation: int
+    compiled: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.shape} {self.format}, {self.ranks} rank{'s' if self.ranks > 1 else ''}, {self.accumulation} micro-steps"
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        return f"{self.shape} {self.format}, {ranks}, {self.accumulation} micro-steps{', compiled' if self.compiled else ''}"
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,10 @@ class Measured:
     """Of all ranks together."""
 
 
-def compare_trainers(cases: Sequence[Case], programs: Sequence[str], steps: int, options: Options) -> list[Row]:
-    """CPU microseconds per token of each program, and beside them how that compares."""
+def compare_trainers(
+    cases: Sequence[Case], programs: Sequence[str], steps: int, options: Options, litgpt: str | None = None
+) -> list[Row]:
+    """CPU microseconds per token of each program, and beside them how that compares. `litgpt`: a Python that has it."""
     write_tokens(options.work / "tokens", byte_tokenizer(options.work), options.scaled(1 << 22, 1 << 16), 1 << 22)
     np.random.default_rng(0).integers(0, 256, options.scaled(1 << 22, 1 << 16)).astype(np.uint16).tofile(
         options.work / "tokens.bin"
@@ -67,12 +79,13 @@ def compare_trainers(cases: Sequence[Case], programs: Sequence[str], steps: int,
         for turn in range(options.turns):
             for name in programs:
                 options.say(f"{case.name}, turn {turn + 1} of {options.turns}: {name}")
-                found[name].append(_turn(case, name, steps, options))
+                python = litgpt if name == IN_ANOTHER_ENVIRONMENT and litgpt else sys.executable
+                found[name].append(_turn(case, name, steps, options, python))
         rows += _rows(case, found)
     return rows
 
 
-def _turn(case: Case, name: str, steps: int, options: Options) -> Measured:
+def _turn(case: Case, name: str, steps: int, options: Options, python: str) -> Measured:
     shape = {
         key: options.scaled(value, 8 if key in ("length", "vocabulary") else 1) for key, value in SHAPES[case.shape].items()
     }
@@ -80,10 +93,10 @@ def _turn(case: Case, name: str, steps: int, options: Options) -> Measured:
         shape |= {"dim": 32, "heads": 2, "vocabulary": 512}
     result = options.work / f"{name.replace(' ', '-')}-{time.monotonic_ns()}"
     task = Task(
-        **shape, accumulation=case.accumulation, ranks=case.ranks, steps=steps + WARM_UP, format=case.format, work=str(options.work),
-        result=str(result),
+        **shape, accumulation=case.accumulation, ranks=case.ranks, steps=steps + WARM_UP, format=case.format,
+        compiled=case.compiled, work=str(options.work), result=str(result),
     )  # fmt: skip
-    start = [sys.executable]
+    start = [python]
     if case.ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
     typed = [*start, str(TRAINERS / PROGRAMS[name]), json.dumps(dataclasses.asdict(task))]

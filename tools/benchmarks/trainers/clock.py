@@ -28,6 +28,8 @@ class Task:
     ranks: int
     steps: int
     format: str
+    compiled: bool
+    """By torch.compile, whole or by blocks as the program does it."""
     work: str
     """A folder with `tokens.bin` (uint16) and, for pretrain, the prepared folder `tokens`."""
     result: str

@@ -62,7 +62,8 @@ groups = [
     {"params": [p for p in network.parameters() if p.dim() < 2], "weight_decay": 0.0},
 ]
 optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
-called = DistributedDataParallel(network) if task.ranks > 1 else network
+called = torch.compile(network) if task.compiled else network
+called = DistributedDataParallel(called) if task.ranks > 1 else called
 casting = torch.autocast("cpu", dtype=torch.bfloat16, enabled=task.format == "bf16")
 for step in range(task.steps):
     for micro in range(task.accumulation):

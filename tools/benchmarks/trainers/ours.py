@@ -36,6 +36,7 @@ raise SystemExit(
             f"model={{family: gpt2, dim: {task.dim}, layers: {task.layers}, heads: {task.heads}, vocab_size: {task.vocabulary}}}",
             f"batch={{sequences: {task.micro * task.accumulation * task.ranks}, micro_sequences: {task.micro}}}",
             f"precision.compute={task.format}",
+            f"parallel.compile={'blocks' if task.compiled else 'none'}",
             *(["parallel.strategy=ddp"] if task.ranks > 1 else []),
             "schedule={name: cosine, warmup_steps: 2}",
             "log={every_steps: 1, tensorboard: false}",

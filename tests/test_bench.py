@@ -9,13 +9,14 @@ import re
 
 import numpy as np
 import pytest
-from benchmarks import loading, preparing
+from benchmarks import loading, preparing, quality
 from benchmarks.collectives import HOPS, MOVED, Exchange, collectives, exchanges, fit_ring
 from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.data import PARTS, measure
 from benchmarks.matmul import layer_products
 from benchmarks.measure import ROOT, Options, Row, Turns, as_lines, changes, in_turns, read_lines, table
 from benchmarks.products import fastest
+from benchmarks.quality import all_settings
 from benchmarks.saving import run_state
 from benchmarks.scaling import LAYOUTS, weak_scaling
 from benchmarks.training import IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
@@ -62,6 +63,28 @@ def test_programs_are_compared_on_the_same_task(options, tmp_path, ranks):
     rows = compare_trainers([case], programs, 2, dataclasses.replace(options, work=tmp_path, scale=0.05))
     assert [row.name for row in rows] == programs and {row.part for row in rows} == {case.name}
     assert all(row.value > 0 and row.baseline == rows[0].value and "MB" in row.note for row in rows)
+
+
+def test_programs_are_tried_as_often_and_each_setting_of_ours_is_one():
+    settings = all_settings()
+    assert settings.keys() == quality.PROGRAMS.keys() and len({len(tries) for tries in settings.values()}) == 1
+    for setting in settings["pretrain"].values():
+        resolve(load_config(None, [*setting["overrides"], "data.sources=[{path: nowhere}]", "run.steps=100"])[0])
+
+
+def test_results_of_a_text_are_put_together_best_first():
+    line = {"minutes": 5.0, "program": "a", "setting": "x", "bits_per_byte": 1.5}
+    found = quality.summary([line, {**line, "bits_per_byte": 1.7}, {**line, "program": "b", "bits_per_byte": 1.4}]).splitlines()
+    assert found[2:] == ["| 5 | b | x | 1.4000 | 0.0000 | 1 |", "| 5 | a | x | 1.6000 | 0.2000 | 2 |"]
+
+
+@pytest.mark.slow
+def test_each_program_learns_the_text_in_its_time(options, tmp_path):
+    options = dataclasses.replace(options, work=tmp_path, scale=0.05)
+    text = quality.prepare_text(options)
+    for program, tries in all_settings().items():
+        found = quality.train(program, next(iter(tries)), 0.5, 1, text, options)
+        assert 1.0 < found.bits_per_byte < 3.0 and found.steps >= quality.FEW and found.seconds < 45, found
 
 
 def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):

@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         add_formats,
         add_layouts,
         add_optimizers,
+        add_quality,
         add_speed,
         add_training,
         add_matmul,
@@ -154,6 +155,25 @@ def add_training(subjects: argparse._SubParsersAction) -> None:
     peers.add_argument("--litgpt", metavar="PYTHON", help="the Python of an environment with LitGPT, to compare it too")
 
 
+def add_quality(subjects: argparse._SubParsersAction) -> None:
+    """The subject `quality`."""
+    from benchmarks.quality import PROGRAMS
+
+    quality = subjects.add_parser(
+        "quality", help="bits per byte after minutes of training, beside other programs; results add up in a file"
+    )
+    quality.add_argument("--minutes", type=float, default=5.0, help="of training, start-up included (default: 5)")
+    quality.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=list(PROGRAMS))
+    quality.add_argument("--settings", nargs="+", metavar="NAME", help="those of them to run (default: all)")
+    quality.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
+    quality.add_argument("--work", type=Path, required=True, metavar="DIR", help="a folder for the text, which is kept")
+    quality.add_argument(
+        "--json", type=Path, required=True, metavar="FILE", help="results; those that it has are not run again"
+    )
+    quality.add_argument("--scale", type=size, default=1.0, help="size of the text; below 1 to try it out")
+    quality.set_defaults(measure=compare_quality)
+
+
 def add_matmul(subjects: argparse._SubParsersAction) -> None:
     matmul = subjects.add_parser(
         "matmul", help="TFLOP/s of squares and of a model's shapes, beside the device's published peak"
@@ -248,6 +268,28 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
     there = [name for name in PROGRAMS if name != IN_ANOTHER_ENVIRONMENT or litgpt]
     programs = ALONE if arguments.subject == "train" else there
     measure_and_keep(arguments, typed, lambda options: compare_trainers(cases, programs, arguments.steps, options, litgpt))
+
+
+def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
+    from benchmarks.quality import all_settings, as_line, prepare_text, summary, train
+
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    options = Options(arguments.work, scale=arguments.scale)
+    text = prepare_text(options)
+    kept = read_lines(arguments.json) if arguments.json.exists() else []
+    done = {(line["program"], line["setting"], line["minutes"], line["seed"], line["text_sha256"]) for line in kept}
+    cases = [
+        (program, setting, arguments.minutes, seed)
+        for seed in arguments.seeds
+        for program in arguments.programs
+        for setting in all_settings()[program]
+        if not arguments.settings or setting in arguments.settings
+    ]
+    for case in cases:
+        if (*case, text.digest) not in done:
+            with arguments.json.open("a", encoding="utf-8") as file:
+                file.write(as_line(train(*case, text, options), text, typed) + "\n")
+    print(summary(read_lines(arguments.json)))
 
 
 def compare_products(arguments: argparse.Namespace, typed: str) -> None:

@@ -1,0 +1,133 @@
+"""Time to quality: bits per byte of a text that was not trained on, after minutes of training from nothing, beside other programs.
+
+The text is the Python source of the installed torch, whose version our constraints pin; its hash is kept with each result. A program's time begins when it is
+started and ends with its last step. It is told how many steps fit: a short run before says how long they take. All programs see the same tokens,
+and are tried as often, with settings of their own (quality_settings.yaml). Validation is of the whole held-out text, in windows of the setting's length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.measure import TOOLS, Options, environment, machine, require
+from benchmarks.trainers.quality_task import QualityTask
+from omegaconf import OmegaConf
+
+from pretrain.data.shards.reader import PreparedData
+
+PROGRAMS = {"pretrain": "quality_ours.py", "HF Trainer": "quality_hf.py", "nanoGPT's loop": "quality_loop.py"}
+SETTINGS = Path(__file__).resolve().parent / "quality_settings.yaml"
+VOCABULARY = 4096
+TEXT_MB = 46
+FEW = 12
+"""Steps that are timed beforehand."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """The prepared text. `digest`: of its bytes; `bytes_per_token`: of the validation text."""
+
+    work: Path
+    digest: str
+    bytes_per_token: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a program reached. `seconds`: from its start to its last step."""
+
+    program: str
+    setting: str
+    minutes: float
+    seed: int
+    steps: int
+    seconds: float
+    bits_per_byte: float
+
+
+def prepare_text(options: Options) -> Text:
+    """The text, tokenized once into the work folder."""
+    work, corpus = options.work, options.work / "corpus.jsonl"
+    root = Path(str(importlib.metadata.distribution("torch").locate_file("torch")))
+    size = str(options.scaled(TEXT_MB, 2))
+    if not (work / "data").exists():
+        _tool("collect_source.py", "--output", str(corpus), "--root", str(root), "--max-mb", size)
+        _tool(
+            "train_tokenizer.py", "--input", str(corpus), "--vocab-size", str(VOCABULARY), "--model-type", "bpe",
+            "--output", str(work / "tokenizer"),
+        )  # fmt: skip
+        _tool(
+            "prepare_data.py", "--input", str(corpus), "--tokenizer", str(work / "tokenizer"), "--output", str(work / "data"),
+            "--validation-fraction", "0.02",
+        )  # fmt: skip
+    opened = {name: PreparedData.open(work / "data" / name) for name in ("train", "validation")}
+    for name, data in opened.items():
+        data.read_joined(np.array([0]), np.array([data.tokens])).astype(np.uint16).tofile(work / f"{name}.bin")
+    return Text(work, hashlib.sha256(corpus.read_bytes()).hexdigest(), float(opened["validation"].bytes_per_token))
+
+
+def _tool(name: str, *arguments: str) -> None:
+    done = subprocess.run([sys.executable, str(TOOLS / name), *arguments], env=environment(2), capture_output=True, text=True)
+    require(done.returncode == 0, f"{name} fails: {' '.join(done.stderr.splitlines()[-1:])}")
+
+
+def all_settings() -> dict[str, dict[str, dict[str, Any]]]:
+    """Settings by program and name."""
+    return OmegaConf.to_container(OmegaConf.load(SETTINGS))
+
+
+def train(program: str, setting: str, minutes: float, seed: int, text: Text, options: Options) -> Result:
+    """Train once. The number of steps follows from a short run."""
+    chosen = all_settings()[program][setting]
+    for _ in range(2):  # what the first one compiles, the others find
+        started, stamps, _ = _run(program, chosen, FEW, seed, text)
+    before = stamps[0] - started
+    step = statistics.median(after - now for now, after in zip(stamps[2:-2], stamps[3:-1]))
+    steps = max(FEW, 1 + int((60 * minutes - before) / step))
+    options.say(f"{program}, {setting}, seed {seed}: {steps} steps of {step:.3f} s in {minutes:g} minutes")
+    started, stamps, loss = _run(program, chosen, steps, seed, text)
+    seconds = stamps[-2] + step - started  # some programs stamp the last step when they have validated
+    return Result(program, setting, minutes, seed, steps, seconds, loss / math.log(2) / text.bytes_per_token)
+
+
+def _run(program: str, setting: dict[str, Any], steps: int, seed: int, text: Text) -> tuple[float, list[float], float]:
+    """When it was started, when each step was done, and the validation loss in nats per token."""
+    result = text.work / f"quality-{time.monotonic_ns()}"
+    task = QualityTask(setting, steps, seed, VOCABULARY, str(text.work), str(result))
+    typed = [sys.executable, str(TOOLS / "benchmarks" / "trainers" / PROGRAMS[program]), json.dumps(dataclasses.asdict(task))]
+    started = time.time()
+    done = subprocess.run(typed, capture_output=True, text=True, env=environment(2))
+    require(done.returncode == 0, f"{program} fails: {' '.join(done.stderr.splitlines()[-1:])}")
+    found = json.loads(Path(f"{result}-0.json").read_text())
+    require(len(found["stamps"]) == steps, f"{program} took {len(found['stamps'])} steps, not {steps}")
+    return started, [wall for _, wall in found["stamps"]], found["loss"]
+
+
+def as_line(result: Result, text: Text, typed: str) -> str:
+    """A line of JSON with all that belongs to a result."""
+    return json.dumps({**dataclasses.asdict(result), "text_sha256": text.digest, "machine": machine(), "command": typed})
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> str:
+    """Markdown: for each budget, program and setting the mean of the seeds and their spread, best first."""
+    groups: dict[tuple[float, str, str], list[float]] = {}
+    for line in lines:
+        groups.setdefault((line["minutes"], line["program"], line["setting"]), []).append(line["bits_per_byte"])
+    rows = ["| minutes | program | setting | bits per byte | spread | seeds |", "|---:|---|---|---:|---:|---:|"]
+    for (minutes, program, setting), values in sorted(groups.items(), key=lambda item: (item[0][0], statistics.mean(item[1]))):
+        spread = max(values) - min(values)
+        rows.append(f"| {minutes:g} | {program} | {setting} | {statistics.mean(values):.4f} | {spread:.4f} | {len(values)} |")
+    return "\n".join(rows)

@@ -1,0 +1,40 @@
+"""GPT-2's network as people write it after nanoGPT's, with the logits of a micro-batch at once."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.dim, self.heads = dim, heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.projection = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        heads = [
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(self.dim, dim=2)
+        ]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.projection(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+
+
+class Network(nn.Module):
+    def __init__(self, dim: int, layers: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(length, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        self.apply(
+            lambda module: nn.init.normal_(module.weight, std=0.02) if isinstance(module, (nn.Linear, nn.Embedding)) else None
+        )
+
+    def forward(self, ids, targets):
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())

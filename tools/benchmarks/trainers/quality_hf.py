@@ -1,0 +1,71 @@
+"""transformers' Trainer on the record's text, with one of its models."""
+
+import logging
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+
+import torch  # noqa: E402
+from benchmarks.trainers.clock import Clock  # noqa: E402
+from benchmarks.trainers.quality_task import QualityTask  # noqa: E402
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+task = QualityTask.given()
+setting, clock = task.setting, Clock(task.result)
+logging.disable(logging.WARNING)
+torch.manual_seed(task.seed)
+
+
+class Windows(torch.utils.data.Dataset):
+    """One window per index."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict:
+        # The model shifts the targets itself; the last position has none, so a window has one token more.
+        window = torch.from_numpy(task.batch(index // setting["micro"])[index % setting["micro"]])
+        return {"input_ids": window, "labels": window}
+
+
+class Stamp(TrainerCallback):
+    def on_step_end(self, args, state, control, **more):
+        clock.stamp()
+
+
+sizes = {"vocab_size": task.vocabulary, "use_cache": False, "tie_word_embeddings": setting.get("tied", True)}
+if setting.get("model", "gpt2") == "gpt2":
+    network = GPT2LMHeadModel(
+        GPT2Config(
+            n_positions=setting["length"] + 1, n_embd=setting["dim"], n_layer=setting["layers"], n_head=setting["heads"],
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes,
+        )
+    )  # fmt: skip
+else:
+    network = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=setting["dim"], num_hidden_layers=setting["layers"], num_attention_heads=setting["heads"],
+            intermediate_size=setting["ffn_dim"], max_position_embeddings=setting["length"] + 1, **sizes,
+        )
+    )  # fmt: skip
+arguments = TrainingArguments(
+    output_dir=f"{task.result}.out", per_device_train_batch_size=setting["micro"], gradient_accumulation_steps=setting["accumulation"],
+    max_steps=task.steps, learning_rate=setting["lr"], weight_decay=setting["weight_decay"], adam_beta2=setting["beta2"], max_grad_norm=1.0,
+    optim="adamw_torch_fused", lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1},
+    warmup_steps=max(1, round(setting["warmup"] * task.steps)), bf16=setting["format"] == "bf16", torch_compile=setting["compile"], use_cpu=True,
+    save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, seed=task.seed,
+)  # fmt: skip
+Trainer(model=network, args=arguments, train_dataset=Windows(), callbacks=[Stamp()]).train()
+network.eval()
+with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting["format"] == "bf16"):
+    windows = [torch.from_numpy(window) for window in task.validation()]
+    task.report(clock, [(float(network(input_ids=window, labels=window).loss), len(window)) for window in windows])

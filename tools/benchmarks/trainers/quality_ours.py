@@ -1,0 +1,46 @@
+"""pretrain on the record's text."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[3])]
+
+from benchmarks.trainers.clock import Clock  # noqa: E402
+from benchmarks.trainers.quality_task import QualityTask  # noqa: E402
+
+from pretrain.run import main  # noqa: E402
+from pretrain.train.callbacks import Callback  # noqa: E402
+
+task = QualityTask.given()
+clock = Clock(task.result)
+
+
+class Stamp(Callback):
+    """Stamps the clock after each step; after the last one it is stamped when the text was validated."""
+
+    def evaluate(self, run, step):
+        clock.stamp()
+        return {}
+
+
+config, name = Path(f"{task.result}.yaml"), Path(task.result).name
+config.write_text("{}\n")
+share = task.setting["warmup"]
+code = main(
+    [
+        "--config",
+        str(config),
+        f"run={{dir: {task.work}/runs, name: {name}, steps: {task.steps}, seed: {task.seed}, resume: never, device: cpu}}",
+        f"data={{sources: [{{path: {task.work}/data/train, name: text}}], validation: [{{path: {task.work}/data/validation, name: text}}]}}",
+        "log={every_steps: 1, tensorboard: false}",
+        "checkpoint={every_steps: 0, export_check: false}",
+        f"schedule.warmup_steps={max(1, round(share * task.steps))}",
+        *(f"schedule.decay_steps={round(value * task.steps)}" for value in [task.setting.get("decay")] if value),
+        *task.setting["overrides"],
+    ],
+    callbacks=[Stamp()],
+)
+lines = (Path(task.work) / "runs" / name / "metrics.jsonl").read_text().splitlines()
+clock.write(json.loads(lines[-1])["validation"]["text"])
+raise SystemExit(code)

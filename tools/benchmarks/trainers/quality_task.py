@@ -1,0 +1,59 @@
+"""What the programs of the record share: their task, the tokens, and what they report (benchmarks/quality.py)."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.trainers.clock import Clock
+
+
+@dataclass(frozen=True)
+class QualityTask:
+    """A text to learn in a number of steps, with settings of the program's own."""
+
+    setting: dict[str, Any]
+    steps: int
+    seed: int
+    vocabulary: int
+    work: str
+    """A folder with `train.bin` and `validation.bin` (uint16), and prepared folders `data/train` and `data/validation`."""
+    result: str
+
+    @classmethod
+    def given(cls) -> QualityTask:
+        return cls(**json.loads(sys.argv[1]))
+
+    def batch(self, number: int) -> np.ndarray:
+        """Random windows of the text [micro, length + 1], as nanoGPT draws them."""
+        tokens, length = self._tokens("train"), self.setting["length"]
+        starts = np.random.default_rng((self.seed, number)).integers(0, len(tokens) - length - 1, self.setting["micro"])
+        return np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64)
+
+    def validation(self) -> Iterator[np.ndarray]:
+        """The whole validation text in windows [up to 16, length + 1], one after the other. Neighbours share a token."""
+        tokens, length = self._tokens("validation"), self.setting["length"]
+        starts = np.arange((len(tokens) - 1) // length) * length
+        for some in np.array_split(starts, -(-len(starts) // 16)):
+            yield np.stack([tokens[start : start + length + 1] for start in some]).astype(np.int64)
+
+    def _tokens(self, name: str) -> np.ndarray:
+        return np.memmap(Path(self.work) / f"{name}.bin", dtype=np.uint16, mode="r")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0: a linear warmup, then a cosine down to a tenth."""
+        peak, warmup = self.setting["lr"], max(1, round(self.setting["warmup"] * self.steps))
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        progress = (step - warmup) / max(1, self.steps - warmup)
+        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+    def report(self, clock: Clock, losses: list[tuple[float, int]]) -> None:
+        """Leave the clock and the mean loss. `losses`: mean and number of windows of each batch of `validation`."""
+        clock.write(sum(loss * count for loss, count in losses) / sum(count for _, count in losses))

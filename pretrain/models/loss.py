@@ -298,10 +298,10 @@ def _chunks(
     tokens, vocabulary = len(x_ND), len(weight_VD) if shard is None else shard.largest
     if not tokens:
         return
-    on_cpu = x_ND.device.type == "cpu"
-    size = chunk_size(tokens, vocabulary, x_ND.dtype, on_cpu, options)
+    on_cpu, compiled = x_ND.device.type == "cpu", options.compiled and shard is None
+    size = chunk_size(tokens, vocabulary, x_ND.dtype, on_cpu, options, compiled)
     limit = _chunk_bytes(on_cpu, options)
-    if options.compiled and shard is None:
+    if compiled:
         buffers = _CompiledChunkLogits(size, weight_VD, options, limit, wants_gradient)
     else:
         buffers = _ChunkLogits(size, weight_VD, options, shard, limit)
@@ -309,9 +309,12 @@ def _chunks(
         yield slice(start, min(start + size, tokens)), buffers
 
 
-def chunk_size(tokens: int, vocabulary: int, dtype: torch.dtype, on_cpu: bool, options: LossOptions) -> int:
+def chunk_size(
+    tokens: int, vocabulary: int, dtype: torch.dtype, on_cpu: bool, options: LossOptions, compiled: bool = False
+) -> int:
     """How many of `tokens` tokens, in this format, have their logits of so many rows of the vocabulary at one time."""
-    most = max(1, _chunk_bytes(on_cpu, options) // (vocabulary * _ChunkLogits.bytes_per_logit(dtype)))
+    bytes_per_logit = dtype.itemsize if compiled else _ChunkLogits.bytes_per_logit(dtype)
+    most = max(1, _chunk_bytes(on_cpu, options) // (vocabulary * bytes_per_logit))
     if on_cpu:
         most = min(most, CPU_CHUNK_TOKENS)
     count = -(-tokens // most)

@@ -54,8 +54,8 @@ def refusal(ranks: list[RankProcess], config_file: Path) -> str:
     [
         ("optim.lr=0.01", "optim.lr", "0.01", "0.003"),
         ("data.seed=7000", "data.seed", "7000", "7"),
-        ("run.steps=1", "run.steps", "1", "2"),
-        ("model.dim=64", "model.dim", "64", "32"),
+        pytest.param("run.steps=1", "run.steps", "1", "2", marks=pytest.mark.slow),
+        pytest.param("model.dim=64", "model.dim", "64", "32", marks=pytest.mark.slow),
         ("run.name=other", "run.name", "other", "run"),
     ],
 )

@@ -73,8 +73,8 @@ def test_ranks_that_cannot_be_are_refused_by_name(variables, said):
     [
         ({"MASTER_ADDR": None}, "the launcher set WORLD_SIZE=2 but not MASTER_ADDR; set it to the host of rank 0"),
         ({"MASTER_PORT": None}, "the launcher set WORLD_SIZE=2 but not MASTER_PORT"),
-        ({"MASTER_PORT": "abc"}, "MASTER_PORT=abc is not a port"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        pytest.param({"MASTER_PORT": "abc"}, "MASTER_PORT=abc is not a port", marks=pytest.mark.slow),
+        pytest.param({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port", marks=pytest.mark.slow),
         ({"RANK": "5"}, "RANK=5 is not in 0..1"),
     ],
 )

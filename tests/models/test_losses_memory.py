@@ -87,7 +87,7 @@ def peak_growths(*cases: tuple[str, int, str]) -> list[float]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype, gradient_bytes", [pytest.param("float32", 4, marks=pytest.mark.slow), ("bfloat16", 6)])
+@pytest.mark.parametrize("dtype, gradient_bytes", [pytest.param(*case, marks=pytest.mark.slow) for case in (("float32", 4), ("bfloat16", 6))])
 def test_the_peak_of_a_process_is_flat_in_the_vocabulary_but_for_the_gradient(dtype, gradient_bytes):
     """In bf16 the gradient of the weight exists in fp32, where it is summed, and in bf16 when it is done."""
     vocabularies = 4_096, 65_536

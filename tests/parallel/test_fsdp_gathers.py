@@ -76,7 +76,7 @@ def test_weights_are_gathered_as_often_as_the_mode_says(pool, config_file, case)
         assert found == expected
 
 
-@pytest.mark.parametrize("tied", [(), (TIED, "precision.compute=bf16")], ids=["", "tied, bf16"])
+@pytest.mark.parametrize("tied", [pytest.param((), marks=pytest.mark.slow), (TIED, "precision.compute=bf16")], ids=["", "tied, bf16"])
 def test_no_way_of_gathering_changes_a_bit(pool, config_file, tied):
     few = (*FSDP, *tied, "run.steps=3", "schedule.warmup_steps=1", "log.gradients_at=[1, 3]", "batch.micro_sequences=2")
     ways = (("always",), ("never",), ("last_block_kept",), ("2", "parallel.prefetch=2"), ("always", "parallel.prefetch=1"))

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from running import some_slow
 from test_shared_models import LOSS, OWN, batch
 
 from pretrain.config.model_schema import EncoderConfig, ExpertsConfig, Model, Norm
@@ -425,7 +426,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, ["4", "2 x context 2", "2 x tensor 2, zero_bubble"]))
 def test_stages_compute_what_one_process_computes(pool, layout):
     from pretrain.errors import ConfigError
     from pretrain.parallel.legality import check_context, check_tensor

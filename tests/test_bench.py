@@ -79,6 +79,7 @@ def test_results_of_a_text_are_put_together_best_first():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # each is compiled, and starts three times
 def test_each_program_learns_the_text_in_its_time(options, tmp_path):
     options = dataclasses.replace(options, work=tmp_path, scale=0.05)
     text = quality.prepare_text(options)

@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from benchmarks.measure import TOOLS, Options, environment, machine, require
 from benchmarks.trainers.quality_task import QualityTask
 from omegaconf import OmegaConf
 
 from pretrain.data.shards.reader import PreparedData
+from pretrain.distributed.launcher import usable_cores
 
 PROGRAMS = {"pretrain": "quality_ours.py", "HF Trainer": "quality_hf.py", "nanoGPT's loop": "quality_loop.py"}
 SETTINGS = Path(__file__).resolve().parent / "quality_settings.yaml"
@@ -34,6 +37,8 @@ VOCABULARY = 4096
 TEXT_MB = 46
 FEW = 12
 """Steps that are timed beforehand."""
+QUIET, TRIES = 0.05, 10
+"""The share of the cores that others may use meanwhile, and how often it is tried."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Result:
-    """What a program reached. `seconds`: from its start to its last step."""
+    """What a program reached. `seconds`: from its start to its last step; `others`: share of the cores that other programs used meanwhile."""
 
     program: str
     setting: str
@@ -56,6 +61,7 @@ class Result:
     steps: int
     seconds: float
     bits_per_byte: float
+    others: float
 
 
 def prepare_text(options: Options) -> Text:
@@ -71,7 +77,7 @@ def prepare_text(options: Options) -> Text:
         )  # fmt: skip
         _tool(
             "prepare_data.py", "--input", str(corpus), "--tokenizer", str(work / "tokenizer"), "--output", str(work / "data"),
-            "--validation-fraction", "0.02",
+            "--validation-fraction", str(min(0.2, 0.02 / options.scale)),
         )  # fmt: skip
     opened = {name: PreparedData.open(work / "data" / name) for name in ("train", "validation")}
     for name, data in opened.items():
@@ -92,15 +98,37 @@ def all_settings() -> dict[str, dict[str, dict[str, Any]]]:
 def train(program: str, setting: str, minutes: float, seed: int, text: Text, options: Options) -> Result:
     """Train once. The number of steps follows from a short run."""
     chosen = all_settings()[program][setting]
-    for _ in range(2):  # what the first one compiles, the others find
+    _run(program, chosen, FEW, seed, text)  # what it compiles, the next ones find
+    for _ in range(TRIES):
+        others = _OthersShare()
         started, stamps, _ = _run(program, chosen, FEW, seed, text)
+        if others.now() < QUIET:
+            break
+        options.say(f"{program}, {setting}: others use {others.now():.0%} of the cores; its steps are timed again")
     before = stamps[0] - started
     step = statistics.median(after - now for now, after in zip(stamps[2:-2], stamps[3:-1]))
     steps = max(FEW, 1 + int((60 * minutes - before) / step))
     options.say(f"{program}, {setting}, seed {seed}: {steps} steps of {step:.3f} s in {minutes:g} minutes")
+    others = _OthersShare()
     started, stamps, loss = _run(program, chosen, steps, seed, text)
+    share = others.now()
     seconds = stamps[-2] + step - started  # some programs stamp the last step when they have validated
-    return Result(program, setting, minutes, seed, steps, seconds, loss / math.log(2) / text.bytes_per_token)
+    return Result(program, setting, minutes, seed, steps, seconds, loss / math.log(2) / text.bytes_per_token, share)
+
+
+class _OthersShare:
+    """The share of the cores that programs other than this one and those that it ran to their end have used since it was made."""
+
+    def __init__(self) -> None:
+        self._started, self._busy = time.time(), self._seconds()
+
+    def now(self) -> float:
+        return (self._seconds() - self._busy) / (time.time() - self._started) / usable_cores()
+
+    @staticmethod
+    def _seconds() -> float:
+        machine, own = psutil.cpu_times(), os.times()
+        return sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - sum(own[:4])
 
 
 def _run(program: str, setting: dict[str, Any], steps: int, seed: int, text: Text) -> tuple[float, list[float], float]:

@@ -71,9 +71,9 @@ step "a sample: the model continues 'class Reader:'"
 $python tools/generate.py --model "$run/huggingface" --prompt $'class Reader:\n' --max-tokens 160 --temperature 0.6 --seed 1
 
 step "done"
-$python tools/report.py --run "$run" --output "$run/loss.png"
+$python tools/report.py "$run" --output "$run/loss.png" --output "$run/report.html"
 cat <<TXT
 run          $run (checkpoints, metrics.jsonl, logs)
 model        $run/huggingface   transformers.AutoModelForCausalLM.from_pretrained("$run/huggingface")
-curves       .venv/bin/tensorboard --logdir $run/tensorboard
+curves       $run/report.html (a file for your browser), or .venv/bin/tensorboard --logdir $run/tensorboard
 TXT

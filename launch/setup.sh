@@ -13,7 +13,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 fi
 # Everything the installation depends on; when none of it changed there is nothing to do.
 wanted="$extras $("$python" -c 'import sys; print(sys.version)') $(cat pyproject.toml constraints.txt | cksum) $(pwd -P)"
-if [ "$(cat .venv/installed-$extras 2>/dev/null || true)" = "$wanted" ]; then
+if [ "$(cat .venv/installed-"$extras" 2>/dev/null || true)" = "$wanted" ]; then
   exit 0
 fi
 echo "== installing into .venv (about a minute; torch is the large part)"
@@ -28,4 +28,4 @@ if ! .venv/bin/python -m pip install --disable-pip-version-check -c constraints.
   cat .venv/install.log >&2
   exit 1
 fi
-printf '%s' "$wanted" > .venv/installed-$extras
+printf '%s' "$wanted" > .venv/installed-"$extras"

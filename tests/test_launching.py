@@ -20,7 +20,7 @@ from pretrain.distributed.launcher import check_launcher
 from pretrain.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = [ROOT / "launch" / "torchrun_multinode.sh", ROOT / "launch" / "slurm.sbatch"]
+SCRIPTS = [ROOT / "launch" / name for name in ("torchrun_multinode.sh", "slurm.sbatch", "sagemaker.sh")]
 ACCELERATE = sorted((ROOT / "launch" / "accelerate").glob("*.yaml"))
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "launching.md").read_text(encoding="utf-8"), re.DOTALL)
 
@@ -97,7 +97,11 @@ def test_a_launcher_that_agrees_or_chose_nothing_is_accepted(environ, values):
         (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {"strategy": "fsdp"}, "set parallel.activation_checkpointing=full"),
         ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, {}, "set parallel.activation_offload=true or"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "set parallel.compile=blocks or launch with --dynamo_backend no"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, {"compile": "blocks"}, "parallel.compile=blocks (inductor) of the configuration"),
+        (
+            {"ACCELERATE_DYNAMO_BACKEND": "EAGER"},
+            {"compile": "blocks"},
+            "parallel.compile=blocks (inductor) of the configuration",
+        ),
         ({"ACCELERATE_DYNAMO_MODE": "max-autotune"}, {"compile": "blocks"}, "launch without --dynamo_mode"),
         ({"ACCELERATE_DYNAMO_USE_FULLGRAPH": "True"}, {"compile": "blocks"}, "launch without --dynamo_use_fullgraph"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, {}, "contradicts batch.sequences/batch.micro_sequences=16/16"),
@@ -411,3 +415,16 @@ def wait_for(condition, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.1)
+
+
+def test_the_cell_of_the_page_about_notebooks_trains_on_two_processes(page, torchrun_losses):
+    """`notebook_launcher` forks, so it runs in a process of its own, as in a fresh kernel."""
+    [cell] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "platforms.md").read_text(encoding="utf-8"), re.DOTALL)
+    cell = cell.replace("configs/quickstart.yaml", "runs/launching/tiny.yaml")
+    cell = cell.replace('"run.name=notebook"', '"run.name=notebook", "parallel.strategy=ddp"')
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", cell], cwd=page.folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert [record["loss"] for record in page.metrics("notebook")] == pytest.approx(torchrun_losses, abs=2e-6)

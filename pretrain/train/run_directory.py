@@ -19,6 +19,7 @@ from pretrain.config.schema import Run
 from pretrain.config.written import identity_of_today
 from pretrain.errors import CheckpointError, ConfigError, reason_of
 from pretrain.observe.logs import Tolerated
+from pretrain.observe.metrics import STARTS_FILE
 from pretrain.storage import append_line, exists, replace_text
 from pretrain.train.run_lock import LockKind, RunLock, sees_token
 
@@ -99,7 +100,7 @@ class RunDirectory:
         """Write the run's identity and resolved configuration, and append the step of this start to starts.jsonl."""
         replace_text(self.path / "identity.json", json.dumps(identity, indent=1) + "\n")
         replace_text(self.path / "config.yaml", config)
-        append_line(self.path / "starts.jsonl", json.dumps(start))
+        append_line(self.path / STARTS_FILE, json.dumps(start))
 
     def sees(self, token: str) -> bool:
         """Whether this rank finds the main rank's lock, so that both use the same storage."""

@@ -8,6 +8,7 @@ import os
 import time
 import traceback
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from pretrain.distributed.agreement import machine_name, run_facts
 from pretrain.distributed.joining import Meeting
 from pretrain.distributed.launcher import check_launcher, usable_cores
 from pretrain.distributed.ranks import Ranks
+from pretrain.distributed.surroundings import describe_surroundings, surroundings
 from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, print_error
 from pretrain.huggingface.export_check import start_export_check
 from pretrain.models import build_network
@@ -190,14 +192,16 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
     try:
         _claim(directory, ranks)
         origin = find_starting_point(plan, directory, ranks)
+        place = surroundings(ranks)
         if ranks.is_main:
-            for line in [*describe(plan, ranks.world_size, origin), *_describe_threads(ranks), *origin.lines]:
+            lines = [*describe(plan, ranks.world_size, origin), *describe_surroundings(place), *_describe_threads(ranks)]
+            for line in [*lines, *origin.lines]:
                 log.info(line)
         _verify_data(plan, ranks)
         with ranks.part("construction of the model", device=True):
             trainer = Trainer(plan, ranks, directory, origin, extensions)
         evaluated = ranks.on_main("status of the run", lambda: directory.status().get("state") == "finished", CheckpointError)
-        ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer), CheckpointError)
+        ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer, place), CheckpointError)
         # Active until the last line: a second notice from the scheduler must not end a rank that is about to report success.
         with ExitStack() as stack:
             stop = stack.enter_context(StopRequest())
@@ -237,7 +241,7 @@ def _claim(directory: RunDirectory, ranks: Ranks) -> None:
     log_to_file(directory.path / "logs", ranks.rank)
 
 
-def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Trainer) -> None:
+def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Trainer, place: dict[str, Any]) -> None:
     # Written only now: a refused start must not change what the directory says about its run.
     trainer.continuation.settle()
     start = {
@@ -247,6 +251,7 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Tr
         "world_size": ranks.world_size,
         "data_size": plan.layout.data_size,
         "folder": os.getcwd(),
+        "environment": place,
         "fingerprints": plan.data.fingerprints,
         "config": dataclasses.asdict(plan.config),
     }

@@ -1,0 +1,142 @@
+"""A run on a list of hosts: launch/torchrun_multinode.sh on each over ssh, its output here, and one end for all."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import LaunchError
+from pretrain.launching.targets import Launch
+
+PID_MARK = "pretrain-pid"
+KILL_SECONDS = 30
+"""How long the ssh that delivers a signal may take."""
+
+
+def host_commands(launch: Launch, settings: dict[str, Any]) -> dict[str, list[str]]:
+    """By host, the command that runs here. Raises LaunchError if the hosts do not fit the number of nodes."""
+    hosts = settings["hosts"].split(",") if isinstance(settings["hosts"], str) else settings["hosts"]
+    if len(hosts) != launch.nodes or len(set(hosts)) != len(hosts):
+        raise LaunchError(
+            f"--nodes {launch.nodes}, and --set hosts= names {len(set(hosts))} different hosts; name one for each node"
+        )
+    folder = settings["folder"] or str(Path.cwd())
+    arguments = launch.facts()["arguments"]
+    commands = {}
+    for rank, host in enumerate(hosts):
+        variables = {
+            "NODES": launch.nodes,
+            "GPUS": launch.gpus,
+            "HEAD": f"{_address(hosts[0])}:{settings['port']}",
+            "NODE_RANK": rank,
+            "MAX_RESTARTS": settings["restarts"],
+        }
+        exported = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
+        activate = f"{settings['activate']} && " if settings["activate"] else ""
+        # `exec` keeps the process number that is told first: a signal to it reaches torchrun, which passes it on.
+        script = (
+            f"cd {shlex.quote(folder)} && {activate}echo {PID_MARK} $$ && "
+            f"{exported} exec bash launch/torchrun_multinode.sh {shlex.join(arguments)}"
+        )
+        commands[host] = [*shlex.split(settings["ssh"]), host, f"bash -c {shlex.quote(script)}"]
+    return commands
+
+
+def _address(host: str) -> str:
+    return host.rpartition("@")[2]
+
+
+@dataclass
+class Host:
+    """A host's part of the run, as seen from here."""
+
+    name: str
+    process: subprocess.Popen
+    pid: int | None = None
+    reader: threading.Thread = field(init=False)
+
+
+class HostRun:
+    """The run on all hosts."""
+
+    def __init__(self, commands: dict[str, list[str]], ssh: Sequence[str], say: Callable[[str], None] = print) -> None:
+        self._ssh, self._say, self._lock = list(ssh), say, threading.Lock()
+        self._asked: str | None = None
+        self._width = max(map(len, commands))
+        self.hosts = []
+        for name, command in commands.items():
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                start_new_session=True,  # Ctrl-C is for the hosts' processes, not for ssh
+            )  # fmt: skip
+            host = Host(name, process)
+            host.reader = threading.Thread(target=self._read, args=(host,), daemon=True)
+            self.hosts.append(host)
+            host.reader.start()
+
+    def _read(self, host: Host) -> None:
+        for line in host.process.stdout:
+            if line.startswith(PID_MARK):
+                host.pid = int(line.split()[1])
+                if self._asked:  # the signal came before the host had said whom to send it to
+                    self._signal(host)
+                continue
+            with self._lock:
+                self._say(f"{host.name:{self._width}} | {line.rstrip()}")
+
+    def stop(self, why: str) -> None:
+        """Ask the processes of all hosts to save and end (SIGTERM). A second call does nothing."""
+        if self._asked:
+            return
+        self._asked = why
+        with self._lock:
+            self._say(f"{why}: asking all hosts to save and stop")
+        for host in self.hosts:
+            if host.pid is not None and host.process.poll() is None:
+                threading.Thread(target=self._signal, args=(host,)).start()
+
+    def _signal(self, host: Host) -> None:
+        try:
+            done = subprocess.run([*self._ssh, host.name, f"kill -TERM {host.pid}"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=KILL_SECONDS)  # fmt: skip
+            problem = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+        except subprocess.TimeoutExpired:
+            problem = [f"no answer within {KILL_SECONDS} s"]
+        for line in problem:
+            with self._lock:
+                self._say(f"{host.name:{self._width}} | could not be signalled: {line}")
+
+    def wait(self) -> int:
+        """Wait for all hosts. When one fails, the others are asked to stop. Return the exit code of the whole."""
+        running = list(self.hosts)
+        while running:
+            for host in list(running):
+                try:
+                    code = host.process.wait(0.2)
+                except subprocess.TimeoutExpired:
+                    continue
+                host.reader.join()
+                running.remove(host)
+                if code and not self._asked:
+                    self.stop(f"{host.name} ended with exit code {code}")
+        return 0 if all(host.process.returncode == 0 for host in self.hosts) else 1
+
+
+def run_over_ssh(launch: Launch, settings: dict[str, Any]) -> int:
+    """Start the run, pass its output on, and stop it in order on SIGINT, SIGTERM and SIGHUP."""
+    run = HostRun(host_commands(launch, settings), shlex.split(settings["ssh"]), lambda line: print(line, flush=True))
+    kept = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        kept[number] = signal.signal(number, lambda got, frame: run.stop(signal.Signals(got).name))
+    try:
+        return run.wait()
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        sys.stdout.flush()

@@ -1,0 +1,160 @@
+"""One description of a launch for many places: the command, or the manifest, that starts a run there.
+
+A place is a file in launch/targets/: plain YAML, never code.
+
+    about      one line for --help
+    settings   what the place has to be told, with defaults; ??? must be given, null leaves out all that mentions it
+    manifest   what the place is given as a file: a YAML document per item, or with `format: json` one JSON object
+    submit     the command that takes that ${file}
+    command    without a manifest: the command itself
+    nodes      the only number of nodes that works there
+    needed_with_several_nodes   settings that must not be null then
+
+`${name}` stands for a setting or for a fact of the launch (`Launch.facts`). A value that is nothing but `${name}` keeps its type. In a list, a list that
+stands so is spliced in. A mapping with `$if` is left out if that value is null or false.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pretrain.config.load import load_config
+from pretrain.config.read import Tree, apply_override, read_file
+from pretrain.errors import LaunchError
+
+TARGETS = Path(__file__).resolve().parents[2] / "launch" / "targets"
+PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
+LONGEST_LABEL = 40
+"""Characters of a run's name in names of pods, jobs and hosts: 63 are the limit of DNS (RFC 1123), and places append to it."""
+REQUIRED = "???"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What shall run: a configuration on some nodes. `gpus`: processes per node; `on_cpu`: they get no device."""
+
+    config: str
+    nodes: int
+    gpus: int
+    overrides: list[str] = field(default_factory=list)
+    on_cpu: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """The values that a place may mention. Raises ConfigError if the configuration is wrong."""
+        name = load_config(self.config, self.overrides)[0].run.name
+        label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_LABEL].rstrip("-")
+        arguments = ["--config", self.config, *self.overrides]
+        return {
+            "name": name,
+            "label": label if label[:1].isalpha() else f"run-{label}".rstrip("-"),  # names of Services begin with a letter
+            "nodes": self.nodes,
+            "gpus": self.gpus,
+            "devices": None if self.on_cpu else self.gpus,
+            "text_nodes": str(self.nodes),
+            "text_gpus": str(self.gpus),
+            "arguments": arguments,
+            "typed_arguments": shlex.join(arguments),
+            "python": sys.executable,
+        }
+
+
+@dataclass(frozen=True)
+class Target:
+    """A place, read from its file."""
+
+    name: str
+    about: str
+    settings: dict[str, Any]
+    manifest: Any = None
+    submit: list[str] | None = None
+    command: list[str] | None = None
+    format: str = "yaml"
+    nodes: int | None = None
+    needed_with_several_nodes: list[str] = field(default_factory=list)
+
+    def chosen(self, launch: Launch, given: dict[str, Any]) -> dict[str, Any]:
+        """All settings, those given among them. Raises LaunchError for an unknown or a missing one."""
+        if unknown := sorted(given.keys() - self.settings.keys()):
+            raise LaunchError(
+                f"--set {unknown[0]}: {self.name} has no such setting; it has {', '.join(self.settings)} (launch/targets/{self.name}.yaml)"
+            )
+        settings = {**self.settings, **given}
+        missing = [name for name, value in settings.items() if value == REQUIRED]
+        missing += [name for name in self.needed_with_several_nodes if launch.nodes > 1 and settings[name] is None]
+        if missing:
+            raise LaunchError(f"{self.name} needs {', '.join(f'--set {name}=...' for name in missing)}")
+        if self.nodes is not None and launch.nodes != self.nodes:
+            raise LaunchError(f"--nodes {launch.nodes}: {self.name} has {self.nodes}; choose another --target")
+        return settings
+
+    def rendered(self, launch: Launch, given: dict[str, Any], file: str) -> tuple[str | None, list[str]]:
+        """The text of the manifest, if the place has one, and the command to start. `file`: where the manifest will lie."""
+        facts = {**self.chosen(launch, given), **launch.facts(), "file": file}
+        command = filled(self.submit if self.manifest is not None else self.command, facts)
+        if self.manifest is None:
+            return None, [str(word) for word in command]
+        manifest = filled(self.manifest, facts)
+        if self.format == "json":
+            return json.dumps(manifest, indent=2) + "\n", command
+        return yaml.safe_dump_all(manifest, sort_keys=False, width=200), command
+
+
+def target_names() -> list[str]:
+    """The places there are."""
+    return sorted(path.stem for path in TARGETS.glob("*.yaml"))
+
+
+def read_target(name: str) -> Target:
+    """A place of `target_names`."""
+    values = read_file(TARGETS / f"{name}.yaml").values
+    known = {item.name for item in dataclasses.fields(Target)}
+    if unknown := values.keys() - known:
+        raise LaunchError(f"launch/targets/{name}.yaml: unknown key {sorted(unknown)[0]}; there are {', '.join(sorted(known))}")
+    return Target(name=name, **values)
+
+
+def parse_settings(texts: list[str]) -> dict[str, Any]:
+    """`name=value` as typed on the command line, the values as YAML. Raises ConfigError."""
+    tree = Tree()
+    for text in texts:
+        apply_override(tree, text)
+    return tree.values
+
+
+def filled(template: Any, facts: dict[str, Any]) -> Any:
+    """A template with its placeholders replaced. What mentions a null is left out, and a list of which nothing is left."""
+    if isinstance(template, dict):
+        if "$if" in template and not filled(template["$if"], facts):
+            return None
+        pairs = ((filled(key, facts), filled(value, facts)) for key, value in template.items() if key != "$if")
+        return {key: value for key, value in pairs if key is not None and value is not None}
+    if isinstance(template, list):
+        items: list[Any] = []
+        for entry in template:
+            value = filled(entry, facts)
+            is_spliced = isinstance(value, list) and isinstance(entry, str)
+            items += value if is_spliced else [] if value is None else [value]
+        return items or None
+    if not isinstance(template, str):
+        return template
+    if whole := PLACEHOLDER.fullmatch(template):
+        return _fact(whole[1], facts)
+    mentioned = {name: _fact(name, facts) for name in PLACEHOLDER.findall(template)}
+    if None in mentioned.values():
+        return None
+    return PLACEHOLDER.sub(lambda match: str(mentioned[match[1]]), template)
+
+
+def _fact(name: str, facts: dict[str, Any]) -> Any:
+    if name not in facts:
+        raise LaunchError(f"${{{name}}} is no setting and no fact of a launch; there are {', '.join(sorted(facts))}")
+    return facts[name]

@@ -1,0 +1,102 @@
+"""A run on hosts over ssh. Here ssh is a script that runs the command on this host; `launch/torchrun_multinode.sh` and all below it are real."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from running import losses
+
+from pretrain.launching.over_ssh import host_commands
+from pretrain.launching.targets import Launch
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE_SSH = '#!/bin/sh\n# ssh HOST COMMAND\nshift\nexec sh -c "$*"\n'
+
+
+@pytest.fixture
+def launch(tmp_path, config_file):
+    """Starts tools/launch.py --target ssh on two hosts that are this one."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(FAKE_SSH)
+    ssh.chmod(0o755)
+    processes = []
+
+    def start(*overrides: str) -> subprocess.Popen:
+        words = [
+            sys.executable,
+            ROOT / "tools" / "launch.py",
+            "--config",
+            config_file,
+            "--target",
+            "ssh",
+            "--nodes",
+            "2",
+            "--cpu",
+        ]
+        words += ["--set", "hosts=127.0.0.1,localhost", "--set", f"ssh={ssh}", "--set", f"folder={ROOT}", "--set", "port=29737"]
+        words += ["--set", f"activate=export PATH={Path(sys.executable).parent}:$PATH", "--set", "restarts=0", *overrides]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT)
+        )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+
+
+def test_hosts_train_one_run_and_their_output_is_told_apart(launch, config_file):
+    process = launch("parallel.strategy=ddp", "run.steps=4", "log.every_steps=1")
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    assert (
+        re.search(r"^(127.0.0.1|localhost) +\| .*finished at step 4", printed, re.MULTILINE) and "pretrain-pid" not in printed
+    )
+    assert len(losses(config_file.parent / "runs" / "run")) == 4
+
+
+def test_a_signal_to_the_launch_saves_the_run_on_all_hosts(launch, config_file):
+    process = launch(
+        "parallel.strategy=ddp", "run.steps=100000", "schedule.warmup_steps=0", "checkpoint.every_steps=0", "log.every_steps=1"
+    )
+    run = config_file.parent / "runs" / "run"
+    end = time.monotonic() + 100
+    while not (run / "metrics.jsonl").is_file():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=100)
+    assert "SIGINT: asking all hosts to save and stop" in printed and process.returncode == 1
+    assert '"state": "preempted"' in (run / "status.json").read_text(), printed
+    assert list((run / "checkpoints").iterdir())
+
+
+def test_when_a_host_cannot_start_the_others_are_stopped(launch):
+    process = launch("optim.lr=fast")
+    printed, _ = process.communicate(timeout=100)
+    assert process.returncode == 2 and "optim.lr" in printed  # found here, before any host is asked
+
+
+def test_words_reach_a_host_as_they_are():
+    config = str(ROOT / "configs" / "quickstart.yaml")
+    launch = Launch(config, 1, 1, ["run.name=it's $HOME", "optim.betas=[0.9, 0.95]"])
+    settings = {"hosts": "me@a", "folder": "/f o", "activate": None, "port": 1, "restarts": 0, "ssh": "ssh -p 22"}
+    [command] = host_commands(launch, settings).values()
+    assert command[:4] == ["ssh", "-p", "22", "me@a"]
+    script = command[4].replace("cd '\"'\"'/f o'\"'\"'", "true")
+    shown = subprocess.run(
+        ["sh", "-c", script.replace("exec bash launch/torchrun_multinode.sh", "printf '\"'\"'%s\\n'\"'\"'")],
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout.splitlines()[1:] == ["--config", config, "run.name=it's $HOME", "optim.betas=[0.9, 0.95]"], shown
+    assert "HEAD=a:1" in command[4]

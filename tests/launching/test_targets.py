@@ -1,0 +1,234 @@
+"""What tools/launch.py would start: checked with the schemas of those who would get it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from running import tool
+
+from pretrain.errors import LaunchError
+from pretrain.launching.targets import Launch, filled, read_target, target_names
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "configs/quickstart.yaml"
+GIVEN = {
+    "local": {},
+    "ssh": {"hosts": "a,b"},
+    "slurm": {},
+    "kubernetes": {"image": "r/p:1", "volume_claim": "runs"},
+    "kubernetes-jobset": {"image": "r/p:1", "volume_claim": "runs"},
+    "kubernetes-trainjob": {"image": "r/p:1", "volume_claim": "runs"},
+    "sagemaker": {
+        "image": "1.dkr.ecr.eu-west-1.amazonaws.com/p:1",
+        "role": "arn:aws:iam::123456789012:role/train",
+        "instance_type": "ml.p5.48xlarge",
+        "bucket": "s3://bucket/runs",
+    },
+    "skypilot": {"accelerator": "H100", "volume": "disk"},
+}
+FULL = {
+    "kubernetes": {"data_claim": "data", "cpu": "32", "memory": "10Gi", "queue": "q", "service_account": "train"},
+    "kubernetes-jobset": {"data_claim": "data", "cpu": "32", "memory": "10Gi", "queue": "q", "service_account": "train"},
+    "kubernetes-trainjob": {"data_claim": "data", "cpu": "32", "memory": "10Gi", "queue": "q"},
+    "sagemaker": {
+        "data": "s3://bucket/data",
+        "file_system": "fs-0123456789abcdef0",
+        "file_system_path": "/fsx/train",
+        "subnets": ["subnet-1"],
+        "security_groups": ["sg-1"],
+        "spot": True,
+        "wait_seconds": 100_000,
+    },
+}
+
+
+def rendered(target: str, launch: Launch, **more: Any) -> tuple[list[Any], list[str]]:
+    """The documents of the manifest, and the command."""
+    text, command = read_target(target).rendered(launch, {**GIVEN[target], **more}, "FILE")
+    if text is None:
+        return [], command
+    return ([json.loads(text)] if read_target(target).format == "json" else list(yaml.safe_load_all(text))), command
+
+
+def lost(wanted: Any, kept: Any, place: str = "") -> list[str]:
+    """Where a schema's object does not hold what was given to it."""
+    if isinstance(wanted, dict):
+        return [
+            what
+            for key, value in wanted.items()
+            for what in ([f"{place}/{key}"] if key not in kept else lost(value, kept[key], f"{place}/{key}"))
+        ]
+    if isinstance(wanted, list):
+        return [
+            what for i, (one, other) in enumerate(zip(wanted, kept, strict=True)) for what in lost(one, other, f"{place}/{i}")
+        ]
+    return [] if wanted == kept else [place]
+
+
+# ---- schemas --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["least", "all settings"])
+@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize("target", ["kubernetes", "kubernetes-jobset", "kubernetes-trainjob"])
+def test_manifests_are_what_the_schemas_of_kubernetes_and_kubeflow_know(target, nodes, full):
+    """The models are generated from the official OpenAPI schemas of Kubernetes, JobSet and Kubeflow Trainer."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    kinds = {
+        "Job": models.IoK8sApiBatchV1Job,
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+    }
+    documents, command = rendered(target, Launch(CONFIG, nodes, 8, ["run.steps=7"]), **(FULL[target] if full else {}))
+    assert command == ["kubectl", "apply", "-f", "FILE"]
+    if documents[0]["kind"] == "Service":
+        service = documents.pop(0)
+        assert service["spec"]["clusterIP"] == "None" and service["metadata"]["name"] == "quickstart"
+    [document] = documents
+    read = kinds[document["kind"]].from_dict(document)
+    assert lost(document, json.loads(read.to_json())) == []
+    text = yaml.safe_dump(document)
+    assert "${" not in text and "null" not in text
+    assert ("claimName: data" in text) == full and ("queue-name: q" in text) == full
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["least", "all settings"])
+def test_a_training_job_is_what_the_api_of_sagemaker_takes(full):
+    import boto3
+    from botocore.stub import Stubber
+
+    launch = Launch(CONFIG, 2 if full else 1, 8)
+    [request], command = rendered("sagemaker", launch, **(FULL["sagemaker"] if full else {}))
+    assert shlex.join(command) == "aws sagemaker create-training-job --cli-input-json file://FILE"
+    client = boto3.client("sagemaker", region_name="eu-west-1", aws_access_key_id="x", aws_secret_access_key="x")
+    with Stubber(client) as stub:
+        stub.add_response("create_training_job", {"TrainingJobArn": "arn:aws:sagemaker:eu-west-1:1:training-job/x"}, request)
+        client.create_training_job(**request)  # botocore checks names, types and lengths against the service's model
+    assert request["ResourceConfig"]["InstanceCount"] == launch.nodes
+    assert ("MaxWaitTimeInSeconds" in request["StoppingCondition"]) == request["EnableManagedSpotTraining"] == full
+
+
+# ---- what is started ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_target_is_rendered_and_has_an_example_here():
+    assert sorted(GIVEN) == target_names()
+    for target in GIVEN.keys() - {"ssh"}:
+        documents, command = rendered(target, Launch(CONFIG, 1, 2))
+        assert command and "${" not in json.dumps([documents, command])
+
+
+def test_processes_without_devices_ask_for_none():
+    [_, job], _ = rendered("kubernetes", Launch(CONFIG, 2, 4, on_cpu=True))
+    assert (
+        "nvidia" not in json.dumps(job)
+        and {"name": "GPUS", "value": "4"} in job["spec"]["template"]["spec"]["containers"][0]["env"]
+    )
+    assert not any("gpus-per-node" in word for word in rendered("slurm", Launch(CONFIG, 2, 4, on_cpu=True))[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("Llama 3.1_8B", "llama-3-1-8b"),
+        ("7b", "run-7b"),
+        ("x" * 80, "x" * 40),
+        ("a--", "a"),
+        ("übung", "bung"),
+        ("___", "run-"),
+    ],
+)
+def test_names_are_what_dns_allows(name, label):
+    found = Launch(CONFIG, 1, 1, [f"run.name='{name}'"]).facts()
+    assert found["name"] == name and found["label"].startswith(label.rstrip("-")) and found["label"][-1] != "-"
+    assert __import__("re").fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", found["label"])
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "says"),
+    [
+        ("local", ["--nodes", "2"], "--nodes 2: local has 1; choose another --target"),
+        (
+            "slurm",
+            ["--set", "tiem=1"],
+            "--set tiem: slurm has no such setting; it has partition, account, qos, time, constraint",
+        ),
+        ("kubernetes", ["--set", "image=x"], "kubernetes needs --set volume_claim=..."),
+        (
+            "sagemaker",
+            ["--nodes", "2", *(f"--set={k}={v}" for k, v in GIVEN["sagemaker"].items())],
+            "--set file_system=..., --set subnets=...",
+        ),
+        ("ssh", ["--nodes", "3", "--set", "hosts=a,b"], "--nodes 3, and --set hosts= names 2 different hosts"),
+        ("slurm", ["optim.lrr=1"], "optim.lrr"),
+        ("slurm", ["--set", "time"], "is not of the form key=value"),
+    ],
+)
+def test_what_cannot_be_launched_is_said_in_one_line(capsys, target, words, says):
+    code = tool("launch").main(["--config", str(ROOT / CONFIG), "--target", target, "--dry-run", *words])
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith("error: ") and says in said and said.count("\n") == 1
+
+
+def test_a_dry_run_prints_exactly_what_a_launch_starts(tmp_path):
+    """The clients are scripts that say what they got."""
+    clients = tmp_path / "bin"
+    clients.mkdir()
+    for name in ("sbatch", "kubectl", "aws", "sky"):
+        (clients / name).write_text('#!/bin/sh\necho "$(basename "$0")" "$@"\ncase "$*" in *-f*) cat "$3";; esac\n')
+        (clients / name).chmod(0o755)
+    for target in ("slurm", "kubernetes"):
+        words = [sys.executable, ROOT / "tools" / "launch.py", "--config", ROOT / CONFIG, "--target", target, "--nodes", "2"]
+        words += [f"--set={key}={value}" for key, value in GIVEN[target].items()]
+        environment = {"PATH": f"{clients}:/usr/bin:/bin"}
+        run = {"capture_output": True, "text": True, "check": True, "cwd": tmp_path, "env": environment}
+        planned = subprocess.run([*words, "--dry-run"], **run).stdout
+        assert not (tmp_path / "runs").exists()
+        started = subprocess.run(words, **run).stdout.splitlines()
+        manifest, command = planned.splitlines()[1:-1], planned.splitlines()[-1]
+        assert started == [command, command, *manifest] if target == "kubernetes" else [command]
+    assert (tmp_path / "runs" / "launch" / "quickstart.kubernetes.yaml").is_file()
+
+
+def test_a_client_that_is_not_installed_is_named_and_the_manifest_kept(tmp_path):
+    words = [
+        sys.executable,
+        ROOT / "tools" / "launch.py",
+        "--config",
+        ROOT / CONFIG,
+        "--target",
+        "skypilot",
+        "--output",
+        tmp_path / "t.yaml",
+    ]
+    words += [f"--set={key}={value}" for key, value in GIVEN["skypilot"].items()]
+    done = subprocess.run(words, capture_output=True, text=True, env={"PATH": "/nowhere"})
+    assert done.returncode == 2 and f"sky is not installed here; the manifest is {tmp_path / 't.yaml'}" in done.stderr
+    assert yaml.safe_load((tmp_path / "t.yaml").read_text())["resources"]["accelerators"] == "H100:1"
+
+
+# ---- templates ---------------------------------------------------------------------------------------------------------------
+
+
+def test_placeholders_keep_their_types_and_nulls_leave_out_what_mentions_them():
+    facts = {"n": 2, "none": None, "words": ["a", "b"], "yes": True, "key": "k"}
+    template = {
+        "${key}": "${n}",
+        "text": "${n} of ${key}",
+        "gone": "x ${none}",
+        "${none}": 1,
+        "list": ["${words}", "c", "${none}", ["${words}"]],
+        "empty": ["${none}"],
+        "kept": {"$if": "${yes}", "a": 1},
+        "left": {"$if": "${none}", "a": 1},
+    }
+    assert filled(template, facts) == {"k": 2, "text": "2 of k", "list": ["a", "b", "c", ["a", "b"]], "kept": {"a": 1}}
+    with pytest.raises(LaunchError, match=r"\$\{other\} is no setting and no fact"):
+        filled("${other}", facts)

@@ -1,0 +1,79 @@
+"""Start a run elsewhere: on hosts over ssh, on Slurm, Kubernetes, SageMaker or SkyPilot. --dry-run prints exactly what would be started.
+
+What a target has to be told is in launch/targets/TARGET.yaml: --set name=value.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
+
+from pretrain.errors import LaunchError, run_tool  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    from pretrain.launching.targets import target_names
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="YAML file of the run, as the target sees it from the repository"
+    )
+    parser.add_argument("--target", required=True, choices=target_names())
+    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument("--gpus", type=int, default=1, metavar="G", help="GPUs, and so processes, per node (default: 1)")
+    parser.add_argument("--cpu", action="store_true", help="--gpus is a number of processes that need no device")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the target")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and stop")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where the manifest is kept (default: runs/launch/)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a configuration value")
+    arguments = parser.parse_intermixed_args(argv)
+    for name in ("nodes", "gpus"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} {getattr(arguments, name)} is not above 0")
+    code: list[int] = []
+    return run_tool(lambda: code.append(launch(arguments))) or code[0]
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    from pretrain.launching.over_ssh import host_commands, run_over_ssh
+    from pretrain.launching.targets import Launch, parse_settings, read_target
+
+    target, given = read_target(arguments.target), parse_settings(arguments.set)
+    described = Launch(arguments.config, arguments.nodes, arguments.gpus, arguments.overrides, arguments.cpu)
+    if target.name == "ssh":
+        settings = target.chosen(described, given)
+        if arguments.dry_run:
+            for command in host_commands(described, settings).values():
+                print(shlex.join(command))
+            return 0
+        return run_over_ssh(described, settings)
+    name = f"{described.facts()['label']}.{target.name}.{target.format}"
+    file = arguments.output or Path("runs") / "launch" / name
+    manifest, command = target.rendered(described, given, str(file))
+    if manifest is not None:
+        if arguments.dry_run:
+            print(f"# {file}\n{manifest}", end="")
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(manifest, encoding="utf-8")
+    if arguments.dry_run:
+        print(shlex.join(command))
+        return 0
+    print(shlex.join(command), flush=True)
+    try:
+        if manifest is None:
+            os.execvp(command[0], command)  # signals go straight to it
+        return subprocess.run(command).returncode
+    except FileNotFoundError as error:
+        kept = f"; the manifest is {file}" if manifest is not None else ""
+        raise LaunchError(
+            f"{command[0]} is not installed here{kept}; run the command where it is: {shlex.join(command)}"
+        ) from error
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

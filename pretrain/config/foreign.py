@@ -46,7 +46,10 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     "it is a callback here, given by a script that starts the run: EarlyStopping and KeepBest of docs/extending.md": (
         "early_stopping", "early_stopping_patience", "patience", "load_best_model_at_end", "metric_for_best_model", "save_best", "keep_best",
     ),
-    "code of your own comes in by a script that starts the run: docs/extending.md": ("callbacks", "callback", "logger", "loggers", "report_to", "wandb"),
+    "code of your own comes in by a script that starts the run: docs/extending.md": ("callbacks", "callback", "logger", "loggers"),
+    "trackers have keys of their own: log.wandb.project, log.mlflow.experiment, log.trackio.project, log.tensorboard": ("report_to", "log_with"),
+    _renamed("log.wandb.project"): ("wandb", "wandb_project", "use_wandb", "wandb_log"),
+    _renamed("log.mlflow.experiment"): ("mlflow", "mlflow_experiment"),
     _RATIO: ("warmup_ratio", "warmup_fraction", "warmup_share"),
     _renamed("schedule.warmup_tokens"): ("num_warmup_tokens", "lr_warmup_tokens"),
     _renamed("schedule.decay_shape"): ("lr_wsd_decay_style", "decay_type"),

@@ -97,3 +97,14 @@ def build_section(kind: Any, values: Any) -> Any:
     if typing.get_origin(kind) is list and dataclasses.is_dataclass(typing.get_args(kind)[0]):
         return [build_section(typing.get_args(kind)[0], value) for value in values]
     return tuple(values) if typing.get_origin(kind) is tuple else values
+
+
+def flatten(values: Any, path: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping of dotted paths."""
+    if isinstance(values, (dict, list)):
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        flat: dict[str, Any] = {}
+        for name, value in items:
+            flat |= flatten(value, f"{path}.{name}" if path else str(name))
+        return flat
+    return {path: values}

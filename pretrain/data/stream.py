@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -155,8 +155,11 @@ class Stream:
         numbers = epoch * len(self.sources[source]) + self._order(source, epoch).places(samples)
         return self.mixture.positions(source, numbers)
 
-    def read(self, positions: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> None:
-        """Write the inputs and targets of the samples at these positions into int64 arrays [len(positions), sequence_length]."""
+    def read(self, positions: np.ndarray, tokens_BT: np.ndarray, targets_BT: np.ndarray) -> np.ndarray:
+        """Write the inputs and targets of the samples at these positions into int64 arrays [len(positions), sequence_length].
+
+        Return the source of each, by number.
+        """
         try:
             sources, samples, _ = self.locate(positions)
         except IndexError as error:
@@ -164,6 +167,7 @@ class Stream:
         for source in np.unique(sources):
             rows = np.flatnonzero(sources == source)
             self.sources[source].fill(samples[rows], rows, tokens_BT, targets_BT)
+        return sources
 
     def prefetch(self, positions: np.ndarray) -> None:
         """Download the remote shards of the samples at these positions in the background; positions may lie beyond the end."""
@@ -250,6 +254,10 @@ class StepBatch(ABC):
     sequences: int
     digest: int
     target_tokens: int
+    sources_B: Tensor | None = field(default=None, kw_only=True)
+    """The source of each sequence, by number; None if the data have one source."""
+    source_tokens: list[int] = field(default_factory=list, kw_only=True)
+    """`target_tokens` by source; empty if the data have one source."""
 
     @property
     def rows_per_sample(self) -> int:

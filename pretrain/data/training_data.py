@@ -108,6 +108,10 @@ class TrainingData(Protocol):
     def shares(self, until: int) -> dict[str, float]:
         """Share of each source in the samples before position `until`; empty for a single source."""
 
+    @property
+    def source_names(self) -> list[str]:
+        """The sources in the order of their numbers; empty for a single one."""
+
     def describe(self, until: int) -> list[str]:
         """Lines for the log about the samples before position `until`."""
 
@@ -162,16 +166,23 @@ class Loader:
         shape = len(positions), self.stream.sequence_length
         tokens_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
         targets_BT = torch.empty(shape, dtype=torch.int64, pin_memory=self.pin_memory)
-        self.stream.read(positions, tokens_BT.numpy(), targets_BT.numpy())
+        sources = self.stream.read(positions, tokens_BT.numpy(), targets_BT.numpy())
         name = digest(positions, tokens_BT.numpy(), targets_BT.numpy())
         rows = self.schedule.rows_at(consumed)
         cut = (len(positions) * rows, self.stream.sequence_length // rows)
         places = (positions[:, None] * rows + np.arange(rows)).ravel()
         inputs = self.objective.inputs(tokens_BT.view(cut), targets_BT.view(cut), places)
-        target_tokens = int(np.count_nonzero(inputs["targets_BT"].numpy() != IGNORED))
+        targets_B = np.count_nonzero(inputs["targets_BT"].numpy() != IGNORED, axis=1)
+        sources_B, source_tokens = None, []
+        if len(self.stream.sources) > 1:
+            sources_B = torch.from_numpy(sources.repeat(rows))
+            source_tokens = np.bincount(sources.repeat(rows), targets_B, len(self.stream.sources)).astype(int).tolist()
+            sources_B = sources_B.pin_memory() if self.pin_memory else sources_B
         if self.pin_memory:
             inputs = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in inputs.items()}
-        return SampleBatch(positions, sequences, name, target_tokens, inputs)
+        return SampleBatch(
+            positions, sequences, name, int(targets_B.sum()), inputs, sources_B=sources_B, source_tokens=source_tokens
+        )
 
     def batches(self, consumed: int) -> Iterator[SampleBatch]:
         return read_ahead(self.read, self.schedule.at, consumed, self.workers, self._prefetch)
@@ -278,6 +289,10 @@ class PreparedTraining:
 
     def shares(self, until: int) -> dict[str, float]:
         return self.stream.shares(until)
+
+    @property
+    def source_names(self) -> list[str]:
+        return [source.name for source in self.stream.sources] if len(self.stream.sources) > 1 else []
 
     def describe(self, until: int) -> list[str]:
         return [*self.stream.describe(until), *self.objective.describe()]

@@ -7,13 +7,14 @@ import json
 import logging
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, STARTS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "starts.jsonl", "evaluations.jsonl"
 
 
 def measured(meaning: str, unit: str, of: str, when: str = "always") -> Any:
@@ -81,12 +82,23 @@ class StepRecord:
         SINCE,
         "with `parallel.compile`, when something was compiled",
     )
+    memory: dict[str, float] | None = measured(
+        "memory that a rank has used at most so far, the `largest` and the `mean` of all ranks: on a GPU what torch allocated, on a CPU the process's",
+        "bytes",
+        AFTER,
+    )
     data_wait: float | None = measured("share of the wall-clock time that was spent waiting for a batch", "share", SINCE)
     seconds_left: float | None = measured(
         "time until the last step, at the mean speed of this start without its first step", "seconds", AFTER
     )
     shares: dict[str, float] | None = measured(
         "by source, its share of the samples so far", "share", RUN, "with several sources"
+    )
+    source_loss: dict[str, float] | None = measured(
+        "by source, the cross-entropy of its target tokens, each before its step's update",
+        TOKEN_LOSS,
+        SINCE,
+        "with several sources",
     )
     experts: dict[str, list[int]] | None = measured(
         "by layer, target tokens that each expert got", "tokens", SINCE, "with experts"
@@ -123,6 +135,11 @@ class StepRecord:
         """The known numbers, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
+    @classmethod
+    def meanings(cls) -> dict[str, str]:
+        """What each number is, in words."""
+        return {field.name: field.metadata["meaning"] for field in dataclasses.fields(cls)}
+
     def numbers(self) -> dict[str, float]:
         """Every known number except the step, nested ones under `parent/child`."""
         return {name: value for name, value in _flat(self.to_dict()) if name != "step" and isinstance(value, (int, float))}
@@ -135,19 +152,24 @@ def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return items
 
 
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a run's log that have a step, as written. A line that is none (torn, damaged, foreign) is skipped."""
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):  # ValueError: no JSON, or no UTF-8
+            continue
+        if isinstance(found, dict) and type(found.get("step")) is int:
+            yield found
+
+
 def read_metrics(run_directory: Path) -> list[dict[str, Any]]:
-    """The records of a run in order of steps. A line that is not a step's record (torn, damaged, foreign) is skipped.
+    """The records of a run in order of steps.
 
     A run that went back to a checkpoint logs an earlier step again; the old records from that step on are dropped.
     """
     records: list[dict[str, Any]] = []
-    for line in (run_directory / METRICS_FILE).read_bytes().split(b"\n"):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # ValueError: no JSON, or no UTF-8
-            continue
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            continue
+    for record in read_lines(run_directory / METRICS_FILE):
         while records and records[-1]["step"] >= record["step"]:
             records.pop()
         records.append(record)

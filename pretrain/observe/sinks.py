@@ -23,6 +23,12 @@ class Sink:
     A sink only observes: an exception in `open`, `write` or `close` becomes a warning, and the run goes on.
     """
 
+    failed = False
+    """Whether the run ends by an error. It is set before `close`."""
+
+    name = ""
+    """The sink in warnings; by default its class."""
+
     def open(self, directory: Path, config: Config, step: int) -> None:
         """Called before the first record. `directory`: the run's directory; `step`: the step that this start continues from.
 
@@ -47,7 +53,7 @@ class Sinks:
         for sink in (*own, *yours):
             place = {JsonLines: directory / METRICS_FILE, TensorBoard: directory / "tensorboard"}.get(type(sink))
             kind = OSError if sink in own else Exception
-            tolerated = Tolerated(str(place or f"the sink {type(sink).__name__}"), kind)
+            tolerated = Tolerated(str(place or sink.name or f"the sink {type(sink).__name__}"), kind)
             self._sinks.append((sink, tolerated))
             tolerated.attempt(lambda sink=sink: self._open(sink))
 
@@ -67,9 +73,10 @@ class Sinks:
         for sink, tolerated in self._sinks:
             tolerated.attempt(lambda sink=sink: (self._open(sink), sink.write(record)))
 
-    def close(self) -> None:
-        """Close every sink that was opened, and warn of records that were lost until the end."""
+    def close(self, failed: bool = False) -> None:
+        """Close every sink that was opened, and warn of records that were lost until the end. `failed`: the run ends by an error."""
         for sink, tolerated in self._sinks:
+            sink.failed = failed
             try:
                 if id(sink) in self._opened:
                     sink.close()

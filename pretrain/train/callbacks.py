@@ -45,6 +45,8 @@ class RunHandle:
     losses: Callable[..., Tensor]
     """`losses(tokens_BT=..., targets_BT=...)`: the summed loss of each sample in nats, without gradients, in the layout of the run. Every rank
     must make the same number of calls, because all ranks gather sharded weights together."""
+    tokenizer_path: Path | str
+    """The tokenizer of the run's data; of targets, if it translates."""
     stop_reason: str | None = None
     wants_save: bool = False
 

@@ -13,6 +13,7 @@ from torch import nn
 from pretrain.config.keys import check_effects, leaves
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
+from pretrain.config.written import flatten
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
 from pretrain.huggingface.export_check import check_map
@@ -22,6 +23,7 @@ from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.shape import check_encoder, flat, resolved_switches, with_values
 from pretrain.observe.flops import flops_per_token
+from pretrain.observe.trackers import check_trackers
 from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
@@ -113,6 +115,7 @@ def _lay_out(
             check_map(config.model)
     if config.data.pairs is not None and config.validation.translation.every_steps:
         require_sacrebleu()
+    check_trackers(config.log)
     if needs_masks(config):
         attention_backend(config.model, device, training=True)
     check_attention_kernel(config, device)
@@ -120,6 +123,8 @@ def _lay_out(
         raise ConfigError("precision.tf32=true has no effect on a CPU; set it to false")
     if device.type != "cpu" and config.run.threads is not None:
         raise ConfigError(f"run.threads={config.run.threads} has no effect on a GPU; remove it")
+    if device.type == "cpu" and config.log.memory_history:
+        raise ConfigError("log.memory_history=true has no effect on a CPU; set it to false")
     check_tensor(config.model, config.parallel.tensor)  # the vocabulary is known only now
     network = network_without_values(config)
     check_groups([name for name, p in network.named_parameters() if p.requires_grad], config.optim)
@@ -208,14 +213,3 @@ def model_identity(model: dict[str, Any]) -> dict[str, Any]:
         }
     free = NO_IDENTITY - {"max_sequence_length"} if model["positions"] == "learned" else NO_IDENTITY
     return {f"model.{name}": value for name, value in flatten(model).items() if name not in free}
-
-
-def flatten(values: Any, path: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping of dotted paths."""
-    if isinstance(values, (dict, list)):
-        items = values.items() if isinstance(values, dict) else enumerate(values)
-        flat: dict[str, Any] = {}
-        for name, value in items:
-            flat |= flatten(value, f"{path}.{name}" if path else str(name))
-        return flat
-    return {path: values}

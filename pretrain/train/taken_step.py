@@ -44,6 +44,8 @@ class TakenStep:
     """The samples of this rank, and what each lost; for a step that is refused."""
     losses_B: Tensor
     figures: Figures
+    source_tokens: list[int]
+    """Target tokens of the step by source, over all ranks; empty for data with one source."""
 
     @staticmethod
     def is_finite(figures: dict[str, Tensor]) -> bool:

@@ -7,9 +7,10 @@ batch of the step (this rank's share) --micro-step by micro-step--> gradients, s
 from __future__ import annotations
 
 import logging
+import resource
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,8 @@ from pretrain.models import build_network
 from pretrain.observe.flops import peak_flops
 from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.metrics import StepRecord, Window, known_records
-from pretrain.observe.sinks import Console, JsonLines, Sinks, TensorBoard, evaluation_parts
+from pretrain.observe.sinks import Sinks, evaluation_parts
+from pretrain.observe.trackers import own_sinks
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.schedule import learning_rate
 from pretrain.parallel.blocks import DTYPES
@@ -34,6 +36,7 @@ from pretrain.train.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunHa
 from pretrain.train.continuation import Continuation
 from pretrain.train.garbage import GarbageCollection
 from pretrain.train.gradients import refuse_untrained, write_gradients
+from pretrain.train.out_of_memory import out_of_memory, remember_allocations
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.starting_point import StartingPoint
@@ -49,6 +52,8 @@ class Verdict:
     """The ranks' agreement before a step."""
 
     target_tokens: int
+    source_tokens: list[int]
+    """By source; empty for data with one source."""
     digest: str
     stop: bool
     """A rank was asked to stop by a signal."""
@@ -79,7 +84,9 @@ class Trainer:
         self.expert_loads.restore(self.progress.loads)
         self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
         self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks, self.optimizer.averaged)
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row = self.most_memory = 0
+        self.source_losses: dict[str, tuple[float, int]] = {}
+        """Summed losses and target tokens by source since the last log line."""
         # On a GPU a step is settled when the next one is queued, so that the device never waits for the host. Callbacks are asked at once.
         self.runs_ahead = runs_ahead(ranks.device) and not extensions.callbacks
         self.ahead: TakenStep | None = None
@@ -89,6 +96,7 @@ class Trainer:
     def _build(self) -> None:
         config = self.config
         torch.manual_seed(config.run.seed + self.ranks.rank)
+        remember_allocations(config, self.ranks.device)
         self.mesh = Mesh(self.plan.layout.axes, self.ranks, loss_rank(self.plan.config.parallel))
         self.strategy = Strategy(self.plan.layout.strategy, config, self.mesh)
         with torch.device("meta"):
@@ -114,10 +122,10 @@ class Trainer:
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: StepBatch, target_tokens: int, digest: str = "") -> TakenStep:
+    def step(self, batch: StepBatch, target_tokens: int, digest: str = "", source_tokens: Sequence[int] = ()) -> TakenStep:
         """Make one optimizer step on this rank's share of the global batch, or queue it on a GPU, which the host does not wait for.
 
-        `target_tokens`: those of the global batch, and `digest` of its samples, for the record.
+        `target_tokens`: those of the global batch. For the record: the `digest` of its samples, and `source_tokens`, its target tokens by source.
         """
         config, number = self.config, self.progress.step + 1
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
@@ -130,7 +138,12 @@ class Trainer:
             grad_norm = self.optimizer.clip(config.optim.clip)
         with self.ranks.part(f"loss of step {number}", device=True):
             summed = torch.stack([part.double().sum() for part in losses])
-            objective, loss = self.mesh.add_over_loss(summed) / target_tokens
+            if batch.sources_B is not None:
+                by_source = torch.zeros(len(batch.source_tokens), dtype=torch.float64, device=summed.device)
+                sources_B = batch.sources_B.to(summed.device, non_blocking=True)
+                summed = torch.cat([summed, by_source.index_add_(0, sources_B, losses.cross_entropy_B.double())])
+            objective, loss, *by_source = self.mesh.add_over_loss(summed).split([1, 1, len(batch.source_tokens)])
+            objective, loss = objective[0] / target_tokens, loss[0] / target_tokens
             taken = torch.isfinite(objective) & torch.isfinite(grad_norm)
         self.continuation.copies.hold_back()
         self.optimizer.step(rate, taken, number)
@@ -140,7 +153,7 @@ class Trainer:
         self.progress.step = number
         self.progress.samples += batch.sequences
         self.progress.tokens += target_tokens
-        figures = Figures({"objective": objective, "loss": loss, "grad_norm": grad_norm} | routers)
+        figures = {"objective": objective, "loss": loss, "grad_norm": grad_norm, "source_losses": by_source[0]}
         return TakenStep(
             number,
             self.progress.tokens,
@@ -149,7 +162,8 @@ class Trainer:
             digest,
             batch.positions.repeat(batch.rows_per_sample).tolist(),
             losses.objective_B,
-            figures,
+            Figures(figures | routers),
+            list(source_tokens),
         )
 
     def settle(self, step: TakenStep) -> StepRecord:
@@ -162,6 +176,7 @@ class Trainer:
         if step.is_finite(figures):
             router_loss = self.expert_loads.settle(figures)
             self.skipped_in_a_row = 0
+            self._count_sources(step, figures)
         else:
             self._skip_step(step, figures)
         self.progress.loads = self.expert_loads.last
@@ -177,6 +192,11 @@ class Trainer:
             router_loss=router_loss,
             batch=step.digest,
         )
+
+    def _count_sources(self, step: TakenStep, figures: dict[str, torch.Tensor]) -> None:
+        for name, loss, tokens in zip(self.plan.data.source_names, figures["source_losses"].tolist(), step.source_tokens):
+            before = self.source_losses.get(name, (0.0, 0))
+            self.source_losses[name] = before[0] + loss, before[1] + tokens
 
     def _skip_step(self, step: TakenStep, figures: dict[str, torch.Tensor]) -> None:
         """Count a step whose update the device left out. Raises TrainingError if no more may be skipped."""
@@ -258,8 +278,8 @@ class Trainer:
         `waited`: seconds that the batch took. Return whether no evaluation was cut short.
         """
         started, flops = time.monotonic(), verdict.target_tokens * self._flops_of_a_token()
-        with self._profile(self.progress.step + 1, waited):
-            before, self.ahead = self.ahead, self.step(batch, verdict.target_tokens, verdict.digest)
+        with self._profile(self.progress.step + 1, waited), self._explaining_memory(self.progress.step + 1):
+            before, self.ahead = self.ahead, self.step(batch, verdict.target_tokens, verdict.digest, verdict.source_tokens)
         self.garbage.after_step(self.progress.step)
         record = self.settle(before) if before else None
         seconds = time.monotonic() - started
@@ -290,6 +310,13 @@ class Trainer:
         ranks, optimizers = self.ranks, self.optimizer.optimizers
         return profiled(Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers))
 
+    @contextmanager
+    def _explaining_memory(self, number: int) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error, self.config, self.plan.layout, number, self.directory.path, self.ranks.rank) from error
+
     def _is_due(self, step: int) -> bool:
         """Whether a step is saved or evaluated, and so has to be settled before the next one."""
         config = self.config
@@ -307,12 +334,11 @@ class Trainer:
         path, step, is_main = self.directory.path, self.progress.step, self.ranks.is_main
         self.sinks = None
         if is_main:
-            own = [JsonLines(), *([TensorBoard()] if self.config.log.tensorboard else []), Console()]
-            self.sinks = Sinks(own, self.extensions.sinks, path, self.config, step)
-            stack.callback(self.sinks.close)
+            self.sinks = Sinks(own_sinks(self.config.log), self.extensions.sinks, path, self.config, step)
+            stack.push(lambda kind, error, trace: self.sinks.close(failed=kind is not None))
             self._report_again()
         history = known_records(path, step) if is_main and self.extensions.callbacks else []
-        self.run = RunHandle(self.config, path, history, self.mesh, self._losses)
+        self.run = RunHandle(self.config, path, history, self.mesh, self._losses, self.plan.data.tokenizer_path)
         self.callbacks = Callbacks(self.extensions.callbacks, self.run)
         stack.callback(self.callbacks.close)
 
@@ -352,12 +378,14 @@ class Trainer:
 
     def _agree(self, batch: StepBatch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
         """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
-        tokens, digest = (batch.target_tokens, batch.digest) if batch and self.mesh.counts_samples else (0, 0)
+        counts = batch is not None and self.mesh.counts_samples
+        tokens, digest = (batch.target_tokens, batch.digest) if counts else (0, 0)
+        by_source = batch.source_tokens if counts else [0] * len(self.plan.data.source_names)
         saves, ends = self.continuation.is_due() or self.run.wants_save, self.run.stop_reason is not None
         writes = self.continuation.is_writing
-        said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, ends, saves, writes])
+        said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, ends, saves, writes, *by_source])
         summed = self.ranks.sum(f"start of step {self.progress.step + 1}", said)
-        tokens, digests, problems, stops, ends, saves, writes = summed.tolist()
+        tokens, digests, problems, stops, ends, saves, writes, *by_source = summed.tolist()
         if problems:
             self._finish_save()
             self.ranks.attempt("reading of a batch", lambda: _raise(problem), DataError)
@@ -368,7 +396,7 @@ class Trainer:
                 "or prepare longer documents"
             )
         saved = self.continuation.is_saving and not writes
-        return Verdict(tokens, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(ends), bool(saves), saved)
+        return Verdict(tokens, by_source, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(ends), bool(saves), saved)
 
     def _after_step(self, record: StepRecord, poll: StopPoll) -> bool:
         """Save, evaluate and report, if each is due. The checkpoint comes first, because a stop may cut the rest short.
@@ -439,13 +467,26 @@ class Trainer:
         if self.compilations is not None and (done := self.compilations.take()):
             record.compiled, words = done
             log.info("step %d: %s", record.step, words)
+        record.memory = self._memory()
         record.mfu = achieved / self.peak_flops if self.peak_flops else None
         record.seconds_left = self.window.left(self.config.run.steps - record.step)
+        record.source_loss = {name: loss / tokens for name, (loss, tokens) in self.source_losses.items() if tokens} or None
+        self.source_losses = {}
         record.shares = self.plan.data.shares(self.settled_samples) or None
         record.experts, record.expert_load = self.expert_loads.take()
         if self.ranks.is_main:
             self._log(record)
             self.directory.write_status("running", record.step)
+
+    def _memory(self) -> dict[str, float]:
+        """The most bytes that ranks have used so far: the largest and the mean."""
+        device, used = self.ranks.device, torch.zeros(self.ranks.world_size, dtype=torch.float64)
+        on_gpu = device.type == "cuda"
+        own = torch.cuda.max_memory_allocated(device) if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.most_memory = max(self.most_memory, own)  # a profile resets torch's count
+        used[self.ranks.rank] = self.most_memory
+        used = self.ranks.sum("memory of the ranks", used)
+        return {"largest": float(used.max()), "mean": float(used.mean())}
 
     def _log(self, record: StepRecord) -> None:
         """Pass a record to the sinks and to the callbacks, which may ask for a stop or a save. Main rank only."""

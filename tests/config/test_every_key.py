@@ -69,6 +69,7 @@ VALUES: dict[str, list[Any]] = {
 A_RUN, CUDA = "train/test_data_of_a_run.py", "test_cuda.py::test_a_gpu_resumes_what_the_cpu_saved"
 PAIRS, CONTINUED, BAD = "train/test_pair_runs.py", "train/test_continuation.py", "train/test_bad_steps.py"
 REVERSED = f"{PAIRS}::test_a_small_model_learns_to_reverse_digits_exactly_and_the_tools_agree"
+TRACKERS = "observe/test_trackers.py"
 TEXT, CACHE = "data/test_prepared_text.py", "data/shards/test_shard_cache.py"
 SHARED = "parallel/test_shared_models.py::test_ranks_that_share_a_model_compute_what_one_process_computes"
 STAGES = "parallel/test_pipeline.py::test_stages_compute_what_one_process_computes"
@@ -137,6 +138,11 @@ SEEN = {
     "parallel.backend": "train/test_bad_input.py::test_a_library_for_gpus_is_refused_without_them",
     "parallel.timeout_seconds": "distributed/test_lost_ranks.py::test_a_rank_that_hangs_is_named_with_what_it_does_and_ends_too",
     "parallel.join_seconds": "distributed/test_joining.py::test_a_process_that_never_comes_is_named_while_the_others_wait_and_in_the_end",
+    **{f"log.wandb.{name}": f"{TRACKERS}::test_a_run_of_weights_and_biases_goes_on_after_a_restart" for name in ("project", "entity", "group", "tags", "offline")},
+    **{f"log.mlflow.{name}": f"{TRACKERS}::test_a_run_of_mlflow_goes_on_after_a_restart" for name in ("experiment", "uri")},
+    **{f"log.trackio.{name}": f"{TRACKERS}::test_trackio_is_asked_for_the_run_of_the_start_before" for name in ("project", "space")},
+    **{f"log.prometheus.{name}": f"{TRACKERS}::test_prometheus_reads_the_last_line_from_a_file_and_from_an_address" for name in ("file", "port")},
+    "log.memory_history": f"{BAD}::test_a_history_of_a_gpu_s_memory_is_refused_on_a_cpu",
     "run.lock": "train/test_run_lock.py::test_a_file_system_without_flock_gets_the_other_way_and_says_so",
     "parallel.ddp.bucket_mb": OPTIONS, "parallel.ddp.gradient_as_bucket_view": OPTIONS,
     "precision.tf32": "test_cuda.py::test_tf32_makes_products_less_exact",

@@ -245,9 +245,9 @@ def test_a_summary_has_first_and_last_loss_the_last_validation_and_the_median_sp
 
 
 def test_several_runs_are_compared_in_one_picture(run, tmp_path, capsys):
-    """Newcomer: of `--run a --run b` the last one was taken without a word."""
+    """Newcomer: of two runs the last one was taken without a word."""
     other = shutil.copytree(run, tmp_path / "other")
-    assert tool("report").main(["--run", str(run), "--run", str(other), "--output", str(tmp_path / "both.png")]) == 0
+    assert tool("report").main([str(run), str(other), "--output", str(tmp_path / "both.png")]) == 0
     said = capsys.readouterr().out
     assert f"{run}:\nloss  " in said and f"{other}:\nloss  " in said
     assert (tmp_path / "both.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -270,7 +270,7 @@ def test_the_loss_curve_is_drawn(run, tmp_path):
 
 
 def test_the_report_tool_prints_and_draws(run, capsys):
-    assert tool("report").main(["--run", str(run), "--output", str(run / "curve.png")]) == 0
+    assert tool("report").main([str(run), "--output", str(run / "curve.png")]) == 0
     printed = capsys.readouterr().out
     assert "6.500 at step 10 -> 4.500 at step 50" in printed
     assert (run / "curve.png").stat().st_size > 5000
@@ -284,5 +284,5 @@ def test_a_run_without_numbers_is_named(tmp_path, capsys, content, problem):
         (tmp_path / METRICS_FILE).write_text(content)
     with pytest.raises(DataError, match=f"{METRICS_FILE}: {problem}"):
         summary(tmp_path)
-    assert tool("report").main(["--run", str(tmp_path)]) == 1
+    assert tool("report").main([str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / METRICS_FILE}: {problem}")

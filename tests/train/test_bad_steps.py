@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from running import losses, run_main, state_of, train
+from running import losses, run_main, run_main_with, state_of, train
 
 from pretrain.checkpoint.payload import first_nonfinite
 from pretrain.observe.metrics import METRICS_FILE, read_metrics
+from pretrain.parallel.strategy import Strategy
 
 STEADY = ("run.steps=6", "schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=1", "checkpoint.keep_last=0")
 EXPERTS = (
@@ -140,3 +141,37 @@ def test_the_first_tensor_that_is_not_finite_is_found_whatever_its_size_and_form
             spoiled[name].view(-1)[-1] = value
             spoiled["z"] = torch.tensor(math.nan)
             assert first_nonfinite(spoiled) == name
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------------
+
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.1 GiB is free."
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said", "unsaid"),
+    [
+        ((), ["precision.compute=bf16", "batch.micro_sequences=4", "activation_checkpointing=full"], ["fsdp", "more GPUs"]),
+        (
+            ("batch.micro_sequences=1", "parallel.activation_checkpointing=full"),
+            ["activation_offload=true"],
+            ["micro_sequences=1,"],
+        ),
+    ],
+)
+def test_a_step_that_does_not_fit_says_which_keys_to_change(config_file, overrides, said, unsaid):
+    def full(*_):
+        raise torch.OutOfMemoryError(FULL)
+
+    code, printed = run_main_with(
+        Strategy, "forward_backward", full, str(config_file), "run.steps=2", "schedule.warmup_steps=0", *overrides
+    )
+    error = next(line for line in printed.splitlines() if line.startswith("error: "))
+    assert code == 1 and "step 1 needs more memory than there is (CUDA out of memory. Tried to allocate 2.00 GiB)" in error
+    assert all(part in error for part in said) and not any(part in error for part in unsaid), error
+    assert "log.memory_history=true writes what lies in memory" in error
+
+
+def test_a_history_of_a_gpu_s_memory_is_refused_on_a_cpu(config_file):
+    code, printed = run_main(str(config_file), "log.memory_history=true")
+    assert code == 2 and "log.memory_history=true has no effect on a CPU" in printed

@@ -16,11 +16,13 @@ from launch_pool import RankProcess, start_ranks
 from running import cut_after, run_main, some_slow, state_of, train
 
 from pretrain.checkpoint.payload import Payload
+from pretrain.evaluation.scores import Scorer
 from pretrain.huggingface.open_model import open_model
 from pretrain.observe.metrics import StepRecord, read_metrics
 from pretrain.observe.sinks import Sink
 from pretrain.run import main
 from pretrain.train.callbacks import Callback, EarlyStopping, KeepBest, RunHandle
+from pretrain.train.multiple_choice import MultipleChoice
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 sys.path.append(str(DOCS))
@@ -156,7 +158,9 @@ def test_the_documented_script_measures_the_same_on_two_sharded_ranks_and_writes
 def test_the_page_shows_the_script():
     page, script = (DOCS / "extending.md").read_text(), (DOCS / "extending.py").read_text()
     blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
-    assert len(blocks) == 3 and all(block in script for block in blocks)
+    [other] = [block for block in blocks if block not in script]
+    assert len(blocks) == 4 and "MultipleChoice(" in other
+    compile(other, "extending.md", "exec")
 
 
 def test_a_run_ends_early_keeps_its_best_checkpoints_and_stops_again_when_it_is_repeated(pool, config_file):
@@ -269,3 +273,91 @@ def test_ranks_with_other_callbacks_are_refused_before_the_first_step(pool, conf
     assert [code for code, _ in results] == [2, 2], results
     assert "callback 0" in results[0][1] and "Given" in results[0][1] and "Failing" in results[0][1]
     assert not (config_file.parent / "runs" / "run" / "metrics.jsonl").exists()
+
+
+# ---- multiple choice ----------------------------------------------------------------------------------------------------
+
+
+def write_questions(folder: Path) -> Path:
+    """Questions of letters, with choices of several lengths."""
+    words = ["abc", "bcda", "aab", "cabb", "dd", "bca"]
+    lines = [
+        {
+            "question": " ".join(words[i : i + 2]),
+            "choices": [words[(i + k) % 6] * (1 + k % 2) for k in range(2 + i % 3)],
+            "answer": i % 2,
+        }
+        for i in range(5)
+    ]
+    (folder / "letters.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "letters.jsonl"
+
+
+def run_multiple_choice(file: str, config_file: str, *overrides: str) -> tuple[int, str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = main(["--config", config_file, *overrides], callbacks=[MultipleChoice(file, every_steps=4)])
+    return code, printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ()),
+        (2, ("parallel.strategy=fsdp",)),
+        (2, ("parallel.strategy=fsdp", "parallel.pipeline=2")),
+        (2, ("parallel.strategy=fsdp", "parallel.tensor=2")),
+    ],
+    ids=["one process", "FSDP2", "pipeline", "tensor"],
+)
+def test_choices_are_those_of_the_saved_model_under_any_layout(pool, config_file, tmp_path, ranks, layout):
+    file = write_questions(tmp_path)
+    results = pool.launch(
+        ranks,
+        run_multiple_choice,
+        str(file),
+        str(config_file),
+        *SHORT,
+        "checkpoint.every_steps=4",
+        "checkpoint.keep_last=0",
+        *layout,
+    )
+    assert all(code == 0 for code, _ in results), results
+    run = config_file.parent / "runs" / "run"
+    measured = {r["step"]: r["evaluation"] for r in read_metrics(run) if "evaluation" in r}
+    assert list(measured) == [4, 8]
+    for step, numbers in measured.items():
+        opened = open_model(run / "checkpoints" / f"step-{step:08d}")
+        right = mean_right = chance = 0.0
+        questions = [json.loads(line) for line in file.read_text().splitlines()]
+        for question in questions:
+            context = [opened.tokenizer.eod_id, *opened.tokenizer.encode(question["question"])]
+            choices = [opened.tokenizer.encode(" " + choice) for choice in question["choices"]]
+            scores = [value for value, _ in Scorer(opened, 32).log_likelihoods([(context, choice) for choice in choices])]
+            means = [value / len(choice) for value, choice in zip(scores, choices)]
+            right += scores.index(max(scores)) == question["answer"]
+            mean_right += means.index(max(means)) == question["answer"]
+            chance += 1 / len(choices)
+        expected = [right / 5, mean_right / 5, (right / 5 - chance / 5) / (1 - chance / 5)]
+        assert list(numbers.values()) == pytest.approx(expected) and list(numbers) == [
+            "letters",
+            "letters mean",
+            "letters centred",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"question": "a", "choices": ["b"], "answer": 0}', "letters.jsonl:1: no object"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": 2}', "letters.jsonl:1: no object"),
+        ("", "has no question in it"),
+        (json.dumps({"question": "a" * 99, "choices": ["b", "c"], "answer": 0}), "more than data.sequence_length=32"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_errors_of_one_line(config_file, tmp_path, text, says):
+    (tmp_path / "letters.jsonl").write_text(text)
+    code, printed = run_multiple_choice(
+        str(tmp_path / "letters.jsonl"), str(config_file), "run.steps=1", "schedule.warmup_steps=0"
+    )
+    assert code != 0 and says in printed and "Traceback" not in printed

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from documentation.model_tables import metrics_page
 from running import run_main, run_main_with, tool, train, write_prepared
@@ -261,7 +262,13 @@ def test_every_number_of_the_record_is_logged_when_its_description_says_so(
     """T-D12: a table of every logged number; docs/metrics.md has it from the fields of `StepRecord`."""
     other = write_prepared(tmp_path / "other", byte_tokenizer, seed=3, documents=60)
     mixture = f"data.sources=[{{path: {prepared}, name: a}}, {{path: {other}, name: b}}]"
-    everything = (*EXTRAS["balanced experts"][0], mixture, "optim.ema_decay=0.9", f"data.validation=[{{path: {prepared}, name: v}}]", *SHORT)
+    everything = (
+        *EXTRAS["balanced experts"][0],
+        mixture,
+        "optim.ema_decay=0.9",
+        f"data.validation=[{{path: {prepared}, name: v}}]",
+        *SHORT,
+    )
     found = names_in(train(pool, 1, config_file, *everything))
     elsewhere = {
         "translation": "test_pair_runs.py",
@@ -324,3 +331,41 @@ def failing_export(config_file: str, *overrides: str) -> str:
 def test_a_problem_of_the_export_is_none_of_the_data(pool, config_file):
     """T-D14: it was labelled DataError."""
     assert pool.launch(1, failing_export, str(config_file)) == ["CheckpointError: export check: no"]
+
+
+# ---- the loss of each source --------------------------------------------------------------------------------------------
+
+
+def write_monotone(path: Path, tokenizer: Path, documents: int) -> Path:
+    """Prepared documents of one token alone: a model soon knows what comes next."""
+    from pretrain.data.shards.writer import ShardWriter
+    from pretrain.data.tokenizers.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    with ShardWriter.create(path, loaded, 25_000) as writer:
+        for _ in range(documents):
+            writer.add(np.append(np.full(199, 97), loaded.eod_id), np.array([200]))
+    return path
+
+
+@pytest.mark.parametrize("layout", ["one process", "DDP", "a pipeline"])
+def test_each_source_has_its_own_training_loss(pool, config_file, prepared, byte_tokenizer, tmp_path, layout):
+    easy = write_monotone(tmp_path / "easy", byte_tokenizer, 400)
+    sources = f"data.sources=[{{name: easy, path: {easy}, weight: 1}}, {{name: hard, path: {prepared}, weight: 3}}]"
+    options = ["run.steps=60", "schedule.warmup_steps=0", "log.every_steps=20", sources]
+    options += {
+        "one process": [],
+        "DDP": [DDP],
+        "a pipeline": ["parallel.strategy=fsdp", "parallel.pipeline=2"],
+    }[layout]
+    records = read_metrics(train(pool, 1 if layout == "one process" else 2, config_file, *options))
+    first, last = records[0]["source_loss"], records[-1]["source_loss"]
+    assert first.keys() == last.keys() == {"easy", "hard"}
+    # Line 1 is of one step: its loss is the mean over the tokens of both, about a quarter of them easy.
+    share = (records[0]["loss"] - first["hard"]) / (first["easy"] - first["hard"])
+    assert 0.1 < share < 0.4
+    assert last["easy"] < 1.7 < 2.2 < last["hard"]  # the letters of the hard one have 2.5 nats
+
+
+def test_a_single_source_has_no_loss_beside_the_run_s(trained_run, config_file):
+    assert "source_loss" not in read_metrics(trained_run(1, config_file, *SHORT))[-1]

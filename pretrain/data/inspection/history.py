@@ -26,9 +26,7 @@ from pretrain.data.shards.transfer import is_url
 from pretrain.data.sources import batch_schedule, check_data, open_sources, open_stream, source_name, with_prepared_text
 from pretrain.data.stream import BatchSchedule, Stream, check_micro_steps
 from pretrain.errors import ConfigError, DataError
-from pretrain.observe.metrics import METRICS_FILE
-
-STARTS_FILE = "starts.jsonl"
+from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE
 
 
 @dataclass(frozen=True)

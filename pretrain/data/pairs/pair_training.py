@@ -255,6 +255,10 @@ class PairTraining:
     def check_suffices(self, step: int, samples: int) -> None:
         """Pairs always suffice: they are repeated for as long as a run lasts."""
 
+    @property
+    def source_names(self) -> list[str]:
+        return []
+
     def shares(self, until: int) -> dict[str, float]:
         return {}
 

@@ -1,0 +1,103 @@
+"""A page about runs: one HTML file that needs no network. `report_page.html` draws what is put together here."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from pretrain.observe.metrics import StepRecord, duration
+from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story, thinned
+from pretrain.storage import plain, replace_text
+
+TEMPLATE = Path(__file__).with_name("report_page.html")
+PLACE = "__DATA__"
+KEPT = (
+    "step", "tokens", "loss", "objective", "grad_norm", "lr", "seconds", "tokens_per_second", "step_tokens_per_second", "mfu", "data_wait",
+    "pipeline_wait", "shares", "expert_load", "source_loss", "validation", "ema_validation", "bits_per_byte", "translation", "evaluation", "memory",
+)  # fmt: skip
+"""Fields of a log line that the page shows."""
+
+
+def write_page(directories: list[Path], output: Path) -> None:
+    """Write a page about some runs. Raises DataError for a directory without a run."""
+    data = page_data([read_story(directory) for directory in directories])
+    # In a script element only `</` and `<!--` would end or change it: no `<` is left.
+    text = json.dumps(plain(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(output, TEMPLATE.read_text(encoding="utf-8").replace(PLACE, text), durable=False)
+
+
+def page_data(stories: list[RunStory]) -> dict[str, Any]:
+    """All that the page shows, as JSON values."""
+    names = _unique_names(stories)
+    last = [configuration_of(story.starts[-1]) if story.starts else {} for story in stories]
+    return {
+        "meanings": StepRecord.meanings(),
+        "runs": [_run(story, name) for story, name in zip(stories, names)],
+        "differences": _texts(differences(last)) if len(stories) > 1 else {},
+    }
+
+
+def _unique_names(stories: list[RunStory]) -> list[str]:
+    names = [story.name for story in stories]
+    return [name if names.count(name) == 1 else str(story.directory) for name, story in zip(names, stories)]
+
+
+def _run(story: RunStory, name: str) -> dict[str, Any]:
+    records = thinned(story.records)
+    starts = story.starts
+    return {
+        "name": name,
+        "facts": _facts(story),
+        "records": [_kept(record) for record in records],
+        "shown": [len(records), len(story.records)],
+        "repeated": [[_kept(record) for record in thinned(stretch)] for stretch in story.repeated],
+        "starts": [{"step": s["step"], "time": s.get("time"), "ranks": s.get("world_size")} for s in starts],
+        "seconds": story.seconds(),
+        "changes": [
+            {"step": after["step"], "keys": _texts(differences([configuration_of(before), configuration_of(after)]))}
+            for before, after in zip(starts, starts[1:])
+        ],
+        "configuration": {key: _text(value) for key, value in (configuration_of(starts[-1]) if starts else {}).items()},
+        "environment": {key: _text(value) for key, value in (starts[-1].get("environment", {}) if starts else {}).items()},
+    }
+
+
+def _facts(story: RunStory) -> dict[str, str]:
+    """The run in a few numbers, ready to be read."""
+    last = [record for record in story.records if record.get("loss") is not None][-1]
+    state = story.status.get("state", "unknown")
+    facts = {
+        "state": f"{state}: {reason}" if (reason := story.status.get("reason")) else state,
+        "steps": f"{story.records[-1]['step']:,}",
+        "tokens": f"{last['tokens']:,}",
+        "loss": f"{last['loss']:.4f} nats per token",
+    }
+    for field, unit in (("validation", "nats per token"), ("bits_per_byte", "bits per byte")):
+        measured = [record for record in story.records if field in record][-1:]
+        facts |= {
+            f"{field.replace('_', ' ')}, {name}": f"{value:.4f} {unit}" for r in measured for name, value in r[field].items()
+        }
+    speeds = [record["tokens_per_second"] for record in story.records if record.get("tokens_per_second")]
+    if speeds:
+        facts["speed"] = f"{statistics.median(speeds):,.0f} tokens per second (median)"
+    shares = [record["mfu"] for record in story.records if record.get("mfu") is not None]
+    if shares:
+        facts["MFU"] = f"{statistics.median(shares):.1%} (median)"
+    facts["starts"] = str(len(story.starts) or 1)
+    facts["time"] = duration(sum(story.seconds().values()))
+    return facts
+
+
+def _kept(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in KEPT if name in record}
+
+
+def _texts(found: dict[str, list[Any]]) -> dict[str, list[str]]:
+    return {key: [_text(value) for value in values] for key, values in found.items()}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,172 @@
+"""Experiment trackers as sinks: Weights & Biases, MLflow and Trackio. `log.wandb`, `log.mlflow` and `log.trackio` turn them on.
+
+A run has one entry in a tracker, whatever restarts: its id is kept in trackers.json of the run directory. Every start adds to that entry. A run that
+went back to a checkpoint sends the repeated steps again, and the tracker shows both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import secrets
+import time
+from pathlib import Path
+
+from pretrain.config.schema import Config, Log
+from pretrain.config.written import flatten
+from pretrain.errors import ConfigError, install_command
+from pretrain.observe.background import InBackground
+from pretrain.observe.metrics import StepRecord
+from pretrain.observe.prometheus import Prometheus
+from pretrain.observe.sinks import Console, JsonLines, Sink, TensorBoard
+from pretrain.storage import replace_text
+
+TRACKERS_FILE = "trackers.json"
+MLFLOW_BATCH = {"metrics": 1000, "params": 100}
+"""The most that a request of MLflow's REST API takes (mlflow.org, "Log Batch")."""
+MLFLOW_VALUE = 6000
+"""The longest value of a parameter there, in characters."""
+
+
+def own_sinks(config: Log) -> list[Sink]:
+    """The sinks that a configuration asks for. Trackers have a thread of their own each."""
+    prometheus = config.prometheus.file is not None or config.prometheus.port is not None
+    trackers = {
+        WeightsAndBiases: config.wandb.project,
+        MlFlow: config.mlflow.experiment,
+        Trackio: config.trackio.project,
+    }
+    return [
+        JsonLines(),
+        *([TensorBoard()] if config.tensorboard else []),
+        *([Prometheus()] if prometheus else []),
+        *(InBackground(kind()) for kind, project in trackers.items() if project is not None),
+        Console(),
+    ]
+
+
+def check_trackers(config: Log) -> None:
+    """Raise ConfigError if the package of a tracker is not installed, so that it is known before the run."""
+    needed = {
+        "log.wandb.project": (config.wandb.project, "wandb"),
+        "log.mlflow.experiment": (config.mlflow.experiment, "mlflow"),
+        "log.trackio.project": (config.trackio.project, "trackio"),
+        "log.prometheus.file": (config.prometheus.file, "prometheus_client"),
+        "log.prometheus.port": (config.prometheus.port, "prometheus_client"),
+    }
+    for key, (value, package) in needed.items():
+        if value is not None and importlib.util.find_spec(package) is None:
+            how = "pip install trackio" if package == "trackio" else install_command("trackers")
+            raise ConfigError(f"{key} needs the package {package}, which is not installed; run {how}, or remove the key")
+
+
+def kept_id(directory: Path, tracker: str, new_id: str | None = None) -> str | None:
+    """The run's id in a tracker. With `new_id`, this one is kept if there is none yet. Raises OSError."""
+    path = directory / TRACKERS_FILE
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if tracker not in kept and new_id is not None:
+        kept[tracker] = new_id
+        replace_text(path, json.dumps(kept, indent=1) + "\n")
+    return kept.get(tracker)
+
+
+class WeightsAndBiases(Sink):
+    """A run of Weights & Biases. Its curves have the optimizer step as x-axis; `wandb.Run.log` cannot go back in steps of its own."""
+
+    name = "Weights & Biases"
+
+    def open(self, directory: Path, config: Config, step: int) -> None:
+        import wandb
+
+        chosen, self._steps = config.log.wandb, config.run.steps
+        self._run = wandb.init(
+            project=chosen.project,
+            entity=chosen.entity,
+            group=chosen.group,
+            tags=chosen.tags or None,
+            name=directory.name,
+            id=kept_id(directory, "wandb", secrets.token_hex(8)),
+            resume="allow",
+            dir=str(directory),
+            mode="offline" if chosen.offline else "online",
+            settings=wandb.Settings(console="off", quiet=True, disable_git=True, disable_code=True),
+        )
+        self._run.config.update(dataclasses.asdict(config), allow_val_change=True)
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: StepRecord) -> None:
+        self._last = record.step
+        self._run.log({"step": record.step, **record.numbers()})
+
+    def close(self) -> None:
+        if (run := getattr(self, "_run", None)) is not None:
+            if not self.failed and getattr(self, "_last", 0) < self._steps:
+                run.mark_preempting()  # a run that was asked to stop goes on later
+            run.finish(exit_code=0 if getattr(self, "_last", 0) >= self._steps and not self.failed else 1)
+
+
+class MlFlow(Sink):
+    """A run of MLflow: numbers as metrics, the configuration of the first start as parameters, which MLflow does not let change."""
+
+    name = "MLflow"
+
+    def open(self, directory: Path, config: Config, step: int) -> None:
+        from mlflow.tracking import MlflowClient
+
+        chosen, self._steps, self._last = config.log.mlflow, config.run.steps, step
+        self._client = MlflowClient(chosen.uri)
+        self._id = kept_id(directory, "mlflow")
+        if self._id is None:
+            experiment = self._client.get_experiment_by_name(chosen.experiment)
+            place = experiment.experiment_id if experiment else self._client.create_experiment(chosen.experiment)
+            self._id = kept_id(directory, "mlflow", self._client.create_run(place, run_name=directory.name).info.run_id)
+            self._log_parameters(config)
+        self._client.update_run(self._id, status="RUNNING")
+
+    def _log_parameters(self, config: Config) -> None:
+        from mlflow.entities import Param
+
+        parameters = [Param(key, str(value)[:MLFLOW_VALUE]) for key, value in flatten(dataclasses.asdict(config)).items()]
+        for first in range(0, len(parameters), MLFLOW_BATCH["params"]):
+            self._client.log_batch(self._id, params=parameters[first : first + MLFLOW_BATCH["params"]])
+
+    def write(self, record: StepRecord) -> None:
+        from mlflow.entities import Metric
+
+        now, self._last = round(1000 * time.time()), record.step
+        # Names may have letters, digits and _-./ and spaces.
+        metrics = [
+            Metric(re.sub(r"[^\w\-./ ]", "_", name, flags=re.ASCII), value, now, record.step)
+            for name, value in record.numbers().items()
+        ]
+        for first in range(0, len(metrics), MLFLOW_BATCH["metrics"]):
+            self._client.log_batch(self._id, metrics=metrics[first : first + MLFLOW_BATCH["metrics"]])
+
+    def close(self) -> None:
+        if getattr(self, "_id", None) is not None:
+            ended = "FAILED" if self.failed else "FINISHED" if self._last >= self._steps else "KILLED"
+            self._client.set_terminated(self._id, ended)
+
+
+class Trackio(Sink):
+    """A run of Trackio, in its local database or in a Space of the Hugging Face Hub."""
+
+    name = "Trackio"
+
+    def open(self, directory: Path, config: Config, step: int) -> None:
+        import trackio
+
+        chosen = config.log.trackio
+        name = kept_id(directory, "trackio", f"{directory.name}-{secrets.token_hex(4)}")
+        settings = flatten(dataclasses.asdict(config))
+        self._run = trackio.init(chosen.project, name=name, space_id=chosen.space, config=settings, resume="allow", embed=False)
+
+    def write(self, record: StepRecord) -> None:
+        self._run.log(record.numbers(), step=record.step)
+
+    def close(self) -> None:
+        if (run := getattr(self, "_run", None)) is not None:
+            run.finish()

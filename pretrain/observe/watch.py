@@ -1,0 +1,143 @@
+"""A run as a terminal page that follows it: state, speed, losses, the last checkpoint, and what the ranks had to say."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pretrain.errors import DataError
+from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, read_lines, read_metrics
+from pretrain.observe.run_story import unix_seconds
+
+BARS = "▁▂▃▄▅▆▇█"
+EVENT = re.compile(r"^(?P<time>\S+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)$")
+EVENT_BYTES = 1 << 16
+"""The end of a rank's log that is looked through for warnings."""
+SILENT_LINES = 20
+"""A run is shown as silent if its last line is older than this many lines take."""
+
+
+def page(run: Path, width: int) -> RenderableType:
+    """The page as it stands now. `width`: of the terminal, in columns. Raises DataError for a directory without a run."""
+    if not (run / STARTS_FILE).is_file():
+        raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
+    status = _json(run / "status.json")
+    start = list(read_lines(run / STARTS_FILE))[-1]
+    records = read_metrics(run) if (run / METRICS_FILE).is_file() else []
+    steps = start["config"]["run"]["steps"]
+    parts: list[RenderableType] = [_headline(run, status, records), _bar(status.get("step", 0), steps, width)]
+    if records:
+        parts += [_numbers(records, start), _curve(records, width)]
+    parts += [_place(status, start, run), *_events(run)]
+    return Panel(Group(*parts), title=str(run), title_align="left")
+
+
+def _headline(run: Path, status: dict[str, Any], records: list[dict[str, Any]]) -> Text:
+    state = status.get("state", "starting")
+    colour = {"running": "green", "finished": "blue", "failed": "red"}.get(state, "yellow")
+    text = Text(state, style=f"bold {colour}")
+    if status.get("reason"):
+        text.append(f": {status['reason']}", style="default")
+    silence = time.time() - unix_seconds(status["updated"]) if "updated" in status else 0.0
+    usual = records[-1].get("seconds", 0.0) * max(1, _line_steps(records)) if records else 0.0
+    if state == "running" and silence > max(60.0, SILENT_LINES * usual):
+        text.append(f"  nothing was written for {duration(silence)}: is it still alive?", style="bold red")
+    return text
+
+
+def _line_steps(records: list[dict[str, Any]]) -> int:
+    return records[-1]["step"] - records[-2]["step"] if len(records) > 1 else 1
+
+
+def _bar(step: int, steps: int, width: int) -> Table:
+    row = Table.grid(padding=(0, 1))
+    row.add_row(
+        f"step {step:,} of {steps:,}",
+        ProgressBar(total=steps, completed=step, width=max(10, width - 45)),
+        f"{step / steps:.1%}",
+    )
+    return row
+
+
+def _numbers(records: list[dict[str, Any]], start: dict[str, Any]) -> Table:
+    last, table = records[-1], Table.grid(padding=(0, 3))
+    rank_speed = (last.get("tokens_per_second") or 0.0) / start.get("world_size", 1)
+    cells = {
+        "loss": _form(last.get("loss"), ".4f"),
+        "gradient norm": _form(last.get("grad_norm"), ".3f"),
+        "learning rate": _form(last.get("lr"), ".2e"),
+        "time left": duration(last.get("seconds_left")),
+        "tokens/s": _form(last.get("tokens_per_second"), ",.0f"),
+        "tokens/s and rank": _form(rank_speed or None, ",.0f"),
+        "seconds a step": _form(last.get("step_seconds"), ".3f"),
+        "waiting for data": _form(last.get("data_wait"), ".1%"),
+        "MFU": _form(last.get("mfu"), ".1%"),
+        "steps skipped": _form(last.get("skipped"), ","),
+    }
+    for field in ("validation", "bits_per_byte", "evaluation"):
+        measured = next((r for r in reversed(records) if field in r), None)
+        for name, value in (measured or {field: {}})[field].items():
+            cells[f"{field.replace('_', ' ')} {name}"] = f"{value:.4f} at step {measured['step']:,}"
+    shown = [(name, value) for name, value in cells.items() if value != "-"]
+    for first in range(0, len(shown), 2):
+        table.add_row(*(part for name, value in shown[first : first + 2] for part in (Text(name, style="dim"), value)))
+    return table
+
+
+def _form(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _curve(records: list[dict[str, Any]], width: int) -> Text:
+    """The loss of the second half of the run so far, as a row of bars."""
+    half = [r["loss"] for r in records[len(records) // 2 :] if r.get("loss") is not None]
+    room = max(10, width - 34)
+    size = max(1, -(-len(half) // room))
+    means = [sum(part) / len(part) for part in (half[i : i + size] for i in range(0, len(half), size))]
+    if not means:
+        return Text("")
+    low, high = min(means), max(means)
+    bars = "".join(BARS[round((value - low) / (high - low or 1.0) * (len(BARS) - 1))] for value in means)
+    return Text.assemble(("loss ", "dim"), f"{means[0]:.3f} ", (bars, "cyan"), f" {means[-1]:.3f}")
+
+
+def _place(status: dict[str, Any], start: dict[str, Any], run: Path) -> Text:
+    saved = status.get("checkpoint")
+    stamp = run / "checkpoints" / saved / "manifest.json" if saved else None
+    age = f", {duration(time.time() - stamp.stat().st_mtime)} ago" if stamp and stamp.is_file() else ""
+    strategy = start["config"]["parallel"]["strategy"]
+    where = f"{start.get('world_size', '?')} ranks ({strategy}), main rank on {status.get('host', '?')}, process {status.get('pid', '?')}"
+    return Text(f"last checkpoint {saved or 'none'}{age}; {where}; start {_count_starts(run)}", style="dim")
+
+
+def _count_starts(run: Path) -> int:
+    return sum(1 for _ in read_lines(run / STARTS_FILE))
+
+
+def _events(run: Path, most: int = 6) -> Iterable[RenderableType]:
+    """The newest warnings and errors of all ranks. Late and lost ranks are among them: the main rank names them."""
+    found = []
+    for log in sorted((run / "logs").glob("rank-*.log")):
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - EVENT_BYTES))
+            found += [match for line in file.read().decode("utf-8", "replace").splitlines() if (match := EVENT.match(line))]
+    for match in sorted(found, key=lambda event: event["time"])[-most:]:
+        colour = "yellow" if match["level"] == "WARNING" else "red"
+        yield Text.assemble((f"{match['time'][:19]} rank {match['rank']} ", "dim"), (match["text"][:400], colour))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not yet there, or being replaced
+        return {}

@@ -1,0 +1,61 @@
+"""A step that did not fit into a GPU's memory: which keys to change, and what lay in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pretrain.config.schema import Config
+from pretrain.errors import TrainingError, UserError, reason_of
+from pretrain.parallel.layout import Layout
+
+HISTORY_ENTRIES = 200_000
+"""Allocations that are remembered; a step of a large model makes some ten thousand."""
+
+
+def remember_allocations(config: Config, device: torch.device) -> None:
+    """With `log.memory_history`, let torch remember where each allocation came from."""
+    if config.log.memory_history:
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES, device=device)
+
+
+def out_of_memory(
+    error: torch.OutOfMemoryError, config: Config, layout: Layout, step: int, directory: Path, rank: int
+) -> UserError:
+    """The error of a step as one line for the user; the history of allocations goes into a file, if it was kept."""
+    said = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")  # what was asked for, and what is there
+    kept = (
+        _write_history(directory, rank) if config.log.memory_history else "log.memory_history=true writes what lies in memory"
+    )
+    what = f"step {step} needs more memory than there is ({said}); {'; or '.join(remedies(config, layout))}; {kept}"
+    return TrainingError(what).on_rank(rank)
+
+
+def remedies(config: Config, layout: Layout) -> list[str]:
+    """What to change, the cheapest first; what is in force already is left out."""
+    parallel, micro = config.parallel, config.batch.micro_sequences
+    found = []
+    if config.precision.compute == "fp32":
+        found.append("set precision.compute=bf16")
+    if micro > 1 and not config.batch.tokens:
+        found.append(f"lower batch.micro_sequences={micro}, which changes no sample and no gradient")
+    if layout.strategy == "ddp":
+        found.append("set parallel.strategy=fsdp, which shards weights, gradients and optimizer state")
+    if parallel.activation_checkpointing == "none":
+        found.append("set parallel.activation_checkpointing=full, which computes activations twice")
+    elif not parallel.activation_offload:
+        found.append("set parallel.activation_offload=true, which keeps activations in the host's memory")
+    if layout.strategy != "single" or layout.tensor * layout.pipeline > 1:
+        found.append("use more GPUs for a copy of the model (parallel.shard, tensor, context)")
+    return found or ["use a smaller model or a GPU with more memory"]
+
+
+def _write_history(directory: Path, rank: int) -> str:
+    path = directory / "profile" / f"out-of-memory.rank-{rank}.pickle"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except OSError as error:
+        return f"what lay in memory could not be written: {reason_of(error)}"
+    return f"what lay in memory is in {path}, for pytorch.org/memory_viz"

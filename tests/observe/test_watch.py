@@ -1,0 +1,85 @@
+"""The terminal page of a run under way."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from rich.console import Console
+from running import tool
+from test_report_page import write_run
+
+from pretrain.errors import DataError
+from pretrain.observe.watch import page
+
+
+def shown(run, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))
+    console.print(page(run, width))
+    return console.export_text()
+
+
+def write_status(run, **values) -> None:
+    (run / "status.json").write_text(
+        json.dumps({"state": "running", "step": 100, "reason": None, "checkpoint": None, **values})
+    )
+
+
+def now(back: float = 0.0) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - back))
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = write_run(tmp_path)
+    text = (run / "starts.jsonl").read_text()
+    more = {"run": {"steps": 200}, "parallel": {"strategy": "ddp"}}
+    lines = [json.loads(line) for line in text.splitlines()]
+    (run / "starts.jsonl").write_text("".join(json.dumps(line | {"config": line["config"] | more}) + "\n" for line in lines))
+    return run
+
+
+def test_the_page_says_how_far_a_run_is_and_how_it_does(run):
+    write_status(run, updated=now(), host="node-a", pid=17)
+    text = shown(run)
+    assert "running" in text and "is it still alive" not in text
+    assert "step 100 of 200" in text and "50.0%" in text
+    assert "8.0000" in text and "tokens/s" in text and "10.0%" in text  # the loss, the wait for data
+    assert "4.0000 at step 100" in text and "2 ranks (ddp), main rank on node-a, process 17; start 2" in text
+    assert any(bar in text for bar in "▁▂▃▄▅▆▇█")
+
+
+def test_a_run_that_is_silent_is_doubted(run):
+    write_status(run, updated=now(back=3600))
+    assert "nothing was written for 1h00m: is it still alive?" in shown(run)
+    write_status(run, state="failed", reason="rank 1 is gone", updated=now(back=3600))
+    text = shown(run)
+    assert "failed: rank 1 is gone" in text and "alive" not in text
+
+
+def test_warnings_of_all_ranks_are_shown_in_order_of_time(run):
+    write_status(run, updated=now())
+    (run / "logs").mkdir()
+    for rank, lines in {
+        0: [
+            "2026-11-23 10:00:02,000 WARNING rank 0 pretrain.x: waiting 10 s at 'start of step 17': rank 1",
+            "2026-11-23 10:00:01,000 INFO rank 0 pretrain.x: no",
+        ],
+        1: ["2026-11-23 10:00:01,000 ERROR rank 1 pretrain.x: a [bold]shard[/bold] is damaged", "  Traceback"],
+    }.items():
+        (run / "logs" / f"rank-{rank}.log").write_text("\n".join(lines) + "\n")
+    text = shown(run, 120)
+    assert (
+        text.index("rank 1 a [bold]shard[/bold] is damaged") < text.index("rank 0 waiting 10 s at")
+        and " no" not in text.split("damaged")[1]
+    )
+
+
+def test_a_run_that_has_logged_nothing_yet_is_shown_and_a_folder_without_a_run_is_an_error(run, tmp_path, capsys):
+    (run / "metrics.jsonl").unlink()
+    (run / "status.json").unlink()
+    assert "starting" in shown(run) and "step 0 of 200" in shown(run)
+    assert tool("watch").main([str(run), "--once"]) == 0 and "starting" in capsys.readouterr().out
+    with pytest.raises(DataError, match="no run has started there"):
+        page(tmp_path, 80)

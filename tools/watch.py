@@ -1,0 +1,44 @@
+"""Follow a run in the terminal: state, speed, losses, last checkpoint, warnings of all ranks. It only reads files: it works on any host that sees them."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
+
+from pretrain.errors import run_tool  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="between two looks (default: 2)")
+    parser.add_argument("--once", action="store_true", help="print the page once, and end")
+    arguments = parser.parse_args(argv)
+    if arguments.seconds <= 0:
+        parser.error(f"--seconds {arguments.seconds:g} is not above 0")
+    return run_tool(lambda: watch(arguments))
+
+
+def watch(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from pretrain.observe.watch import page
+
+    console = Console()
+    if arguments.once:
+        console.print(page(arguments.run, console.width))
+        return
+    try:
+        with Live(page(arguments.run, console.width), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                time.sleep(arguments.seconds)
+                live.update(page(arguments.run, console.width), refresh=True)
+    except KeyboardInterrupt:
+        console.print(page(arguments.run, console.width))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

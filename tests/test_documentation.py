@@ -40,9 +40,7 @@ def commands() -> list[tuple[str, list[str]]]:
     for page in PAGES:
         for block in blocks(page, "bash", ""):
             for line in block.replace("\\\n", " ").splitlines():
-                if re.search(
-                    r"(pretrain/run|tools/\w+)\.py +(-|to-|from-|data |merge )", line
-                ) and not line.lstrip().startswith("#"):
+                if re.search(r"(pretrain/run\.py +-|tools/\w+\.py +\S)", line) and not line.lstrip().startswith("#"):
                     found.append((page.name, shlex.split(line, comments=True)))
     return found
 
@@ -61,7 +59,8 @@ def test_every_command_names_files_and_options_that_exist(page, words):
     if words[script] == "pretrain/run.py":
         check_run_arguments(arguments)
     else:
-        direction = [word for word in arguments[:1] if word in ("to-hf", "to-gguf", "from-hf", "data", "merge")]
+        has_subjects = words[script].endswith(("bench.py", "convert_checkpoint.py", "inspect_data.py", "prepare_data.py"))
+        direction = [word for word in arguments[:1] if has_subjects and not word.startswith("-")]
         asked = [sys.executable, words[script], *direction, "--help"]
         text = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for option in (word for word in arguments if word.startswith("--")):
@@ -75,7 +74,14 @@ def check_run_arguments(arguments: list[str]) -> None:
     for word in arguments:
         if "=" in word and not word.startswith("-"):
             apply_override(tree, word)
-        assert not word.startswith("--") or word in ("--config", "--check", "--ranks", "--print-config", "--origins", "--explain")
+        assert not word.startswith("--") or word in (
+            "--config",
+            "--check",
+            "--ranks",
+            "--print-config",
+            "--origins",
+            "--explain",
+        )
     unknown = set(tree.values) - set(Config.__dataclass_fields__)
     assert not unknown
 

@@ -44,6 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         metavar="ID",
         help="end before this token, in addition to the model's own end tokens; may be given several times",
     )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+    )
+    parser.add_argument("--stream", action="store_true", help="print the text as it comes; for a single sample")
     parser.add_argument("--no-bos", action="store_true", help="put nothing before a prompt, whatever the tokenizer asks for")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the first sample of a prompt; the next sample has the next seed"
@@ -69,17 +73,22 @@ def main(argv: list[str] | None = None) -> int:
     arguments.temperature = TEMPERATURE if arguments.temperature is None else arguments.temperature
     if min(arguments.max_tokens, arguments.num_samples, arguments.batch_size) < 1 or not arguments.temperature > 0:
         parser.error("--max-tokens, --num-samples, --batch-size and --temperature must be positive; --greedy is temperature 0")
+    if arguments.stream and (arguments.json or arguments.num_samples > 1 or len(arguments.prompt or []) != 1):
+        parser.error("--stream goes with a single --prompt and sample, and without --json")
+    if "" in arguments.stop:
+        parser.error("--stop must not be empty")
     if arguments.top_k < 0 or not 0 < arguments.top_p <= 1:
         parser.error("--top-k must not be negative, --top-p above 0 and at most 1")
     return run_tool(lambda: sample(arguments))
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    from pretrain.huggingface.open_model import open_model
+    from pretrain.evaluation.texts import TextWatch
+    from pretrain.huggingface.open_model import best_device, open_model
     from pretrain.models.generate import Sampling, generate_batch, uncached_reason
 
     texts = arguments.prompt if arguments.prompt is not None else list(read_prompts(arguments.prompt_file))
-    device = choose_device(arguments.device)
+    device = best_device(arguments.device)
     opened = open_model(arguments.model, device, arguments.dtype, arguments.family)
     check_stop_ids(arguments.stop_id, opened.network.config.vocab_size)
     tokenizer, begin = opened.tokenizer, [] if arguments.no_bos else opened.begin
@@ -100,17 +109,27 @@ def sample(arguments: argparse.Namespace) -> None:
     for first in range(0, len(jobs), arguments.batch_size):
         batch = jobs[first : first + arguments.batch_size]
         rows, seeds = [prompts[i] for i, _ in batch], [arguments.seed + number for _, number in batch]
-        for (i, number), tokens in zip(
-            batch,
-            generate_batch(opened.network, rows, arguments.max_tokens, ends, sampling, seeds, not arguments.no_cache),
-        ):
+        watch = TextWatch(tokenizer, arguments.stop, _print_piece if arguments.stream else None)
+        if arguments.stream:
+            print(texts[0], end="", flush=True)
+        watches = watch if arguments.stop or arguments.stream else None
+        found = generate_batch(
+            opened.network, rows, arguments.max_tokens, ends, sampling, seeds, not arguments.no_cache, watches
+        )
+        for row, ((i, number), tokens) in enumerate(zip(batch, found)):
             made += len(tokens)
-            # A vocabulary may have more rows than the tokenizer has tokens; such a token has no text.
-            text = tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
+            text = watch.finish(row, tokens)
+            if arguments.stream:
+                print()
+                continue
             line = {"prompt": texts[i], "text": text, "sample": number, "prompt_tokens": prompts[i], "tokens": tokens}
             show(line, arguments.json, several=len(jobs) > 1)
     seconds = time.monotonic() - started
     print(f"{made} tokens in {seconds:.2f} s: {made / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+def _print_piece(row: int, text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def show(line: dict[str, Any], as_json: bool, several: bool) -> None:
@@ -157,21 +176,6 @@ def check_stop_ids(ids: list[int], vocab_size: int) -> None:
 
     if strange := [number for number in ids if not 0 <= number < vocab_size]:
         raise ConfigError(f"--stop-id={strange[0]} is no token of the vocabulary, which has 0 to {vocab_size - 1}")
-
-
-def choose_device(name: str | None) -> str:
-    """The requested device, or the best available one. Raises ConfigError for one that torch does not have."""
-    import torch
-
-    from pretrain.errors import ConfigError
-
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device={name}: {str(error).splitlines()[0]}") from error
-    return name
 
 
 if __name__ == "__main__":

@@ -87,6 +87,17 @@ def _caster(dtype: torch.dtype) -> Cast:
     return cast
 
 
+def best_device(name: str | None) -> str:
+    """The requested device, or the best available one. Raises ConfigError for one that torch does not have."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device={name}: {str(error).splitlines()[0]}") from error
+    return name
+
+
 def read_hf(directory: Path) -> tuple[Model, dict[str, Tensor]]:
     """Shape and weights (whole, in fp32, by our names) of a Hugging Face model directory."""
     source = HfDirectory(directory)

@@ -33,6 +33,7 @@ def uncached_reason(model: nn.Module) -> str | None:
 class _Row:
     """A sequence under way."""
 
+    index: int
     prompt: int
     tokens: list[int]
     generator: torch.Generator
@@ -76,27 +77,35 @@ def generate_batch(
     sampling: Sampling = Sampling(),
     seeds: Sequence[int] = (),
     cached: bool = True,
+    ends: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Tokens that continue each prompt, none of which is empty: at most `max_tokens`, up to and without the first of `stop_ids`.
 
     What a row draws depends on its seed (0 by default), its prompt and the model alone. With `cached`, models that can
-    (`uncached_reason`) compute every position once. Beyond `model.max_sequence_length` a row sees its last so many tokens, counted from 0,
+    (`uncached_reason`) compute every position once. `ends` is called after each token with the index of its prompt and the tokens that continue it so
+    far; True ends the row. Beyond `model.max_sequence_length` a row sees its last so many tokens, counted from 0,
     all computed anew for each token. Raises GenerationError where logits are no numbers.
     """
     rows = [
-        _Row(len(prompt), list(prompt), torch.Generator().manual_seed(seed))
-        for prompt, seed in zip(prompts, seeds or [0] * len(prompts), strict=True)
+        _Row(index, len(prompt), list(prompt), torch.Generator().manual_seed(seed))
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds or [0] * len(prompts), strict=True))
     ]
     together = [rows]
     if uncached_reason(model) is not None:
         together = [[row for row in rows if row.prompt == length] for length in sorted({row.prompt for row in rows})]
     for group in together:
-        _continue(model, group, max_tokens, frozenset(stop_ids), sampling, cached and uncached_reason(model) is None)
+        _continue(model, group, max_tokens, frozenset(stop_ids), sampling, cached and uncached_reason(model) is None, ends)
     return [row.tokens[row.prompt :] for row in rows]
 
 
 def _continue(
-    model: nn.Module, rows: list[_Row], max_tokens: int, stop_ids: frozenset[int], sampling: Sampling, cached: bool
+    model: nn.Module,
+    rows: list[_Row],
+    max_tokens: int,
+    stop_ids: frozenset[int],
+    sampling: Sampling,
+    cached: bool,
+    ends: Callable[[int, list[int]], bool] | None,
 ) -> None:
     context = model.config.max_sequence_length
     longest = max((row.prompt for row in rows), default=0)
@@ -112,6 +121,7 @@ def _continue(
             row.ended = token in stop_ids
             if not row.ended:
                 row.tokens.append(token)
+                row.ended = ends is not None and ends(row.index, row.tokens[row.prompt :])
         left = [i for i, row in enumerate(rows) if not row.ended]
         if cache is not None and len(left) < len(rows):
             cache.select(torch.tensor(left, dtype=torch.long, device=next(model.parameters()).device))

@@ -1,0 +1,199 @@
+"""Where two runs part: the first step and the first parameter that differ, and what was configured differently.
+
+For two layouts, commits or number formats of one run. Start both with the same `log.gradients_at`, and the gradients of those steps are compared by
+parameter, in the order in which a forward pass meets them. Checkpoints of the same step are compared too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pretrain.checkpoint import files
+from pretrain.checkpoint.payload import Payload
+from pretrain.config.written import from_recorded
+from pretrain.errors import DataError
+from pretrain.models import build_network
+from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story
+
+NAMED = 5
+"""Parameters that are named of those that differ."""
+
+
+@dataclass
+class Difference:
+    """What was compared, in lines, and whether something differs. `parted`: the first step at which something does."""
+
+    lines: list[str] = field(default_factory=list)
+    parted: int | None = None
+
+    def note(self, what: str, line: str, step: int | None = None) -> None:
+        self.lines.append(f"{what:14} {line}")
+        if step is not None:
+            self.parted = step if self.parted is None else min(self.parted, step)
+
+
+def compare_runs(first: Path, second: Path, tolerance: float) -> Difference:
+    """Compare what two run directories hold. Numbers differ if they are further apart than `tolerance` times the larger one.
+
+    Raises DataError for a directory without a run, and CheckpointError for a damaged checkpoint.
+    """
+    stories = read_story(first), read_story(second)
+    found = Difference()
+    _compare_configurations(stories, found)
+    _compare_records(stories, tolerance, found)
+    order = _forward_order(stories[0])
+    _compare_gradients(first, second, order, tolerance, found)
+    _compare_checkpoints(first, second, order, tolerance, found)
+    return found
+
+
+def _compare_configurations(stories: tuple[RunStory, RunStory], found: Difference) -> None:
+    chosen = [configuration_of(story.starts[-1]) if story.starts else {} for story in stories]
+    differ = differences(chosen)
+    differ = {key: values for key, values in differ.items() if key not in ("run.name", "run.dir")}
+    for key, (one, other) in differ.items():
+        found.note("configuration", f"{key}: {one} | {other}")
+    if not differ:
+        found.note("configuration", "equal")
+
+
+def _compare_records(stories: tuple[RunStory, RunStory], tolerance: float, found: Difference) -> None:
+    by_step = [{record["step"]: record for record in story.records} for story in stories]
+    steps = sorted(by_step[0].keys() & by_step[1].keys())
+    if not steps:
+        raise DataError("the runs have no logged step in common; log the same steps (log.every_steps)")
+    pairs = [(step, by_step[0][step], by_step[1][step]) for step in steps]
+    found.note("steps", f"{len(steps)} logged in both, {steps[0]} to {steps[-1]}")
+    apart = next((step for step, one, other in pairs if one.get("batch") != other.get("batch")), None)
+    found.note(
+        "samples",
+        "equal" if apart is None else f"differ from step {apart} on: the runs do not train on the same batches",
+        apart,
+    )
+    for name in ("loss", "grad_norm", "lr"):
+        values = [
+            (step, one[name], other[name])
+            for step, one, other in pairs
+            if _is_number(one.get(name)) and _is_number(other.get(name))
+        ]
+        apart = next((item for item in values if _relative(item[1], item[2]) > tolerance), None)
+        most = max((_relative(one, other) for _, one, other in values), default=0.0)
+        if apart is None:
+            found.note(name, f"equal within {tolerance:g} (most {most:.2g})")
+        else:
+            step, one, other = apart
+            found.note(
+                name,
+                f"differs first at step {step}: {one:.8g} | {other:.8g} ({_relative(one, other):.2g}); most {most:.2g}",
+                step,
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _relative(one: float, other: float) -> float:
+    larger = max(abs(one), abs(other))
+    return abs(one - other) / larger if larger else 0.0
+
+
+def _forward_order(story: RunStory) -> list[str]:
+    """Names of parameters as a forward pass meets them; none if the run's model cannot be built from its record."""
+    if not story.starts:
+        return []
+    config = from_recorded(story.starts[-1]["config"], str(story.directory))
+    with torch.device("meta"):
+        return [name for name, _ in build_network(config.model).named_parameters()]
+
+
+def _compare_gradients(first: Path, second: Path, order: list[str], tolerance: float, found: Difference) -> None:
+    names = sorted({path.name for path in (first / "gradients").glob("*.safetensors")})
+    common = [name for name in names if (second / "gradients" / name).is_file()]
+    for name in common:
+        step = int(Path(name).stem.removeprefix("step-"))
+        _compare_tensors(
+            "gradients", step, _of_files(first / "gradients" / name, second / "gradients" / name), order, tolerance, found
+        )
+    if not common:
+        found.note("gradients", "not compared: give both runs the same log.gradients_at=[STEP]")
+
+
+def _of_files(first: Path, second: Path) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    try:
+        with safe_open(first, "pt") as one, safe_open(second, "pt") as other:
+            names = dict.fromkeys([*one.keys(), *other.keys()])
+            for name in names:
+                yield (
+                    name,
+                    one.get_tensor(name) if name in one.keys() else None,
+                    other.get_tensor(name) if name in other.keys() else None,
+                )
+    except SafetensorError as error:
+        raise DataError(f"{first} or {second} cannot be read: {error}") from error
+
+
+def _compare_checkpoints(first: Path, second: Path, order: list[str], tolerance: float, found: Difference) -> None:
+    of_first = {path.name: path for path in files.complete_checkpoints(first / "checkpoints")}
+    of_second = {path.name: path for path in files.complete_checkpoints(second / "checkpoints")}
+    common = sorted(of_first.keys() & of_second.keys())
+    for name in common:
+        pairs = _of_payloads(Payload(of_first[name]), Payload(of_second[name]))
+        _compare_tensors("weights", files.step_of(of_first[name]), pairs, order, tolerance, found)
+    if not common:
+        found.note("weights", "not compared: no checkpoint of the same step")
+
+
+def _of_payloads(one: Payload, other: Payload) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    prefix = "model."
+    names = dict.fromkeys([*one.names(prefix), *other.names(prefix)])
+    for name in names:
+        tensors = [payload.read([name])[name] if name in payload.items else None for payload in (one, other)]
+        yield name.removeprefix(prefix), *tensors
+
+
+def _compare_tensors(
+    what: str,
+    step: int,
+    pairs: Iterable[tuple[str, Tensor | None, Tensor | None]],
+    order: list[str],
+    tolerance: float,
+    found: Difference,
+) -> None:
+    """Compare by the norm of the difference over the larger norm, parameter by parameter."""
+    apart: dict[str, float] = {}
+    count = 0
+    for name, one, other in pairs:
+        count += 1
+        distance = _distance(one, other)
+        if not distance <= tolerance:  # also if it is no number
+            apart[name] = distance
+    place = {name: index for index, name in enumerate(order)}
+    ordered = sorted(apart, key=lambda name: place.get(name, len(place)))
+    if not apart:
+        found.note(what, f"step {step}: all {count} parameters equal within {tolerance:g}")
+        return
+    named = ", ".join(f"{name} ({apart[name]:.2g})" for name in ordered[:NAMED])
+    worst = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
+    found.note(
+        what,
+        f"step {step}: {len(apart)} of {count} parameters differ, from the input on: {named}"
+        f"{', ...' if len(apart) > NAMED else ''}; most: {worst} ({apart[worst]:.2g})",
+        step,
+    )
+
+
+def _distance(one: Tensor | None, other: Tensor | None) -> float:
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf
+    one, other = one.double(), other.double()
+    larger = max(float(one.norm()), float(other.norm()))
+    return float((one - other).norm()) / larger if larger else 0.0

@@ -1,0 +1,53 @@
+"""Evaluation beside a run: a process of its own evaluates each checkpoint that the run saves, and adds a line to evaluations.jsonl."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint import files
+from pretrain.errors import CheckpointError, DataError
+from pretrain.observe.metrics import EVALUATIONS_FILE, STARTS_FILE, read_lines
+from pretrain.storage import append_line, plain
+
+ENDED = ("finished", "failed", "stopped", "preempted")
+
+
+def follow(
+    run: Path, evaluate: Callable[[Path], dict[str, Any]], wait_seconds: float, waits: bool = True
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Evaluate the run's checkpoints, oldest first, also those to come, until the run has ended. Yields (step, results) of each.
+
+    A checkpoint that has a line is not evaluated again. One that the run removes meanwhile (`checkpoint.keep_last`) is left out. `waits`: whether to
+    wait for checkpoints to come.
+    """
+    if not (run / STARTS_FILE).is_file():
+        raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
+    while True:
+        has_ended = not waits or _state(run) in ENDED  # asked before looking: what was saved until then is found below
+        known = {line["step"] for line in read_lines(run / EVALUATIONS_FILE)} if (run / EVALUATIONS_FILE).is_file() else set()
+        new = [path for path in files.complete_checkpoints(run / "checkpoints") if files.step_of(path) not in known]
+        for checkpoint in new:
+            step = files.step_of(checkpoint)
+            try:
+                results = evaluate(checkpoint)
+            except (CheckpointError, OSError):
+                if checkpoint.is_dir():
+                    raise
+                continue
+            append_line(run / EVALUATIONS_FILE, json.dumps(plain({"step": step, "evaluation": results}), allow_nan=False))
+            yield step, results
+        if has_ended and not new:
+            return
+        if not new:
+            time.sleep(wait_seconds)
+
+
+def _state(run: Path) -> str | None:
+    try:
+        return json.loads((run / "status.json").read_text(encoding="utf-8")).get("state")
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,221 @@
+"""Perplexity and bits per byte, and text as it comes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from running import tool, train
+
+from pretrain.config.model_schema import Model
+from pretrain.data.shards.reader import PreparedData
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.errors import ConfigError, DataError
+from pretrain.evaluation.scores import Scorer, documents_of, prepared_documents
+from pretrain.evaluation.texts import TextWatch
+from pretrain.huggingface.open_model import Opened, open_model
+from pretrain.models import build_network
+from pretrain.models.families import complete
+from pretrain.observe.metrics import read_metrics
+
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def opened(byte_tokenizer) -> Opened:
+    torch.manual_seed(0)
+    loaded = load_tokenizer(byte_tokenizer)
+    network = build_network(complete(Model(dim=32, layers=2, heads=4, ffn_dim=64, vocab_size=loaded.vocab_size), LENGTH))
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return Opened(network.double().eval(), loaded, [], frozenset({loaded.eod_id}))
+
+
+def reference(opened: Opened, tokens: list[int]) -> float:
+    """The negative log-likelihood by transformers' recipe for a text of at most the model's length: one forward pass, shifted."""
+    ids = torch.tensor([[opened.tokenizer.eod_id, *tokens]])
+    with torch.no_grad():
+        logits = opened.network(ids[:, :-1])
+    return float(torch.nn.functional.cross_entropy(logits[0].double(), ids[0, 1:], reduction="sum"))
+
+
+# ---- windows ------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 70), st.integers(1, LENGTH))
+@settings(max_examples=60, deadline=None)
+def test_every_token_is_predicted_once_with_as_much_context_as_fits(opened, count, length):
+    scorer, tokens = Scorer(opened, length), list(range(1000, 1000 + count))
+    windows = list(scorer.windows(tokens))
+    assert [token for _, predicted in windows for token in predicted] == tokens
+    text = [opened.tokenizer.eod_id, *tokens]
+    for context, predicted in windows:
+        assert context and len(context) + len(predicted) <= length + 1
+        joined = context + predicted
+        end = text.index(predicted[-1]) + 1
+        assert joined == text[end - len(joined) : end]
+        assert len(joined) == min(length + 1, end)
+
+
+def test_a_text_scores_as_one_forward_pass_whatever_it_is_batched_with(opened):
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(0, 20, n).tolist() for n in (3, 16, 1, 9, 16, 5)]
+    expected = sum(reference(opened, text) for text in texts)
+    for rows in (1, 4, 64):
+        score = Scorer(opened, rows=rows).score("x", [(text, 10.0) for text in texts])
+        assert score.nats == pytest.approx(expected, rel=1e-6) and (score.documents, score.tokens, score.size) == (6, 50, 60.0)
+    assert score.loss == score.nats / 50 and score.perplexity == pytest.approx(math.exp(score.nats / 50))
+    assert score.bits_per_byte == pytest.approx(score.nats / math.log(2) / 60)
+
+
+def test_windows_see_their_context(opened):
+    """A long text: each window's tokens given exactly the tokens before them that fit."""
+    tokens = np.random.default_rng(1).integers(0, 20, 37).tolist()
+    text, expected = [opened.tokenizer.eod_id, *tokens], 0.0
+    for first, end in ((1, 17), (17, 33), (33, 38)):
+        ids = torch.tensor([text[max(0, end - 17) : end]])
+        with torch.no_grad():
+            scores = opened.network(ids[:, :-1])[0].double().log_softmax(-1)
+        chosen = scores[-(end - first) :].gather(1, ids[0, -(end - first) :, None])
+        expected -= float(chosen.sum())
+    assert Scorer(opened).score("x", [(tokens, None)]).nats == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_likeliest_continuation_is_known(opened):
+    context = [opened.tokenizer.eod_id, 3, 4]
+    with torch.no_grad():
+        best = int(opened.network(torch.tensor([context]))[0, -1].argmax())
+    scorer = Scorer(opened)
+    assert [greedy for _, greedy in scorer.log_likelihoods([(context, [best]), (context, [(best + 1) % 20])])] == [True, False]
+
+
+def test_lengths_that_a_model_does_not_know_and_texts_without_tokens_are_errors(opened):
+    with pytest.raises(ConfigError, match="--length 17 is not in 1..16"):
+        Scorer(opened, 17)
+    with pytest.raises(DataError, match="x: has no text to score"):
+        Scorer(opened).score("x", [])
+
+
+# ---- the tool ---------------------------------------------------------------------------------------------------------------------
+
+
+def said(capsys) -> list[dict]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_trained_model_scores_data_text_and_checkpoints_to_come(pool, config_file, prepared, tmp_path, capsys):
+    """Prepared data and its text agree; --follow evaluates each checkpoint once, and the report shows it."""
+    run = train(pool, 1, config_file, "run.steps=6", "checkpoint={every_steps: 2, keep_last: 0}", "schedule.warmup_steps=0")
+    data = PreparedData.open(prepared)
+    newest = open_model(run)
+    documents = [ids for ids, _ in prepared_documents(prepared, newest)][:20]
+    text = tmp_path / "texts.jsonl"
+    decoded = [newest.tokenizer.decode(ids[:-1]) for ids in documents]
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in decoded))
+    assert [ids for ids, _ in documents_of(str(text), newest, "text", "file")] == [ids[:-1] for ids in documents]
+    evaluate, tokens = tool("evaluate").main, str(20 * 200)
+    assert evaluate(["--model", str(run), "--data", str(prepared), "--text", str(text), "--tokens", tokens, "--json"]) == 0
+    of_text, of_data = said(capsys)
+    assert of_text["documents"] == of_data["documents"] == 20 and of_data["tokens"] == of_text["tokens"] + 20
+    assert of_text["bytes"] == sum(len(one.encode()) for one in decoded)
+    assert of_data["bytes"] == (
+        None if data.bytes_per_token is None else pytest.approx(data.bytes_per_token * of_data["tokens"])
+    )
+    assert of_text["loss"] < math.log(newest.tokenizer.vocab_size) and of_data["loss"] == pytest.approx(
+        of_text["loss"], rel=0.1
+    )
+    assert evaluate(["--model", str(run), "--text", str(text), "--follow", "--json"]) == 0
+    lines = said(capsys)
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert (
+        lines[-1][f"{text} loss"] == pytest.approx(of_text["loss"], rel=1e-6)
+        and lines[0][f"{text} loss"] > lines[-1][f"{text} loss"]
+    )
+    assert evaluate(["--model", str(run), "--text", str(text), "--follow", "--json"]) == 0 and said(capsys) == []
+    assert len((run / "evaluations.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_validation_of_a_run_is_found_again(pool, config_file, prepared):
+    """The loss of validation in the loop is that of windows of the stream, each predicted after its own first token."""
+    validation = (f"data.validation=[{{name: v, path: {prepared}}}]", "validation.sequences=0", "data.boundary_loss=true")
+    run = train(pool, 1, config_file, "run.steps=3", "schedule.warmup_steps=0", *validation)
+    opened, data = open_model(run), PreparedData.open(prepared)
+    parts = (data.read(first, 33).tolist() for first in range(0, data.tokens - 32, 32))
+    scores = Scorer(opened, 32, rows=64).log_likelihoods([(part[:1], part[1:]) for part in parts])
+    in_loop = read_metrics(run)[-1]["validation"]["v"]
+    assert -sum(value for value, _ in scores) / (32 * len(scores)) == pytest.approx(in_loop, rel=1e-6)
+
+
+def test_another_tokenizer_than_the_data_s_is_an_error(pool, config_file, prepared, tmp_path, capsys):
+    run = train(pool, 1, config_file, "run.steps=1", "schedule.warmup_steps=0")
+    copy = tmp_path / "copy"
+    shutil.copytree(prepared, copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps(manifest | {"tokenizer_sha256": "0" * 64}))
+    assert tool("evaluate").main(["--model", str(run), "--data", str(copy)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "nothing to evaluate on"),
+        (["--text", "x", "--shots", "2"], "--shots has no effect without --tasks"),
+        (["--text", "x", "--batch-size", "0"], "--batch-size 0 is not above 0"),
+    ],
+)
+def test_options_without_effect_are_refused(capsys, words, says):
+    with pytest.raises(SystemExit):
+        tool("evaluate").main(["--model", "m", *words])
+    assert says in capsys.readouterr().err
+
+
+# ---- text as it comes -------------------------------------------------------------------------------------------------------------
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    vocab_size = 256
+
+    def decode(self, ids) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@given(st.text("abé€𝄞 \n", max_size=30), st.lists(st.text("abé\n", min_size=1, max_size=3), max_size=2))
+@settings(max_examples=200, deadline=None)
+def test_what_is_shown_is_the_text_before_the_first_stop_and_no_piece_is_taken_back(text, stops):
+    shown: list[str] = []
+    watch = TextWatch(Bytes(), stops, lambda row, piece: shown.append(piece))
+    tokens: list[int] = []
+    for byte in text.encode():
+        tokens.append(byte)
+        if watch(0, tokens):
+            break
+    final = watch.finish(0, tokens)
+    first = min((text.index(stop) for stop in stops if stop in text), default=len(text))
+    # A stop string that ends earlier is seen first, even if another one begins before it.
+    assert "".join(shown) == final and text.startswith(final) and not any(stop in final for stop in stops)
+    assert final == text[:first] or any(stop in text for stop in stops)
+
+
+def test_generation_ends_at_a_stop_string_and_streams_what_it_prints_at_the_end(opened, tmp_path, pool, config_file, capsys):
+    run = train(pool, 1, config_file, "run.steps=1", "schedule.warmup_steps=0")
+    generate = tool("generate").main
+    words = ["--model", str(run), "--prompt", "ab", "--max-tokens", "24", "--seed", "3"]
+    assert generate(words) == 0
+    whole = capsys.readouterr().out.rstrip("\n")
+    assert generate([*words, "--stream"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == whole
+    stop = whole[10:12]
+    assert generate([*words, "--stop", stop]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == whole[: whole.index(stop, 2)]
+    with pytest.raises(SystemExit):
+        generate([*words, "--stream", "--num-samples", "2"])

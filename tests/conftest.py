@@ -31,7 +31,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests wait for processes come first: a worker that got one of them last would end long after the others."""
-    items.sort(key=lambda item: item.path.parent.name not in ("train", "distributed", "tests"))
+    items.sort(key=lambda item: item.path.parent.name not in ("train", "distributed", "launching", "tests"))
 
 
 @pytest.fixture(scope="session")

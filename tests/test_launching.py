@@ -417,6 +417,7 @@ def wait_for(condition, seconds: float) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_cell_of_the_page_about_notebooks_trains_on_two_processes(page, torchrun_losses):
     """`notebook_launcher` forks, so it runs in a process of its own, as in a fresh kernel."""
     [cell] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "platforms.md").read_text(encoding="utf-8"), re.DOTALL)

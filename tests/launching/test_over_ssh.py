@@ -64,6 +64,7 @@ def test_hosts_train_one_run_and_their_output_is_told_apart(launch, config_file)
     assert len(losses(config_file.parent / "runs" / "run")) == 4
 
 
+@pytest.mark.slow  # tests/launching/test_real_hosts.py does it over ssh itself
 def test_a_signal_to_the_launch_saves_the_run_on_all_hosts(launch, config_file):
     process = launch(
         "parallel.strategy=ddp", "run.steps=100000", "schedule.warmup_steps=0", "checkpoint.every_steps=0", "log.every_steps=1"

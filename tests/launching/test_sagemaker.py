@@ -66,6 +66,7 @@ def test_a_reclaimed_instance_saves_and_the_next_one_goes_on(container, tmp_path
     assert len(losses(other / "checkpoints" / "run")) == saved + 2
 
 
+@pytest.mark.slow
 def test_the_reason_of_a_failure_is_where_sagemaker_shows_it(container, tmp_path):
     base = tmp_path / "ml"
     process = container(base, ["localhost"], "localhost", "data.sources=[{path: nowhere}]")

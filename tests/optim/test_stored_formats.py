@@ -264,6 +264,7 @@ def test_runs_learn_as_with_fp32_and_layouts_agree(pool, config_file):
             assert float((gradient.float() - reference[key]).norm() / reference[key].norm()) < 0.03, (name, key)
 
 
+@pytest.mark.slow
 def test_moments_in_eight_bits_move_between_layouts_and_a_resumed_run_is_the_straight_one(pool, config_file):
     options = (*SHORT, *PURE, "precision.moments=8bit", "checkpoint.every_steps=3")
     straight = train(pool, 1, config_file, "run.name=straight", *options)

@@ -426,7 +426,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, ["4", "2 x context 2", "2 x tensor 2, zero_bubble"]))
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, ["4", "2 x tensor 2", "2 x context 2", "2 x tensor 2, zero_bubble"]))
 def test_stages_compute_what_one_process_computes(pool, layout):
     from pretrain.errors import ConfigError
     from pretrain.parallel.legality import check_context, check_tensor

@@ -210,6 +210,7 @@ def hub(tmp_path):
     return tmp_path / "hub"
 
 
+@pytest.mark.slow
 def test_a_t5_of_the_hub_goes_on_with_its_own_tokenizer_and_sentinels(pool, span_config, hub, tmp_path):
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 

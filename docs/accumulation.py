@@ -1,7 +1,9 @@
 """Gradient accumulation and no_sync on the smallest model there is. Run it: python docs/accumulation.py (docs/accumulation.md)."""
 
 import tempfile
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -71,6 +73,43 @@ def ddp(rank: int, factor: float, micro_steps: list, defer: bool) -> tuple[list[
     return values(model), len(reductions)
 
 
+def uneven(rank: int, context) -> list[float]:
+    """Two steps with three items: rank 0 has both, rank 1 has the second one and then nothing."""
+    model = new_model()
+    wrapped = DistributedDataParallel(model)
+    with context(wrapped):
+        for item in ITEMS if rank == 0 else ITEMS[1:]:
+            (2.0 * loss_of(wrapped, item)).backward()
+            sgd(model)
+    return values(model)
+
+
+def uneven_on_one_process() -> list[float]:
+    model = new_model()
+    for items in (ITEMS, ITEMS[1:]):
+        for item in items:
+            loss_of(model, item).backward()
+        sgd(model)
+    return values(model)
+
+
+def on_rank_that_waits(rank: int, folder: str) -> None:
+    """Without `join`, rank 0 waits in its second backward for a rank that has no more items."""
+    limit = timedelta(seconds=3)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/waiting", rank=rank, world_size=2, timeout=limit)
+    answer = Path(folder) / "answer.txt"
+    if rank == 1:
+        uneven(rank, nullcontext)
+        while not answer.exists():
+            time.sleep(0.1)
+        return
+    try:
+        uneven(rank, nullcontext)
+        answer.write_text("went on")
+    except RuntimeError:
+        answer.write_text("waits for rank 1 until the time limit")
+
+
 def on_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = {
@@ -78,6 +117,7 @@ def on_rank(rank: int, folder: str) -> None:
         "two DDP ranks, no factor (wrong)": ddp(rank, 1.0, [ITEMS[rank]], defer=False),
         "two DDP ranks, both items, no_sync": ddp(rank, 1.0, ITEMS[:: 1 - 2 * rank], defer=True),
         "two DDP ranks, both items, sync every": ddp(rank, 1.0, ITEMS[:: 1 - 2 * rank], defer=False),
+        "two DDP ranks, three items, join": (uneven(rank, lambda wrapped: wrapped.join()), 2),
     }
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()
@@ -88,9 +128,13 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(on_rank, (folder,), nprocs=2)
         two, other = (torch.load(Path(folder) / f"rank{rank}.pt") for rank in (0, 1))
+        torch.multiprocessing.spawn(on_rank_that_waits, (folder,), nprocs=2)
+        waited = (Path(folder) / "answer.txt").read_text()
     for name, (numbers, reductions) in (one | two).items():
         print(f"{name:40}" + "".join(f"{v:8.4f}" for v in numbers) + f"   {reductions} reductions")
     assert two == other, "the ranks ended at different weights"
-    exact = {name: numbers for name, (numbers, _) in (one | two).items() if "wrong" not in name and "per item" not in name}
+    print(f"{'two DDP ranks, three items, no join':40}   rank 0 {waited}")
+    exact = {name: n for name, (n, _) in (one | two).items() if not any(word in name for word in ("wrong", "per item", "three"))}
     assert all(numbers == accumulated() for numbers in exact.values()), exact  # to the last bit
+    assert two["two DDP ranks, three items, join"][0] == uneven_on_one_process()
     print("accumulated on one process = on two DDP ranks = with no_sync, to the last bit")

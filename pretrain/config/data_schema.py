@@ -31,6 +31,12 @@ class Source:
         ge=1,
         le=2**62,
     )
+    loss_weight: float = key(
+        1.0,
+        "Factor on the losses of its samples in what is minimised. `loss` in the log stays the cross-entropy of all samples alike.",
+        ge=0,
+        le=1e6,
+    )
     max_epochs: int | None = key(
         None,
         "Most repetitions: a source that has come so often leaves the mixture, and its share goes to the others.",

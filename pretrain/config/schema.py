@@ -265,6 +265,12 @@ class Validation:
         when={"data.validation": SET},
         le=2**40,
     )
+    prompts: list[str] = key(
+        [],
+        "Texts that the model continues after each validation, always with the likeliest token.",
+        when={"data.validation": SET},
+    )
+    prompt_tokens: int = key(32, "Tokens of each such continuation.", ge=1, le=1024, when={"validation.prompts": SET})
     translation: Translation = section(Translation)
 
 
@@ -771,6 +777,16 @@ class Log:
         "Optimizer steps between log lines.",
         ge=1,
         le=MOST_STEPS,
+    )
+    layers_every_steps: int = key(
+        0,
+        "Optimizer steps between statistics of each layer: norms of weights, gradients and updates, sizes of activations, largest scores of attention. "
+        "0: none. Such a step takes longer, and copies the weights once.",
+        ge=0,
+        le=MOST_STEPS,
+    )
+    device_hour_price: float | None = key(
+        None, "Price of an hour of one device (on a CPU: of one process), in any currency, for `cost` in the log.", ge=0, le=1e6
     )
     tensorboard: bool = key(True, "Write TensorBoard event files.")
     wandb: WandbLog = section(WandbLog)

@@ -148,6 +148,7 @@ def check_data(config: Config) -> None:
     sentinel_ids(data, 0)
     batch_schedule(config)
     _check_weights_are_used(data)
+    _check_loss_weights(data)
     if data.sources:
         _mixture(data, [1] * len(data.sources), [None] * len(data.sources))  # without limits, so that sizes do not matter
 
@@ -177,6 +178,19 @@ def _check_weights_are_used(data: Data) -> None:
                     f"data.sources.{number}.weight={source.weight:g} has no effect, because every stage of data.stages has weights of its "
                     "own; remove it, or leave the weights out of a stage that should use it"
                 )
+
+
+def _check_loss_weights(data: Data) -> None:
+    weights = [source.loss_weight for source in data.sources]
+    if len(weights) == 1 and weights != [1]:
+        raise ConfigError(
+            f"data.sources.0.loss_weight={weights[0]:g}: a weight compares a source with others, and there is one; remove it, and change "
+            "optim.lr if you mean that"
+        )
+    if weights and not any(weights):
+        raise ConfigError(
+            "data.sources.0.loss_weight=0: the weight of every source is 0, so nothing would be trained; give one another"
+        )
 
 
 def open_samples(source: Source | ValidationSource, data: Data) -> Samples:

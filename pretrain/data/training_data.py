@@ -149,7 +149,7 @@ class SampleBatch(StepBatch):
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of `data_rank` among `data_size`. `objective`: turns samples into the network's inputs."""
+    """Batches of `data_rank` among `data_size`. `objective`: turns samples into the network's inputs; `loss_weights`: by source, none if all are 1."""
 
     stream: Stream
     schedule: BatchSchedule
@@ -158,6 +158,7 @@ class Loader:
     workers: int
     objective: Objective = NextToken()
     pin_memory: bool = False
+    loss_weights: tuple[float, ...] = ()
 
     def read(self, consumed: int) -> SampleBatch:
         """The batch of the step that starts after `consumed` samples."""
@@ -177,6 +178,8 @@ class Loader:
         if len(self.stream.sources) > 1:
             sources_B = torch.from_numpy(sources.repeat(rows))
             source_tokens = np.bincount(sources.repeat(rows), targets_B, len(self.stream.sources)).astype(int).tolist()
+            if self.loss_weights:
+                inputs["sequence_weights_B"] = torch.tensor(self.loss_weights)[sources_B]
             sources_B = sources_B.pin_memory() if self.pin_memory else sources_B
         if self.pin_memory:
             inputs = {key: tensor if tensor.is_pinned() else tensor.pin_memory() for key, tensor in inputs.items()}
@@ -260,7 +263,8 @@ class PreparedTraining:
         return self.stream.holdings + validation_holdings(self.validation)
 
     def identity(self, until: int) -> dict[str, Any]:
-        return cut_identity(self.config.data, self.kind, self.tokenizer, self.objective) | self.stream.identity(until)
+        weights = {f"loss_weight.{n}": s.loss_weight for n, s in enumerate(self.config.data.sources) if s.loss_weight != 1}
+        return cut_identity(self.config.data, self.kind, self.tokenizer, self.objective) | self.stream.identity(until) | weights
 
     def samples_after(self, consumed: int, steps: int) -> int:
         return self.schedule.after(consumed, steps)
@@ -299,7 +303,9 @@ class PreparedTraining:
 
     def loader(self, data_rank: int, data_size: int, pin: bool = False) -> Loader:
         workers = self.config.data.workers
-        return Loader(self.stream, self.schedule, data_rank, data_size, workers, self.objective, pin)
+        weights = tuple(source.loss_weight for source in self.config.data.sources)
+        weights = () if all(weight == 1 for weight in weights) else weights
+        return Loader(self.stream, self.schedule, data_rank, data_size, workers, self.objective, pin, weights)
 
     def validation_rows(self, source: Samples) -> int:
         return self.config.batch.micro_sequences

@@ -92,6 +92,12 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    def most(self, values: Tensor) -> Tensor:
+        """The largest of `values` over all ranks, likewise."""
+        if self.control is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
     def largest(self, name: str, number: int) -> int:
         """The largest `number` of any rank."""
         return int(self._reduce(name, torch.tensor(number), dist.ReduceOp.MAX))

@@ -49,6 +49,7 @@ def compare_runs(first: Path, second: Path, tolerance: float) -> Difference:
     found = Difference()
     _compare_configurations(stories, found)
     _compare_records(stories, tolerance, found)
+    _compare_layers(stories, tolerance, found)
     order = _forward_order(stories[0])
     _compare_gradients(first, second, order, tolerance, found)
     _compare_checkpoints(first, second, order, tolerance, found)
@@ -95,6 +96,31 @@ def _compare_records(stories: tuple[RunStory, RunStory], tolerance: float, found
                 f"differs first at step {step}: {one:.8g} | {other:.8g} ({_relative(one, other):.2g}); most {most:.2g}",
                 step,
             )
+
+
+def _compare_layers(stories: tuple[RunStory, RunStory], tolerance: float, found: Difference) -> None:
+    """Statistics of layers at the steps where both runs have them (`log.layers_every_steps`), in the order in which a step makes them."""
+    records = [{r["step"]: r for r in story.records if "gradient_norms" in r} for story in stories]
+    steps = sorted(records[0].keys() & records[1].keys())
+    if not steps:
+        found.note("layers", "not compared: give both runs the same log.layers_every_steps")
+    for name in ("activations", "attention_scores", "gradient_norms", "update_norms"):
+        pairs = [(step, records[0][step].get(name), records[1][step].get(name)) for step in steps]
+        apart = [
+            (step, layer, one[layer], other.get(layer))
+            for step, one, other in pairs
+            for layer in (one if one and other else ())
+            if not _are_close(one[layer], other.get(layer), tolerance)
+        ]
+        if apart:
+            step, layer, one, other = apart[0]
+            found.note(name, f"differ first at step {step}, {layer}: {one} | {other}; {len(apart)} values in all", step)
+        elif any(one and other for _, one, other in pairs):
+            found.note(name, f"of all layers equal within {tolerance:g} at {len(steps)} steps")
+
+
+def _are_close(one: Any, other: Any, tolerance: float) -> bool:
+    return _relative(one, other) <= tolerance if _is_number(one) and _is_number(other) else one == other
 
 
 def _is_number(value: Any) -> bool:

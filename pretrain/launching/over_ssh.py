@@ -18,6 +18,8 @@ from pretrain.launching.targets import Launch
 PID_MARK = "pretrain-pid"
 KILL_SECONDS = 30
 """How long the ssh that delivers a signal may take."""
+READ_SECONDS = 5
+"""How long the last lines of a host may take after its ssh has ended."""
 
 
 def host_commands(launch: Launch, settings: dict[str, Any]) -> dict[str, list[str]]:
@@ -67,7 +69,8 @@ class HostRun:
     """The run on all hosts."""
 
     def __init__(self, commands: dict[str, list[str]], ssh: Sequence[str], say: Callable[[str], None] = print) -> None:
-        self._ssh, self._say, self._lock = list(ssh), say, threading.Lock()
+        self._ssh, self._say = list(ssh), say
+        self._lock = threading.RLock()  # a signal may come while the main thread holds it
         self._asked: str | None = None
         self._width = max(map(len, commands))
         self.hosts = []
@@ -92,8 +95,13 @@ class HostRun:
                 self._say(f"{host.name:{self._width}} | {line.rstrip()}")
 
     def stop(self, why: str) -> None:
-        """Ask the processes of all hosts to save and end (SIGTERM). A second call does nothing."""
+        """Ask the processes of all hosts to save and end (SIGTERM). A second call leaves the hosts alone, and ends their ssh here."""
         if self._asked:
+            with self._lock:
+                self._say(f"{why} again: not waiting for the hosts any longer; their processes may still be saving")
+            for host in self.hosts:
+                if host.process.poll() is None:
+                    host.process.kill()
             return
         self._asked = why
         with self._lock:
@@ -121,7 +129,7 @@ class HostRun:
                     code = host.process.wait(0.2)
                 except subprocess.TimeoutExpired:
                     continue
-                host.reader.join()
+                host.reader.join(READ_SECONDS)  # what ssh left behind may hold its output open
                 running.remove(host)
                 if code and not self._asked:
                     self.stop(f"{host.name} ended with exit code {code}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,12 +177,53 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-class Attention(nn.Module):
-    """Causal self-attention with grouped queries (arXiv 2305.13245), over the positions that the mask leaves, all earlier ones
-    without one. Queries and keys are rotated where there are tables. `attend` is the function above, unless parallel/ sets another.
-    """
+SCORES_AT_ONCE = 1 << 24
 
-    attend: Callable[..., Tensor] = staticmethod(attend)
+
+@torch.no_grad()
+def largest_score(q_BHTG: Tensor, k_BKSG: Tensor, mask: Mask | None, scale: float) -> Tensor:
+    """The largest score of a query and a key that it sees, a scalar: what the softmax is given, without soft-cap and biases. -inf if none sees any."""
+    batch, _, length, _ = q_BHTG.shape
+    rows = max(1, SCORES_AT_ONCE // (batch * q_BHTG.shape[1] * k_BKSG.shape[2]))
+    found = [q_BHTG.new_full((), -torch.inf)]
+    for start in range(0, length, rows):
+        part = slice(start, min(start + rows, length))
+        q_BKRPG = q_BHTG[:, :, part].unflatten(1, (k_BKSG.shape[1], -1))
+        scores_BHPS = (q_BKRPG @ k_BKSG.transpose(-1, -2)[:, :, None]).flatten(1, 2)
+        seen = _seen_by(mask, part, k_BKSG.shape[2], batch, q_BHTG.device)
+        found.append(scores_BHPS.masked_fill_(~seen, -torch.inf).amax())
+    return torch.stack(found).amax().float() * scale
+
+
+def _seen_by(mask: Mask | None, queries: slice, keys: int, batch: int, device: torch.device) -> Tensor:
+    """Which keys some of the queries see, in a shape that fits [B, H, queries, keys]."""
+    if mask is None or isinstance(mask, BlockMask):
+        query_Q = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        key_S = torch.arange(keys, device=device)
+        if mask is None:
+            return key_S <= query_Q
+        number_B = torch.arange(batch, device=device)[:, None, None, None]
+        return mask.mask_mod(number_B, torch.zeros_like(number_B), query_Q, key_S)
+    mask = mask if mask.shape[-2] == 1 else mask[..., queries, :]
+    return mask if mask.dtype == torch.bool else mask != -torch.inf
+
+
+class Scored(nn.Module):
+    """What has attention. `attend` is the function above, unless parallel/ puts another before it."""
+
+    watch_scores: Callable[[Tensor], None] | None = None
+    """Is given the largest score of each call, if somebody watches."""
+
+    def attend(self, q_BHTG: Tensor, k_BKSG: Tensor, v_BKSG: Tensor, mask: Mask | None, scale: float, *options: Any) -> Tensor:
+        if self.watch_scores is not None:
+            self.watch_scores(largest_score(q_BHTG, k_BKSG, mask, scale))
+        return attend(q_BHTG, k_BKSG, v_BKSG, mask, scale, *options)
+
+
+class Attention(Scored):
+    """Causal self-attention with grouped queries (arXiv 2305.13245), over the positions that the mask leaves, all earlier ones
+    without one. Queries and keys are rotated where there are tables.
+    """
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -229,10 +271,8 @@ def _query_key_norms(config: Model) -> tuple[nn.Module | None, nn.Module | None]
     return tuple(RMSNorm(n * config.head_dim, config.norm_eps) for n in widths)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Scored):
     """Causal self-attention whose keys and values come from one vector of `latent.kv_rank` per position. Called as `Attention`."""
-
-    attend: Callable[..., Tensor] = staticmethod(attend)
 
     def __init__(self, config: Model) -> None:
         super().__init__()

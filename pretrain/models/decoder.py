@@ -8,7 +8,7 @@ A forward pass may go through a span of the layers only. It then takes the hidde
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Decoder(nn.Module):
         self.rows_at_hand, self.compute_dtype = every_row, torch.float32
         self.make_mask = attention_mask
         """`attention_mask`, unless parallel/ sets another."""
+        self.watch_layer: Callable[[str, Tensor], None] | None = None
+        """Is given the hidden states after each layer, if somebody watches."""
         self.router_reports: dict[str, RouterReport] = {}
         self.embedding: nn.Module | None = Embedding(config.vocab_size, config.dim)
         learned = config.positions == "learned"
@@ -93,6 +95,7 @@ class Decoder(nn.Module):
         with_cross_entropy: bool = False,
         positions_BT: Tensor | None = None,
         keys_B: Tensor | None = None,
+        sequence_weights_B: Tensor | None = None,
         span: range | None = None,
         hidden: tuple[Tensor, ...] = (),
     ) -> Tensor | Losses | tuple[Tensor, ...]:
@@ -101,8 +104,8 @@ class Decoder(nn.Module):
 
         `documents_BT` [B, T] numbers the document of each position; padding has a number of its own. No position then attends to another
         document, and positions count from 0 in each. `positions_BT` [B, T] gives other positions. With a `cache` the tokens continue
-        those that are in it, and are added to it. `keys_B`: see `models/dropout.py`; without them nothing is dropped. `span`: go through
-        these layers only (by default through all), from what the span before returned as `hidden`. Returned is `hidden` for the next span, as
+        those that are in it, and are added to it. `keys_B`: see `models/dropout.py`; without them nothing is dropped. `sequence_weights_B`: factors on the
+        objective of each sequence, without the losses of routers; the cross-entropy is not weighted. `span`: go through these layers only (by default through all), from what the span before returned as `hidden`. Returned is `hidden` for the next span, as
         `hidden_like` describes it.
         """
         span = span or range(self.config.layers)
@@ -128,6 +131,8 @@ class Decoder(nn.Module):
             dropped = dropout and dropout.of_block(f"layers.{name}")
             x_BTD, report = block(x_BTD, rope if block.spec.rope else None, mask, layer_cache, counted_BT, dropped)
             auxiliary_B += self._keep_report(name, report)
+            if self.watch_layer is not None:
+                self.watch_layer(f"layers.{name}", x_BTD)
         if not leaves:
             return (x_BTD, torch.stack(auxiliary_B)) if auxiliary_B else (x_BTD,)
         hidden_BTD, x_BTD = x_BTD, x_BTD if self.norm is None else self.norm(x_BTD)
@@ -135,7 +140,7 @@ class Decoder(nn.Module):
         if targets_BT is None:
             return self.output(x_BTD, None, tied)
         if ahead is None:
-            losses = self.output(x_BTD, targets_BT, tied, with_cross_entropy=True)
+            losses = self.output(x_BTD, targets_BT, tied, sequence_weights_B, with_cross_entropy=True)
             objective_B, cross_entropy_B = losses
         else:
             rope, mask = inputs[ahead.spec.window]
@@ -143,7 +148,7 @@ class Decoder(nn.Module):
             further_BTD, reports = ahead(hidden_BTD, embedded_BTD, rope, mask, counted_BT, dropout)
             for depth, report in enumerate(reports):
                 auxiliary_B += self._keep_report(str(self.config.layers + depth), report)
-            losses = ahead.losses(self.output, x_BTD, further_BTD, targets_BT, documents_BT, tied)
+            losses = ahead.losses(self.output, x_BTD, further_BTD, targets_BT, documents_BT, tied, sequence_weights_B)
             objective_B, cross_entropy_B = losses.objective_B.sum(dim=0), losses.cross_entropy_B[0]
         for loss_B in auxiliary_B:
             objective_B = objective_B + loss_B

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
-from pretrain.models.attention import Attention, LayerCache, attend
+from pretrain.models.attention import Attention, LayerCache, Scored
 from pretrain.models.dropout import BlockDropout, Dropout, every_row, make_dropout
 from pretrain.models.layers import Embedding, Linear, Mlp, make_norm
 from pretrain.models.loss import Losses, LossOptions, OutputHead
@@ -59,10 +59,8 @@ class DecodingCache:
             layer.own.select(rows)
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Scored):
     """Attention of target positions to the encoder's output."""
-
-    attend: Callable[..., Tensor] = staticmethod(attend)
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -154,6 +152,8 @@ class EncoderDecoder(nn.Module):
         options = LossOptions.of(loss, config.logit_soft_cap, config.logit_multiplier)
         self.output = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
         self.rows_at_hand, self.compute_dtype = every_row, torch.float32
+        self.watch_layer: Callable[[str, Tensor], None] | None = None
+        """Is given the hidden states after each layer, if somebody watches."""
         self.first_of_decoder = config.encoder.layers
         """The number of the decoder's first layer."""
 
@@ -219,6 +219,8 @@ class EncoderDecoder(nn.Module):
             if encoded + int(name) in span:
                 dropped = dropout and dropout.of_block(f"decoder.{name}", ("attention", "cross", "mlp"))
                 x_BTD = layer(x_BTD, mask, dropped, memory_BSD, memory_mask, cache.layers[int(name)] if cache else None)
+                if self.watch_layer is not None:
+                    self.watch_layer(f"decoder.{name}", x_BTD)
         if span.stop < encoded + config.layers:
             return (x_BTD, memory_BSD) if reads else (x_BTD,)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
@@ -260,6 +262,8 @@ class EncoderDecoder(nn.Module):
         for name, layer in self.encoder.items():
             if int(name) in span:
                 x_BSD = layer(x_BSD, mask, dropout and dropout.of_block(f"encoder.{name}"))
+                if self.watch_layer is not None:
+                    self.watch_layer(f"encoder.{name}", x_BSD)
         return x_BSD if self.encoder_norm is None or span.stop < self.first_of_decoder else self.encoder_norm(x_BSD)
 
     def _causal(self, start: int, stop: int, device: torch.device) -> Tensor | None:

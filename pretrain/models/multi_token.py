@@ -100,17 +100,20 @@ class MultiTokenPrediction(nn.Module):
         targets_BT: Tensor,
         documents_BT: Tensor | None = None,
         weight: Tensor | None = None,
+        sequence_weights_B: Tensor | None = None,
     ) -> Losses:
         """Weighted losses [1 + depths, B] in one call of the head: their sum over rows is what to train on, row 0 the main one. The
         cross-entropies beside them are not weighted.
 
         `main_BTD` is the trunk's normed output; `documents_BT` as in `Decoder.forward`, None where documents are not masked;
-        `weight` the embedding's for a tied head.
+        `weight` the embedding's for a tied head; `sequence_weights_B` factors on all losses of a sequence.
         """
         count = len(depths_BTD)
         targets = torch.cat([targets_BT, *(targets_ahead(targets_BT, k, documents_BT) for k in range(1, count + 1))])
         weights = torch.full((1 + count, len(targets_BT)), self.weight / count, device=targets_BT.device)
         weights[0] = 1.0
+        if sequence_weights_B is not None:
+            weights = weights * sequence_weights_B
         losses = head(torch.cat([main_BTD, *depths_BTD]), targets, weight, weights.flatten(), with_cross_entropy=True)
         return Losses(*(part.view(weights.shape) for part in losses))
 

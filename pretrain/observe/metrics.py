@@ -25,6 +25,9 @@ def measured(meaning: str, unit: str, of: str, when: str = "always") -> Any:
 
 STEP, RUN, SINCE, AFTER = "this step", "the run", "since the last line", "after this step"
 TOKEN_LOSS = "nats per target token"
+FIRST_EXPONENT, LAST_EXPONENT = -40, 8
+"""Gradients are counted by size from 2^-40 to 2^8."""
+LAYERS = "at steps of `log.layers_every_steps`"
 
 
 @dataclass
@@ -87,6 +90,28 @@ class StepRecord:
         "bytes",
         AFTER,
     )
+    watts: float | None = measured(
+        "mean power of all devices of the run together: GPUs by NVML (with the package nvidia-ml-py), or the processors of all hosts by RAPL",
+        "watts",
+        SINCE,
+        "where every device's counter can be read",
+    )
+    joules_per_token: float | None = measured("the energy of these devices per target token", "joules", SINCE, "with `watts`")
+    device_hours: float | None = measured(
+        "time of all starts, each from its begin to its last sign of life, times its devices (processes on a CPU)", "hours", RUN
+    )
+    goodput: float | None = measured(
+        "share of this time in steps that count: the rest is start-up, data, validation, saving, and steps that were lost",
+        "share",
+        RUN,
+    )
+    cost: float | None = measured("`device_hours` times `log.device_hour_price`", "as the price", RUN, "with a price")
+    communication: float | None = measured(
+        "share of the step on the main rank in which a collective ran and nothing else",
+        "share",
+        STEP,
+        "for steps of `log.profile`",
+    )
     data_wait: float | None = measured("share of the wall-clock time that was spent waiting for a batch", "share", SINCE)
     seconds_left: float | None = measured(
         "time until the last step, at the mean speed of this start without its first step", "seconds", AFTER
@@ -105,6 +130,36 @@ class StepRecord:
     )
     expert_load: dict[str, float] | None = measured(
         "by layer, the largest of these over their mean; 1 is even", "", SINCE, "with experts"
+    )
+    gradient_norms: dict[str, float] | None = measured(
+        "by layer, the 2-norm of its gradients, before clipping", "", STEP, LAYERS
+    )
+    weight_norms: dict[str, float] | None = measured("by layer, the 2-norm of its weights, before the update", "", STEP, LAYERS)
+    update_norms: dict[str, float] | None = measured("by layer, the 2-norm of what the update changed", "", STEP, LAYERS)
+    activations: dict[str, float] | None = measured(
+        "by layer, the root mean square of the hidden states after it",
+        "",
+        STEP,
+        f"{LAYERS}; not with `parallel.compile=model` or `model.family=hf`",
+    )
+    largest_activations: dict[str, float] | None = measured("by layer, their largest size", "", STEP, "with `activations`")
+    attention_scores: dict[str, float] | None = measured(
+        "by layer, the largest score that the softmax of attention was given, before soft-cap and biases; above some hundreds training becomes unstable",
+        "",
+        STEP,
+        f"{LAYERS}; not with `parallel.compile` or `model.family=hf`",
+    )
+    gradient_sizes: dict[str, list[int]] | None = measured(
+        "by layer, how many gradients lie between 2^e and 2^(e+1), for e from -40 (and all smaller ones) to 7 (and all larger ones); zeros are not counted",
+        "gradients",
+        STEP,
+        LAYERS,
+    )
+    samples: dict[str, str] | None = measured(
+        "by prompt, how the model continues it, always with the likeliest token",
+        "",
+        AFTER,
+        "when validated, with `validation.prompts`",
     )
     validation: dict[str, float] | None = measured(
         "by source, the cross-entropy of its first `validation.sequences` samples", TOKEN_LOSS, AFTER, "when validated"
@@ -213,6 +268,16 @@ class Window:
         self._all_steps += 1
         if self._all_steps == 1:
             self._after_first = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the last report."""
+        return time.monotonic() - self._started
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens since the last report."""
+        return self._tokens
 
     def take(self) -> dict[str, float]:
         """The numbers about speed in docs/metrics.md. The window then starts anew."""

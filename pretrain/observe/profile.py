@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from pretrain.distributed.shards import local
 from pretrain.errors import clipped, reason_of
 from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.profile_page import Held, page, usage_of
-from pretrain.observe.profile_time import STEP
+from pretrain.observe.profile_time import COMMUNICATION, STEP
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class Recorded:
     """Seconds that the step waited for its batch before."""
     weights: list[Tensor]
     optimizers: list[Optimizer]
+    tell: Callable[[float], None] = lambda share: None
+    """Is given the main rank's share of the step in which a collective ran, and nothing else."""
 
 
 @contextmanager
@@ -84,6 +86,7 @@ def _write(what: Recorded, profiler: profile, held: Held) -> None:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 events = json.load(file)["traceEvents"]
             usage = usage_of(events, what.waited, held)
+            what.tell(usage.groups[COMMUNICATION] / usage.seconds)
             (folder / f"{name}.md").write_text(page(what.step, path.name, usage), encoding="utf-8")
             log.info("step %d was profiled: %s", what.step, folder / f"{name}.md")
     except Exception as error:  # torch raises RuntimeError for a file that it cannot open; a trace of a later torch may differ

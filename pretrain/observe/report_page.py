@@ -16,8 +16,11 @@ PLACE = "__DATA__"
 KEPT = (
     "step", "tokens", "loss", "objective", "grad_norm", "lr", "seconds", "tokens_per_second", "step_tokens_per_second", "mfu", "data_wait",
     "pipeline_wait", "shares", "expert_load", "source_loss", "validation", "ema_validation", "bits_per_byte", "translation", "evaluation", "memory",
+    "watts", "gradient_norms", "weight_norms", "update_norms", "activations", "largest_activations", "attention_scores",
 )  # fmt: skip
 """Fields of a log line that the page shows."""
+SAMPLED = 5
+"""Validations of which the page shows what the model wrote: the last ones."""
 
 
 def write_page(directories: list[Path], output: Path) -> None:
@@ -56,6 +59,7 @@ def _run(story: RunStory, name: str) -> dict[str, Any]:
         "repeated": [[_kept(record) for record in thinned(stretch)] for stretch in story.repeated],
         "starts": [{"step": s["step"], "time": s.get("time"), "ranks": s.get("world_size")} for s in starts],
         "seconds": story.seconds(),
+        "samples": [{"step": r["step"], "samples": r["samples"]} for r in story.records if "samples" in r][-SAMPLED:],
         "changes": [
             {"step": after["step"], "keys": _texts(differences([configuration_of(before), configuration_of(after)]))}
             for before, after in zip(starts, starts[1:])
@@ -86,7 +90,13 @@ def _facts(story: RunStory) -> dict[str, str]:
     shares = [record["mfu"] for record in story.records if record.get("mfu") is not None]
     if shares:
         facts["MFU"] = f"{statistics.median(shares):.1%} (median)"
+    if last.get("joules_per_token") is not None:
+        facts["energy"] = f"{last['joules_per_token']:.4g} joules per token, {last['watts']:,.0f} watts"
     facts["starts"] = str(len(story.starts) or 1)
+    if last.get("device_hours") is not None:
+        facts["device hours"] = f"{last['device_hours']:,.4g}, {last['goodput']:.1%} of them in steps that count"
+    if last.get("cost") is not None:
+        facts["cost"] = f"{last['cost']:,.2f}"
     facts["time"] = duration(sum(story.seconds().values()))
     return facts
 

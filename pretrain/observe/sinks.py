@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import threading
@@ -10,11 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.config.schema import Config
+from pretrain.config.written import flatten
 from pretrain.observe.logs import PASSING, Tolerated, finish_line
-from pretrain.observe.metrics import METRICS_FILE, StepRecord, duration
+from pretrain.observe.metrics import FIRST_EXPONENT, METRICS_FILE, StepRecord, duration
 from pretrain.storage import append_line, plain
 
 log = logging.getLogger(__name__)
+
+DECIDING = ("model", "data", "batch", "loss", "optim", "schedule", "parallel", "precision", "run")
+"""Sections whose settings TensorBoard compares between runs."""
 
 
 class Sink:
@@ -96,7 +101,7 @@ class JsonLines(Sink):
 
 
 class TensorBoard(Sink):
-    """TensorBoard: a curve per number, and the configuration of each start as text."""
+    """TensorBoard: a curve per number, samples as text, sizes of gradients as histograms, and of each start the configuration and its hyperparameters."""
 
     def __init__(self) -> None:
         self._board, self._thread_hook = None, threading.excepthook
@@ -116,6 +121,7 @@ class TensorBoard(Sink):
             lines = configuration.read_text(encoding="utf-8").splitlines()
             # Written after the step, or the purge would remove it. Indented, because TensorBoard shows texts as Markdown.
             self._board.add_text("config", "\n".join(f"    {line}" for line in lines), step + 1)
+        self._add_hyperparameters(config)
 
     def write(self, record: StepRecord) -> None:
         if self._board is None:
@@ -123,10 +129,36 @@ class TensorBoard(Sink):
         try:
             for name, value in record.numbers().items():
                 self._board.add_scalar(name, value, record.step)
+            for prompt, text in (record.samples or {}).items():
+                self._board.add_text(f"samples/{prompt}", f"    {prompt}{text}".replace("\n", "\n    "), record.step)
+            for layer, counts in (record.gradient_sizes or {}).items():
+                self._add_histogram(f"gradient_sizes/{layer}", counts, record.step)
         except OSError:
             # The writing thread has ended with this error; a new one must take its place.
             self._board, self.step = None, record.step
             raise
+
+    def _add_hyperparameters(self, config: Config) -> None:
+        """The table of TensorBoard's tab HPARAMS: settings that decide results, and the numbers to compare by."""
+        from torch.utils.tensorboard.summary import hparams
+
+        settings = {
+            name: value for name, value in flatten(dataclasses.asdict(config)).items() if name.partition(".")[0] in DECIDING
+        }
+        plain_values = {
+            n: v if isinstance(v, (bool, int, float, str)) else str(v) for n, v in settings.items() if v is not None
+        }
+        sources = [source.name for source in config.data.validation if source.name]
+        for summary in hparams(plain_values, dict.fromkeys(["loss", *(f"validation/{name}" for name in sources)], 0.0)):
+            self._board.file_writer.add_summary(summary)
+
+    def _add_histogram(self, name: str, counts: list[int], step: int) -> None:
+        """Counts by exponent of 2; the x-axis is the exponent."""
+        edges = [FIRST_EXPONENT + place + 1.0 for place in range(len(counts))]
+        middles = [edge - 0.5 for edge in edges]
+        total = sum(n * x for n, x in zip(counts, middles))
+        squares = sum(n * x * x for n, x in zip(counts, middles))
+        self._board.add_histogram_raw(name, FIRST_EXPONENT, edges[-1], sum(counts), total, squares, edges, counts, step)
 
     def close(self) -> None:
         threading.excepthook = self._thread_hook

@@ -83,6 +83,10 @@ def _numbers(records: list[dict[str, Any]], start: dict[str, Any]) -> Table:
         "waiting for data": _form(last.get("data_wait"), ".1%"),
         "MFU": _form(last.get("mfu"), ".1%"),
         "steps skipped": _form(last.get("skipped"), ","),
+        "device hours": _form(last.get("device_hours"), ",.4g"),
+        "of them in steps that count": _form(last.get("goodput"), ".1%"),
+        "watts": _form(last.get("watts"), ",.0f"),
+        "cost": _form(last.get("cost"), ",.2f"),
     }
     for field in ("validation", "bits_per_byte", "evaluation"):
         measured = next((r for r in reversed(records) if field in r), None)

@@ -164,6 +164,10 @@ class OptimizerSet:
         copies = [p for name, p in self.parameters.items() if not self.counts(name)]
         return clip_gradients(self.parameters.values(), max_norm, copies, self.sum_over_layers)
 
+    def sharding_of(self, name: str) -> tuple | None:
+        """How a parameter is spread over ranks, for `added_over_shards`."""
+        return _sharding_of(self.parameters[name])
+
     @property
     def has_state(self) -> bool:
         """Whether state exists: after the first step or `create_state`."""
@@ -224,7 +228,7 @@ def clip_gradients(
         squares.setdefault(_sharding_of(gradient), []).append(norm.square() * (id(gradient) not in uncounted))
     total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     for sharding, values in squares.items():
-        total += _sum_over_shards(torch.stack(values).sum(), sharding).to(total.device)
+        total += added_over_shards(torch.stack(values).sum(), sharding).to(total.device)
     total = sum_over_layers(total).sqrt()
     if max_norm > 0:
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -261,7 +265,8 @@ def _sharding_of(gradient: Tensor) -> tuple | None:
     return gradient.device_mesh, axes
 
 
-def _sum_over_shards(squares: Tensor, sharding: tuple | None) -> Tensor:
+def added_over_shards(squares: Tensor, sharding: tuple | None) -> Tensor:
+    """The sum of what ranks have of tensors that are sharded alike, in place."""
     if sharding is not None:
         mesh, axes = sharding
         for axis in axes:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pretrain.models.attention import largest_score
 from pretrain.parallel.context import ContextAxis, OwnQueries
 from pretrain.parallel.ring_parts import Kernel
 
@@ -101,8 +102,24 @@ class RingQueries(OwnQueries):
         soft_cap: float = 0.0,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
+        if self.watch_scores is not None:
+            self.watch_scores(self._largest_score(q_BHRG, k_BKRG, mask, scale))
         kernel = Kernel.of(q_BHRG, v_BKRG, scale, soft_cap)
         return _Ring.apply(q_BHRG, k_BKRG, v_BKRG, sinks_H, mask, kernel, self.context)
+
+    @torch.no_grad()
+    def _largest_score(self, q_BHRG: Tensor, k_BKRG: Tensor, mask: RingMask, scale: float) -> Tensor:
+        """See `models/attention.py`. For a look at one step, all keys are gathered."""
+        context, found = self.context, []
+        stretches_BKG = context.gather_heads(k_BKRG, 2 * context.size * mask.count).split(mask.count, dim=2)
+        for queries_BHQG, query in zip(q_BHRG.chunk(2, dim=2), context.owned(context.rank)):
+            for key, keys_BKSG in enumerate(stretches_BKG[: query + 1]):
+                if not mask.is_empty(query, key):
+                    seen = mask.seen(query, key, q_BHRG.device)
+                    if seen is None and key < query:
+                        seen = torch.ones(1, 1, 1, mask.count, dtype=torch.bool, device=q_BHRG.device)
+                    found.append(largest_score(queries_BHQG, keys_BKSG, seen, scale))
+        return torch.stack(found).amax()
 
 
 class _Travelling:

@@ -36,7 +36,7 @@ class Progress:
     """The progress of a run: optimizer steps, training samples and target tokens so far, and how many steps were skipped.
 
     `loads`: positions that each expert of each layer got in the last step, if a balancing loss needs them. `record`: the numbers
-    of the last step, for a log of metrics that lacks them.
+    of the last step, for a log of metrics that lacks them. `useful_seconds`: time in these steps, times the devices that made them.
     """
 
     step: int = 0
@@ -45,6 +45,7 @@ class Progress:
     skipped: int = 0
     loads: list[list[int]] | None = None
     record: dict[str, Any] | None = None
+    useful_seconds: float = 0.0
 
 
 class Continuation:
@@ -200,9 +201,11 @@ class Continuation:
         if self.ranks.is_main:
             step, samples, layout = state["step"], state["samples"], state["layout"]
             log.info("resumed from %s: step %d, %d samples, saved as %s", checkpoint, step, samples, layout)
-        # Earlier versions of this program did not skip or count steps.
-        skipped = state.get("skipped", 0)
-        return Progress(state["step"], state["samples"], state["tokens"], skipped, state.get("loads"), state.get("record"))
+        # Earlier versions of this program did not count skipped steps or seconds. Those of another run do not count here.
+        skipped, useful = state.get("skipped", 0), state.get("useful_seconds", 0.0) if self.origin.own else 0.0
+        return Progress(
+            state["step"], state["samples"], state["tokens"], skipped, state.get("loads"), state.get("record"), useful
+        )
 
     def _check_means(self, payload: Payload) -> None:
         if self.plan.config.optim.ema_decay is not None and not payload.names("optim.ema."):

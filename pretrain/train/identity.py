@@ -32,6 +32,7 @@ _CONSEQUENCES = {
     "data.document_mask": "attention would see other tokens than in the steps before",
     "data.objective": "the model would learn another task than in the steps before",
     "data.boundary_loss": "other targets would carry the loss than in the steps before",
+    "data.loss_weight": "the losses of sources would have other weights than in the steps before",
     "data.tokenizer": "the token ids would stand for other text than in the steps before",
     "data.sources": "the old data order would be applied to different data: some text would be repeated and some skipped",
     "data.mixture": "the sources would be read from other places: some samples would be repeated and some skipped",

@@ -29,6 +29,7 @@ from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
 from pretrain.train.attention_kernel import check_attention_kernel
 from pretrain.train.number_format import check_formats, check_fp8, check_gradients, format_for
+from pretrain.train.prompts import check_prompts
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, usual_values
 from pretrain.train.translation import require_sacrebleu
 
@@ -115,6 +116,7 @@ def _lay_out(
             check_map(config.model)
     if config.data.pairs is not None and config.validation.translation.every_steps:
         require_sacrebleu()
+    check_prompts(config)
     check_trackers(config.log)
     if needs_masks(config):
         attention_backend(config.model, device, training=True)

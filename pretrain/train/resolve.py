@@ -40,6 +40,7 @@ def resolve(config: Config) -> Config:
     config = dataclasses.replace(config, model=model, data=data, schedule=schedule)
     check_data(config)
     _check_masks(config)
+    _check_loss_weights(config)
     if config.parallel.context > 1 and model.attention_backend == "auto" and needs_masks(config):
         # Ranks take rows of a mask, which FlexAttention's masks of blocks do not have.
         config = dataclasses.replace(config, model=dataclasses.replace(model, attention_backend="sdpa"))
@@ -100,6 +101,15 @@ def _check_masks(config: Config) -> None:
         raise ConfigError(
             f"model.attention_backend={model.attention_backend} has no effect without data.document_mask or a sliding window; remove it"
         )
+
+
+def _check_loss_weights(config: Config) -> None:
+    for number, source in enumerate(config.data.sources):
+        if source.loss_weight != 1 and (config.model.encoder.layers or not family_of(config.model.family).splits):
+            raise ConfigError(
+                f"data.sources.{number}.loss_weight={source.loss_weight:g}: only our decoders weigh the losses of sequences, not encoder-decoders "
+                "and models that are code of transformers; remove it"
+            )
 
 
 def _check_sharing(config: Config) -> None:

@@ -48,7 +48,7 @@ def directory_of(run: Run) -> Path:
 class RunDirectory:
     """Held by the main rank for as long as the process lives; the other ranks only know its path.
 
-    `newest`: name of the last checkpoint that is known to be complete, for status.json.
+    `newest`: name of the last checkpoint that is known to be complete, for status.json. `devices`: those of this start.
     """
 
     def __init__(self, path: Path, lock: LockKind = "auto") -> None:
@@ -56,7 +56,8 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.token = ""
         self.newest: str | None = None
-        self._started = _now()
+        self.devices = 1
+        self._started, self._begun, self._spent_before = _now(), time.monotonic(), 0.0
         self._status_lines = Tolerated(str(path / "status.json"))
         self._lock = RunLock(path, lock)
 
@@ -67,6 +68,8 @@ class RunDirectory:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self.token = self._lock.acquire()
+        before = self.status().get("device_seconds")
+        self._spent_before = float(before) if isinstance(before, (int, float)) else 0.0
         for name in files.discard_unfinished(self.checkpoints):
             log.info("removed %s, which an interrupted save left behind", self.checkpoints / name)
         return self.identity()
@@ -132,6 +135,11 @@ class RunDirectory:
             return {}
         return found if isinstance(found, dict) else {}
 
+    @property
+    def device_seconds(self) -> float:
+        """Seconds of devices in all starts of the run, each until its last sign of life. Known to the main rank only."""
+        return self._spent_before + self.devices * (time.monotonic() - self._begun)
+
     def write_status(self, state: str, step: int, reason: str | None = None) -> None:
         """status.json: running, finished, preempted, stopped or failed. A failure to write it is a warning.
 
@@ -144,6 +152,7 @@ class RunDirectory:
             "checkpoint": self.newest,
             "started": self._started,
             "updated": _now(),
+            "device_seconds": round(self.device_seconds, 3),
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }

@@ -255,6 +255,7 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Tr
         "fingerprints": plan.data.fingerprints,
         "config": dataclasses.asdict(plan.config),
     }
+    directory.devices = ranks.world_size
     directory.record_start(plan.identity(0), to_yaml(plan.config), start)
     directory.write_status("running", trainer.progress.step)
 

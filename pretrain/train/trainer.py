@@ -7,7 +7,6 @@ batch of the step (this rank's share) --micro-step by micro-step--> gradients, s
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -21,9 +20,8 @@ from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
 from pretrain.huggingface.export_check import ExportCheck
 from pretrain.models import build_network
-from pretrain.observe.flops import peak_flops
 from pretrain.observe.logs import TRACEBACKS
-from pretrain.observe.metrics import StepRecord, Window, known_records
+from pretrain.observe.metrics import StepRecord, known_records
 from pretrain.observe.sinks import Sinks, evaluation_parts
 from pretrain.observe.trackers import own_sinks
 from pretrain.optim.optimizer import OptimizerSet
@@ -36,6 +34,8 @@ from pretrain.train.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunHa
 from pretrain.train.continuation import Continuation
 from pretrain.train.garbage import GarbageCollection
 from pretrain.train.gradients import refuse_untrained, write_gradients
+from pretrain.train.layer_statistics import LayerStatistics
+from pretrain.train.measurements import Measurements
 from pretrain.train.out_of_memory import out_of_memory, remember_allocations
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
@@ -84,9 +84,10 @@ class Trainer:
         self.expert_loads.restore(self.progress.loads)
         self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
         self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks, self.optimizer.averaged)
-        self.skipped_in_a_row = self.most_memory = 0
-        self.source_losses: dict[str, tuple[float, int]] = {}
-        """Summed losses and target tokens by source since the last log line."""
+        self.measurements = Measurements(plan, ranks, directory, self.strategy)
+        self.skipped_in_a_row = 0
+        self.communication: dict[int, float] = {}
+        """By step of `log.profile`, the share of communication in it."""
         # On a GPU a step is settled when the next one is queued, so that the device never waits for the host. Callbacks are asked at once.
         self.runs_ahead = runs_ahead(ranks.device) and not extensions.callbacks
         self.ahead: TakenStep | None = None
@@ -101,6 +102,7 @@ class Trainer:
         self.strategy = Strategy(self.plan.layout.strategy, config, self.mesh)
         with torch.device("meta"):
             self.model = build_network(config.model, config.loss)
+        names = [name for name, _ in self.model.named_parameters()]
         self.strategy.place(self.model)
         self.optimizer = OptimizerSet(
             self.strategy.parts(),
@@ -115,10 +117,7 @@ class Trainer:
         stored = {p.dtype for p in self.model.parameters() if p.requires_grad and p.dim() > 1}
         if stored != {DTYPES[config.precision.master]}:
             raise RuntimeError(f"matrices are stored as {stored}, not as precision.master={config.precision.master}")
-        peak = peak_flops(self.ranks.device, config.precision.compute)
-        self.peak_flops = peak * self.ranks.world_size if peak else None
-        self.flops_per_token: dict[tuple[float, ...], int] = {}
-        """By lengths of sequences, which stages of a run may change."""
+        self.layers = LayerStatistics(names, self.model, self.optimizer, self.mesh, config)
 
     # ---- the step -----------------------------------------------------------------------------------------------------
 
@@ -130,11 +129,13 @@ class Trainer:
         config, number = self.config, self.progress.step + 1
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
         with self.ranks.part(f"step {number}: forward and backward", device=True):
-            losses = self.strategy.forward_backward(batch, target_tokens)
+            with self.layers.watching(number):
+                losses = self.strategy.forward_backward(batch, target_tokens)
             if not self.optimizer.has_state:
                 refuse_untrained(self.model, config.data.sequence_length)
             if number in config.log.gradients_at:
                 write_gradients(self.directory.path, number, self.model, self.mesh)
+            self.layers.before_update(number)
             grad_norm = self.optimizer.clip(config.optim.clip)
         with self.ranks.part(f"loss of step {number}", device=True):
             summed = torch.stack([part.double().sum() for part in losses])
@@ -147,6 +148,8 @@ class Trainer:
             taken = torch.isfinite(objective) & torch.isfinite(grad_norm)
         self.continuation.copies.hold_back()
         self.optimizer.step(rate, taken, number)
+        with self.ranks.part(f"statistics of layers in step {number}", device=True):
+            by_layer = self.layers.after_update(number)
         with self.ranks.part(f"loads of experts in step {number}", device=True):
             routers = self.expert_loads.after_step(target_tokens, taken)
         self.optimizer.zero_grad()
@@ -162,7 +165,7 @@ class Trainer:
             digest,
             batch.positions.repeat(batch.rows_per_sample).tolist(),
             losses.objective_B,
-            Figures(figures | routers),
+            Figures(figures | routers | by_layer),
             list(source_tokens),
         )
 
@@ -176,7 +179,7 @@ class Trainer:
         if step.is_finite(figures):
             router_loss = self.expert_loads.settle(figures)
             self.skipped_in_a_row = 0
-            self._count_sources(step, figures)
+            self.measurements.count_sources(step, figures)
         else:
             self._skip_step(step, figures)
         self.progress.loads = self.expert_loads.last
@@ -191,12 +194,8 @@ class Trainer:
             skipped=self.progress.skipped or None,
             router_loss=router_loss,
             batch=step.digest,
+            **self.layers.settle(figures),
         )
-
-    def _count_sources(self, step: TakenStep, figures: dict[str, torch.Tensor]) -> None:
-        for name, loss, tokens in zip(self.plan.data.source_names, figures["source_losses"].tolist(), step.source_tokens):
-            before = self.source_losses.get(name, (0.0, 0))
-            self.source_losses[name] = before[0] + loss, before[1] + tokens
 
     def _skip_step(self, step: TakenStep, figures: dict[str, torch.Tensor]) -> None:
         """Count a step whose update the device left out. Raises TrainingError if no more may be skipped."""
@@ -244,12 +243,7 @@ class Trainer:
 
     def _take_steps(self, batches: Iterator[StepBatch], stop: StopRequest, export: ExportCheck | None, evaluated: bool) -> str:
         config, progress, poll = self.config, self.progress, StopPoll(stop, self.ranks)
-        self.window = Window()
-        self.compilations = None
-        if config.parallel.compile != "none":
-            from pretrain.observe.compilation import Compilations  # imports the compiler
-
-            self.compilations = Compilations()
+        self.measurements.begin()
         if progress.step == config.run.steps and not evaluated:
             evaluated = self._evaluate_again(poll)
         while progress.step < config.run.steps:
@@ -277,7 +271,7 @@ class Trainer:
 
         `waited`: seconds that the batch took. Return whether no evaluation was cut short.
         """
-        started, flops = time.monotonic(), verdict.target_tokens * self._flops_of_a_token()
+        started, flops = time.monotonic(), verdict.target_tokens * self.measurements.flops_of_a_token(self.progress.samples)
         with self._profile(self.progress.step + 1, waited), self._explaining_memory(self.progress.step + 1):
             before, self.ahead = self.ahead, self.step(batch, verdict.target_tokens, verdict.digest, verdict.source_tokens)
         self.garbage.after_step(self.progress.step)
@@ -286,19 +280,16 @@ class Trainer:
         if record:
             self._after_step(record, poll)
         if self.runs_ahead and not self._is_due(self.progress.step):
-            self.window.add(seconds, waited, verdict.target_tokens, flops)
+            self._count_time(seconds, waited, verdict.target_tokens, flops)
             return True
         started = time.monotonic()
         record, self.ahead = self.settle(self.ahead), None
-        self.window.add(seconds + time.monotonic() - started, waited, verdict.target_tokens, flops)
+        self._count_time(seconds + time.monotonic() - started, waited, verdict.target_tokens, flops)
         return self._after_step(record, poll)
 
-    def _flops_of_a_token(self) -> int:
-        """In the step to come."""
-        lengths = self.plan.data.lengths(self.progress.samples)
-        if lengths not in self.flops_per_token:
-            self.flops_per_token[lengths] = self.plan.flops_per_token(self.progress.samples)
-        return self.flops_per_token[lengths]
+    def _count_time(self, seconds: float, waited: float, tokens: int, flops: float) -> None:
+        self.measurements.window.add(seconds, waited, tokens, flops)
+        self.progress.useful_seconds += seconds * self.ranks.world_size
 
     def _profile(self, number: int, waited: float) -> AbstractContextManager:
         """What records a step, if `log.profile` has its number."""
@@ -308,7 +299,11 @@ class Trainer:
 
         weights = [parameter for part in self.strategy.parts() for parameter in part.parameters()]
         ranks, optimizers = self.ranks, self.optimizer.optimizers
-        return profiled(Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers))
+
+        def tell(share: float) -> None:
+            self.communication[number] = share
+
+        return profiled(Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers, tell))
 
     @contextmanager
     def _explaining_memory(self, number: int) -> Iterator[None]:
@@ -410,7 +405,8 @@ class Trainer:
             self._save(waits=last)
         is_whole = self._evaluate(record, poll)
         is_evaluated = record.validation or record.translation or record.evaluation
-        if step % config.log.every_steps == 0 or last or step == 1 or is_evaluated:
+        is_looked_at = step in config.log.profile or self.layers.due(step)
+        if step % config.log.every_steps == 0 or last or step == 1 or is_evaluated or is_looked_at:
             self._report(record)
         return is_whole
 
@@ -427,7 +423,10 @@ class Trainer:
                 )
             return False
         record.validation, record.translation = found.get("validation"), found.get("translation")
-        record.ema_validation = found.get("ema_validation")
+        record.ema_validation, record.samples = found.get("ema_validation"), found.get("samples")
+        if record.samples and self.ranks.is_main:
+            for prompt, text in record.samples.items():
+                log.info("step %d: %r goes on: %r", record.step, prompt, text)
         record.bits_per_byte = self.evaluation.bits_per_byte(record.validation or {}) or None
         if self.extensions.callbacks:
             with self.ranks.part("callbacks of a step", device=True):
@@ -457,36 +456,12 @@ class Trainer:
         return is_whole
 
     def _report(self, record: StepRecord) -> None:
-        waited = self.strategy.take_wait()
-        if waited is not None:
-            shares = self.ranks.sum("waiting for stages", torch.tensor(waited / self.window.computed, dtype=torch.float64))
-            record.pipeline_wait = float(shares) / self.ranks.world_size
-        achieved = self.window.flops_per_second
-        for name, value in self.window.take().items():
-            setattr(record, name, value)
-        if self.compilations is not None and (done := self.compilations.take()):
-            record.compiled, words = done
-            log.info("step %d: %s", record.step, words)
-        record.memory = self._memory()
-        record.mfu = achieved / self.peak_flops if self.peak_flops else None
-        record.seconds_left = self.window.left(self.config.run.steps - record.step)
-        record.source_loss = {name: loss / tokens for name, (loss, tokens) in self.source_losses.items() if tokens} or None
-        self.source_losses = {}
-        record.shares = self.plan.data.shares(self.settled_samples) or None
+        self.measurements.fill(record, self.settled_samples, self.progress.useful_seconds)
+        record.communication = self.communication.pop(record.step, None)
         record.experts, record.expert_load = self.expert_loads.take()
         if self.ranks.is_main:
             self._log(record)
             self.directory.write_status("running", record.step)
-
-    def _memory(self) -> dict[str, float]:
-        """The most bytes that ranks have used so far: the largest and the mean."""
-        device, used = self.ranks.device, torch.zeros(self.ranks.world_size, dtype=torch.float64)
-        on_gpu = device.type == "cuda"
-        own = torch.cuda.max_memory_allocated(device) if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self.most_memory = max(self.most_memory, own)  # a profile resets torch's count
-        used[self.ranks.rank] = self.most_memory
-        used = self.ranks.sum("memory of the ranks", used)
-        return {"largest": float(used.max()), "mean": float(used.mean())}
 
     def _log(self, record: StepRecord) -> None:
         """Pass a record to the sinks and to the callbacks, which may ask for a stop or a save. Main rank only."""

@@ -21,6 +21,7 @@ from pretrain.data.training_data import BatchLoader, TrainingData, ValidationDat
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import DataError
 from pretrain.parallel.strategy import Strategy
+from pretrain.train.prompts import Prompts
 from pretrain.train.stop import StopPoll
 from pretrain.train.translation import translate_and_score
 
@@ -39,15 +40,18 @@ class Evaluation:
     ) -> None:
         self.config, self.data, self.loader, self.ranks = config, data, loader, ranks
         self.strategy, self.averaged = strategy, averaged
+        self.prompts = Prompts(config, data.tokenizer_path) if config.validation.prompts else None
 
     def due(self, step: int) -> list[str]:
-        """The evaluations that are due after a step: `validation`, the same of the running mean of the weights, `translation`."""
+        """The evaluations that are due after a step: `validation`, the same of the running mean of the weights, `samples`, `translation`."""
         validation, last = self.config.validation, step == self.config.run.steps
         found = []
         if self.data.validation and (last or (validation.every_steps and step % validation.every_steps == 0)):
             found.append("validation")
             if self.config.optim.ema_decay is not None:
                 found.append("ema_validation")
+            if self.prompts:
+                found.append("samples")
         if validation.translation.every_steps and (last or step % validation.translation.every_steps == 0):
             found.append("translation")
         return found
@@ -58,6 +62,10 @@ class Evaluation:
         try:
             found: dict[str, Any] = {}
             for name in names:
+                if name == "samples":
+                    with self.ranks.part(name, device=True):
+                        found[name] = self.prompts.continued(self.strategy.evaluate, self.ranks, poll)
+                    continue
                 with self.ranks.part(name, device=True), self._weights(name):
                     found[name] = {source.name: actions[name](source, poll) for source in self.data.validation}
             return found

@@ -127,7 +127,7 @@ def test_an_unknown_key_of_the_command_line_is_not_blamed_on_the_file_that_has_i
         ("log.gradients_at.0=3", "expected list[int]"),
         ("data.sources=corpus", "data.sources is a list, got corpus; write [{...}] or one `- ` per item"),
         ("data.sources=null", "data.sources is a list, got null"),
-        ("data.sources=[corpus]", "data.sources.0 is a section with keys (path, name, weight, tokens, max_epochs), got corpus"),
+        ("data.sources=[corpus]", "data.sources.0 is a section with keys (path, name, weight, tokens, loss_weight, max_epochs), got corpus"),
         ("data.sources=[{name: a}]", "data.sources.0.path is missing: Directory written by tools/prepare_data.py"),
         ("data.sources.0.path=a", "data.sources is a list, got {'0': {path: a}}"),
         ("data.sources=[{path: a, weight: -1}]", "data.sources.0.weight=-1: must be at least 0"),

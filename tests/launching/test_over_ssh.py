@@ -7,13 +7,15 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from running import losses
 
-from pretrain.launching.over_ssh import host_commands
+from pretrain.launching import over_ssh
+from pretrain.launching.over_ssh import HostRun, host_commands
 from pretrain.launching.targets import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +87,21 @@ def test_when_a_host_cannot_start_the_others_are_stopped(launch):
     process = launch("optim.lr=fast")
     printed, _ = process.communicate(timeout=100)
     assert process.returncode == 2 and "optim.lr" in printed  # found here, before any host is asked
+
+
+def test_a_second_signal_does_not_wait_for_a_host_that_hangs(monkeypatch):
+    monkeypatch.setattr(over_ssh, "READ_SECONDS", 0.5)
+    said, script = [], "echo pretrain-pid $$; trap '' TERM; sleep 60 & wait; wait"
+    run = HostRun({"a": ["sh", "-c", script]}, ["sh", "-c", "kill -TERM \"$@\"", "sh"], said.append)
+    ends = threading.Thread(target=run.wait, daemon=True)
+    ends.start()
+    run.stop("SIGINT")
+    ends.join(1)
+    assert ends.is_alive()  # the host has time to save
+    run.stop("SIGINT")
+    ends.join(15)
+    assert not ends.is_alive() and "not waiting for the hosts" in said[-1]
+    assert run.wait() == 1
 
 
 def test_words_reach_a_host_as_they_are():

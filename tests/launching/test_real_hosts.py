@@ -206,3 +206,24 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, config_file):
     until(lambda: '"state": "preempted"' in (run / "status.json").read_text(), 60, "not saved")
     until(lambda: "JobState=CANCELLED" in slurm("scontrol", "show", "job", job), 60, "not cancelled")
     assert list((run / "checkpoints").iterdir()) and "Restarts=0" in slurm("scontrol", "show", "job", job)
+
+
+def test_an_array_prepares_data_as_one_process_does(slurm, byte_tokenizer, tmp_path):
+    """The command of docs/data.md: each task of the array prepares a part, and anyone merges."""
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text(f"text {number}: " + "all work and no play " * (number + 1))
+    words = [sys.executable, ROOT / "tools" / "prepare_data.py", "--input", tmp_path / "*.txt", "--tokenizer", byte_tokenizer, "--output"]
+    subprocess.run([*map(str, words), str(tmp_path / "alone")], check=True, capture_output=True)
+    shared = tmp_path / "shared"
+    command = " ".join(f"'{word}'" for word in [*words, shared])
+    script = tmp_path / "slurm" / "prepare.sbatch"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --array=0-2\n#SBATCH --output=prepare-%a.log\n"
+        f"{command} --task $SLURM_ARRAY_TASK_ID --tasks $SLURM_ARRAY_TASK_COUNT\n"
+    )
+    job = re.search(r"Submitted batch job (\d+)", slurm("sbatch", script))[1]
+    until(lambda: not slurm("squeue", "-h", "-j", job), 120, "the array did not end")
+    merged = subprocess.run([*map(str, words[:2]), "merge", "--output", str(shared)], capture_output=True, text=True)
+    assert merged.returncode == 0, merged.stderr + "".join(path.read_text() for path in (tmp_path / "slurm").glob("prepare-*.log"))
+    one, other = ({path.name: path.read_bytes() for path in folder.glob("*.bin")} for folder in (tmp_path / "alone", shared))
+    assert b"".join(one.values()) == b"".join(other.values()) and one

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -112,7 +114,7 @@ def test_a_running_status_can_be_told_from_a_dead_one(pool, config_file):
     before = time.time()
     run = train(pool, 1, config_file, *SHORT)
     status = json.loads((run / "status.json").read_text())
-    assert status.keys() == {"state", "step", "reason", "checkpoint", "started", "updated", "host", "pid"}
+    assert status.keys() == {"state", "step", "reason", "checkpoint", "started", "updated", "device_seconds", "host", "pid"}
     assert status["host"] == socket.gethostname() and status["pid"] != os.getpid()
     started, updated = (calendar.timegm(time.strptime(status[n], "%Y-%m-%dT%H:%M:%SZ")) for n in ("started", "updated"))
     assert before - 1 <= started <= updated <= time.time()
@@ -267,6 +269,8 @@ def test_every_number_of_the_record_is_logged_when_its_description_says_so(
         mixture,
         "optim.ema_decay=0.9",
         f"data.validation=[{{path: {prepared}, name: v}}]",
+        "validation={prompts: [abc], prompt_tokens: 3}",
+        "log={layers_every_steps: 2, device_hour_price: 2.5, tensorboard: false, every_steps: 1}",
         *SHORT,
     )
     found = names_in(train(pool, 1, config_file, *everything))
@@ -277,9 +281,12 @@ def test_every_number_of_the_record_is_logged_when_its_description_says_so(
         "bits_per_byte": "above",
         "pipeline_wait": "test_equivalence.py",
         "compiled": "test_continuation.py",
+        "communication": "test_profile.py",
+        "watts": "test_energy.py",
+        "joules_per_token": "test_energy.py",
     }
     on_gpus = {"mfu"}
-    assert found == {field.name for field in fields(StepRecord)} - set(elsewhere) - on_gpus
+    assert found - set(elsewhere) == {field.name for field in fields(StepRecord)} - set(elsewhere) - on_gpus
     page = ROOT / "docs" / "metrics.md"
     assert metrics_page(page) == page.read_text(encoding="utf-8"), "run: python tools/make_docs.py"
 
@@ -369,3 +376,91 @@ def test_each_source_has_its_own_training_loss(pool, config_file, prepared, byte
 
 def test_a_single_source_has_no_loss_beside_the_run_s(trained_run, config_file):
     assert "source_loss" not in read_metrics(trained_run(1, config_file, *SHORT))[-1]
+
+
+# ---- time, energy, cost -------------------------------------------------------------------------------------------------
+
+
+def test_device_hours_add_up_over_starts_and_steps_that_were_lost_do_not_count(pool, config_file):
+    options = ("schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=2", "log.device_hour_price=3600", DDP)
+    run = train(pool, 2, config_file, *options, "run.steps=4")
+    first = read_metrics(run)[-1]
+    assert first["device_hours"] >= 2 * sum(record["step_seconds"] for record in read_metrics(run)) / 3600
+    useful = 2 * sum(record["step_seconds"] for record in read_metrics(run))
+    assert first["goodput"] * first["device_hours"] * 3600 == pytest.approx(useful, rel=1e-6)
+    assert first["cost"] == pytest.approx(3600 * first["device_hours"])
+    status = json.loads((run / "status.json").read_text())
+    assert status["device_seconds"] >= 3600 * first["device_hours"]
+    back = f"run.resume={run / 'checkpoints' / 'step-00000002'}"  # steps 3 and 4 are lost
+    train(pool, 1, config_file, *options[:-1], "run.steps=6", back)
+    records = read_metrics(run)
+    last = records[-1]
+    useful = 2 * sum(r["step_seconds"] for r in records[:2]) + sum(r["step_seconds"] for r in records[2:])
+    assert last["goodput"] * last["device_hours"] * 3600 == pytest.approx(useful, rel=1e-6)
+    assert 3600 * last["device_hours"] > status["device_seconds"] + sum(r["seconds"] for r in records[2:])
+
+
+def with_counters(folder: str, config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run on a host whose processor has used 5 J at each look, if `folder` has its counter."""
+    from pretrain.observe import energy
+
+    package, kept = Path(folder) / "intel-rapl:0", energy.EnergyMeter.__init__.__defaults__
+    package.mkdir(exist_ok=True)
+    for name, text in (("name", "package-0"), ("max_energy_range_uj", "10000000000")):
+        (package / name).write_text(text)
+    number = [0]
+
+    def counted(self: Path, *arguments: object, **named: object) -> str:
+        if self.name != "energy_uj":
+            return read_text(self, *arguments, **named)
+        number[0] += 5_000_000
+        return str(number[0])
+
+    read_text = Path.read_text
+    energy.EnergyMeter.__init__.__defaults__ = (Path(folder),)
+    try:
+        with patch.object(Path, "read_text", counted):
+            return run_main(config_file, *overrides)
+    finally:
+        energy.EnergyMeter.__init__.__defaults__ = kept
+
+
+def test_energy_is_that_of_all_hosts_over_the_time_and_tokens_since_the_last_line(pool, config_file, tmp_path):
+    assert [code for code, _ in pool.launch(2, with_counters, str(tmp_path), str(config_file), *SHORT, DDP)] == [0, 0]
+    for record in read_metrics(config_file.parent / "runs" / "run"):
+        assert record["joules_per_token"] == pytest.approx(5 / (16 * 31 + 16)) or record["joules_per_token"] == pytest.approx(5 / (16 * 32))
+        assert record["watts"] == pytest.approx(5 / record["seconds"], rel=0.2)
+
+
+# ---- what the model writes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["one process", "FSDP2", "a pipeline", "tensor ranks"])
+def test_the_model_continues_prompts_as_generation_does(pool, config_file, byte_tokenizer, tmp_path, layout):
+    """The reference is tools/generate.py with a cache, on the checkpoint."""
+    easy = write_monotone(tmp_path / "easy", byte_tokenizer, 400)
+    options = ["run.steps=20", "schedule.warmup_steps=0", f"data.sources=[{{path: {easy}}}]", f"data.validation=[{{path: {easy}, name: v}}]"]
+    options += ["validation={every_steps: 20, prompts: [aa, 'xyz'], prompt_tokens: 5}", "data.document_mask=true", "log.tensorboard=true"]
+    options += {
+        "one process": [],
+        "FSDP2": ["parallel.strategy=fsdp"],
+        "a pipeline": ["parallel.strategy=fsdp", "parallel.pipeline=2"],
+        "tensor ranks": ["parallel.strategy=fsdp", "parallel.tensor=2"],
+    }[layout]
+    run = train(pool, 1 if layout == "one process" else 2, config_file, *options)
+    samples = read_metrics(run)[-1]["samples"]
+    assert list(samples) == ["aa", "xyz"] and samples["aa"] == "aaaaa"
+    words = ["--model", str(run), "--max-tokens", "5", "--greedy", "--json"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert tool("generate").main([*words, "--prompt", "aa", "--prompt", "xyz"]) == 0
+    assert [json.loads(line)["text"] for line in printed.getvalue().splitlines()] == list(samples.values())
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert "samples/aa/text_summary" in board.Tags()["tensors"] and "_hparams_/session_start_info" in board.summary_metadata
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_the_first_step(pool, config_file, prepared):
+    prompts = "validation={prompts: [" + "a" * 30 + "], prompt_tokens: 3}"
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), f"data.validation=[{{path: {prepared}, name: v}}]", prompts)
+    assert code == 2 and "validation.prompts.0 has 30 tokens" in printed and "Traceback" not in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import shlex
 import signal
 import subprocess
@@ -29,6 +30,7 @@ def host_commands(launch: Launch, settings: dict[str, Any]) -> dict[str, list[st
         raise LaunchError(
             f"--nodes {launch.nodes}, and --set hosts= names {len(set(hosts))} different hosts; name one for each node"
         )
+    head = f"[{_address(hosts[0])}]" if ":" in hosts[0] else _address(hosts[0])
     folder = settings["folder"] or str(Path.cwd())
     arguments = launch.facts()["arguments"]
     commands = {}
@@ -36,10 +38,12 @@ def host_commands(launch: Launch, settings: dict[str, Any]) -> dict[str, list[st
         variables = {
             "NODES": launch.nodes,
             "GPUS": launch.gpus,
-            "HEAD": f"{_address(hosts[0])}:{settings['port']}",
+            "HEAD": f"{head}:{settings['port']}",
             "NODE_RANK": rank,
             "MAX_RESTARTS": settings["restarts"],
         }
+        if _is_reachable(_address(host)):  # how the others find this host, whatever its own name leads to
+            variables["LOCAL_ADDR"] = _address(host)
         exported = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
         activate = f"{settings['activate']} && " if settings["activate"] else ""
         # `exec` keeps the process number that is told first: a signal to it reaches torchrun, which passes it on.
@@ -53,6 +57,14 @@ def host_commands(launch: Launch, settings: dict[str, Any]) -> dict[str, list[st
 
 def _address(host: str) -> str:
     return host.rpartition("@")[2]
+
+
+def _is_reachable(address: str) -> bool:
+    """Whether this is an IP address for other hosts. A name may be one of the ssh configuration alone."""
+    try:
+        return not ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass

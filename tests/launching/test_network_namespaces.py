@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from running import losses, train
+from test_real_hosts import launching, own_environment, ssh_command, until
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ("parallel.strategy=ddp", "log.every_steps=1", "schedule.warmup_steps=0", "run.steps=30", "checkpoint.every_steps=10")
@@ -103,33 +104,47 @@ def test_accelerate_over_a_cable_trains_as_one_host_does(hosts, pool, config_fil
     straight = train(pool, 2, config_file, *RUN, "run.name=straight")
 
     def command_of(rank: int) -> tuple[list[object], dict[str, str]]:
-        words = [
-            "accelerate",
-            "launch",
-            "--cpu",
-            "--num_machines",
-            "2",
-            "--num_processes",
-            "2",
-            "--machine_rank",
-            rank,
-            "--main_process_ip",
-        ]
-        words += [
-            ADDRESSES["pretrain-a"],
-            "--main_process_port",
-            "29501",
-            "--rdzv_backend",
-            "static",
-            "--mixed_precision",
-            "no",
-            "--dynamo_backend",
-            "no",
-        ]
-        return [*words, "pretrain/run.py", "--config", config_file, *RUN], {"ACCELERATE_USE_CPU": "true"}
+        words = ["accelerate", "launch", "--config_file", "launch/accelerate/multi_node.yaml", "--num_processes", "2"]
+        words += ["--machine_rank", rank, "--main_process_ip", ADDRESSES["pretrain-a"], "--main_process_port", "29501"]
+        return [*words, "pretrain/run.py", "--config", config_file, *RUN], {}
 
     ended(hosts(command_of))
     assert losses(config_file.parent / "runs" / "run") == losses(straight)
+
+
+def test_a_launch_over_ssh_reaches_the_other_network(networks, pool, config_file, tmp_path):
+    straight = train(pool, 2, config_file, *RUN, "run.name=straight")
+    addresses = list(ADDRESSES.values())
+    command, servers = ssh_command(tmp_path, 2222, *addresses)
+    started = [subprocess.Popen(["ip", "netns", "exec", name, *words]) for name, words in zip(ADDRESSES, servers)]
+    inside = ["ip", "netns", "exec", "pretrain-a"]
+    try:
+        for address in addresses:
+            reached = [*inside, *command.split(), address, "true"]
+            until(lambda reached=reached: subprocess.run(reached, capture_output=True).returncode == 0, 20, "no sshd")
+        # The device through which a host reaches the other one has another name on each.
+        device = "$(ip -o -4 address show to 10.213.77.0/24 | cut -d' ' -f2)"
+        activate = (
+            f"export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME={device} PATH={Path(sys.executable).parent}:/usr/sbin:/sbin:$PATH"
+        )
+        words = launching(
+            config_file,
+            "ssh",
+            "--set",
+            f"hosts={','.join(addresses)}",
+            "--set",
+            f"ssh={command}",
+            "--set",
+            f"activate={activate}",
+        )
+        done = subprocess.run(
+            [*inside, *words, *RUN], cwd=ROOT, env=own_environment(), capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert losses(config_file.parent / "runs" / "run") == losses(straight)
+    finally:
+        for server in started:
+            server.terminate()
 
 
 def test_a_host_whose_cable_is_cut_is_named_and_the_run_goes_on_when_it_is_back(hosts, pool, config_file):

@@ -92,7 +92,7 @@ def test_when_a_host_cannot_start_the_others_are_stopped(launch):
 def test_a_second_signal_does_not_wait_for_a_host_that_hangs(monkeypatch):
     monkeypatch.setattr(over_ssh, "READ_SECONDS", 0.5)
     said, script = [], "echo pretrain-pid $$; trap '' TERM; sleep 60 & wait; wait"
-    run = HostRun({"a": ["sh", "-c", script]}, ["sh", "-c", "kill -TERM \"$@\"", "sh"], said.append)
+    run = HostRun({"a": ["sh", "-c", script]}, ["sh", "-c", 'kill -TERM "$@"', "sh"], said.append)
     ends = threading.Thread(target=run.wait, daemon=True)
     ends.start()
     run.stop("SIGINT")
@@ -102,6 +102,15 @@ def test_a_second_signal_does_not_wait_for_a_host_that_hangs(monkeypatch):
     ends.join(15)
     assert not ends.is_alive() and "not waiting for the hosts" in said[-1]
     assert run.wait() == 1
+
+
+@pytest.mark.parametrize(("host", "known"), [("me@10.0.0.7", True), ("fd00::7", True), ("node-a", False), ("127.0.0.1", False)])
+def test_a_host_that_is_named_by_its_address_is_found_by_it(host, known):
+    settings = {"hosts": [host], "folder": "/f", "activate": None, "port": 1, "restarts": 0, "ssh": "ssh"}
+    [command] = host_commands(Launch(str(ROOT / "configs" / "quickstart.yaml"), 1, 1, []), settings).values()
+    address = host.rpartition("@")[2]
+    assert (f"LOCAL_ADDR={address} " in command[-1]) is known
+    assert f"HEAD={f'[{address}]' if ':' in address else address}:1" in command[-1].replace("'\"'\"'", "")
 
 
 def test_words_reach_a_host_as_they_are():

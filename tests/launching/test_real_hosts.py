@@ -82,21 +82,29 @@ def launching(config_file: Path, target: str, *words: str) -> list[str]:
 # ---- ssh --------------------------------------------------------------------------------------------------------------------
 
 
+def ssh_command(folder: Path, port: int, *addresses: str) -> tuple[str, list[list[object]]]:
+    """An ssh command that gets in by a key of its own, and for each address the command of a server that knows the key."""
+    need("sshd", "ssh", "ssh-keygen")
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    (folder / "keys").write_text((folder / "user.pub").read_text())
+    servers = []
+    for address in addresses:
+        (folder / f"{address}.conf").write_text(
+            f"Port {port}\nListenAddress {address}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/keys\n"
+            f"PidFile {folder}/{address}.pid\nStrictModes no\nPermitRootLogin yes\nUsePAM no\n"
+        )
+        servers.append([shutil.which("sshd", path="/usr/sbin:/usr/bin"), "-D", "-f", folder / f"{address}.conf"])
+    Path("/run/sshd").mkdir(exist_ok=True)
+    options = "-o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    return f"ssh -p {port} -i {folder}/user {options}", servers
+
+
 @pytest.fixture
 def ssh(tmp_path) -> Iterator[str]:
-    """An ssh command that gets into this machine by a key of its own."""
-    need("sshd", "ssh", "ssh-keygen")
-    port = _free_port()
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
-    (tmp_path / "keys").write_text((tmp_path / "user.pub").read_text())
-    (tmp_path / "sshd.conf").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/host\nAuthorizedKeysFile {tmp_path}/keys\n"
-        f"PidFile {tmp_path}/sshd.pid\nStrictModes no\nPermitRootLogin yes\nUsePAM no\n"
-    )
-    Path("/run/sshd").mkdir(exist_ok=True)
-    server = subprocess.Popen([shutil.which("sshd", path="/usr/sbin:/usr/bin"), "-D", "-f", tmp_path / "sshd.conf"])
-    command = f"ssh -p {port} -i {tmp_path}/user -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    """An ssh command that gets into this machine."""
+    command, [words] = ssh_command(tmp_path, _free_port(), "127.0.0.1")
+    server = subprocess.Popen(words)
     until(lambda: subprocess.run([*command.split(), "127.0.0.1", "true"], capture_output=True).returncode == 0, 20, "no sshd")
     yield command
     server.terminate()
@@ -212,7 +220,15 @@ def test_an_array_prepares_data_as_one_process_does(slurm, byte_tokenizer, tmp_p
     """The command of docs/data.md: each task of the array prepares a part, and anyone merges."""
     for number in range(12):
         (tmp_path / f"{number}.txt").write_text(f"text {number}: " + "all work and no play " * (number + 1))
-    words = [sys.executable, ROOT / "tools" / "prepare_data.py", "--input", tmp_path / "*.txt", "--tokenizer", byte_tokenizer, "--output"]
+    words = [
+        sys.executable,
+        ROOT / "tools" / "prepare_data.py",
+        "--input",
+        tmp_path / "*.txt",
+        "--tokenizer",
+        byte_tokenizer,
+        "--output",
+    ]
     subprocess.run([*map(str, words), str(tmp_path / "alone")], check=True, capture_output=True)
     shared = tmp_path / "shared"
     command = " ".join(f"'{word}'" for word in [*words, shared])
@@ -224,6 +240,8 @@ def test_an_array_prepares_data_as_one_process_does(slurm, byte_tokenizer, tmp_p
     job = re.search(r"Submitted batch job (\d+)", slurm("sbatch", script))[1]
     until(lambda: not slurm("squeue", "-h", "-j", job), 120, "the array did not end")
     merged = subprocess.run([*map(str, words[:2]), "merge", "--output", str(shared)], capture_output=True, text=True)
-    assert merged.returncode == 0, merged.stderr + "".join(path.read_text() for path in (tmp_path / "slurm").glob("prepare-*.log"))
+    assert merged.returncode == 0, merged.stderr + "".join(
+        path.read_text() for path in (tmp_path / "slurm").glob("prepare-*.log")
+    )
     one, other = ({path.name: path.read_bytes() for path in folder.glob("*.bin")} for folder in (tmp_path / "alone", shared))
     assert b"".join(one.values()) == b"".join(other.values()) and one

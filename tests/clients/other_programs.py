@@ -58,12 +58,19 @@ def environment(name: str, *requirements: str) -> Path:
     """The Python of a virtual environment that has these packages, and ours for whatever they leave open."""
     with made_once(name) as folder:
         if folder is not None:
-            run_or_skip(name, sys.executable, "-m", "venv", "--without-pip", folder / "venv")
-            [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
-            (packages / "ours.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-            pip = (folder / "venv" / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "-q")
-            run_or_skip(f"{' '.join(requirements)} from a package registry", *pip, *requirements)
+            ours_and(folder, *requirements)
     return CACHE / name / "venv" / "bin" / "python"
+
+
+def ours_and(folder: Path, *requirements: str, also: Path | None = None) -> None:
+    """Make the environment of `environment` in a folder. `also`: a folder of more modules, which is put on its path afterwards."""
+    run_or_skip(folder.name, sys.executable, "-m", "venv", "--without-pip", folder / "venv")
+    [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
+    (packages / "ours.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    pip = (folder / "venv" / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "-q")
+    run_or_skip(f"{' '.join(requirements)} from a package registry", *pip, *requirements)
+    if also is not None:
+        (packages / "also.pth").write_text(f"{also}\n")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ def logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 
 def tuned(task: dict) -> dict:
     """One step of LoRA on every linear layer; saved, loaded again, and merged into the weights."""
-    base = AutoModelForCausalLM.from_pretrained(task["directory"], local_files_only=True, attn_implementation="eager", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(
+        task["directory"], local_files_only=True, attn_implementation="eager", dtype=torch.float32
+    )
     torch.save(logits(base, task["ids"]), task["logits"])
     output = Path(task["output"])
     trainer = SFTTrainer(
@@ -36,7 +38,9 @@ def tuned(task: dict) -> dict:
     loss = trainer.train().training_loss
     after = logits(trainer.model, task["ids"])
     trainer.save_model(str(output / "adapter"))
-    loaded = AutoPeftModelForCausalLM.from_pretrained(output / "adapter", local_files_only=True, attn_implementation="eager", dtype=torch.float32)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(
+        output / "adapter", local_files_only=True, attn_implementation="eager", dtype=torch.float32
+    )
     again = logits(loaded, task["ids"])
     merged = loaded.merge_and_unload()
     merged.save_pretrained(output / "merged")

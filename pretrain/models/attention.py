@@ -213,10 +213,12 @@ class Scored(nn.Module):
 
     watch_scores: Callable[[Tensor], None] | None = None
     """Is given the largest score of each call, if somebody watches."""
+    real_queries: slice | Tensor = slice(None)
+    """Which queries of a call are real, where others fill it up: the first ones, or with a mask of one row any."""
 
     def attend(self, q_BHTG: Tensor, k_BKSG: Tensor, v_BKSG: Tensor, mask: Mask | None, scale: float, *options: Any) -> Tensor:
         if self.watch_scores is not None:
-            self.watch_scores(largest_score(q_BHTG, k_BKSG, mask, scale))
+            self.watch_scores(largest_score(q_BHTG[:, :, self.real_queries], k_BKSG, mask, scale))
         return attend(q_BHTG, k_BKSG, v_BKSG, mask, scale, *options)
 
 

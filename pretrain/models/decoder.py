@@ -53,8 +53,8 @@ class Decoder(nn.Module):
         self.rows_at_hand, self.compute_dtype = every_row, torch.float32
         self.make_mask = attention_mask
         """`attention_mask`, unless parallel/ sets another."""
-        self.watch_layer: Callable[[str, Tensor], None] | None = None
-        """Is given the hidden states after each layer, if somebody watches."""
+        self.watch_layer: Callable[[str, Tensor, Tensor], None] | None = None
+        """Is given the hidden states after each layer, if somebody watches, and [1, T, 1] which positions are real: 0 where ranks fill up."""
         self.router_reports: dict[str, RouterReport] = {}
         self.embedding: nn.Module | None = Embedding(config.vocab_size, config.dim)
         learned = config.positions == "learned"
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
             x_BTD, report = block(x_BTD, rope if block.spec.rope else None, mask, layer_cache, counted_BT, dropped)
             auxiliary_B += self._keep_report(name, report)
             if self.watch_layer is not None:
-                self.watch_layer(f"layers.{name}", x_BTD)
+                self.watch_layer(f"layers.{name}", x_BTD, self.rows_at_hand(x_BTD.new_ones(1, tokens_BT.shape[1], 1)))
         if not leaves:
             return (x_BTD, torch.stack(auxiliary_B)) if auxiliary_B else (x_BTD,)
         hidden_BTD, x_BTD = x_BTD, x_BTD if self.norm is None else self.norm(x_BTD)

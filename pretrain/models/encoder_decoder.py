@@ -152,8 +152,8 @@ class EncoderDecoder(nn.Module):
         options = LossOptions.of(loss, config.logit_soft_cap, config.logit_multiplier)
         self.output = OutputHead(config.dim, config.vocab_size, options, tied=config.tie_embeddings)
         self.rows_at_hand, self.compute_dtype = every_row, torch.float32
-        self.watch_layer: Callable[[str, Tensor], None] | None = None
-        """Is given the hidden states after each layer, if somebody watches."""
+        self.watch_layer: Callable[[str, Tensor, Tensor], None] | None = None
+        """Is given the hidden states after each layer, if somebody watches, and [1, T, 1] which positions are real: 0 where ranks fill up."""
         self.first_of_decoder = config.encoder.layers
         """The number of the decoder's first layer."""
 
@@ -220,7 +220,7 @@ class EncoderDecoder(nn.Module):
                 dropped = dropout and dropout.of_block(f"decoder.{name}", ("attention", "cross", "mlp"))
                 x_BTD = layer(x_BTD, mask, dropped, memory_BSD, memory_mask, cache.layers[int(name)] if cache else None)
                 if self.watch_layer is not None:
-                    self.watch_layer(f"decoder.{name}", x_BTD)
+                    self.watch_layer(f"decoder.{name}", x_BTD, self.rows_at_hand(x_BTD.new_ones(1, tokens_BT.shape[1], 1)))
         if span.stop < encoded + config.layers:
             return (x_BTD, memory_BSD) if reads else (x_BTD,)
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
@@ -263,7 +263,7 @@ class EncoderDecoder(nn.Module):
             if int(name) in span:
                 x_BSD = layer(x_BSD, mask, dropout and dropout.of_block(f"encoder.{name}"))
                 if self.watch_layer is not None:
-                    self.watch_layer(f"encoder.{name}", x_BSD)
+                    self.watch_layer(f"encoder.{name}", x_BSD, self.rows_at_hand(x_BSD.new_ones(1, source_BS.shape[1], 1)))
         return x_BSD if self.encoder_norm is None or span.stop < self.first_of_decoder else self.encoder_norm(x_BSD)
 
     def _causal(self, start: int, stop: int, device: torch.device) -> Tensor | None:

@@ -112,6 +112,12 @@ class ContextAxis:
         count = self.rows(length) // 2
         return [(i * count, (i + 1) * count) for i in (self.rank, 2 * self.size - 1 - self.rank)]
 
+    def real(self, number: int, length: int = 0) -> int:
+        """How many positions of this rank's first or second stretch are no filling. Of sequences of this length, by default of the targets'."""
+        length = length or self.length
+        first, last = self.stretches(length)[number]
+        return max(0, min(last, length) - first)
+
     # ---- what modules compute -----------------------------------------------------------------------------------------
 
     def _note_pass(self, network: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
@@ -148,11 +154,15 @@ class OwnQueries:
         k_BKTG, v_BKTG = (self.context.gather_heads(x) for x in (k_BKRG, v_BKRG))
         return self.attend_rows(q_BHRG, k_BKTG, v_BKTG, masks, *options)
 
-    def attend_rows(self, q_BHRG: Tensor, k_BKTG: Tensor, v_BKTG: Tensor, masks: tuple[Tensor, ...], *options: Any) -> Tensor:
-        """Each stretch of queries meets the keys up to its end."""
+    def attend_rows(
+        self, q_BHRG: Tensor, k_BKTG: Tensor, v_BKTG: Tensor, masks: tuple[Tensor, ...], *options: Any, length: int = 0
+    ) -> Tensor:
+        """Each stretch of queries meets the keys up to its end. `length`: of the sequences, where it is not that of the targets."""
         found = []
-        for q_BHQG, mask in zip(q_BHRG.chunk(2, dim=2), masks):
+        for number, (q_BHQG, mask) in enumerate(zip(q_BHRG.chunk(2, dim=2), masks)):
             stop = mask.shape[-1]
+            if self.watch_scores is not None:
+                self.real_queries = slice(self.context.real(number, length))
             found.append(super().attend(q_BHQG, k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], mask, *options))
         return torch.cat(found, dim=2)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pretrain.models.positions import RelativeBias
@@ -44,7 +45,7 @@ class SourceQueries(OwnQueries):
     def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, mask: Tensor, *options: Any) -> Tensor:
         k_BKSG, v_BKSG = (self.context.gather_heads(x, mask.shape[-1]) for x in (k_BKRG, v_BKRG))
         masks = (mask, mask) if mask.shape[2] == 1 else mask.chunk(2, dim=2)
-        return self.attend_rows(q_BHRG, k_BKSG, v_BKSG, masks, *options)
+        return self.attend_rows(q_BHRG, k_BKSG, v_BKSG, masks, *options, length=mask.shape[-1])
 
 
 class TargetQueries(OwnQueries):
@@ -70,4 +71,7 @@ class TargetsOfSources:
 
     def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, mask: Tensor, *options: Any) -> Tensor:
         k_BKSG, v_BKSG = (self.context.gather_heads(x, mask.shape[-1]) for x in (k_BKRG, v_BKRG))
+        if self.watch_scores is not None:
+            places_R = self.context.own(torch.arange(1, self.context.length + 1)[None])[0]  # 0: filling
+            self.real_queries = places_R.nonzero().flatten().to(q_BHRG.device)
         return super().attend(q_BHRG, k_BKSG, v_BKSG, mask, *options)

@@ -112,7 +112,8 @@ class RingQueries(OwnQueries):
         """See `models/attention.py`. For a look at one step, all keys are gathered."""
         context, found = self.context, []
         stretches_BKG = context.gather_heads(k_BKRG, 2 * context.size * mask.count).split(mask.count, dim=2)
-        for queries_BHQG, query in zip(q_BHRG.chunk(2, dim=2), context.owned(context.rank)):
+        for number, (queries_BHQG, query) in enumerate(zip(q_BHRG.chunk(2, dim=2), context.owned(context.rank))):
+            queries_BHQG = queries_BHQG[:, :, : context.real(number)]
             for key, keys_BKSG in enumerate(stretches_BKG[: query + 1]):
                 if not mask.is_empty(query, key):
                     seen = mask.seen(query, key, q_BHRG.device)

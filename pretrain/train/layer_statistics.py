@@ -76,11 +76,11 @@ class LayerStatistics:
         }
 
     @torch.no_grad()
-    def _see_activations(self, layer: str, x_BTD: Tensor) -> None:
-        place, x_BTD = self._place[layer], x_BTD.detach()
+    def _see_activations(self, layer: str, x_BTD: Tensor, real_1T1: Tensor) -> None:
+        place, x_BTD = self._place[layer], x_BTD.detach() * real_1T1
         rows_BT = torch.linalg.vector_norm(x_BTD, dim=-1, dtype=torch.float32)
         self._sums[place, 0] += rows_BT.double().square().sum()
-        self._sums[place, 1] += x_BTD.numel()
+        self._sums[place, 1] += real_1T1.sum(dtype=torch.float64) * (x_BTD.numel() // real_1T1.numel())
         self._largest[0, place] = torch.maximum(self._largest[0, place], x_BTD.abs().amax().double())
 
     def _see_score(self, place: int, score: Tensor) -> None:

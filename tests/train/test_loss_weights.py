@@ -44,7 +44,7 @@ def test_the_gradient_is_the_weighted_sum_of_the_sources_gradients(pool, config_
     assert record["objective"] == pytest.approx(0.3 * of_a["objective"] + 2.5 * of_b["objective"], rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, ["hsdp", "ddp", "compiled", "context"]))
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, ["hsdp", "ddp", "compiled", "context", "fsdp"]))
 def test_layouts_weigh_alike(pool, trained_run, config_file, sources, layout):
     model = ("batch.micro_sequences=2",)
     one = train(pool, 1, config_file, *SHORT, *model, sources(0.3, 2.5), "run.name=one")

@@ -16,7 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.observe.metrics import read_metrics
 
-SPEED = {"tokens_per_second", "seconds", "step_tokens_per_second", "step_seconds", "data_wait", "seconds_left", "pipeline_wait"}
+SPEED = {
+    "tokens_per_second",
+    "seconds",
+    "step_tokens_per_second",
+    "step_seconds",
+    "data_wait",
+    "seconds_left",
+    "pipeline_wait",
+    "device_hours",
+    "goodput",
+}
 BALANCED = (
     "model.family=custom",
     "model.experts={count: 4, active: 2, ffn_dim: 16, correction: true, correction_rate: 0.01, scoring: sigmoid, balance_loss: 0.1, balance_scope: global_batch}",
@@ -54,10 +64,19 @@ def test_steps_that_are_settled_late_are_the_same(pool, config_file, prepared, l
 
 
 def test_a_step_that_is_refused_is_noticed_one_step_later_and_nothing_of_it_stays(pool, config_file):
-    steady = ("run.steps=8", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 8, keep_last: 0}", *EXPERTS)
-    [(code, printed)] = pool.launch(1, with_bad_steps, [3, 4], str(config_file), "run.name=once", *steady, "optim.skip_nonfinite=2")
+    steady = (
+        "run.steps=8",
+        "schedule={name: constant, warmup_steps: 0}",
+        "checkpoint={every_steps: 8, keep_last: 0}",
+        *EXPERTS,
+    )
+    [(code, printed)] = pool.launch(
+        1, with_bad_steps, [3, 4], str(config_file), "run.name=once", *steady, "optim.skip_nonfinite=2"
+    )
     assert code == 0, printed
-    [(code, printed)] = pool.launch(1, settled_late, "bad", [3, 4], str(config_file), "run.name=late", *steady, "optim.skip_nonfinite=2")
+    [(code, printed)] = pool.launch(
+        1, settled_late, "bad", [3, 4], str(config_file), "run.name=late", *steady, "optim.skip_nonfinite=2"
+    )
     assert code == 0 and "step 4: loss nan, gradient norm nan" in printed
     one, other = (config_file.parent / "runs" / name for name in ("once", "late"))
     assert records(other) == records(one) and records(one)[-1]["skipped"] == 2
@@ -115,7 +134,11 @@ def counted(config_file: str, *overrides: str) -> tuple[list[dict], list[int], s
 
         return call
 
-    with patch.object(Trainer, "step", step), patch.object(Ranks, "_reduce", agreeing(Ranks._reduce)), patch.object(Ranks, "gather", agreeing(Ranks.gather)):
+    with (
+        patch.object(Trainer, "step", step),
+        patch.object(Ranks, "_reduce", agreeing(Ranks._reduce)),
+        patch.object(Ranks, "gather", agreeing(Ranks.gather)),
+    ):
         _, printed = settled_late("plain", config_file, *overrides)
     return waits, [b - a for a, b in zip(agreements, agreements[1:])], printed
 
@@ -131,7 +154,15 @@ def counted(config_file: str, *overrides: str) -> tuple[list[dict], list[int], s
 def test_no_step_waits_for_the_device_and_ranks_agree_once(pool, config_file, layout):
     """They stand for a GPU, for which the host waits whenever it reads a number. In a step it read two, and the ranks agreed twice."""
     ranks, *options = layout
-    run = ("run.steps=8", "schedule.warmup_steps=2", "checkpoint.every_steps=0", "optim.clip=0.5", "batch.micro_sequences=2", "log.every_steps=50", *options)
+    run = (
+        "run.steps=8",
+        "schedule.warmup_steps=2",
+        "checkpoint.every_steps=0",
+        "optim.clip=0.5",
+        "batch.micro_sequences=2",
+        "log.every_steps=50",
+        *options,
+    )
     for waits, agreements, printed in pool.launch(ranks, counted, str(config_file), *run):
         assert len(waits) == 8, printed
         assert waits[1:] == [{}] * 7  # the first creates the optimizer's state

@@ -680,6 +680,7 @@ def test_a_dataset_that_cannot_be_had_is_one_line(tmp_path, byte_tokenizer, caps
 # Documents of any size.
 
 
+@pytest.mark.slow
 def test_a_document_of_100_megabytes_comes_out_whole(tmp_path, monkeypatch, trained):
     line = "def f(x):\n    return x + 1  # a line of a very long file\n"
     text = line * (100_000_000 // len(line) + 1)

@@ -26,6 +26,7 @@ SPEED = {
     "pipeline_wait",
     "device_hours",
     "goodput",
+    "memory",
 }
 BALANCED = (
     "model.family=custom",

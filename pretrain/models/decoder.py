@@ -104,9 +104,10 @@ class Decoder(nn.Module):
 
         `documents_BT` [B, T] numbers the document of each position; padding has a number of its own. No position then attends to another
         document, and positions count from 0 in each. `positions_BT` [B, T] gives other positions. With a `cache` the tokens continue
-        those that are in it, and are added to it. `keys_B`: see `models/dropout.py`; without them nothing is dropped. `sequence_weights_B`: factors on the
-        objective of each sequence, without the losses of routers; the cross-entropy is not weighted. `span`: go through these layers only (by default through all), from what the span before returned as `hidden`. Returned is `hidden` for the next span, as
-        `hidden_like` describes it.
+        those that are in it, and are added to it. `keys_B`: see `models/dropout.py`; without them nothing is dropped.
+        `sequence_weights_B`: factors on the objective of each sequence, without the losses of routers; the cross-entropy is not weighted.
+        `span`: go through these layers only (by default through all), from what the span before returned as `hidden`. Returned is `hidden`
+        for the next span, as `hidden_like` describes it.
         """
         span = span or range(self.config.layers)
         enters, leaves = span.start == 0, span.stop == self.config.layers

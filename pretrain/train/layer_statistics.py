@@ -155,7 +155,7 @@ def _square(part: Tensor) -> Tensor:
 
 
 def _sizes(name: str, gradient: Tensor) -> Tensor:
-    """How many numbers have each size, [LAST_EXPONENT - FIRST_EXPONENT]: in the first place those below 2^(FIRST_EXPONENT + 1), in the last those from 2^(LAST_EXPONENT - 1)
+    """How many numbers have each size, by exponent: in the first place those below 2^(FIRST_EXPONENT + 1), in the last those from 2^(LAST_EXPONENT - 1)
     on. Zeros have no size.
     """
     counts = torch.zeros(LAST_EXPONENT - FIRST_EXPONENT, dtype=torch.float64, device=local(gradient).device)

@@ -37,6 +37,16 @@ MODELS = {
 }  # fmt: skip
 
 
+# Layouts that do not touch attention are tried with the plain model.
+PAIRS = [("plain", layout) for layout in LAYOUTS] + [
+    (model, layout) for model in list(MODELS)[1:] for layout in ("ring", "context", "pipeline", "tensor")
+]
+QUICK = [("plain", layout) for layout in ("ddp", "context", "ring", "pipeline")] + [
+    ("odd length", "context"),
+    ("odd length", "ring"),
+]
+
+
 @pytest.fixture(params=some_slow(MODELS, ["documents", "window", "latent"]))
 def alone(request, trained_run, config_file):
     """The overrides of a model, and its run in one process."""
@@ -72,12 +82,14 @@ def test_norms_are_those_of_the_gradients_and_weights_that_the_run_wrote(alone):
     assert record["gradient_sizes"]["layers.0"] == expected
 
 
-@pytest.mark.parametrize("layout", some_slow(LAYOUTS, ["hsdp", "fsdp", "tensor", "fsdp, pipeline", "recomputation"]))
+@pytest.mark.parametrize(
+    ("alone", "layout"),
+    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
+    indirect=["alone"],
+)
 def test_every_layout_finds_the_same(alone, pool, config_file, layout):
     model, run = alone
     ranks, *overrides = LAYOUTS[layout]
-    if model != MODELS["plain"] and layout not in ("ring", "context", "pipeline", "tensor"):
-        pytest.skip("layouts that do not touch attention see it as the plain model's")
     other = train(pool, ranks, config_file, *SHORT, *model, *overrides)
     one, two = (next(r for r in read_metrics(path) if "gradient_norms" in r) for path in (run, other))
     for field in SCALARS:

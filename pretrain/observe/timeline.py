@@ -50,7 +50,7 @@ def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
 
 
 def read_step(run: Path, step: int | None = None) -> list[RankTime]:
-    """The ranks of a profiled step, by default the last one. Raises DataError if there is none, or if a trace cannot be read."""
+    """The ranks of a profiled step, by default of the last one. Raises DataError without such a step, and for a damaged trace."""
     found = {(int(m[1]), int(m[2])): path for path in (run / "profile").glob("*.gz") if (m := TRACE.fullmatch(path.name))}
     steps = sorted({number for number, _ in found})
     if not steps or (step is not None and step not in steps):

@@ -224,7 +224,7 @@ def clip_gradients(
     uncounted = {id(p.grad) for p in copies}
     parts = [local(gradient) for gradient in gradients]
     squares: dict[object, list[Tensor]] = {}
-    for gradient, norm in zip(gradients, _norms(parts)):
+    for gradient, norm in zip(gradients, norms(parts)):
         squares.setdefault(_sharding_of(gradient), []).append(norm.square() * (id(gradient) not in uncounted))
     total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     for sharding, values in squares.items():
@@ -236,7 +236,7 @@ def clip_gradients(
     return total
 
 
-def _norms(parts: list[Tensor]) -> list[Tensor]:
+def norms(parts: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, fp64. On a CPU torch would copy every tensor to fp64, in seven times the time of the rows' way.
 
     In matrices on a CPU, numbers below 1e-19 count as zeros, and above 1e19 as infinite, because of their squares in fp32.

@@ -20,7 +20,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.shards import local
 from pretrain.models.attention import Scored
 from pretrain.observe.metrics import FIRST_EXPONENT, LAST_EXPONENT
-from pretrain.optim.optimizer import OptimizerSet, added_over_shards
+from pretrain.optim.optimizer import OptimizerSet, added_over_shards, norms
 
 NORMS = ("gradient_norms", "weight_norms", "update_norms")
 AT_ONCE = 1 << 22
@@ -149,9 +149,8 @@ class LayerStatistics:
 
 
 def _square(part: Tensor) -> Tensor:
-    """The sum of squares, [1], of fp64. Rows are added in fp32, as in `optim/optimizer.py`."""
-    rows = torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) if part.dim() > 1 and part.numel() else part
-    return torch.linalg.vector_norm(rows, dtype=torch.float64).square()[None]
+    """The sum of squares, [1], of fp64."""
+    return norms([part])[0].square()[None]
 
 
 def _sizes(name: str, gradient: Tensor) -> Tensor:

@@ -62,12 +62,11 @@ class Evaluation:
         try:
             found: dict[str, Any] = {}
             for name in names:
-                if name == "samples":
-                    with self.ranks.part(name, device=True):
-                        found[name] = self.prompts.continued(self.strategy.evaluate, self.ranks, poll)
-                    continue
                 with self.ranks.part(name, device=True), self._weights(name):
-                    found[name] = {source.name: actions[name](source, poll) for source in self.data.validation}
+                    if name == "samples":
+                        found[name] = self.prompts.continued(self.strategy.evaluate, self.ranks, poll)
+                    else:
+                        found[name] = {source.name: actions[name](source, poll) for source in self.data.validation}
             return found
         finally:
             self.strategy.release()

@@ -15,7 +15,7 @@ sys.path += [
     str(Path(__file__).resolve().parents[1] / "models"),
 ]  # parity: the configurations of every family
 
-from other_programs import CACHE, LLAMA_CPP_PYTHON, TOKENIZERS, LlamaCpp, build_llama_cpp, environment, made_once, run_or_skip  # noqa: E402
+from other_programs import CACHE, LLAMA_CPP_PYTHON, TOKENIZERS, LlamaCpp, build_llama_cpp, download, environment, made_once  # noqa: E402
 
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer  # noqa: E402
 
@@ -37,18 +37,7 @@ def llama_cpp() -> LlamaCpp:
     """llama.cpp as llama-cpp-python's source package has it: its converter, and its library built from source."""
     with made_once("llama.cpp") as folder:
         if folder is not None:
-            pip = (
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--disable-pip-version-check",
-                "-q",
-                "--no-deps",
-                "--no-binary",
-                ":all:",
-            )
-            run_or_skip(f"{LLAMA_CPP_PYTHON} from a package registry", *pip, LLAMA_CPP_PYTHON, "-d", folder)
+            download(LLAMA_CPP_PYTHON, folder, wheel=False)
             [archive] = folder.glob("*.tar.gz")
             with tarfile.open(archive) as tar:
                 tar.extractall(folder, filter="data")

@@ -54,6 +54,13 @@ def run_or_skip(what: str, *command: object, **options) -> None:
         pytest.skip(f"{what} cannot be had: {reason}")
 
 
+def download(requirement: str, folder: Path, wheel: bool) -> None:
+    """A package as it lies in the registry, without what it needs: its wheel or its sources."""
+    kind = "--only-binary" if wheel else "--no-binary"
+    pip = (sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-q", "--no-deps", kind, ":all:")
+    run_or_skip(f"{requirement} from a package registry", *pip, requirement, "-d", folder)
+
+
 def environment(name: str, *requirements: str) -> Path:
     """The Python of a virtual environment that has these packages, and ours for whatever they leave open."""
     with made_once(name) as folder:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from other_programs import CACHE, child_environment, exported, made_once, ours_and, run_or_skip
+from other_programs import CACHE, child_environment, download, exported, made_once, ours_and
 from parity import FAMILIES, cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -28,18 +27,7 @@ def vllm() -> Path:
     """A Python with the Python code of vLLM, and the packages that it imports."""
     with made_once("vllm") as folder:
         if folder is not None:
-            pip = (
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--disable-pip-version-check",
-                "-q",
-                "--no-deps",
-                "--only-binary",
-                ":all:",
-            )
-            run_or_skip(f"{VLLM} from a package registry", *pip, VLLM, "-d", folder)
+            download(VLLM, folder, wheel=True)
             [wheel] = folder.glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
                 code = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith((".py", ".json"))]

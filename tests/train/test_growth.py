@@ -132,21 +132,22 @@ class Probe(Callback):
         return {}
 
 
-def held(config_file: str, *overrides: str) -> tuple[int, int]:
-    """Objects and bytes that Python holds after 200 steps more than after 50."""
-    probe = Probe(50, 200)
+def held(config_file: str, *overrides: str) -> tuple[list[int], list[int]]:
+    """Objects and bytes that Python holds more after each fifty steps of the last 150."""
+    probe = Probe(50, 100, 150, 200)
     tracemalloc.start()
     try:
         assert main(["--config", config_file, *overrides], callbacks=[probe]) == 0
     finally:
         tracemalloc.stop()
-    return probe.objects[1] - probe.objects[0], probe.bytes[1] - probe.bytes[0]
+    return np.diff(probe.objects).tolist(), np.diff(probe.bytes).tolist()
 
 
 def test_a_run_holds_as_much_after_two_hundred_steps_as_after_fifty(pool, config_file):
     options = (*TINY, "run.steps=200", "parallel.strategy=single", "checkpoint={every_steps: 25, keep_last: 1, export_check: false}")
     [(objects, memory)] = pool.launch(1, held, str(config_file), *options)
-    assert objects <= 100 and memory <= 50_000, (objects, memory)
+    # What a run keeps of a step grows in every interval. A table of Python's own that doubles, seen once as 58 kB, grows in one.
+    assert min(objects) <= 30 and min(memory) <= 16_000, (objects, memory)
 
 
 @pytest.mark.parametrize("size", [10**6, 10**10])

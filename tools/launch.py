@@ -5,6 +5,7 @@ What a target has to be told is in launch/targets/TARGET.yaml: --set name=value.
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -23,7 +24,12 @@ def main(argv: list[str] | None = None) -> int:
         "--config", required=True, metavar="FILE", help="YAML file of the run, as the target sees it from the repository"
     )
     parser.add_argument("--target", required=True, choices=target_names())
-    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--nodes",
+        default="1",
+        metavar="N",
+        help="nodes, or FEWEST:MOST for a run that goes on with those that are there (default: 1)",
+    )
     parser.add_argument("--gpus", type=int, default=1, metavar="G", help="GPUs, and so processes, per node (default: 1)")
     parser.add_argument("--cpu", action="store_true", help="--gpus is a number of processes that need no device")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the target")
@@ -31,9 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the manifest is kept (default: runs/launch/)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a configuration value")
     arguments = parser.parse_intermixed_args(argv)
-    for name in ("nodes", "gpus"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} {getattr(arguments, name)} is not above 0")
+    if arguments.gpus < 1:
+        parser.error(f"--gpus {arguments.gpus} is not above 0")
+    given = re.fullmatch(r"(?:([1-9]\d*):)?([1-9]\d*)", arguments.nodes)
+    if given is None or int(given[1] or 1) > int(given[2]):
+        parser.error(f"--nodes {arguments.nodes} is neither a number above 0 nor FEWEST:MOST")
+    arguments.nodes, arguments.fewest = int(given[2]), int(given[1] or given[2])
     code: list[int] = []
     return run_tool(lambda: code.append(launch(arguments))) or code[0]
 
@@ -43,7 +52,7 @@ def launch(arguments: argparse.Namespace) -> int:
     from pretrain.launching.targets import Launch, parse_settings, read_target
 
     target, given = read_target(arguments.target), parse_settings(arguments.set)
-    described = Launch(arguments.config, arguments.nodes, arguments.gpus, arguments.overrides, arguments.cpu)
+    described = Launch(arguments.config, arguments.nodes, arguments.gpus, arguments.overrides, arguments.cpu, arguments.fewest)
     if target.name == "ssh":
         settings = target.chosen(described, given)
         if arguments.dry_run:

@@ -36,7 +36,7 @@ def host_commands(launch: Launch, settings: dict[str, Any]) -> dict[str, list[st
     commands = {}
     for rank, host in enumerate(hosts):
         variables = {
-            "NODES": launch.nodes,
+            "NODES": launch.node_range,
             "GPUS": launch.gpus,
             "HEAD": f"{head}:{settings['port']}",
             "NODE_RANK": rank,
@@ -78,10 +78,13 @@ class Host:
 
 
 class HostRun:
-    """The run on all hosts."""
+    """The run on all hosts. `fewest`: it goes on when a host fails, as long as so many have not; all of them by default."""
 
-    def __init__(self, commands: dict[str, list[str]], ssh: Sequence[str], say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, commands: dict[str, list[str]], ssh: Sequence[str], say: Callable[[str], None] = print, fewest: int | None = None
+    ) -> None:
         self._ssh, self._say = list(ssh), say
+        self._fewest = len(commands) if fewest is None else fewest
         self._lock = threading.RLock()  # a signal may come while the main thread holds it
         self._asked: str | None = None
         self._width = max(map(len, commands))
@@ -133,8 +136,8 @@ class HostRun:
                 self._say(f"{host.name:{self._width}} | could not be signalled: {line}")
 
     def wait(self) -> int:
-        """Wait for all hosts. When one fails, the others are asked to stop. Return the exit code of the whole."""
-        running = list(self.hosts)
+        """Wait for all hosts. When too many have failed, the others are asked to stop. Return the exit code of the whole."""
+        running, failed = list(self.hosts), 0
         while running:
             for host in list(running):
                 try:
@@ -143,14 +146,24 @@ class HostRun:
                     continue
                 host.reader.join(READ_SECONDS)  # what ssh left behind may hold its output open
                 running.remove(host)
+                failed += code != 0
                 if code and not self._asked:
-                    self.stop(f"{host.name} ended with exit code {code}")
-        return 0 if all(host.process.returncode == 0 for host in self.hosts) else 1
+                    self._host_failed(f"{host.name} ended with exit code {code}", len(self.hosts) - failed)
+        return 0 if len(self.hosts) - failed >= self._fewest else 1
+
+    def _host_failed(self, what: str, left: int) -> None:
+        if left < self._fewest:
+            self.stop(what)
+        else:
+            with self._lock:
+                self._say(f"{what}: the run goes on with {left} of {len(self.hosts)} hosts, from its newest checkpoint")
 
 
 def run_over_ssh(launch: Launch, settings: dict[str, Any]) -> int:
     """Start the run, pass its output on, and stop it in order on SIGINT, SIGTERM and SIGHUP."""
-    run = HostRun(host_commands(launch, settings), shlex.split(settings["ssh"]), lambda line: print(line, flush=True))
+    run = HostRun(
+        host_commands(launch, settings), shlex.split(settings["ssh"]), lambda line: print(line, flush=True), launch.fewest_nodes
+    )
     kept = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         kept[number] = signal.signal(number, lambda got, frame: run.stop(signal.Signals(got).name))

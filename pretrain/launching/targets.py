@@ -8,6 +8,7 @@ A place is a file in launch/targets/: plain YAML, never code.
     submit     the command that takes that ${file}
     command    without a manifest: the command itself
     nodes      the only number of nodes that works there
+    elastic    true: a range of nodes works there too
     needed_with_several_nodes   settings that must not be null then
 
 `${name}` stands for a setting or for a fact of the launch (`Launch.facts`). A value that is nothing but `${name}` keeps its type. In a list, a list that
@@ -40,13 +41,27 @@ REQUIRED = "???"
 
 @dataclass(frozen=True)
 class Launch:
-    """What shall run: a configuration on some nodes. `gpus`: processes per node; `on_cpu`: they get no device."""
+    """What shall run: a configuration on some nodes.
+
+    `gpus`: processes per node; `on_cpu`: they get no device. `fewest`: the run starts with as many nodes, and goes on with them; `nodes` by default.
+    """
 
     config: str
     nodes: int
     gpus: int
     overrides: list[str] = field(default_factory=list)
     on_cpu: bool = False
+    fewest: int | None = None
+
+    @property
+    def fewest_nodes(self) -> int:
+        """The number of nodes without which there is no run."""
+        return self.nodes if self.fewest is None else self.fewest
+
+    @property
+    def node_range(self) -> str:
+        """The nodes as launch/torchrun_multinode.sh is told: 4, or 2:4."""
+        return str(self.nodes) if self.fewest_nodes == self.nodes else f"{self.fewest_nodes}:{self.nodes}"
 
     def facts(self) -> dict[str, Any]:
         """The values that a place may mention. Raises ConfigError if the configuration is wrong."""
@@ -59,7 +74,9 @@ class Launch:
             "nodes": self.nodes,
             "gpus": self.gpus,
             "devices": None if self.on_cpu else self.gpus,
-            "text_nodes": str(self.nodes),
+            "fewest_nodes": self.fewest_nodes,
+            "node_range": self.node_range,
+            "is_elastic": self.fewest_nodes < self.nodes,
             "text_gpus": str(self.gpus),
             "arguments": arguments,
             "typed_arguments": shlex.join(arguments),
@@ -79,10 +96,16 @@ class Target:
     command: list[str] | None = None
     format: str = "yaml"
     nodes: int | None = None
+    elastic: bool = False
     needed_with_several_nodes: list[str] = field(default_factory=list)
 
     def chosen(self, launch: Launch, given: dict[str, Any]) -> dict[str, Any]:
         """All settings, those given among them. Raises LaunchError for an unknown or a missing one."""
+        if launch.fewest_nodes < launch.nodes and not self.elastic:
+            places = ", ".join(name for name in target_names() if read_target(name).elastic)
+            raise LaunchError(
+                f"--nodes {launch.node_range}: {self.name} takes no range; name one number, or use --target {places}"
+            )
         if unknown := sorted(given.keys() - self.settings.keys()):
             raise LaunchError(
                 f"--set {unknown[0]}: {self.name} has no such setting; it has {', '.join(self.settings)} (launch/targets/{self.name}.yaml)"

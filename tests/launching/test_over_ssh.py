@@ -30,7 +30,7 @@ def launch(tmp_path, config_file):
     ssh.chmod(0o755)
     processes = []
 
-    def start(*overrides: str) -> subprocess.Popen:
+    def start(*overrides: str, nodes: str = "2") -> subprocess.Popen:
         words = [
             sys.executable,
             ROOT / "tools" / "launch.py",
@@ -39,7 +39,7 @@ def launch(tmp_path, config_file):
             "--target",
             "ssh",
             "--nodes",
-            "2",
+            nodes,
             "--cpu",
         ]
         words += ["--set", "hosts=127.0.0.1,localhost", "--set", f"ssh={ssh}", "--set", f"folder={ROOT}", "--set", "port=29737"]
@@ -87,6 +87,42 @@ def test_when_a_host_cannot_start_the_others_are_stopped(launch):
     process = launch("optim.lr=fast")
     printed, _ = process.communicate(timeout=100)
     assert process.returncode == 2 and "optim.lr" in printed  # found here, before any host is asked
+
+
+@pytest.mark.slow  # a node that is lost and comes is in tests/test_launching.py
+def test_a_run_on_one_host_or_two_goes_on_when_one_is_lost(launch, config_file):
+    steps = (
+        "run.steps=60",
+        "checkpoint.every_steps=2",
+        "log.every_steps=1",
+        "parallel.strategy=auto",
+        "parallel.timeout_seconds=20",
+    )
+    process = launch(*steps, "--set", "restarts=3", nodes="1:2")
+    run, end = config_file.parent / "runs" / "run", time.monotonic() + 100
+    while not list(run.glob("checkpoints/step-*")):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.1)
+    found = subprocess.run(["pgrep", "-f", "nnodes 1:2 .*is_host=0"], capture_output=True, text=True).stdout.split()
+    tree = subprocess.run(["pgrep", "-P", ",".join(found)], capture_output=True, text=True).stdout.split()
+    for pid in [*found, *tree]:
+        os.kill(int(pid), signal.SIGKILL)
+    printed, _ = process.communicate(timeout=150)
+    assert process.returncode == 0 and re.search(
+        r"localhost ended with exit code \d+: the run goes on with 1 of 2 hosts", printed
+    ), printed
+    assert '"state": "finished"' in (run / "status.json").read_text() and len(losses(run)) == 60
+
+
+@pytest.mark.parametrize(("fewest", "code"), [(1, 0), (2, 0), (3, 1), (None, 1)])
+def test_a_range_of_hosts_ends_well_if_enough_of_them_do(fewest, code):
+    said: list[str] = []
+    ends = "echo pretrain-pid $$; trap 'exit 1' TERM; sleep 1 & wait"
+    run = HostRun(
+        {"a": ["sh", "-c", ends], "b": ["sh", "-c", ends], "c": ["false"]}, ["sh", "-c", 'eval "$2"', "sh"], said.append, fewest
+    )
+    assert run.wait() == code
+    assert any("goes on with 2 of 3 hosts" in line for line in said) is (code == 0) is not any("asking all" in line for line in said)
 
 
 def test_a_second_signal_does_not_wait_for_a_host_that_hangs(monkeypatch):

@@ -76,9 +76,9 @@ def lost(wanted: Any, kept: Any, place: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["least", "all settings"])
-@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize(("nodes", "fewest"), [(1, 1), (4, 4), (4, 2)])
 @pytest.mark.parametrize("target", ["kubernetes", "kubernetes-jobset", "kubernetes-trainjob"])
-def test_manifests_are_what_the_schemas_of_kubernetes_and_kubeflow_know(target, nodes, full):
+def test_manifests_are_what_the_schemas_of_kubernetes_and_kubeflow_know(target, nodes, fewest, full):
     """The models are generated from the official OpenAPI schemas of Kubernetes, JobSet and Kubeflow Trainer."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     kinds = {
@@ -86,7 +86,11 @@ def test_manifests_are_what_the_schemas_of_kubernetes_and_kubeflow_know(target, 
         "JobSet": models.JobsetV1alpha2JobSet,
         "TrainJob": models.TrainerV1alpha1TrainJob,
     }
-    documents, command = rendered(target, Launch(CONFIG, nodes, 8, ["run.steps=7"]), **(FULL[target] if full else {}))
+    if fewest < nodes and target != "kubernetes":
+        pytest.skip("takes no range")
+    documents, command = rendered(
+        target, Launch(CONFIG, nodes, 8, ["run.steps=7"], fewest=fewest), **(FULL[target] if full else {})
+    )
     assert command == ["kubectl", "apply", "-f", "FILE"]
     if documents[0]["kind"] == "Service":
         service = documents.pop(0)
@@ -113,6 +117,18 @@ def test_a_training_job_is_what_the_api_of_sagemaker_takes(full):
         client.create_training_job(**request)  # botocore checks names, types and lengths against the service's model
     assert request["ResourceConfig"]["InstanceCount"] == launch.nodes
     assert ("MaxWaitTimeInSeconds" in request["StoppingCondition"]) == request["EnableManagedSpotTraining"] == full
+
+
+def test_a_range_of_nodes_is_what_the_place_understands_or_is_refused():
+    launch = Launch(CONFIG, 4, 8, fewest=2)
+    [_, job], _ = rendered("kubernetes", launch)
+    assert job["spec"]["completions"] == 4 and job["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert {"name": "NODES", "value": "2:4"} in job["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert "successPolicy" not in rendered("kubernetes", Launch(CONFIG, 4, 8))[0][1]["spec"]
+    assert "--nodes=2-4" in rendered("slurm", launch)[1]
+    for target in GIVEN.keys() - {"kubernetes", "slurm", "ssh"}:
+        with pytest.raises(LaunchError, match=f"--nodes 2:4: {target} takes no range.* --target kubernetes, slurm, ssh"):
+            rendered(target, launch)
 
 
 # ---- what is started ---------------------------------------------------------------------------------------------------------

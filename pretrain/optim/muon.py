@@ -7,13 +7,19 @@
 
 A sharded batch of matrices is a tensor [K, M, N] that is sharded over M or N. Sharded over K, it has whole matrices: an exchange of one kind
 of sharding for the other is all that gathering and scattering are, under every layout.
+
+    exchange      batch 2 gathered | batch 3 gathered | batch 4 ...
+    products                       | batch 2          | batch 3 ...
+    exchange                       |                  | batch 2 scattered
+
+The exchanges are asynchronous, so that they travel while the matrices of another batch are multiplied.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Generator, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -24,10 +30,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from pretrain.config.schema import MuonOptions
 from pretrain.distributed.shards import local
+from pretrain.optim.exchange import begin_exchange
 from pretrain.optim.guarded import Formats, GuardedOptimizer, widened
 
-BATCH = 8
-"""Matrices that are computed at once by a rank, at most. They bound the memory of a step."""
+BATCH, CHUNK = 8, 1 << 26
+"""Matrices, and numbers in them, that a rank computes at once, at most. They bound the memory of a step, and three batches are under way."""
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Jordan's coefficients: singular values end between 0.7 and 1.2."""
 POLAR_EXPRESS = (
@@ -55,8 +62,8 @@ def coefficients(options: MuonOptions) -> list[tuple[float, float, float]]:
 
 def orthogonalize(x_KMN: Tensor, polynomials: list[tuple[float, float, float]], dtype: torch.dtype) -> Tensor:
     """Matrices with the singular vectors of these, and singular values near 1; those of zeros are zero. Products are made in `dtype`."""
-    if len(x_KMN) > BATCH:  # an expert layer's
-        return torch.cat([orthogonalize(part, polynomials, dtype) for part in x_KMN.split(BATCH)])
+    if len(x_KMN) > (most := _at_once(x_KMN.shape)):  # an expert layer's
+        return torch.cat([orthogonalize(part, polynomials, dtype) for part in x_KMN.split(most)])
     norm_K = torch.linalg.vector_norm(x_KMN, dim=(1, 2), keepdim=True)
     is_tall = x_KMN.shape[1] > x_KMN.shape[2]
     x = (x_KMN / norm_K.clamp(min=1e-7)).to(dtype)
@@ -65,6 +72,11 @@ def orthogonalize(x_KMN: Tensor, polynomials: list[tuple[float, float, float]], 
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if is_tall else x).to(x_KMN.dtype)
+
+
+def _at_once(shape: torch.Size) -> int:
+    """How many matrices of a shape a rank computes at once."""
+    return max(1, min(BATCH, CHUNK // max(1, shape[-2] * shape[-1])))
 
 
 class Muon(GuardedOptimizer):
@@ -91,16 +103,25 @@ class Muon(GuardedOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
+        behind: list[Iterator[None]] = []
+        for update in chain(self._updates(), (iter(()), iter(()))):
+            next(update, None)  # what it gathers travels while the one before it is multiplied
+            for earlier in behind:
+                next(earlier, None)
+            behind = [update, *behind[:1]]
+
+    def _updates(self) -> Iterator[Iterator[None]]:
+        """The updates of a step, batch by batch. Each stops twice: where its matrices travel to whole ones, and on their way back."""
         for group in self.param_groups:
             alike: dict[Any, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     alike[parameter.shape, self._spread(parameter)].append(parameter)
             for (shape, (mesh, _)), members in alike.items():
-                most = 1 if len(shape) == 3 else BATCH * (1 if mesh is None else mesh.size())
+                most = 1 if len(shape) == 3 else _at_once(shape) * (1 if mesh is None else mesh.size())
                 remaining = iter(members)
                 while batch := list(islice(remaining, most)):
-                    self._update(batch, group["lr"], group["weight_decay"])
+                    yield self._update(batch, group["lr"], group["weight_decay"])
 
     def _spread(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[Placement, ...]]:
         """Over which ranks a parameter lies, and how."""
@@ -108,35 +129,37 @@ class Muon(GuardedOptimizer):
             return parameter.device_mesh, parameter.placements
         return self.replicas, (Replicate(),) if self.replicas else ()
 
-    def _update(self, parameters: list[Tensor], rate: float, decay: float) -> None:
+    def _update(self, parameters: list[Tensor], rate: float, decay: float) -> Iterator[None]:
         """Update parameters of one shape that are spread alike."""
         stored = [(local(p), local(self.state_of(p)[0])) for p in parameters]
-        gradients, means = [widened(local(p.grad)) for p in parameters], [widened(mean) for _, mean in stored]
-        following = [mean.lerp(gradient, 1 - self.momentum) for mean, gradient in zip(means, gradients)]
-        nesterov = [gradient.lerp(mean, self.momentum) for mean, gradient in zip(following, gradients)]
+        following = [widened(mean).lerp(widened(local(p.grad)), 1 - self.momentum) for p, (_, mean) in zip(parameters, stored)]
+        nesterov = [widened(local(p.grad)).lerp(mean, self.momentum) for p, mean in zip(parameters, following)]
         *_, rows, columns = parameters[0].shape
         scale = 0.2 * max(rows, columns) ** 0.5
-        directions = self._orthogonal(nesterov, parameters[0])
+        directions = yield from self._orthogonal(nesterov, parameters[0])
         for parameter, tensors, direction, mean in zip(parameters, stored, directions, following):
             updated = (widened(tensors[0]) * (1 - rate * decay)).add_(direction, alpha=-rate * scale)
             self.write(parameter, tensors, (updated, mean))
 
-    def _orthogonal(self, parts: list[Tensor], like: Tensor) -> list[Tensor]:
-        """This rank's parts of the orthogonalized matrices. `parts`: of the matrices, which are spread as `like` is."""
+    def _orthogonal(self, parts: list[Tensor], like: Tensor) -> Generator[None, None, list[Tensor]]:
+        """This rank's parts of the orthogonalized matrices. `parts`: of the matrices, which are spread as `like` is; they are used up."""
         (mesh, placements), stacked = self._spread(like), like.dim() == 3
-        batch = parts[0] if stacked else torch.stack(parts)
+        device, batch = parts[0].device, parts[0] if stacked else torch.stack(parts)
         shape = like.shape if stacked else torch.Size((len(parts), *like.shape))
+        parts.clear()  # nothing is held twice while it travels
         if mesh is not None:
             batch = batch.to(mesh.device_type)  # with offload, the parts are on the host
             if not stacked:
                 placements = tuple(_beside_a_batch(placement) for placement in placements)
-            batch = self._whole_ones(batch, shape, mesh, placements)
+            batch = yield from self._whole_ones(batch, shape, mesh, placements)
         else:
             batch = orthogonalize(batch, self.polynomials, self.dtype)
-        batch = batch.to(parts[0].device)
+        batch = batch.to(device)
         return [batch] if stacked else list(batch.unbind())
 
-    def _whole_ones(self, part: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    def _whole_ones(
+        self, part: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    ) -> Generator[None, None, Tensor]:
         """`orthogonalize` of a batch that ranks share; its part of the result on this rank."""
         # Ranks that hold other matrices of the batch have nothing to give each other.
         axes = [axis for axis, placement in enumerate(placements) if not placement.is_shard(0)]
@@ -145,19 +168,15 @@ class Muon(GuardedOptimizer):
         if len(axes) < mesh.ndim:
             mesh, placements = mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)], tuple(placements[axis] for axis in axes)
         # With as many for every rank, torch's exchange is right on several axes at once as well.
-        missing = -len(part) % mesh.size()
-        shape = torch.Size((len(part) + missing, *shape[1:]))
-        part = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, missing))
-        dealt = [Shard(0)] * mesh.ndim
-        own = _shared(part, mesh, placements, shape).redistribute(mesh, dealt).to_local()
-        result = orthogonalize(own, self.polynomials, self.dtype)
-        back = _shared(result, mesh, dealt, shape).redistribute(mesh, placements).to_local()
-        return back[: len(back) - missing]
-
-
-def _shared(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    stride = (shape[1] * shape[2], shape[2], 1)
-    return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+        count, missing = len(part), -len(part) % mesh.size()
+        shape = torch.Size((count + missing, *shape[1:]))
+        part, dealt = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, missing)), [Shard(0)] * mesh.ndim
+        arrival = begin_exchange(part, mesh, shape, placements, dealt)
+        yield
+        part = orthogonalize(arrival(), self.polynomials, self.dtype)
+        arrival = begin_exchange(part, mesh, shape, dealt, placements)
+        yield
+        return arrival()[:count]
 
 
 def _beside_a_batch(placement: Placement) -> Placement:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.config.schema import MuonOptions, Optim, ParameterGroup
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.families import complete
-from pretrain.optim.muon import coefficients, orthogonalize
+from pretrain.optim import muon
+from pretrain.optim.exchange import begin_exchange
+from pretrain.optim.guarded import Formats
+from pretrain.optim.muon import Muon, coefficients, orthogonalize
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.rules import check_groups, count_moments, orthogonalized, rules
 from pretrain.parallel.initialise import initialise
@@ -133,3 +141,57 @@ def test_a_refused_step_leaves_weights_and_state_as_they_are_to_the_last_bit(nam
         assert all(torch.equal(tensor, before[key]) for key, tensor in everything.items())
     take(1.0, True)
     assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters() if p.requires_grad)
+
+
+# ---- exchanges --------------------------------------------------------------------------------------------------------------
+
+
+def order_of_a_step(count: int) -> tuple[list[str], bool]:
+    """What a rank does in a step of matrices that two ranks share, and whether it has what one process has."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    draw = torch.Generator().manual_seed(0)
+    # Of different shapes, so that none share a batch.
+    whole = [torch.randn(8 + 2 * i, 6, generator=draw) for i in range(count)]
+    alone, shared = ([torch.nn.Parameter(make(w)) for w in whole] for make in (torch.clone, lambda w: distribute_tensor(w, mesh, [Shard(0)])))
+    for one, other in zip(alone, shared):
+        one.grad = torch.randn(one.shape, generator=draw)
+        other.grad = distribute_tensor(one.grad, mesh, [Shard(0)])
+    seen: list[str] = []
+    travels, multiply = muon.begin_exchange, muon.orthogonalize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "begin_exchange", lambda x, mesh, shape, *rest: seen.append(f"send {shape[1] // 2 - 4}") or travels(x, mesh, shape, *rest))
+        patch.setattr(muon, "orthogonalize", lambda x, *rest: seen.append(f"multiply {x.shape[1] // 2 - 4}") or multiply(x, *rest))
+        Muon([{"params": shared, "weight_decay": 0.0}], 0.1, MuonOptions(), torch.float32, Formats()).step()
+    Muon([{"params": alone, "weight_decay": 0.0}], 0.1, MuonOptions(), torch.float32, Formats()).step()
+    return seen, all(torch.allclose(one, other.full_tensor(), atol=1e-6) for one, other in zip(alone, shared))
+
+
+def test_matrices_travel_while_those_before_them_are_multiplied(pool):
+    for seen, is_equal in pool.launch(2, order_of_a_step, 3):
+        assert is_equal
+        assert seen == ["send 0", "send 1", "multiply 0", "send 0", "send 2", "multiply 1", "send 1", "multiply 2", "send 2"]
+
+
+def exchanged(shapes: list[tuple[int, int, int]]) -> list[str]:
+    """Where an exchange between two ways of sharding is not what torch distributes."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh, wrong = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for shape in shapes:
+        whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        ways = [Shard(0), Shard(1), Shard(2), Replicate()]
+        for source, target in itertools.permutations(ways, 2):
+            has, wants = (distribute_tensor(whole, mesh, [way], src_data_rank=None).to_local() for way in (source, target))
+            got = begin_exchange(has, mesh, torch.Size(shape), [source], [target])()
+            if not torch.equal(got, wants):
+                wrong.append(f"{shape} {source} {target}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_exchange_gives_each_rank_what_torch_would(pool, ranks):
+    """Also where the last rank has fewer rows than the others, or none."""
+    shapes = [(ranks, 4, 6), (2 * ranks, 5, 7), (ranks, 1, 3), (ranks, 7, 1)]
+    assert pool.launch(ranks, exchanged, shapes) == [[]] * ranks

@@ -132,7 +132,9 @@ class Saving:
             self.problem = error
         except Exception as error:  # a full disk is an OSError, or what torch makes of it
             reason = str(getattr(error, "strerror", None) or error) or type(error).__name__
-            self.problem = CheckpointError(reason.splitlines()[0])
+            # torch's file format names its own source when a write comes up short.
+            short = "a file could not be written to its end; is the disk full, or a limit of file sizes reached? torch says: "
+            self.problem = CheckpointError((short if "inline_container" in reason else "") + reason.splitlines()[0])
 
     @property
     def is_written(self) -> bool:

@@ -42,7 +42,9 @@ _RATIOS = _Codes(20, ((127 - 11) << 3), 127)
 def encode_means(mean: Tensor, square: Tensor, bits: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Codes, uint8, of AdamW's mean of gradients and mean of squares, fp32. `bits`: random numbers below 2^16 for each, int32."""
     squares = _SQUARES.encode(square, bits[1])
-    root = _SQUARES.decode(squares).sqrt_()
+    stored = _SQUARES.decode(squares)
+    # Above the last code both means are taken down together, so that an update is as large as it would be.
+    root = torch.where(squares == _SQUARES.last, torch.maximum(stored, square), stored).sqrt_()
     ratio = torch.where(root > 0, mean / root, 0.0)
     ratios = _RATIOS.encode(ratio.abs(), bits[0]) + 128 * (ratio < 0)
     return ratios.to(torch.uint8), squares.to(torch.uint8)

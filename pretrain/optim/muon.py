@@ -161,8 +161,8 @@ class Muon(GuardedOptimizer):
         self, part: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
     ) -> Generator[None, None, Tensor]:
         """`orthogonalize` of a batch that ranks share; its part of the result on this rank."""
-        # Ranks that hold other matrices of the batch have nothing to give each other.
-        axes = [axis for axis, placement in enumerate(placements) if not placement.is_shard(0)]
+        # Ranks that hold other matrices of the batch have nothing to give each other. A strided shard is no `Shard` for torch's `is_shard`.
+        axes = [axis for axis, placement in enumerate(placements) if getattr(placement, "dim", None) != 0]
         if not axes:
             return orthogonalize(part, self.polynomials, self.dtype)
         if len(axes) < mesh.ndim:

@@ -21,7 +21,9 @@ def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
     """fp32 values in bf16. `bits`: random numbers below 2^16, of the same shape, int32. Values are rounded up in size where what bf16 cuts off
     of them is more than 2^16 less the random number.
     """
-    return (values.view(torch.int32) + bits).bitwise_and_(~0xFFFF).view(torch.float32).to(torch.bfloat16)
+    rounded = (values.view(torch.int32) + bits).bitwise_and_(~0xFFFF).view(torch.float32)
+    # The sum would make a number of some NaN, a GPU's among them.
+    return torch.where(values.isnan(), values, rounded).to(torch.bfloat16)
 
 
 def random_bits(place: Sequence[slice], name: str, step: int, device: torch.device) -> Tensor:

@@ -83,7 +83,7 @@ class Trainer:
         self.progress = self.continuation.restore()
         self.expert_loads.restore(self.progress.loads)
         self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
-        self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks, self.optimizer.averaged)
+        self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks, self._averaged)
         self.measurements = Measurements(plan, ranks, directory, self.strategy)
         self.skipped_in_a_row = 0
         self.communication: dict[int, float] = {}
@@ -340,6 +340,13 @@ class Trainer:
     @torch.no_grad()
     def _losses(self, **inputs: torch.Tensor) -> torch.Tensor:
         return self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()})
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Evaluate the running means of the weights. A save that was begun copies the weights first."""
+        self.continuation.copies.hold_back()
+        with self.optimizer.averaged():
+            yield
 
     def _save(self, waits: bool = True) -> None:
         """Save this step, unless it is saved already. With `checkpoint.background`, it may be written beside the next steps, unless it `waits`."""

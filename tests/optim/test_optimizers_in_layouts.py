@@ -35,6 +35,9 @@ LAYOUTS = {
     "fsdp 2 x pipeline 2": (4, FSDP, "parallel.pipeline=2", "batch.micro_sequences=4"),
     "fsdp 2 x context 2": (4, FSDP, "parallel.context=2"),
     "offload": (2, FSDP, "parallel.offload=true"),
+    # Whole experts are dealt out to the ranks that share an expert-parallel rank's: 8 leaves two to each of 4 ranks, 12 three.
+    "fsdp 4, expert 2, 8 experts": (4, FSDP, "parallel.expert=2", "model.experts.count=8"),
+    "fsdp 4, expert 2, 12 experts": (4, FSDP, "parallel.expert=2", "model.experts.count=12"),
 }
 OPTIMIZERS = {
     "adamw": ("optim.lr=1e-2",),
@@ -128,7 +131,7 @@ def differences(optimizer: str, config_file: str, *overrides: str) -> dict[str, 
 
 # AdamW and Lion work element by element, alike under every layout.
 CASES = {f"{name}, {layout}": (name, layout) for name in OPTIMIZERS for layout in (LAYOUTS if name in ("muon", "adafactor") else ("single", "ddp 2", "fsdp 2 x tensor 2"))}
-SLOW = {f"adafactor, {layout}" for layout in set(LAYOUTS) - {"single", "hsdp 2x2", "fsdp 2 x tensor 2, expert 2"}}
+SLOW = {f"adafactor, {layout}" for layout in set(LAYOUTS) - {"single", "hsdp 2x2", "fsdp 2 x tensor 2, expert 2", "fsdp 4, expert 2, 8 experts"}}
 SLOW |= {f"muon, {layout}" for layout in ("fsdp 2", "fsdp 4, expert 2", "fsdp 2 x tensor 2", "offload", "fsdp 3", "fsdp 4", "tensor 2", "expert 2", "hsdp 2x1 x tensor 2", "hsdp 2x2, expert 2", "fsdp 2 x context 2")}
 
 

@@ -45,6 +45,14 @@ def test_a_value_becomes_one_of_its_two_neighbours_and_its_mean_is_itself(value,
     assert abs(float((rounded == above).double().mean()) - share) < 5 * 0.5 / 200  # five standard deviations
 
 
+def test_a_number_that_is_not_finite_stays_so():
+    """A GPU's NaN has all bits set, and one more would make it zero."""
+    bad = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1, 0x7F800000, -0x800000], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    for bits in (0, 1, 0xFFFF):
+        rounded = round_at_random(bad, torch.full((6,), bits, dtype=torch.int32))
+        assert rounded[:4].isnan().all() and rounded[4:].tolist() == [float("inf"), -float("inf")]
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(0, 10**6), st.data())
 def test_a_part_of_a_tensor_has_its_part_of_the_random_numbers(shape, step, data):
@@ -92,6 +100,14 @@ def test_means_in_eight_bits_at_their_ends():
     assert through(-0.0, 1.0) == (0.0, 1.0)
     assert through(1e-30, 1e-30) == (0.0, 0.0)  # far below eps
     assert through(0.0, 2.0**-40) == (0.0, 2.0**-40)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 100.0, 1e6])
+def test_updates_in_eight_bits_are_as_large_as_others_whatever_the_size_of_gradients(size):
+    mean, square = torch.full((64, 64), size), torch.full((64, 64), size * size)
+    bits = tuple(random_bits((slice(0, 64), slice(0, 64)), name, 1, CPU) for name in "mv")
+    stored_mean, stored_square = decode_means(*encode_means(mean, square, bits))
+    assert abs(float((stored_mean / stored_square.sqrt()).mean()) - 1) < 0.02
 
 
 def test_adamw_in_eight_bits_moves_as_adamw_does():

@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -18,8 +20,10 @@ import torch
 from running import run_directory, run_main, some_slow, state_of, train
 
 from pretrain.checkpoint import files
+from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.save import Saving
 from pretrain.errors import CheckpointError, DataError
+from pretrain.optim.optimizer import OptimizerSet
 from pretrain.run import main
 from pretrain.train.callbacks import Callback
 from pretrain.train.trainer import Trainer
@@ -71,6 +75,41 @@ def test_what_is_saved_is_the_step_it_was_begun_at_while_others_are_taken(pool, 
     assert after < saved and "held training up for" in printed[saved : printed.index("\n", saved)]
     assert printed.index("step-00000009 (") < printed.index("finished at step 9")
     assert not list((beside / "checkpoints").glob(".*"))
+
+
+def copied_late(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose copies are made as late as a GPU's stream may make them: when something waits for them, or among weights that it must not see."""
+    saved: list[HostCopies] = []
+
+    def take(self: HostCopies, sources: dict) -> dict:
+        saved[:] = [self]
+        self.late, self._buffers = sources, {key: torch.empty_like(source) for key, source in sources.items()}
+        return self._buffers
+
+    def copy(self: HostCopies) -> None:
+        with lock:
+            self._copy(self.__dict__.pop("late", {}))
+
+    @contextmanager
+    def averaged(self: OptimizerSet) -> Iterator[None]:
+        with real(self):
+            for copies in saved:
+                copy(copies)
+            yield
+
+    lock, real = threading.Lock(), OptimizerSet.averaged
+    with patch.multiple(HostCopies, take=take, hold_back=copy, wait=copy), patch.object(OptimizerSet, "averaged", averaged):
+        return slowly(0.1, None, config_file, *overrides)
+
+
+def test_weights_are_copied_before_a_validation_puts_their_means_in_their_place(pool, config_file, prepared):
+    mean = ("optim.ema_decay=0.5", "validation.every_steps=3", f"data.validation=[{{path: {prepared}}}]")
+    at_once = train(pool, 1, config_file, "run.name=at_once", *SHORT, *mean)
+    [(code, printed)] = pool.launch(1, copied_late, str(config_file), "run.name=beside", *BESIDE, *mean)
+    assert code == 0, printed
+    for step in (3, 6, 9):
+        one, other = (state_of(run, step) for run in (at_once, run_directory(config_file, "run.name=beside")))
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items()), step
 
 
 def test_a_failure_on_one_rank_ends_the_run_in_one_line_and_the_checkpoint_before_stays_good(pool, config_file):

@@ -632,16 +632,16 @@ class Precision:
         "Format of activations and of the weights as used in forward and backward. `auto`: bf16 where this device multiplies faster in it, "
         "which is measured on a CPU; printed, and recorded as what it came to.",
     )
-    fp8: Literal["none", "tensorwise", "rowwise"] = key(
+    fp8: Literal["none", "tensorwise", "rowwise", "mxfp8"] = key(
         "none",
-        "Projections of blocks multiply in fp8, with a scale per tensor, or one per row. It is made for GPUs from Ada and Hopper on, and for "
-        "`parallel.compile`; a CPU computes the same slowly.",
+        "Projections of blocks multiply in fp8, with a scale per tensor, one per row, or one per 32 numbers. It is made for GPUs from Ada and "
+        "Hopper on (`mxfp8`: Blackwell), and for `parallel.compile`; a CPU computes the same slowly.",
         when={"precision.compute": ("bf16",)},
     )
     fp8_modules: list[str] = key(
         ["*"],
         "Names of the projections that do so; `*` may abbreviate. Experts, routers and the output head never do.",
-        when={"precision.fp8": ("tensorwise", "rowwise")},
+        when={"precision.fp8": ("tensorwise", "rowwise", "mxfp8")},
     )
     tf32: bool = key(
         False,

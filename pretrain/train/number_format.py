@@ -44,9 +44,9 @@ def check_fp8(config: Config, network: nn.Module, device: torch.device) -> list[
     precision = config.precision
     if precision.fp8 == "none":
         return []
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < ((10, 0) if precision.fp8 == "mxfp8" else (8, 9)):
         raise ConfigError(
-            f"precision.fp8={precision.fp8}: {torch.cuda.get_device_name(device)} has no products in fp8; set it to none"
+            f"precision.fp8={precision.fp8}: {torch.cuda.get_device_name(device)} has no such products; set it to none"
         )
     from pretrain.parallel.fp8 import projections, set_fp8
 

@@ -11,7 +11,7 @@ from pretrain.config.schema import Precision
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.families import complete
-from pretrain.parallel.fp8 import Fp8Product, projections, set_fp8
+from pretrain.parallel.fp8 import Fp8Product, from_mxfp8, projections, set_fp8, tiled, to_mxfp8
 
 FP8 = ("precision.compute=bf16", "precision.fp8=tensorwise")
 SIZES = ("model.dim=64", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=128")
@@ -54,8 +54,57 @@ def test_products_are_those_of_the_rounded_factors(scaling, rows, stored):
     torch.testing.assert_close(weight.grad.double(), grad_w, rtol=1e-2, atol=1e-3 * float(grad_w.abs().max()))
 
 
+def in_blocks(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, numbers] in MXFP8 by arithmetic, in fp64: the power of two of each 32 numbers is the smallest that leaves none of them above 448."""
+    blocks = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    scale = 2.0 ** torch.ceil(torch.log2(blocks.abs().amax(2, keepdim=True).clamp(min=1e-30) / 448))
+    scaled = blocks / scale
+    step = 2.0 ** (torch.floor(torch.log2(scaled.abs().clamp(min=2.0**-6))) - 3)
+    return (torch.round(scaled / step) * step * scale).flatten(1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("rows", [32, 21])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_products_in_mxfp8_are_those_of_the_rounded_blocks(rows, stored):
+    """Blocks run along the sum of each product: over inputs, over outputs, and over tokens."""
+    draw = torch.Generator().manual_seed(1)
+    x = (torch.randn(rows, 96, generator=draw) * torch.logspace(-3, 1, 96)).bfloat16().requires_grad_()
+    weight = (torch.randn(64, 96, generator=draw) * 0.02).to(stored).requires_grad_()
+    g = torch.randn(rows, 64, generator=draw).bfloat16()
+    y = Fp8Product("mxfp8")(x, weight, None)
+    y.backward(g)
+    w = weight.detach().bfloat16()
+    for found, expected in [
+        (y.detach(), in_blocks(x.detach()) @ in_blocks(w).T),
+        (x.grad, in_blocks(g) @ in_blocks(w.T.contiguous()).T),
+        (weight.grad, in_blocks(g.T.contiguous()) @ in_blocks(x.detach().T.contiguous()).T),
+    ]:
+        torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_blocks_in_mxfp8_are_exact_in_bf16_and_use_the_range():
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    codes, scales = to_mxfp8(x)
+    assert codes.dtype == torch.float8_e4m3fn and scales.dtype == torch.float8_e8m0fnu and scales.shape == (64, 4)
+    largest = codes.float().abs().unflatten(1, (4, 32)).amax(2)
+    assert float(largest.max()) <= 448 and float(largest.min()) > 224 - 16  # the next smaller scale would be too small
+    assert torch.equal(from_mxfp8(codes, scales).double(), in_blocks(x))
+
+
+def test_scales_stand_where_cublas_looks_for_them():
+    """cuBLAS, "1D block scaling factors layout": 128 x 4 scales are 512 bytes; (row, column) is at row % 32 * 16 + row % 128 // 32 * 4 + column % 4."""
+    rows, blocks = 200, 6
+    scales = torch.randint(1, 250, (rows, blocks), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    found = tiled(scales.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    assert len(found) == 2 * 2 * 512 and int((found == 0).sum()) == len(found) - rows * blocks
+    for row in range(rows):
+        for block in range(blocks):
+            tile = row // 128 * 2 + block // 4
+            assert found[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4] == scales[row, block]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "mxfp8"])
 def test_a_number_that_is_not_finite_stays_visible_and_zeros_are_zeros(scaling, bad):
     x = torch.randn(16, 32).bfloat16()
     x[3, 5] = bad
@@ -83,7 +132,7 @@ def test_patterns_choose_among_the_projections_of_blocks():
 # The run that a run is compared with, and the largest difference of a gradient, as a share of it. A product of factors with 3 and with 2 bits
 # after the leading one is off by some 6%, and a gradient has passed through a few. In the first step every micro-batch is the same in all
 # layouts, and with it every scale; tensor-parallel ranks have scales of their own.
-NEAR = {"tensorwise": ("bf16", 0.15), "rowwise": ("bf16", 0.15), "fsdp": ("tensorwise", 2e-3), "ddp": ("tensorwise", 2e-3),
+NEAR = {"tensorwise": ("bf16", 0.15), "rowwise": ("bf16", 0.15), "mxfp8": ("bf16", 0.15), "mxfp8 fsdp": ("mxfp8", 2e-3), "fsdp": ("tensorwise", 2e-3), "ddp": ("tensorwise", 2e-3),
         "pipeline": ("tensorwise", 2e-3), "tensor": ("tensorwise", 0.15), "pure": ("tensorwise", 0.15)}  # fmt: skip
 
 
@@ -94,6 +143,8 @@ def test_runs_learn_as_in_bf16_and_layouts_agree(pool, config_file, names):
         "bf16": (1, "precision.compute=bf16"),
         "tensorwise": (1, *FP8),
         "rowwise": (1, "precision.compute=bf16", "precision.fp8=rowwise"),
+        "mxfp8": (1, "precision.compute=bf16", "precision.fp8=mxfp8"),
+        "mxfp8 fsdp": (2, "precision.compute=bf16", "precision.fp8=mxfp8", "parallel.strategy=fsdp"),
         "ddp": (2, *FP8, "parallel.strategy=ddp"),
         "fsdp": (2, *FP8, "parallel.strategy=fsdp"),
         "pipeline": (2, *FP8, "parallel.strategy=fsdp", "parallel.pipeline=2"),

@@ -659,8 +659,8 @@ class Precision:
     )
     gradients: Literal["fp32", "bf16"] | None = key(
         None,
-        "Format in which the gradients of matrices are added up over micro-steps; null: that of `master`. Another one needs "
-        "`parallel.strategy: single`, because DDP and FSDP2 keep gradients as they keep weights.",
+        "Format in which the gradients of matrices are added up over micro-steps and kept; null: that of `master`. bf16 for weights in fp32 is not "
+        "for `parallel.strategy: ddp`, whose buckets have the format of the weights.",
     )
     moments: Literal["fp32", "bf16", "8bit"] = key(
         "fp32",

@@ -3,7 +3,7 @@
 With m = model.dim / optim.base_width:
 
     what                         initial values    learning rate    weight decay
-    embeddings, vectors          x 1               x 1              x 1
+    tables, vectors              x 1               x 1              x 1
     matrices of blocks           x 1 / sqrt(m)     x 1 / m          x m, so that it takes the same share of a weight per step
     output head, routers         x 1 / m           x 1 / m          x m
 
@@ -28,7 +28,7 @@ class Kind(Enum):
 
 def kind_of(name: str, dimensions: int) -> Kind:
     """The kind of a parameter in one of our networks, by its name."""
-    if dimensions < 2 or name.endswith("bias") or "embedding" in name:
+    if dimensions < 2 or name.endswith(("bias", "bias.table.weight")) or "embedding" in name:
         return Kind.INPUT
     return Kind.OUTPUT if name == "output.weight" or name.endswith("router.weight") else Kind.HIDDEN
 

@@ -34,7 +34,8 @@ class Setting:
 
 def _adamw(groups: Groups, given: Setting) -> torch.optim.Optimizer:
     config, parameters = given.config, [p for group in groups for p in group["params"]]
-    if given.formats.moments != torch.float32 or any(p.dtype == torch.bfloat16 for p in parameters):
+    # torch's fused one wants all of a parameter's numbers in one format.
+    if given.formats.moments != torch.float32 or any(torch.bfloat16 in (p.dtype, p.grad_dtype) for p in parameters):
         from pretrain.optim.adamw import AdamW
 
         return AdamW(groups, config.lr, tuple(config.betas), config.eps, given.formats)

@@ -2,6 +2,12 @@
 
 DDP averages over ranks. A factor on the loss could cancel that. But unless the number of ranks is a power of two, it would round the bf16
 gradients of activations differently from one process. So a hook sums instead.
+
+DDP's buckets have the format of the weights. With weights in bf16 and `precision.gradients: fp32`, gradients go past them:
+
+    backward            adds to gradients in fp32, as in one process
+    synchronised        each gradient is taken away as soon as it is complete, and DDP finds none; when a bucket is, the hook reduces what was taken
+    end of the step     the sums become the gradients
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.config.schema import Config
@@ -30,6 +36,11 @@ class DataParallel:
         # DDP rebuilds its buckets after the first iteration. With more than two ranks that changes the order of sums, and a
         # resumed run would differ in the last bit. DDP keeps its buckets while it looks for unused parameters.
         self.keep_buckets = config.run.deterministic and self.replicas > 2
+        self.is_wide = config.precision.gradients == "fp32" and config.precision.master == "bf16"
+        self.taken: dict[nn.Parameter, Tensor] = {}
+        """Gradients in fp32 of this rank, not yet reduced, where weights are stored in bf16."""
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        """The same, reduced."""
         self.wrapped: DistributedDataParallel | None = None
 
     def place(self, network: nn.Module, fill: Callable[[nn.Module], None]) -> nn.Module:
@@ -43,24 +54,61 @@ class DataParallel:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             find_unused_parameters=self.keep_buckets,
         )
-        self.wrapped.register_comm_hook(DTYPES[self.config.precision.reduce], _sum)
+        if self.is_wide:
+            for parameter in self._wide():
+                parameter.grad_dtype = torch.float32
+                parameter.register_post_accumulate_grad_hook(self._take)
+            self.wrapped.register_comm_hook(self, _sum_in_fp32)
+        else:
+            self.wrapped.register_comm_hook(DTYPES[self.config.precision.reduce], _sum)
         return self.wrapped
 
     def release(self) -> None:
         return None
 
     def finish_step(self) -> None:
-        return None
+        for parameter, summed in self.sums.items():
+            parameter.grad = summed
+        self.sums = {}
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
+        self.is_synced = last or self.every
         if self.every:
             # The sum of earlier micro-steps is the same on all ranks, and is about to be summed over them once more.
             earlier = [p.grad for p in self.wrapped.parameters() if p.grad is not None]
             if earlier:
                 torch._foreach_mul_(earlier, 1 / self.replicas)
-        with nullcontext() if last or self.every else self.wrapped.no_sync():
+        with nullcontext() if self.is_synced else self.wrapped.no_sync():
             yield
+        for parameter in self._wide() if self.is_synced else ():
+            parameter.grad = None  # a bucket's
+
+    def _wide(self) -> Iterator[nn.Parameter]:
+        """The parameters whose gradients go past DDP's buckets; none by default."""
+        return (p for p in self.wrapped.parameters() if self.is_wide and p.requires_grad and p.dtype == torch.bfloat16)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        if self.is_synced:
+            self.taken[parameter], parameter.grad = parameter.grad, None
+
+
+def _sum_in_fp32(state, bucket):
+    buffer, dtype = bucket.buffer(), DTYPES[state.config.precision.reduce]
+    if buffer.dtype != torch.bfloat16:
+        return _sum(dtype, bucket)
+    parameters = bucket.parameters()
+    found = (state.taken.pop(parameter, None) for parameter in parameters)
+    parts = [torch.zeros_like(p, dtype=dtype) if g is None else g.to(dtype) for p, g in zip(parameters, found)]
+    sent = torch.cat([part.flatten() for part in parts])
+
+    def keep(done):
+        for parameter, part in zip(parameters, done.value()[0].split([p.numel() for p in parameters])):
+            earlier = state.sums.get(parameter, 0)
+            state.sums[parameter] = earlier + part.view_as(parameter).float()
+        return buffer
+
+    return dist.all_reduce(sent, async_op=True).get_future().then(keep)
 
 
 # DDP insists on the name `bucket`, and rejects annotations that are strings.

@@ -47,6 +47,7 @@ class FullyShard:
         self.group = mesh.gradient_group()
         self.alone = mesh.data_size * mesh.sizes["context"] == 1
         self.reduce_dtype = DTYPES[config.precision.reduce]
+        self.gradients = DTYPES.get(config.precision.gradients)
         self.deferring = config.parallel.pipeline > 1 and config.parallel.pipeline_schedule in DEFERRING
         self.root: FSDPModule | None = None
         self.vectors: list[nn.Parameter] = []
@@ -57,6 +58,9 @@ class FullyShard:
         _bring_vectors(network, self.device)  # with offload, FSDP2 moves only the matrices to the device
         self.vectors = [p for p in network.parameters() if _is_whole(p) and p.requires_grad]
         fill(network)
+        if self.gradients not in (None, DTYPES[self.config.precision.master]):
+            for group in (group for module in _units(network) for group in groups_of(module)):
+                _store_gradients_in(self.gradients, group)
         return network
 
     def _shard(self, network: nn.Module) -> None:
@@ -154,6 +158,21 @@ class FullyShard:
 
 def _units(root: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def _store_gradients_in(dtype: torch.dtype, group: Any) -> None:
+    """Let a unit keep sharded gradients in another format than weights. FSDP2 casts what it has reduced to `_orig_dtype`, which it finds out anew
+    whenever it gathers. It has no name for it that is public.
+    """
+    find_out = group._init_mp_dtypes
+
+    def set_dtypes() -> None:
+        find_out()
+        group._orig_dtype = dtype
+
+    group._init_mp_dtypes = set_dtypes
+    for parameter in group.fsdp_params:
+        parameter.sharded_param.grad_dtype = dtype
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from pretrain.config.schema import Config
+from pretrain.config.schema import Config, Precision
 from pretrain.data.stream import check_micro_steps
 from pretrain.distributed.launcher import command_for
 from pretrain.distributed.mesh import AXES
@@ -32,10 +32,16 @@ FORMAT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 
 
 def state_bytes(config: Config) -> int:
-    """Bytes of a parameter's weight, gradient and two moments, as AdamW has them; no optimizer has more."""
+    """Bytes of a parameter's weight, gradient and two moments under DDP, as AdamW has them; no optimizer has more."""
     precision = config.precision
-    of_gradients = FORMAT_BYTES[precision.gradients or precision.master]
-    return FORMAT_BYTES[precision.master] + of_gradients + 2 * FORMAT_BYTES[precision.moments]
+    return FORMAT_BYTES[precision.master] + gradient_bytes(precision, "ddp") + 2 * FORMAT_BYTES[precision.moments]
+
+
+def gradient_bytes(precision: Precision, strategy: str) -> int:
+    """Bytes of a parameter's gradient. DDP has buckets in the format of the weights beside sums in another one."""
+    kept = precision.gradients or precision.master
+    buckets = FORMAT_BYTES[precision.master] if strategy == "ddp" and kept != precision.master else 0
+    return FORMAT_BYTES[kept] + buckets
 
 
 @dataclass(frozen=True)

@@ -63,13 +63,18 @@ def check_fp8(config: Config, network: nn.Module, device: torch.device) -> list[
     return [f"products of {len(chosen)} of the {inner} projections of blocks are in fp8, {precision.fp8}{slow}"]
 
 
-def check_gradients(config: Config, strategy: str) -> None:
+def check_gradients(config: Config, strategy: str, ranks: int) -> None:
     """Raise ConfigError if a strategy cannot keep gradients in the format that is asked for."""
     precision = config.precision
-    if precision.gradients not in (None, precision.master) and strategy != "single":
+    if precision.gradients == "bf16" != precision.master and strategy == "ddp":
         raise ConfigError(
-            f"precision.gradients={precision.gradients} differs from precision.master={precision.master}, which "
-            f"parallel.strategy={strategy} cannot: it keeps gradients as it keeps weights; remove it, or train in one process"
+            f"precision.gradients=bf16: parallel.strategy=ddp keeps gradients as it keeps weights, which are in {precision.master}, or in fp32; "
+            "remove it, or use parallel.strategy=fsdp"
+        )
+    if precision.gradients == "fp32" != precision.master and strategy == "ddp" and config.run.deterministic and ranks > 2:
+        raise ConfigError(
+            f"precision.gradients=fp32 with precision.master=bf16 and run.deterministic: DDP keeps its buckets on {ranks} ranks only if it looks for "
+            "parameters without a gradient, and here it is shown none; use parallel.strategy=fsdp"
         )
 
 

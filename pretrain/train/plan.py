@@ -133,7 +133,7 @@ def _lay_out(
     parameters = count_parameters(network)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
-    check_gradients(config, layout.strategy)
+    check_gradients(config, layout.strategy, layout.replicate)
     optim = config.optim
     about_fp8 = check_fp8(config, network, device)
     notes = about_fp8 + _notes(given, config, layout)

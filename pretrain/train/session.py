@@ -28,7 +28,7 @@ from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.parallel.explain import explain_ranks, explain_strategy
-from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, expected_world_size, state_bytes
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, expected_world_size, gradient_bytes, state_bytes
 from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
 from pretrain.train.attention_kernel import set_attention_kernel
@@ -342,7 +342,7 @@ def _describe_memory(plan: Plan) -> list[str]:
     precision, means = config.precision, parameters if config.optim.ema_decay is not None else 0
     of_weights, of_moments = FORMAT_BYTES[precision.master], FORMAT_BYTES[precision.moments]
     saved = of_weights * parameters + of_moments * (plan.moments - means) + 4 * means
-    of_gradients = FORMAT_BYTES[precision.gradients or precision.master]
+    of_gradients = gradient_bytes(precision, layout.strategy)
     held = f"{saved / parameters + of_gradients:.3g} bytes per parameter"
     if layout.state_parts > 1:
         held += f" over {layout.state_parts} ranks"

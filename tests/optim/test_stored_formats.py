@@ -264,6 +264,8 @@ def test_runs_learn_as_with_fp32_and_layouts_agree(pool, config_file):
         "pure": (1, *PURE),
         "accumulated in fp32": (1, *PURE, "precision.gradients=fp32", "precision.moments=8bit"),
         "fsdp": (2, *PURE, "parallel.strategy=fsdp"),
+        "sums in bf16": (1, "precision.compute=bf16", "precision.gradients=bf16"),
+        "sharded sums in bf16": (2, "precision.compute=bf16", "precision.gradients=bf16", "parallel.strategy=fsdp"),
     }
     done = {
         name: train(pool, size, config_file, f"run.name={name.replace(' ', '-')}", *SHORT, "log.gradients_at=[1]", *options)
@@ -278,6 +280,36 @@ def test_runs_learn_as_with_fp32_and_layouts_agree(pool, config_file):
             assert gradient.dtype == (stored if gradient.dim() > 1 else torch.float32), (name, key)
             # Weights are rounded once before the first step, and gradients a few times.
             assert float((gradient.float() - reference[key]).norm() / reference[key].norm()) < 0.03, (name, key)
+
+
+WIDE = (*PURE, "precision.gradients=fp32")
+SUMS = {
+    "ddp": (2, *WIDE, "parallel.strategy=ddp"),
+    "ddp, every": (2, *WIDE, "parallel.strategy=ddp", "parallel.grad_sync=every"),
+    "ddp, three": (3, *WIDE, "parallel.strategy=ddp", "batch={sequences: 12, micro_sequences: 2}"),
+    "fsdp": (2, *WIDE, "parallel.strategy=fsdp"),
+    "fsdp, last": (2, *WIDE, "parallel.strategy=fsdp", "parallel.grad_sync=last"),
+    "hsdp x tensor": (4, *WIDE, "parallel={strategy: fsdp, replicate: 2, tensor: 2}"),
+    "pipeline": (2, *WIDE, "parallel={strategy: fsdp, pipeline: 2, pipeline_schedule: zero_bubble}"),
+    "offload": (2, *WIDE, "parallel={strategy: fsdp, offload: true}"),
+    "tied": (2, *WIDE, "parallel={strategy: fsdp}", "model.tie_embeddings=true"),
+}
+
+
+@pytest.mark.parametrize("case", some_slow(SUMS, set(SUMS) - {"ddp", "fsdp"}))
+def test_gradients_of_weights_in_bf16_are_summed_in_fp32_in_every_layout(pool, config_file, case):
+    size, *options = SUMS[case]
+    short = ("run.steps=3", "schedule={name: constant, warmup_steps: 0}", "log.gradients_at=[1, 2]", "optim.lr=1e-9")
+    batch = [option for option in options if option.startswith("batch") or "tie" in option]
+    one = train(pool, 1, config_file, "run.name=one", *short, *WIDE, *batch, "parallel.strategy=single")
+    two = train(pool, size, config_file, "run.name=two", *short, *options)
+    for step in (1, 2):
+        ours, theirs = gradients(two, step), gradients(one, step)
+        off = {name: float((g - theirs[name]).norm() / theirs[name].norm()) for name, g in ours.items()}
+        # bf16 has steps of 4e-3. Tensor-parallel ranks round their parts of a sum of activations.
+        assert max(off.values()) < (2e-2 if "tensor" in case else 1e-5), max(off.items(), key=lambda item: item[1])
+        assert all(g.dtype == torch.float32 for g in ours.values())
+        assert any((g.bfloat16() != g).any() for g in ours.values())  # more than bf16 could hold
 
 
 @pytest.mark.slow
@@ -315,7 +347,7 @@ def test_a_resumed_run_is_the_straight_one_and_other_formats_are_another_run(poo
     ("world_size", "options", "message"),
     [
         (1, ["precision.master=bf16"], "precision.master=bf16 needs precision.compute=bf16, but that is fp32; set one of them"),
-        (2, ["precision.gradients=fp32", *PURE], "precision.gradients=fp32 differs from precision.master=bf16, which parallel.strategy=ddp cannot"),
+        (2, ["precision.gradients=bf16", "parallel.strategy=ddp"], "precision.gradients=bf16: parallel.strategy=ddp keeps gradients as it keeps weights, which are in fp32, or in fp32; remove it"),
     ],
 )
 def test_what_cannot_be_had_is_refused_in_one_line(pool, config_file, world_size, options, message):

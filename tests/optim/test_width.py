@@ -6,7 +6,7 @@ import pytest
 import torch
 from running import largest_relative_difference, losses, run_main, train
 
-from pretrain.config.model_schema import ExpertsConfig, Model
+from pretrain.config.model_schema import EncoderConfig, ExpertsConfig, Model
 from pretrain.config.schema import Optim, ParameterGroup
 from pretrain.models import build_network
 from pretrain.models.families import complete
@@ -73,6 +73,14 @@ def test_initial_values_rates_and_decays_are_those_of_the_table():
     # At the base width nothing changes.
     assert set(initial_scales(base, 32).values()) == {1.0}
     assert rules(base, Optim(base_width=32)) == rules(base, Optim())
+
+
+def test_tables_of_positions_are_tables():
+    """T5's biases are looked up: nothing that they read grows with the width."""
+    model = network(128, family="t5", head_dim=16, encoder=EncoderConfig(layers=2), tie_embeddings=False)
+    scales, found = initial_scales(model, 32), rules(model, Optim(base_width=32))
+    tables = [name for name, _ in model.named_parameters() if "bias.table" in name]
+    assert len(tables) == 2 and not scales.keys() & set(tables) and all(found[name].rate_scale == 1.0 for name in tables)
 
 
 def test_layouts_train_alike(pool, config_file):

@@ -70,6 +70,12 @@ class Run:
         le=4096,
         resume="free",
     )
+    affinity: Literal["none", "cores"] = key(
+        "none",
+        "`cores`: keep each process on cores of its own, by NUMA node: on a CPU its share of the host's, on GPUs those near its GPU, which ranks on "
+        "one node share.",
+        resume="free",
+    )
     attention_kernel: Literal["auto", "cudnn", "flash", "efficient", "math", "FA3", "FA4"] = key(
         "auto",
         "On GPUs, the kernel of scaled_dot_product_attention. `auto`: torch's choice by shape; another is the only one that is used, and inputs that "

@@ -305,8 +305,3 @@ def wrong_address(point: MeetingPoint) -> str:
             probe.bind(place)
             return ""
     return f"MASTER_ADDR={point.host} is not an address of {socket.gethostname()}, where rank 0 runs; set it to that host"
-
-
-def usable_cores() -> int:
-    """The cores that this process may compute on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

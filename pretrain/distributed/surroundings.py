@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pretrain.distributed.agreement import machine_name, versions
-from pretrain.distributed.launcher import usable_cores
+from pretrain.distributed.cores import usable_cores
 from pretrain.distributed.ranks import Ranks
 
 LEAST_FILES = 4096

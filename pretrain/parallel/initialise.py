@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pretrain.distributed.launcher import usable_cores
+from pretrain.distributed.cores import usable_cores
 from pretrain.distributed.shards import local, place_of
 
 BLOCK_ELEMENTS = 1 << 20  # part of the definition of the values: changing it changes every initial weight

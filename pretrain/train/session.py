@@ -17,8 +17,9 @@ from pretrain.config.written import to_yaml
 from pretrain.data.training_data import verify_everywhere
 from pretrain.distributed import ranks as distributed
 from pretrain.distributed.agreement import machine_name, run_facts
+from pretrain.distributed.cores import kept_on_cores, usable_cores
 from pretrain.distributed.joining import Meeting
-from pretrain.distributed.launcher import check_launcher, usable_cores
+from pretrain.distributed.launcher import check_launcher
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.surroundings import describe_surroundings, surroundings
 from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, print_error
@@ -146,12 +147,13 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
     meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
     try:
         device = distributed.choose_device(config, local_rank)
-        with meeting.doing("plan of the run"):
-            plan = make_plan(config, world_size, device)
-        directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
-        _agree(plan, device, meeting, directory, extensions)
-        ranks = distributed.start(plan.config, plan.layout.strategy == "single", meeting)
-        _train_together(plan, ranks, directory, extensions)
+        with kept_on_cores(config.run.affinity, device, local_rank, _ranks_here(world_size)):
+            with meeting.doing("plan of the run"):
+                plan = make_plan(config, world_size, device)
+            directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
+            _agree(plan, device, meeting, directory, extensions)
+            ranks = distributed.start(plan.config, plan.layout.strategy == "single", meeting)
+            _train_together(plan, ranks, directory, extensions)
     except BaseException as error:
         meeting.leave(error)
         raise
@@ -194,7 +196,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
         origin = find_starting_point(plan, directory, ranks)
         place = surroundings(ranks)
         if ranks.is_main:
-            lines = [*describe(plan, ranks.world_size, origin), *describe_surroundings(place), *_describe_threads(ranks)]
+            lines = [*describe(plan, ranks.world_size, origin), *describe_surroundings(place), *_describe_threads(ranks, plan.config.run.affinity)]
             for line in [*lines, *origin.lines]:
                 log.info(line)
         _verify_data(plan, ranks)
@@ -305,15 +307,20 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
     ]
 
 
-def _describe_threads(ranks: Ranks) -> list[str]:
+def _describe_threads(ranks: Ranks, affinity: str) -> list[str]:
     """The threads of a process on a CPU, and whether they leave cores idle."""
     if ranks.device.type != "cpu":
         return []
-    threads, cores = torch.get_num_threads(), usable_cores()
-    here = min(ranks.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)))
+    threads, cores, here = torch.get_num_threads(), usable_cores(), _ranks_here(ranks.world_size)
     best = max(1, cores // here)
     advice = f", and {cores - threads * here} stay idle; run.threads={best} uses them" if threads < best else ""
-    return [f"threads  {threads} in each of {here} process{'es' if here > 1 else ''} on {cores} cores{advice}"]
+    kept = f", kept on {len(os.sched_getaffinity(0))} of them" if affinity != "none" else ""
+    return [f"threads  {threads} in each of {here} process{'es' if here > 1 else ''} on {cores} cores{kept}{advice}"]
+
+
+def _ranks_here(world_size: int) -> int:
+    """The processes of the run on this host."""
+    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def _describe_stages(plan: Plan) -> list[str]:

@@ -82,6 +82,7 @@ SEEN = {
     "run.accept_changes": "checkpoint/test_choosing.py::test_a_run_goes_back_to_an_older_checkpoint_and_keeps_what_it_left",
     "run.deterministic": "train/test_resume.py::test_the_same_layout_resumes_in_every_bit_when_deterministic",
     "run.threads": "train/test_processor.py::test_the_threads_of_a_process_are_said_and_set",
+    "run.affinity": "train/test_processor.py::test_each_process_of_a_run_is_kept_on_cores_of_its_own",
     "run.device": "test_cuda.py::test_a_gpu_computes_what_the_cpu_computes_from_the_same_initial_weights",
     "model.hf_config": "train/test_hf_runs.py::test_masks_of_documents_are_refused",
     "model.experts.correction": "models/test_experts.py::test_a_correction_changes_who_is_chosen_and_not_the_weights_and_is_not_trained",

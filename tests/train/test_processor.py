@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import pytest
+import torch
 from running import run_main
+
+from pretrain.distributed import cores
+from pretrain.distributed.cores import cores_near, share_of_cores, usable_cores
+from pretrain.errors import ConfigError
 
 
 def collected(config_file: str, *overrides: str) -> tuple[list[int], bool, int]:
@@ -62,6 +70,68 @@ def threads_of(config_file: str, *overrides: str) -> tuple[int, str]:
         return torch.get_num_threads(), printed
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def two_sockets(tmp_path, monkeypatch):
+    """A host with 8 cores of two threads on two sockets. Linux numbers the second threads after all first ones."""
+    for cpu in range(16):
+        folder = tmp_path / "devices" / "system" / "cpu" / f"cpu{cpu}"
+        (folder / "topology").mkdir(parents=True)
+        (folder / f"node{cpu % 8 // 4}").mkdir()
+        (folder / "topology" / "physical_package_id").write_text(f"{cpu % 8 // 4}\n")
+        (folder / "topology" / "core_id").write_text(f"{cpu % 4}\n")
+    gpu = tmp_path / "bus" / "pci" / "devices" / "0000:8a:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "local_cpulist").write_text("4-7,12-15\n")
+    monkeypatch.setattr(cores, "SYSTEM", tmp_path)
+
+
+def test_processes_share_a_host_by_sockets_and_whole_cores(two_sockets, monkeypatch):
+    assert [share_of_cores(set(range(16)), place, 2) for place in (0, 1)] == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
+    shares = [share_of_cores(set(range(16)), place, 8) for place in range(8)]
+    assert shares == [{core, core + 8} for core in range(8)]
+    uneven = [share_of_cores({1, 2, 3, 4, 5}, place, 3) for place in range(3)]
+    assert sorted(map(len, uneven)) == [1, 2, 2] and set().union(*uneven) == {1, 2, 3, 4, 5}
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x8A, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert cores_near(torch.device("cuda", 1), set(range(14))) == {4, 5, 6, 7, 12, 13}
+    with pytest.raises(ConfigError, match="run.affinity=cores: none of the cores near GPU 0000:8a:00.0 may be used"):
+        cores_near(torch.device("cuda", 1), {0, 1})
+    gpu.pci_bus_id = 1
+    with pytest.raises(ConfigError, match="does not say which cores are near GPU 0000:01:00.0"):
+        cores_near(torch.device("cuda", 1), {0, 1})
+
+
+def cores_of_a_run(config_file: str, *overrides: str) -> tuple[list[set[int]], int, str]:
+    """The cores of the thread that trains, in a run and after it, how many the host has in it, and what the run printed."""
+    from pretrain.train.trainer import Trainer
+
+    seen, taken = [], Trainer.step
+
+    def step(self, batch, *of_all):
+        seen[:] = [os.sched_getaffinity(0), usable_cores()]
+        return taken(self, batch, *of_all)
+
+    with patch.object(Trainer, "step", step):
+        code, printed = run_main(config_file, *overrides)
+    assert code == 0, printed
+    return [seen[0], os.sched_getaffinity(0)], seen[1], printed
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_each_process_of_a_run_is_kept_on_cores_of_its_own(pool, config_file):
+    options = ("run.steps=1", "schedule.warmup_steps=0", "parallel.strategy=ddp", "run.affinity=cores")
+    (first, second) = pool.launch(2, cores_of_a_run, str(config_file), *options)
+    everything = os.sched_getaffinity(0)
+    assert first[0][0] | second[0][0] == everything and not first[0][0] & second[0][0]
+    assert first[0][1] == second[0][1] == everything and first[1] == second[1] == len(everything)
+    assert f"on {len(everything)} cores, kept on {len(first[0][0])} of them" in first[2]
+
+
+def test_cores_that_do_not_suffice_are_an_error(config_file):
+    with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}), pytest.raises(ConfigError, match="4 processes share 2 cores"):
+        share_of_cores({0, 1}, 0, 4)
 
 
 def test_keys_of_another_device_are_refused(config_file):

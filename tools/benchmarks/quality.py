@@ -29,7 +29,7 @@ from benchmarks.trainers.quality_task import QualityTask
 from omegaconf import OmegaConf
 
 from pretrain.data.shards.reader import PreparedData
-from pretrain.distributed.launcher import usable_cores
+from pretrain.distributed.cores import usable_cores
 
 PROGRAMS = {"pretrain": "quality_ours.py", "HF Trainer": "quality_hf.py", "nanoGPT's loop": "quality_loop.py"}
 SETTINGS = Path(__file__).resolve().parent / "quality_settings.yaml"

@@ -20,7 +20,6 @@ _MIN_LR = "it is schedule.min_ratio here: the last learning rate as a share of o
 _SHARDED = "sharding is parallel.strategy=fsdp here (FSDP2); parallel.reshard_after_forward=never is ZeRO-2"
 _BETAS = "it is a part of optim.betas here: a list of two numbers"
 _RUN_DIR = "a run is kept in run.dir/run.name"
-_NOT_BUILT = "is not built yet; parallel.strategy=fsdp shards weights, gradients and optimizer state"
 
 
 def _renamed(key: str) -> str:
@@ -123,11 +122,12 @@ def answer_to(name: str) -> str | None:
 
 
 _VALUES = {
+    "run.resume": dict.fromkeys(("latest", "last", "True"), "a run goes on from its newest checkpoint by auto, the default; by required, or not at all"),
     "precision.compute": {
         **dict.fromkeys(("fp16", "float16", "half"), _FP16),
         **dict.fromkeys(("bfloat16", "bf16-mixed"), "bfloat16 is written bf16"),
         **dict.fromkeys(("float32", "32"), "float32 is written fp32"),
-        "fp8": "fp8 is not built yet",
+        "fp8": "products in fp8 are precision.fp8=tensorwise, with precision.compute=bf16",
     },
     "parallel.strategy": {
         **dict.fromkeys(("fsdp2", "zero3", "zero", "deepspeed", "fully_shard"), _SHARDED),

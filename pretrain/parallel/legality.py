@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from pretrain.config.foreign import value_advice
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
@@ -27,6 +28,8 @@ def axes_of_a_sample(config: Config) -> str:
 def check_options(config: Config) -> None:
     """Raise ConfigError for values that cannot go together on any number of processes. It names both keys."""
     steps = config.run.steps
+    if advice := value_advice("run.resume", config.run.resume):
+        raise ConfigError(f"run.resume={config.run.resume} is not the path of a checkpoint{advice}")
     if config.run.init_from and config.run.resume not in ("auto", "never"):
         raise ConfigError(
             f"run.init_from={config.run.init_from} and run.resume={config.run.resume} both say where to start; keep one"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from running import run_main
 
 from pretrain.config.foreign import ANSWERS
 from pretrain.config.load import _all_paths, load_config
@@ -87,7 +88,14 @@ def test_names_of_our_own_keep_their_nearest_name():
         ("precision.compute=bfloat16", "bfloat16 is written bf16"),
         ("parallel.strategy=hsdp", "HSDP is strategy fsdp with parallel.replicate and parallel.shard above 1"),
         ("optim.name=adamw_torch", "AdamW is written adamw"),
+        ("precision.compute=fp8", "products in fp8 are precision.fp8=tensorwise, with precision.compute=bf16"),
     ],
 )
 def test_a_value_of_another_tool_is_answered(written, advice):
     assert advice in refused(written)
+
+
+@pytest.mark.parametrize("word", ["latest", "last", "true"])
+def test_a_word_that_is_no_path_is_answered_before_anything_starts(pool, config_file, word):
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", f"run.resume={word}")
+    assert code == 2 and "is not the path of a checkpoint; a run goes on from its newest checkpoint by auto, the default" in printed

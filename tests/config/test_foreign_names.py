@@ -98,4 +98,4 @@ def test_a_value_of_another_tool_is_answered(written, advice):
 @pytest.mark.parametrize("word", ["latest", "last", "true"])
 def test_a_word_that_is_no_path_is_answered_before_anything_starts(pool, config_file, word):
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", f"run.resume={word}")
-    assert code == 2 and "is not the path of a checkpoint; a run goes on from its newest checkpoint by auto, the default" in printed
+    assert code == 2 and f"run.resume={word}" in printed and "; a run goes on from its newest checkpoint by auto, the default" in printed

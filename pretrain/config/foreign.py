@@ -122,7 +122,9 @@ def answer_to(name: str) -> str | None:
 
 
 _VALUES = {
-    "run.resume": dict.fromkeys(("latest", "last", "True"), "a run goes on from its newest checkpoint by auto, the default; by required, or not at all"),
+    "run.resume": dict.fromkeys(
+        ("latest", "last", "True"), "a run goes on from its newest checkpoint by auto, the default; by required, or not at all"
+    ),
     "precision.compute": {
         **dict.fromkeys(("fp16", "float16", "half"), _FP16),
         **dict.fromkeys(("bfloat16", "bf16-mixed"), "bfloat16 is written bf16"),

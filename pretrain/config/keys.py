@@ -33,6 +33,8 @@ AtResume = Literal["free", "accept", "schedule", "content", "never"]
 
 SET, UNSET = "set", "unset"
 
+MOST_STEPS = 10**12
+"""The largest number of steps or tokens that a key takes."""
 REMOVED = {"data.exact_resume": "every run resumes exactly now, on text as well; remove the key"}
 """Keys of earlier versions, with what to do about each. Records of runs may have them; configurations may not."""
 

@@ -49,7 +49,9 @@ def kept_on_cores(affinity: str, device: torch.device, local_rank: int, ranks_he
 def share_of_cores(allowed: set[int], place: int, ranks: int) -> set[int]:
     """The cores of process `place` of `ranks` on this host: neighbours, on as few NUMA nodes as can be. Raises ConfigError if there are too few."""
     if len(allowed) < ranks:
-        raise ConfigError(f"run.affinity=cores: {ranks} processes share {len(allowed)} cores, and each needs one of its own; set it to none")
+        raise ConfigError(
+            f"run.affinity=cores: {ranks} processes share {len(allowed)} cores, and each needs one of its own; set it to none"
+        )
     ordered = sorted(allowed, key=_position)
     return set(ordered[place * len(ordered) // ranks : (place + 1) * len(ordered) // ranks])
 
@@ -76,7 +78,9 @@ def cores_near(device: torch.device, allowed: set[int]) -> set[int]:
     try:
         near = read_list((SYSTEM / "bus" / "pci" / "devices" / name / "local_cpulist").read_text())
     except OSError as error:
-        raise ConfigError(f"run.affinity=cores: the system does not say which cores are near GPU {name} ({error.strerror}); set it to none") from error
+        raise ConfigError(
+            f"run.affinity=cores: the system does not say which cores are near GPU {name} ({error.strerror}); set it to none"
+        ) from error
     if not near & allowed:
         raise ConfigError(f"run.affinity=cores: none of the cores near GPU {name} may be used by this process; set it to none")
     return near & allowed

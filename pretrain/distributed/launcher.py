@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from pretrain.config.schema import Config, Precision
+from pretrain.config.parallel_schema import Precision
+from pretrain.config.schema import Config
 from pretrain.errors import LaunchError
 
 _TRUE = {"1", "true", "yes", "on"}

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pretrain.config.keys import SetKey, is_met, keys_of
 from pretrain.config.load import load_config
-from pretrain.config.schema import Config, Parallel
+from pretrain.config.parallel_schema import Parallel
+from pretrain.config.schema import Config
 from pretrain.distributed.mesh import AXES
 from pretrain.distributed.ranks import choose_device
 from pretrain.errors import ConfigError, UserError

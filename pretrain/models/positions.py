@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pretrain.config.model_schema import Model, Rope
+from pretrain.config.attention_schema import Rope
+from pretrain.config.model_schema import Model
 from pretrain.models.dropout import every_row
 from pretrain.models.layers import Embedding
 

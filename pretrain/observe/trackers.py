@@ -14,7 +14,8 @@ import secrets
 import time
 from pathlib import Path
 
-from pretrain.config.schema import Config, Log
+from pretrain.config.log_schema import Log
+from pretrain.config.schema import Config
 from pretrain.config.written import flatten
 from pretrain.errors import ConfigError, install_command
 from pretrain.observe.background import InBackground

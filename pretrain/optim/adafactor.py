@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from pretrain.config.schema import AdafactorOptions
+from pretrain.config.optim_schema import AdafactorOptions
 from pretrain.distributed.shards import local
 from pretrain.optim.guarded import Formats, GuardedOptimizer, widened, widest
 

@@ -67,7 +67,9 @@ def _to_parts(whole_KMN: Tensor, mesh: DeviceMesh, shape: torch.Size, dim: int) 
     arrives = whole_KMN.new_empty(part_shape)
     received = [arrives.numel() // ranks] * ranks
     sent = torch.cat(blocks)
-    work = dist.all_to_all_single(arrives.view(-1), sent, received, [b.numel() for b in blocks], mesh.get_group(), async_op=True)
+    work = dist.all_to_all_single(
+        arrives.view(-1), sent, received, [b.numel() for b in blocks], mesh.get_group(), async_op=True
+    )
 
     def wait() -> Tensor:
         work.wait()

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from pretrain.config.schema import MuonOptions
+from pretrain.config.optim_schema import MuonOptions
 from pretrain.distributed.shards import local
 from pretrain.optim.exchange import begin_exchange
 from pretrain.optim.guarded import Formats, GuardedOptimizer, widened

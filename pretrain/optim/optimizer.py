@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from pretrain.config.schema import Optim
+from pretrain.config.optim_schema import Optim
 from pretrain.distributed.shards import local
 from pretrain.optim.guarded import Formats, GuardedOptimizer, widened, widest
 from pretrain.optim.rules import Rule, rules

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from pretrain.config.schema import Optim
+from pretrain.config.optim_schema import Optim
 from pretrain.errors import ConfigError
 from pretrain.models.experts import Experts
 from pretrain.models.layers import Embedding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from pretrain.config.schema import RateStage, Schedule
+from pretrain.config.optim_schema import RateStage, Schedule
 from pretrain.errors import ConfigError
 
 

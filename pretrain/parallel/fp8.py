@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from pretrain.config.schema import Precision
+from pretrain.config.parallel_schema import Precision
 from pretrain.errors import ConfigError
 from pretrain.models.layers import Linear
 

@@ -9,7 +9,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from pretrain.config.schema import Config, Precision
+from pretrain.config.parallel_schema import Precision
+from pretrain.config.schema import Config
 from pretrain.data.stream import check_micro_steps
 from pretrain.distributed.launcher import command_for
 from pretrain.distributed.mesh import AXES

@@ -15,7 +15,7 @@ import functools
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from pretrain.config.schema import Parallel
+from pretrain.config.parallel_schema import Parallel
 
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 _V_SHAPED = {"zero_bubble_v": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.keys import leaves
-from pretrain.config.schema import Config, Schedule
+from pretrain.config.optim_schema import Schedule
+from pretrain.config.schema import Config
 from pretrain.config.written import build_section
 from pretrain.data.order import UNIT
 from pretrain.errors import CheckpointError, ConfigError

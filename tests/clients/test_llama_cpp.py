@@ -15,7 +15,8 @@ from other_programs import Exported, LlamaCpp, child_environment, exported
 from parity import ALL, FAMILIES, cases
 from running import tool
 
-from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Latent, MlpConfig, Model, Rope
+from pretrain.config.attention_schema import AttentionConfig, Latent, Rope
+from pretrain.config.model_schema import ExpertsConfig, MlpConfig, Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.huggingface import gguf
 from pretrain.huggingface.gguf import plan_gguf

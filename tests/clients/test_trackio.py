@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from pretrain.config.schema import Config, Log, TrackioLog
+from pretrain.config.log_schema import Log, TrackioLog
+from pretrain.config.schema import Config
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.trackers import Trackio
 run = Path(sys.argv[1])

@@ -13,9 +13,10 @@ from converting import SMALL, edit_config, edit_weights, refused, write
 from running import tool
 
 from pretrain.checkpoint.files import load_state
+from pretrain.config.attention_schema import AttentionConfig, Rope
 from pretrain.config.keys import check_effects
 from pretrain.config.load import load_config
-from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Model, Rope
+from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.config.schema import Config
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.huggingface import verification

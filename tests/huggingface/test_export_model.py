@@ -13,7 +13,7 @@ import torch
 from converting import PROMPT, SMALL, automatic, files_of, write
 from safetensors.torch import load_file
 
-from pretrain.config.model_schema import AttentionConfig
+from pretrain.config.attention_schema import AttentionConfig
 from pretrain.errors import DataError
 from pretrain.huggingface.export_model import export
 from pretrain.huggingface.open_model import open_model, read_hf

@@ -10,7 +10,8 @@ import pytest
 from converting import SMALL, write
 from running import tool
 
-from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model
+from pretrain.config.attention_schema import AttentionConfig
+from pretrain.config.model_schema import MlpConfig, Model
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.data.tokenizers.tokenizer_training import train_tokenizer
 from pretrain.errors import CheckpointError, ConfigError, DataError

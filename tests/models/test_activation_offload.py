@@ -9,7 +9,7 @@ import torch
 from family_cases import FAMILIES
 from test_recomputation import LLAMA, QUICK, gradients, loss_of, model_of, network_of
 
-from pretrain.config.model_schema import AttentionConfig
+from pretrain.config.attention_schema import AttentionConfig
 from pretrain.parallel import activation_offload
 from pretrain.parallel.activation_offload import StoredTensors, offload_activations
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.config.model_schema import AttentionConfig, Model
+from pretrain.config.attention_schema import AttentionConfig
+from pretrain.config.model_schema import Model
 from pretrain.models.attention import attend
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete

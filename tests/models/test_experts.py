@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pretrain.config.model_schema import ExpertsConfig, MlpConfig, Model
-from pretrain.config.schema import Optim
+from pretrain.config.optim_schema import Optim
 from pretrain.conventions import IGNORED
 from pretrain.distributed.mesh import Mesh
 from pretrain.errors import ConfigError

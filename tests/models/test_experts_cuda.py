@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretrain.config.model_schema import ExpertsConfig, Latent, Model
+from pretrain.config.attention_schema import Latent
+from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.models import build_network
 from pretrain.models import experts as experts_module
 from pretrain.models.experts import Experts, dispatch

@@ -6,7 +6,8 @@ import pytest
 from presets import PUBLISHED
 from running import losses, run_main, train
 
-from pretrain.config.model_schema import Model, Rope
+from pretrain.config.attention_schema import Rope
+from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.model_schema import Model, Norm
-from pretrain.config.schema import Optim
+from pretrain.config.optim_schema import Optim
 from pretrain.conventions import IGNORED
 from pretrain.errors import ConfigError
 from pretrain.models import build_network

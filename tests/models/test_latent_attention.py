@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain.config.model_schema import AttentionConfig, Latent, Model, Norm, Rope
+from pretrain.config.attention_schema import AttentionConfig, Latent, Rope
+from pretrain.config.model_schema import Model, Norm
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.attention import Cache, LatentAttention

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretrain.config.attention_schema import AttentionConfig, Rope
 from pretrain.config.keys import check_effects
-from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, MlpConfig, Model, Norm, Rope
+from pretrain.config.model_schema import ExpertsConfig, MlpConfig, Model, Norm
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, families, family_of

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, MlpConfig, Model, Rope
+from pretrain.config.attention_schema import AttentionConfig, Rope
+from pretrain.config.model_schema import ExpertsConfig, MlpConfig, Model
 from pretrain.models.families import complete, families, family_of
 from pretrain.models.families.declare.other_readers import llama_cpp_problem, reader_notes
 from pretrain.models.shape import flat, with_values
@@ -102,7 +103,7 @@ def test_a_family_as_it_comes_is_one_that_llama_cpp_computes(family):
     if family.name == "qwen3_moe":
         sparse = {"experts": ExpertsConfig(count=4, active=2, normalise=True)}
     if family.name == "deepseek_v3":
-        from pretrain.config.model_schema import Latent
+        from pretrain.config.attention_schema import Latent
 
         latent = Latent(kv_rank=12, query_rank=20, rope_dim=4, plain_dim=10, value_dim=6)
         sparse = {"latent": latent, "experts": ExpertsConfig(count=8, active=3, ffn_dim=20, scale=2.5)}

@@ -12,7 +12,8 @@ from family_cases.phi3 import phi3
 from family_cases.qwen2 import qwen2
 from presets import PUBLISHED, preset
 
-from pretrain.config.model_schema import AttentionConfig, Model
+from pretrain.config.attention_schema import AttentionConfig
+from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, families, family_of, family_of_hf
 from pretrain.models.families.declare.family import REQUIRED

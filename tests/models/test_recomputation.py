@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.config.keys import RENAMED, REVALUED
 from pretrain.config.model_schema import EncoderConfig, Model
-from pretrain.config.schema import Config, Parallel
+from pretrain.config.parallel_schema import Parallel
+from pretrain.config.schema import Config
 from pretrain.config.written import of_today
 from pretrain.errors import ConfigError
 from pretrain.models import build_network

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from pretrain.config.model_schema import AttentionConfig, ExpertsConfig, Model
+from pretrain.config.attention_schema import AttentionConfig
+from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.models.loss import Losses

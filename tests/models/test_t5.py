@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretrain.config.model_schema import AttentionConfig, EncoderConfig, MlpConfig, Model, Norm, Relative, Rope
+from pretrain.config.attention_schema import AttentionConfig, Relative, Rope
+from pretrain.config.model_schema import EncoderConfig, MlpConfig, Model, Norm
 from pretrain.conventions import IGNORED
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.huggingface.export_model import export

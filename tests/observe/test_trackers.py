@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.schema import Config, Log, MlflowLog, PrometheusLog, TrackioLog, WandbLog
+from pretrain.config.log_schema import Log, MlflowLog, PrometheusLog, TrackioLog, WandbLog
+from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.observe import trackers
 from pretrain.observe.background import InBackground

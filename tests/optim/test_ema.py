@@ -8,7 +8,7 @@ from running import losses, run_main, some_slow, state_of, train
 from safetensors.torch import load_file
 from torch import nn
 
-from pretrain.config.schema import Optim
+from pretrain.config.optim_schema import Optim
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.export_model import export
 from pretrain.observe.metrics import read_metrics

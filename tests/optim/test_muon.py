@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pretrain.config.model_schema import ExpertsConfig, Model
-from pretrain.config.schema import MuonOptions, Optim, ParameterGroup
+from pretrain.config.optim_schema import MuonOptions, Optim, ParameterGroup
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.families import complete

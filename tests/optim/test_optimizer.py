@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain.config.schema import Model, Optim
+from pretrain.config.optim_schema import Optim
+from pretrain.config.schema import Model
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.optim import optimizer as optimizer_file

@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pretrain.config.data_schema import Data
-from pretrain.config.schema import Batch, BatchStage, Config, RateStage, Run, Schedule
+from pretrain.config.optim_schema import RateStage, Schedule
+from pretrain.config.schema import Batch, BatchStage, Config, Run
 from pretrain.errors import ConfigError
 from pretrain.optim.schedule import check, learning_rate
 from pretrain.train.resolve import tokens_as_steps

@@ -13,7 +13,7 @@ from test_optimizers_in_layouts import EXPERTS, LAYOUTS, OPTIMIZERS, whole
 
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
-from pretrain.config.schema import Optim
+from pretrain.config.optim_schema import Optim
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.optim.adamw import AdamW

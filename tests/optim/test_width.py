@@ -7,7 +7,7 @@ import torch
 from running import largest_relative_difference, losses, run_main, train
 
 from pretrain.config.model_schema import EncoderConfig, ExpertsConfig, Model
-from pretrain.config.schema import Optim, ParameterGroup
+from pretrain.config.optim_schema import Optim, ParameterGroup
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.models.width import initial_scales

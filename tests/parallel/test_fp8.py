@@ -7,7 +7,7 @@ import torch
 from running import gradients, losses, run_main, train
 
 from pretrain.config.model_schema import ExpertsConfig, Model
-from pretrain.config.schema import Precision
+from pretrain.config.parallel_schema import Precision
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.families import complete

@@ -13,7 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pretrain.config.load import load_config
-from pretrain.config.schema import Batch, Config, Parallel
+from pretrain.config.parallel_schema import Parallel
+from pretrain.config.schema import Batch, Config
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError

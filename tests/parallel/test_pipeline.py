@@ -15,7 +15,8 @@ from running import some_slow
 from test_shared_models import LOSS, OWN, batch
 
 from pretrain.config.model_schema import EncoderConfig, ExpertsConfig, Model, Norm
-from pretrain.config.schema import Config, Parallel
+from pretrain.config.parallel_schema import Parallel
+from pretrain.config.schema import Config
 from pretrain.equivalence.comparison import NEGLIGIBLE
 from pretrain.models.families import complete
 from pretrain.parallel.pipeline_order import BACKWARD, DEFERRING, FORWARD, WEIGHT, bubble, cut, needs, order

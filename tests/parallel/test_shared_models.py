@@ -10,18 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config.model_schema import (
-    AttentionConfig,
-    EncoderConfig,
-    ExpertsConfig,
-    Latent,
-    MlpConfig,
-    Model,
-    Norm,
-    Relative,
-    Rope,
-)
-from pretrain.config.schema import Config, Loss, Parallel
+from pretrain.config.attention_schema import AttentionConfig, Latent, Relative, Rope
+from pretrain.config.model_schema import EncoderConfig, ExpertsConfig, MlpConfig, Model, Norm
+from pretrain.config.parallel_schema import Parallel
+from pretrain.config.schema import Config, Loss
 from pretrain.conventions import IGNORED, sample_keys
 from pretrain.equivalence.comparison import NEGLIGIBLE
 from pretrain.errors import ConfigError

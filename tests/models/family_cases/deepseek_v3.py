@@ -1,7 +1,8 @@
 """What the tests know of DeepSeek-V3."""
 
 from family_cases import LLAMA
-from pretrain.config.model_schema import ExpertsConfig, Latent, Model, Rope
+from pretrain.config.attention_schema import Latent, Rope
+from pretrain.config.model_schema import ExpertsConfig, Model
 
 SMALL = {"dim": 32, "layers": 3, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 LATENT = Latent(kv_rank=12, query_rank=20, rope_dim=4, plain_dim=10, value_dim=6)

@@ -1,7 +1,8 @@
 """What the tests know of ERNIE 4.5 with experts."""
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import ExpertsConfig, Model, Rope
+from pretrain.config.attention_schema import Rope
+from pretrain.config.model_schema import ExpertsConfig, Model
 
 SMALL = {"dim": 32, "layers": 3, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 

@@ -1,6 +1,7 @@
 """What the tests know of GPT-NeoX and Pythia."""
 
-from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model, Rope
+from pretrain.config.attention_schema import AttentionConfig, Rope
+from pretrain.config.model_schema import MlpConfig, Model
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "vocab_size": 61}
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model, Rope
+from pretrain.config.attention_schema import AttentionConfig, Rope
+from pretrain.config.model_schema import MlpConfig, Model
 
 # The published files divide logits by 8 or 16. Undivided ones are of 15 here, where the last bit alone is 1e-6.
 SMALL = {"logit_multiplier": 0.125, "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}

@@ -1,7 +1,8 @@
 """What the tests know of MiniMax-M2."""
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import ExpertsConfig, Model, Rope
+from pretrain.config.attention_schema import Rope
+from pretrain.config.model_schema import ExpertsConfig, Model
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 20, "vocab_size": 61}
 

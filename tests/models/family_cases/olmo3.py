@@ -4,7 +4,8 @@ from typing import Any
 
 from family_cases import LLAMA
 from family_cases.olmo2 import olmo2
-from pretrain.config.model_schema import AttentionConfig, Model, Rope
+from pretrain.config.attention_schema import AttentionConfig, Rope
+from pretrain.config.model_schema import Model
 
 SMALL = {"dim": 32, "layers": 5, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 YARN = {"scaling": "yarn", "factor": 8.0, "original_length": 16, "attention_factor": 1.2}

@@ -3,7 +3,8 @@
 from typing import Any
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import AttentionConfig, Model, Rope
+from pretrain.config.attention_schema import AttentionConfig, Rope
+from pretrain.config.model_schema import Model
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 

@@ -1,7 +1,8 @@
 """What the tests know of SmolLM3."""
 
 from family_cases import LLAMA, hub
-from pretrain.config.model_schema import AttentionConfig, MlpConfig, Model, Rope
+from pretrain.config.attention_schema import AttentionConfig, Rope
+from pretrain.config.model_schema import MlpConfig, Model
 
 SMALL = {"dim": 32, "layers": 5, "heads": 4, "ffn_dim": 48, "vocab_size": 61}
 

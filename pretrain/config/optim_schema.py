@@ -1,0 +1,198 @@
+"""The sections optim and schedule: who updates the weights, and at which rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pretrain.config.keys import MOST_STEPS, UNSET, key, section
+
+
+@dataclass
+class ParameterGroup:
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    pattern: str = key(
+        "???",
+        "Names of parameters, where `*` stands for any characters, e.g. `layers.*.attention.*`; quoted in YAML. Of several groups that match "
+        "a name the first one holds.",
+    )
+    lr_scale: float = key(1.0, "Their learning rate, as a share of the schedule's. 0: they stay as they are.", ge=0, le=1e6)
+    weight_decay: float | None = key(
+        None,
+        "Their weight decay, also for norms, biases and embeddings. By default that of `optim.weight_decay` and its rule.",
+        ge=0,
+        le=1000,
+    )
+
+
+@dataclass
+class MuonOptions:
+    """Options of Muon, for the matrices of blocks. All other parameters get AdamW with `optim.betas` and `optim.eps`."""
+
+    momentum: float = key(0.95, "Decay rate of the running mean of gradients (Nesterov's).", ge=0, lt=1)
+    polynomial: Literal["polar_express", "quintic"] = key(
+        "polar_express",
+        "What brings singular values to 1: the best polynomial of each iteration (arXiv 2505.16932), or one for all of them, which leaves "
+        "them between 0.7 and 1.2 (kellerjordan.github.io/posts/muon).",
+    )
+    iterations: int = key(5, "Iterations of the polynomial.", ge=1, le=20)
+
+
+@dataclass
+class AdafactorOptions:
+    """Options of Adafactor. Its state is a number per row and per column."""
+
+    decay: float = key(
+        0.8,
+        "The mean of squares takes in a share of step^-decay of the new ones: all of them at first, less and less later.",
+        gt=0,
+        le=1,
+    )
+    clip: float = key(1.0, "Root mean square of a parameter's update beyond which it is scaled down.", gt=0, le=1e6)
+    least_scale: float = key(
+        1e-3,
+        "Steps are as large as the learning rate times the root mean square of the weights, or times this where those are smaller.",
+        gt=0,
+        le=1e6,
+    )
+
+
+@dataclass
+class Optim:
+    """The optimizer. Norms, biases and embeddings get no weight decay, by rule."""
+
+    name: Literal["adamw", "lion", "muon", "adafactor"] = key(
+        "adamw",
+        "AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where torch has it; Lion (arXiv 2302.06675); Muon for the matrices of blocks and "
+        "AdamW for the rest, at one rate (arXiv 2502.16982); Adafactor (arXiv 1804.04235), with steps in proportion to the weights.",
+        resume="never",
+    )
+    lr: float = key(
+        3e-4,
+        "Peak learning rate; `schedule` scales it.",
+        gt=0,
+        le=1e38,
+    )
+    betas: tuple[float, float] = key(
+        (0.9, 0.95),
+        "Decay rates of the running means of the gradient and of its square.",
+        ge=0,
+        lt=1,
+        when={"optim.name": ("adamw", "lion", "muon")},
+    )
+    eps: float = key(
+        1e-8,
+        "Added to the root of the mean square that a step is divided by.",
+        gt=0,
+        le=1,
+        when={"optim.name": ("adamw", "muon")},
+    )
+    weight_decay: float = key(
+        0.1,
+        "Decoupled weight decay, times the learning rate.",
+        ge=0,
+        le=1000,
+    )
+    clip: float = key(
+        1.0,
+        "Largest 2-norm of all gradients together; larger ones are scaled down to it. 0: never.",
+        ge=0,
+        le=1e30,
+    )
+    skip_nonfinite: int = key(
+        0,
+        "Steps in a row that may be skipped because their loss or gradient is not finite; one more ends the run. A skipped step changes "
+        "neither weights nor optimizer state, and its samples are consumed. 0: the first one ends the run.",
+        ge=0,
+        resume="free",
+        le=MOST_STEPS,
+    )
+    base_width: int | None = key(
+        None,
+        "The `model.dim` that `lr`, `weight_decay` and `model.init_std` were tuned at. At another one, matrices are drawn and updated so that "
+        "the best values stay the best (muP, arXiv 2203.03466): see docs/optimizers.md.",
+        ge=1,
+        le=1 << 24,
+        when={"optim.name": ("adamw", "lion")},
+    )
+    groups: list[ParameterGroup] = key([], "Parameters with a learning rate or a weight decay of their own, by name.")
+    ema_decay: float | None = key(
+        None,
+        "Keep a running mean of the weights beside them, with this decay per step (0.999, say). It is validated as well, and "
+        "tools/convert_checkpoint.py exports it by `--weights ema`.",
+        gt=0,
+        lt=1,
+    )
+    muon: MuonOptions = section(MuonOptions, when={"optim.name": ("muon",)})
+    adafactor: AdafactorOptions = section(AdafactorOptions, when={"optim.name": ("adafactor",)})
+
+
+@dataclass
+class RateStage:
+    """A stage of a piecewise learning rate."""
+
+    steps: int = key("???", "Steps of the stage.", ge=1, le=MOST_STEPS)
+    ratio: float = key("???", "Learning rate at its last step, as a share of the peak.", ge=0, le=1000)
+    shape: Literal["constant", "linear", "cosine", "exponential"] = key(
+        "linear",
+        "The way there from the rate before: at once (`constant`), by equal differences, by half a cosine, or by equal ratios.",
+    )
+
+
+@dataclass
+class Schedule:
+    """Learning rate as a pure function of the step."""
+
+    name: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise"] = key(
+        "cosine",
+        "Shape after the warmup. `cosine` and `linear` fall until the last step, `constant` stays, `wsd` (warmup-stable-decay, "
+        "arXiv 2405.18392) stays and then falls for `decay_steps`, `inverse_sqrt` (arXiv 1706.03762, section 5.3) falls with the "
+        "square root of the step, from `optim.lr` at `warmup_steps`, `piecewise` follows `stages`.",
+    )
+    warmup_steps: int = key(
+        0,
+        "Steps of linear warmup, from `optim.lr / warmup_steps` at step 1 to `optim.lr`. Shortened, with a line that says so, where `run.steps` is below.",
+        ge=0,
+        le=MOST_STEPS,
+        when={"schedule.warmup_tokens": UNSET},
+    )
+    warmup_tokens: int | None = key(
+        None,
+        "Instead of `warmup_steps`: the warmup's last step is the first that reaches so many tokens.",
+        ge=1,
+        le=2**62,
+        when={"data.pairs": UNSET},
+    )
+    min_ratio: float = key(
+        0.1,
+        "Learning rate at the last step, as a share of the peak.",
+        ge=0,
+        le=1,
+        when={"schedule.name": ("cosine", "linear", "wsd")},
+    )
+    decay_steps: int | None = key(
+        None,
+        "Steps of the final decay of `wsd`; a tenth of `run.steps` by default.",
+        ge=1,
+        when={"schedule.name": ("wsd",), "schedule.decay_tokens": UNSET},
+        le=MOST_STEPS,
+    )
+    decay_tokens: int | None = key(
+        None,
+        "Instead of `decay_steps`: tokens of the steps of the final decay.",
+        ge=1,
+        le=2**62,
+        when={"schedule.name": ("wsd",), "data.pairs": UNSET},
+    )
+    decay_shape: Literal["linear", "cosine", "1-sqrt", "exponential"] = key(
+        "linear",
+        "How `wsd` falls: by equal differences, by half a cosine, as 1 - sqrt(share of the decay) (best in arXiv 2405.18392), or by equal "
+        "ratios (arXiv 2404.06395).",
+        when={"schedule.name": ("wsd",)},
+    )
+    stages: list[RateStage] = key(
+        [],
+        "What `piecewise` does after the warmup, stage after stage; after the last one the rate stays.",
+        when={"schedule.name": ("piecewise",)},
+    )

@@ -114,6 +114,11 @@ class Continuation:
         """Whether a save has begun of which this rank still writes its part."""
         return self._saving is not None and not self._saving.is_written
 
+    def wait(self) -> None:
+        """Let what this rank still writes come to an end. A process that ends while it writes would be aborted by torch's threads."""
+        if self._saving is not None and self._saving.thread is not None:
+            self._saving.thread.join(self.plan.config.parallel.timeout_seconds)
+
     @property
     def is_saving(self) -> bool:
         """Whether a save has begun that is not finished, on all ranks alike."""

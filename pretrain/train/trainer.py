@@ -17,7 +17,7 @@ import torch
 from pretrain.data.stream import DIGEST_MODULUS, StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, DataError, TrainingError, UserError
+from pretrain.errors import CheckpointError, DataError, LostRankError, TrainingError, UserError
 from pretrain.huggingface.export_check import ExportCheck
 from pretrain.models import build_network
 from pretrain.observe.logs import TRACEBACKS
@@ -232,7 +232,11 @@ class Trainer:
             self.garbage = stack.enter_context(GarbageCollection())
             batches = stack.enter_context(closing(self.loader.batches(self.progress.samples)))
             self._open_sinks(stack)
-            outcome = self._take_steps(batches, stop, export, evaluated)
+            try:
+                outcome = self._take_steps(batches, stop, export, evaluated)
+            except Exception as error:
+                self._leave_save(error)
+                raise
             if outcome == "finished":
                 found = export.finish(lambda: stop.reason is not None) if export else None
                 self.ranks.agree("end of the export check", found, CheckpointError)
@@ -363,6 +367,16 @@ class Trainer:
             with self.ranks.part("callbacks after a save", storage=True):
                 self.callbacks.on_save(step, self.continuation.last)
 
+    def _leave_save(self, error: Exception) -> None:
+        """Before a failed run ends: complete the save that was begun, which is of a good step, if all ranks fail alike."""
+        is_alike = isinstance(error, UserError) and not isinstance(error, LostRankError) and error.rank is None
+        try:
+            if is_alike or self.ranks.world_size == 1:
+                self._finish_save()
+        except CheckpointError as another:
+            log.error("%s", another)
+        self.continuation.wait()
+
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
         """The next batch, or the reason why this rank has none. All ranks raise it together, because the others wait for this one."""
         try:
@@ -389,7 +403,6 @@ class Trainer:
         summed = self.ranks.sum(f"start of step {self.progress.step + 1}", said)
         tokens, digests, problems, stops, ends, saves, writes, *by_source = summed.tolist()
         if problems:
-            self._finish_save()
             self.ranks.attempt("reading of a batch", lambda: _raise(problem), DataError)
         if not tokens:
             samples = batch.positions.tolist() if batch else []

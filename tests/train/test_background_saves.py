@@ -25,6 +25,7 @@ from pretrain.checkpoint.save import Saving
 from pretrain.errors import CheckpointError, DataError
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.run import main
+from pretrain.train import validation
 from pretrain.train.callbacks import Callback
 from pretrain.train.trainer import Trainer
 
@@ -130,6 +131,13 @@ def failing(what: str, config_file: str, *overrides: str) -> tuple[int, str]:
 
     if what == "a step that is not finite":
         return slowly(0.3, None, config_file, *overrides, run=partial(with_bad_steps, [4]))
+    if what == "validation data that cannot be read":
+
+        def unreadable(*arguments: object) -> float:
+            arguments[5].agree("reading of validation data", "shard 9 is gone", DataError)
+
+        with patch.object(validation, "validate", unreadable):
+            return slowly(0.3, None, config_file, *overrides)
     reading = Trainer._next
 
     def gone(self: Trainer, *arguments: object) -> tuple:
@@ -146,10 +154,12 @@ def failing(what: str, config_file: str, *overrides: str) -> tuple[int, str]:
     [
         ("a step that is not finite", "step-00000003: lower optim.lr"),
         ("a batch that cannot be read", "rank 1: shard 7 is gone"),
+        ("validation data that cannot be read", "rank 0: shard 9 is gone"),
     ],
 )
-def test_a_run_that_fails_while_a_good_step_is_written_keeps_it(pool, config_file, what, said):
-    ranks = pool.launch(2, failing, what, str(config_file), *BESIDE, "parallel.strategy=ddp")
+def test_a_run_that_fails_while_a_good_step_is_written_keeps_it(pool, config_file, prepared, what, said):
+    validated = ("validation.every_steps=3", f"data.validation=[{{path: {prepared}}}]") if "validation" in what else ()
+    ranks = pool.launch(2, failing, what, str(config_file), *BESIDE, "parallel.strategy=ddp", *validated)
     assert all(code == 1 and "Traceback" not in printed for code, printed in ranks), ranks
     run = run_directory(config_file)
     assert [path.name for path in files.complete_checkpoints(run / "checkpoints")] == ["step-00000003"] and said in ranks[0][1]
@@ -195,6 +205,34 @@ def slow(self):
 Saving.write = slow
 sys.exit(main(sys.argv[1:]))
 """
+
+
+BROKEN = """
+import sys, time
+from pretrain.checkpoint.save import Saving
+from pretrain.run import main
+from pretrain.train.trainer import Trainer
+write, step = Saving.write, Trainer.step
+def slow(self):
+    if self.thread is not None:
+        time.sleep(1)
+    write(self)
+def broken(self, *arguments):
+    if self.progress.step == 3:
+        raise RuntimeError("a defect")
+    return step(self, *arguments)
+Saving.write, Trainer.step = slow, broken
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_process_with_a_defect_ends_with_its_traceback_when_its_save_is_written(config_file):
+    """torch's threads would abort a process that ends while they write."""
+    words = [sys.executable, "-c", BROKEN, "--config", config_file, *BESIDE, "parallel.strategy=single"]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1 and "RuntimeError: a defect" in done.stdout + done.stderr
+    checkpoints = run_directory(config_file) / "checkpoints"
+    assert [path.name for path in files.complete_checkpoints(checkpoints)] == ["step-00000003"] and not list(checkpoints.glob(".*"))
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_the_checkpoint_before(pool, config_file):

@@ -236,6 +236,8 @@ def test_a_missing_or_wrong_variable_of_the_multi_node_script_is_one_line_and_ex
         ({"HEAD": "a:1", "NODE_RANK": "0"}, ["--rdzv-endpoint", "a:1", ",is_host=1"]),
         ({"HEAD": "[::1]:7", "NODE_RANK": "1"}, ["--rdzv-endpoint", "[::1]:7", ",is_host=0"]),
         ({"HEAD": "[::1]", "LOCAL_ADDR": "b"}, ["--rdzv-endpoint", "[::1]:29500", "", "--local-addr", "b"]),
+        ({"HEAD": "a", "NODES": "1"}, ["--rdzv-endpoint", "a:29500", "", "--local-addr", "127.0.0.1"]),
+        ({"HEAD": "a", "NODES": "1", "LOCAL_ADDR": "b"}, ["--rdzv-endpoint", "a:29500", "", "--local-addr", "b"]),
         ({"HEAD": "a", "NODES": "1:2", "NODE_RANK": "1"}, ["--rdzv-endpoint", "a:29500", ",is_host=0"]),
         ({"HEAD": "a", "JOIN_SECONDS": "30"}, ["--rdzv-endpoint", "a:29500"]),
     ],

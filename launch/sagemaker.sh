@@ -21,15 +21,15 @@ fail() {
 resources=$base/input/config/resourceconfig.json
 [[ -f "$resources" ]] || fail "$resources is missing: this script is for a SageMaker training container"
 # shellcheck disable=SC2016
-read -r NODES NODE_RANK head interface < <(python - "$resources" <<'PYTHON'
+read -r NODES NODE_RANK head host interface < <(python - "$resources" <<'PYTHON'
 import json, sys
 said = json.load(open(sys.argv[1]))
 hosts = sorted(said["hosts"])
-print(len(hosts), hosts.index(said["current_host"]), hosts[0], said.get("network_interface_name", "-"))
+print(len(hosts), hosts.index(said["current_host"]), hosts[0], said["current_host"], said.get("network_interface_name", "-"))
 PYTHON
 ) || fail "$resources has no hosts and current_host"
-((NODES > 1)) || head=127.0.0.1
-export NODES NODE_RANK HEAD=$head:29500 SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-100}
+((NODES > 1)) || head=127.0.0.1 host=127.0.0.1
+export NODES NODE_RANK HEAD=$head:29500 LOCAL_ADDR=$host SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-100}
 if [[ "$interface" != - && "$NODES" -gt 1 ]]; then
   export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 fi

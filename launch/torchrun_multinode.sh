@@ -8,7 +8,7 @@
 #   GPUS          processes per node; the GPUs that nvidia-smi lists by default
 #   NODE_RANK     0 on the head, above elsewhere: says which node holds the rendezvous. Needed where HEAD does not resolve to
 #                 an address of the head itself (containers, several interfaces); otherwise torchrun finds out
-#   LOCAL_ADDR    this node's address as the others reach it, where its host name does not resolve to it
+#   LOCAL_ADDR    this node's address as the others reach it, where its host name does not resolve to it (one node: 127.0.0.1)
 #   RUN_ID        name of the rendezvous, the same on all nodes (default: pretrain)
 #   MAX_RESTARTS  how often all processes are started again after one dies (default: 3)
 #   SHUTDOWN_TIMEOUT  seconds that a process told to stop has for its last checkpoint (default: 300)
@@ -65,6 +65,8 @@ if [[ -n "${NODE_RANK:-}" ]]; then
   limits+=,is_host=$((NODE_RANK == 0))
 fi
 options+=(--rdzv-conf "$limits")
+# torchrun tells the processes to meet at this host's name, and a container need not be able to resolve its own.
+[[ "$NODES" != 1 ]] || LOCAL_ADDR=${LOCAL_ADDR:-127.0.0.1}
 [[ -z "${LOCAL_ADDR:-}" ]] || options+=(--local-addr "$LOCAL_ADDR")
 
 # Each attempt's workers meet in a store of their own: in torchrun's they would find the addresses of the dead attempt.

@@ -1,4 +1,4 @@
-"""A run as a terminal page that follows it: state, speed, losses, the last checkpoint, and what the ranks had to say."""
+"""A run as a terminal page that follows it: state, speed, losses, the last checkpoint, what the ranks do and had to say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from rich.text import Text
 
 from pretrain.errors import DataError
 from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, read_lines, read_metrics
+from pretrain.observe.rank_file import RANKS_FILE
 from pretrain.observe.run_story import unix_seconds
+from pretrain.observe.watch_ranks import rank_parts
 
 BARS = "▁▂▃▄▅▆▇█"
 EVENT = re.compile(r"^(?P<time>\S+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)$")
@@ -27,17 +29,26 @@ SILENT_LINES = 20
 """A run is shown as silent if its last line is older than this many lines take."""
 
 
+LIVE_STATES = ("starting", "running", "failed")
+"""States in which it matters what the ranks do, or did last."""
+
+
 def page(run: Path, width: int) -> RenderableType:
     """The page as it stands now. `width`: of the terminal, in columns. Raises DataError for a directory without a run."""
+    status, ranks = _json(run / "status.json"), _json(run / RANKS_FILE)
     if not (run / STARTS_FILE).is_file():
-        raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
-    status = _json(run / "status.json")
+        if not ranks:
+            raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
+        parts = [Text("starting", style="bold yellow"), *rank_parts(ranks, width), *_events(run)]
+        return Panel(Group(*parts), title=str(run), title_align="left")
     start = list(read_lines(run / STARTS_FILE))[-1]
     records = read_metrics(run) if (run / METRICS_FILE).is_file() else []
     steps = start["config"]["run"]["steps"]
     parts: list[RenderableType] = [_headline(run, status, records), _bar(status.get("step", 0), steps, width)]
     if records:
-        parts += [_numbers(records, start), _curve(records, width)]
+        parts += [_numbers(records, start, width), _curve(records, width)]
+    if status.get("state", "starting") in LIVE_STATES:
+        parts += rank_parts(ranks, width)
     parts += [_place(status, start, run), *_events(run)]
     return Panel(Group(*parts), title=str(run), title_align="left")
 
@@ -69,8 +80,8 @@ def _bar(step: int, steps: int, width: int) -> Table:
     return row
 
 
-def _numbers(records: list[dict[str, Any]], start: dict[str, Any]) -> Table:
-    last, table = records[-1], Table.grid(padding=(0, 3))
+def _numbers(records: list[dict[str, Any]], start: dict[str, Any], width: int) -> Table:
+    last, table, pairs = records[-1], Table.grid(padding=(0, 3)), 1 if width < 90 else 2 if width < 140 else 3
     rank_speed = (last.get("tokens_per_second") or 0.0) / start.get("world_size", 1)
     cells = {
         "loss": _form(last.get("loss"), ".4f"),
@@ -93,8 +104,8 @@ def _numbers(records: list[dict[str, Any]], start: dict[str, Any]) -> Table:
         for name, value in (measured or {field: {}})[field].items():
             cells[f"{field.replace('_', ' ')} {name}"] = f"{value:.4f} at step {measured['step']:,}"
     shown = [(name, value) for name, value in cells.items() if value != "-"]
-    for first in range(0, len(shown), 2):
-        table.add_row(*(part for name, value in shown[first : first + 2] for part in (Text(name, style="dim"), value)))
+    for first in range(0, len(shown), pairs):
+        table.add_row(*(part for name, value in shown[first : first + pairs] for part in (Text(name, style="dim"), value)))
     return table
 
 

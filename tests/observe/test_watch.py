@@ -15,9 +15,9 @@ from pretrain.errors import DataError
 from pretrain.observe.watch import page
 
 
-def shown(run, width: int = 100) -> str:
+def shown(run, width: int = 100, height: int | None = None) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))
-    console.print(page(run, width))
+    console.print(page(run, width, height))
     return console.export_text()
 
 

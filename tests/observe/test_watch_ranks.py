@@ -303,3 +303,5 @@ def test_the_page_fits_the_terminal_and_cuts_no_number(run, width):
     assert "123,456" in row and "callbacks of a step" in row and "1h06m" in row and "1.250 s" in row
     assert "step 100 of 200" in text and "50.0%" in text and "8.0000" in text and "gradient norm" in text
     assert len(lines) < 45
+    low = shown(run, width, height=24)
+    assert len(low.splitlines()) <= 24 and "4.0000 at step 100" in low and row in low.splitlines() and "last checkpoint" in low

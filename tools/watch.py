@@ -1,4 +1,4 @@
-"""Follow a run in the terminal: state, speed, losses, last checkpoint, warnings of all ranks. It only reads files: it works on any host that sees them."""
+"""Follow a run in the terminal: state, speed, losses, what each rank does, warnings of all ranks. It only reads files: it works on any host that sees them."""
 
 import argparse
 import sys
@@ -32,10 +32,12 @@ def watch(arguments: argparse.Namespace) -> None:
         console.print(page(arguments.run, console.width))
         return
     try:
-        with Live(page(arguments.run, console.width), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        with Live(
+            page(arguments.run, console.width, console.height), console=console, screen=console.is_terminal, auto_refresh=False
+        ) as live:
             while True:
                 time.sleep(arguments.seconds)
-                live.update(page(arguments.run, console.width), refresh=True)
+                live.update(page(arguments.run, console.width, console.height), refresh=True)
     except KeyboardInterrupt:
         console.print(page(arguments.run, console.width))
 

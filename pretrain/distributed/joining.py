@@ -68,6 +68,8 @@ class Meeting:
             self.switchboard = _start_switchboard(self.point, world_size)
         _open = self
         self.monitor = Monitor(rank, local_rank, timeout_seconds)
+        if self.switchboard is not None:
+            self.monitor.switchboard_seconds = lambda: self.switchboard.seconds
         self.monitor.listen_to_signals()
         self.monitor.start()
         threading.Thread(target=self._look_for_switchboard, name="joining", daemon=True).start()

@@ -30,7 +30,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.distributed.activity import bytes_moved, waits_for_storage
 from pretrain.distributed.channel import Channel
+from pretrain.distributed.pace import Pace
 from pretrain.distributed.standing import Mark
 from pretrain.distributed.switchboard import ANSWER_SECONDS
 from pretrain.errors import LostRankError, UserError, print_error
@@ -50,7 +52,6 @@ LEAVE_SECONDS = 60.0
 _VERDICT_SECONDS = 8.0
 _TICK_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
 
 SWITCHBOARD = -1
 """`Doom.of`, if this rank has lost its connection to the switchboard."""
@@ -79,6 +80,11 @@ class Monitor(threading.Thread):
         """The switchboard's messages while the ranks are joining (joining.py)."""
         self.on_end: Callable[[str], None] | None = None
         """Called with the line before this thread ends the process: status.json, the log."""
+        self.on_ranks: Callable[[dict[str, Any]], None] | None = None
+        """Called on the main rank with what all ranks do, every few seconds (roll_call.py). It must not wait for anything."""
+        self.pace = Pace()
+        self.switchboard_seconds: Callable[[], float] = lambda: 0.0
+        """Processor time of this process's switchboard: it serves all ranks also where this one hangs."""
         self.log_file: Path | None = None
         self.busy_elsewhere = False
         """Whether the parts of a step run on a GPU."""
@@ -108,10 +114,14 @@ class Monitor(threading.Thread):
     # ---- what the main thread says ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def doing(self, name: str, waiting: bool = False, device: bool = False, storage: bool = False) -> Iterator[None]:
+    def doing(
+        self, name: str, waiting: bool = False, device: bool = False, storage: bool = False, exchanges: bool = False
+    ) -> Iterator[None]:
         """Name an operation, so that all can know that this rank is in it. A collective that fails in it is explained."""
-        self._set(Mark(self.mark.number + waiting, name, waiting, device, storage))
-        self._parts.append(self.mark)
+        mark = Mark(self.mark.number + waiting, name, waiting, device, storage, exchanges=exchanges)
+        self._set(mark)
+        self._parts.append(mark)
+        entered = self.pace.enter(mark)
         try:
             yield
         except RuntimeError as error:
@@ -120,6 +130,7 @@ class Monitor(threading.Thread):
             raise self.explain(error) from error
         finally:
             self._parts.pop()
+            self.pace.leave(mark, entered)
             outside = self._parts[-1] if self._parts else Mark(name=name, past=True)
             self._set(replace(outside, number=self.mark.number, waiting=False))
 
@@ -242,7 +253,13 @@ class Monitor(threading.Thread):
         for message in messages:
             kind = message["kind"]
             if kind == "call":
-                self.send("at", call=message["call"], mark=asdict(self.mark), seconds=self._seconds(), idle=self._idle())
+                more = {"step": self.pace.step, "own": self.pace.own_seconds}
+                self.send(
+                    "at", call=message["call"], mark=asdict(self.mark), seconds=self._seconds(), idle=self._idle(), **more
+                )
+            elif kind == "ranks":
+                if (tell := self.on_ranks) is not None:
+                    tell(message["roll"])
             elif kind == "verdict":
                 self._verdict = message["line"]
                 self._judged.set()
@@ -294,9 +311,9 @@ class Monitor(threading.Thread):
 
     def _look(self, now: float) -> None:
         """Once a second: look for what has lasted too long."""
-        activity = time.process_time(), _bytes_moved()
+        activity = time.process_time() - self.switchboard_seconds(), bytes_moved()
         is_busy = activity[0] - self._activity[0] > 0.02 or activity[1] - self._activity[1] > 1 << 16
-        if is_busy or _waits_for_storage():
+        if is_busy or waits_for_storage():
             self._active = now
         self._activity = activity
         if self._channel is None and self._doom is not None and self._doom.of == SWITCHBOARD:
@@ -384,22 +401,3 @@ def is_communication(error: BaseException) -> bool:
 
     said = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
     return isinstance(error, dist.DistError) or any(part in str(error) for part in said)
-
-
-def _waits_for_storage() -> bool:
-    """Whether the main thread is inside a read, write or flush that the system has not finished (state D)."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"D"
-    except (OSError, IndexError):
-        return False
-
-
-def _bytes_moved() -> int:
-    """Bytes that this process has read and written, where the system counts them."""
-    try:
-        with open("/proc/self/io", "rb") as file:
-            fields = dict(line.split(b":") for line in file.read().splitlines())
-        return int(fields[b"rchar"]) + int(fields[b"wchar"])
-    except (OSError, KeyError, ValueError):
-        return 0

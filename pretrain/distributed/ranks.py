@@ -112,13 +112,23 @@ class Ranks:
     def _together(self, name: str) -> AbstractContextManager:
         return self.monitor.doing(name, waiting=True) if self.monitor else nullcontext()
 
-    def part(self, name: str, device: bool = False, storage: bool = False) -> AbstractContextManager:
+    def part(self, name: str, device: bool = False, storage: bool = False, exchanges: bool = False) -> AbstractContextManager:
         """Name a part of this rank's work. Ranks that wait can see the name, and a collective that fails in the part is explained.
 
-        `device`: the ranks exchange gradients or weights in it. `storage`: it writes or removes files, and a stop that ends it
-        loses what it wrote.
+        `device`: the ranks exchange gradients or weights in it. `exchanges`: on a CPU it sleeps only to wait for them. `storage`: it
+        writes or removes files, and a stop that ends it loses what it wrote.
         """
-        return self.monitor.doing(name, device=device, storage=storage) if self.monitor else nullcontext()
+        return self.monitor.doing(name, device=device, storage=storage, exchanges=exchanges) if self.monitor else nullcontext()
+
+    def begin_step(self, number: int) -> None:
+        """Say that the ranks agree on this step next, so that the time between two steps is known (pace.py)."""
+        if self.monitor is not None:
+            self.monitor.pace.begin_step(number)
+
+    def tell_of_ranks(self, tell: Callable[[dict[str, Any]], None] | None) -> None:
+        """From now on call `tell` on the main rank with what all ranks do, every few seconds and in another thread (roll_call.py)."""
+        if self.monitor is not None and self.is_main:
+            self.monitor.on_ranks = tell
 
     def attempt(self, name: str, action: Callable[[], T], kind: type[UserError], storage: bool = False) -> T:
         """The result of `action` on this rank. If it fails on any rank, all raise the first failure, naming its rank.
@@ -197,6 +207,7 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
     monitor, timeout = meeting.monitor, timedelta(seconds=config.parallel.timeout_seconds)
     if monitor is not None:
         monitor.busy_elsewhere = device.type == "cuda"
+        monitor.pace.sees_sleep = device.type == "cpu"
     # If a collective takes too long, NCCL ends the process without a message. The monitor comes first, and has one.
     patience = timeout + timedelta(seconds=_ABORT_SECONDS) if backend == "nccl" else timeout
     _limit_groups(patience)

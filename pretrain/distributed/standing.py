@@ -21,8 +21,8 @@ class Mark:
     """The current work of a process: a control operation (`waiting`) or a part of its own work, or it is `past` one of the two.
 
     `number` counts the control operations that it has begun; every rank has the same order. `device`: the ranks exchange gradients or
-    weights in this part, so it may wait for another rank without saying so. `storage`: this part writes or removes files, and may wait
-    for storage without a sign.
+    weights in this part, so it may wait for another rank without saying so. `exchanges`: on a CPU it sleeps only to wait for them.
+    `storage`: this part writes or removes files, and may wait for storage without a sign.
     """
 
     number: int = 0
@@ -31,6 +31,7 @@ class Mark:
     device: bool = False
     storage: bool = False
     past: bool = False
+    exchanges: bool = False
 
     def __str__(self) -> str:
         return f"{'waiting at' if self.waiting else 'past' if self.past else 'in'} '{self.name}'"
@@ -38,8 +39,8 @@ class Mark:
 
 @dataclass
 class Standing:
-    """One rank, as the switchboard sees it. `mark`, the `seconds` in it and the `idle` seconds come from its last
-    answer.
+    """One rank, as the switchboard sees it. `mark`, the `seconds` in it, the `idle` seconds, its `step` and its `own` seconds in a step (pace.py)
+    come from its last answer, which was `heard` at that time.
 
     `gone`: its connection broke off. `silent`: it does not answer, for `unheard` seconds so far. `left`: its last message,
     with `left_alone` if it does not end because of another rank. `broken`: its own collective failed.
@@ -59,6 +60,9 @@ class Standing:
     mark: Mark | None = None
     seconds: float = 0.0
     idle: float = 0.0
+    step: int = 0
+    own: float | None = None
+    heard: float | None = None
 
     @property
     def title(self) -> str:

@@ -9,8 +9,9 @@
     ask      who is awaited?     ──▶     call      to everyone ──▶ at (what I am doing) ──▶ answer
     broken   my collective failed ─▶     verdict   to everyone: one line, and who is to blame
     stuck    told to stop, and cannot ▶  verdict   if it is certain that a rank hangs
+    (every 3 s, once the run has logs)   call      to everyone ──▶ at ──▶ ranks, to the main rank: what all do (roll_call.py)
 
-Nothing is sent while all is well. Messages are lines of JSON, and nothing in them is executed.
+Messages are lines of JSON, and nothing in them is executed.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.distributed.channel import LONGEST_HELLO, PROTOCOL, Channel, listen
+from pretrain.distributed.roll_call import ANSWER_PATIENCE, interval, roll
 from pretrain.distributed.standing import Mark, Standing, awaited, hung, listing, numbers, pointer, verdict
 
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 3.0
 """How long a rank may take to say what it is doing before it counts as silent."""
+
+
+_ROLL = -1
+"""`call` of a roll call: its answers conclude no inquiry."""
 
 
 @dataclass
@@ -44,7 +50,7 @@ class _Inquiry:
 
 
 class Switchboard(threading.Thread):
-    """Listens at `port`. All state belongs to the thread; other threads read `went` and `everyone_left`, and call `close`."""
+    """Listens at `port`. All state belongs to the thread; other threads read `went`, `seconds` and `everyone_left`, and call `close`."""
 
     def __init__(self, world_size: int, port: int) -> None:
         super().__init__(name="switchboard", daemon=True)
@@ -61,12 +67,15 @@ class Switchboard(threading.Thread):
         self._facts: dict[str, Any] | None = None
         self._failure: dict[str, str] | None = None  # of the start
         self.went = False
+        self.seconds = 0.0  # of a processor, that the thread has used
         self._verdict: str | None = None
         self._logs: str | None = None
         self._calls = 0
         self._answered: set[int] = set()
         self._silent_since: dict[int, float] = {}
         self._inquiries: list[_Inquiry] = []
+        self._next_roll, self._roll_ends = 0.0, None  # when the ranks are called again; until when they may answer
+        self._called: set[int] = set()  # those that have not answered the last roll call
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
 
@@ -83,6 +92,8 @@ class Switchboard(threading.Thread):
                 else:  # the other end of _wake is closed
                     closing = True
             self._conclude()
+            self._call_the_roll()
+            self.seconds = time.thread_time()
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()
         self._selector.close()
@@ -167,6 +178,7 @@ class Switchboard(threading.Thread):
         standing = self._standings[rank]
         again = standing.came
         standing.came, standing.host, standing.process, standing.gone = True, host, process, False
+        self._called.discard(rank)
         who.append(rank)
         channel.trust()
         self._channels[rank] = channel
@@ -233,7 +245,9 @@ class Switchboard(threading.Thread):
     def _on_at(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.mark = Mark(**message["mark"])
         standing.seconds, standing.idle, standing.silent = message["seconds"], message["idle"], False
+        standing.step, standing.own, standing.heard = message["step"], message["own"], time.monotonic()
         self._silent_since.pop(standing.rank, None)
+        self._called.discard(standing.rank)
         if message["call"] == self._calls:
             self._answered.add(standing.rank)
 
@@ -309,9 +323,24 @@ class Switchboard(threading.Thread):
         return standing.came and standing.left is None and not standing.gone
 
     def _patience(self) -> float | None:
-        if not self._inquiries:
-            return None
-        return max(0.0, min(inquiry.deadline for inquiry in self._inquiries) - time.monotonic())
+        times = [inquiry.deadline for inquiry in self._inquiries]
+        if self._logs is not None:
+            times.append(self._roll_ends if self._roll_ends is not None else self._next_roll)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _call_the_roll(self) -> None:
+        """Call all ranks now and then, and tell the main rank what they do. It judges nobody: a rank that does not answer is only shown."""
+        now = time.monotonic()
+        if self._logs is None:
+            return
+        if self._roll_ends is None and now >= self._next_roll:
+            self._next_roll, self._roll_ends = now + interval(self.world_size), now + ANSWER_PATIENCE
+            for rank in [rank for rank in self._channels if rank not in self._called]:  # a stopped rank's calls do not pile up
+                self._called.add(rank)
+                self._send(rank, "call", call=_ROLL)
+        elif self._roll_ends is not None and (now >= self._roll_ends or not self._called & self._channels.keys()):
+            self._roll_ends = None
+            self._send(0, "ranks", roll=roll(self._standings, now))
 
     def _conclude(self) -> None:
         for inquiry in list(self._inquiries):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import logging
 import re
 import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 from pretrain.config.log_schema import Log
 from pretrain.config.schema import Config
@@ -24,7 +26,10 @@ from pretrain.observe.prometheus import Prometheus
 from pretrain.observe.sinks import Console, JsonLines, Sink, TensorBoard
 from pretrain.storage import replace_text
 
+log = logging.getLogger(__name__)
+
 TRACKERS_FILE = "trackers.json"
+SAMPLE_COLUMNS = ["step", "prompt", "continuation"]
 MLFLOW_BATCH = {"metrics": 1000, "params": 100}
 """The most that a request of MLflow's REST API takes (mlflow.org, "Log Batch")."""
 MLFLOW_VALUE = 6000
@@ -73,6 +78,11 @@ def kept_id(directory: Path, tracker: str, new_id: str | None = None) -> str | N
     return kept.get(tracker)
 
 
+def sample_rows(record: StepRecord) -> list[list[Any]]:
+    """The record's samples as rows of SAMPLE_COLUMNS."""
+    return [[record.step, prompt, text] for prompt, text in (record.samples or {}).items()]
+
+
 class WeightsAndBiases(Sink):
     """A run of Weights & Biases. Its curves have the optimizer step as x-axis; `wandb.Run.log` cannot go back in steps of its own."""
 
@@ -99,8 +109,11 @@ class WeightsAndBiases(Sink):
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: StepRecord) -> None:
+        import wandb
+
         self._last = record.step
-        self._run.log({"step": record.step, **record.numbers()})
+        texts = {"samples": wandb.Table(SAMPLE_COLUMNS, sample_rows(record))} if record.samples else {}
+        self._run.log({"step": record.step, **record.numbers(), **texts})
 
     def close(self) -> None:
         if (run := getattr(self, "_run", None)) is not None:
@@ -117,7 +130,7 @@ class MlFlow(Sink):
     def open(self, directory: Path, config: Config, step: int) -> None:
         from mlflow.tracking import MlflowClient
 
-        chosen, self._steps, self._last = config.log.mlflow, config.run.steps, step
+        chosen, self._steps, self._last, self._warned = config.log.mlflow, config.run.steps, step, False
         self._client = MlflowClient(chosen.uri)
         self._id = kept_id(directory, "mlflow")
         if self._id is None:
@@ -145,6 +158,23 @@ class MlFlow(Sink):
         ]
         for first in range(0, len(metrics), MLFLOW_BATCH["metrics"]):
             self._client.log_batch(self._id, metrics=metrics[first : first + MLFLOW_BATCH["metrics"]])
+        if record.samples:
+            self._log_samples(record)
+
+    def _log_samples(self, record: StepRecord) -> None:
+        """A text file among the run's artifacts. They have storage of their own, so that numbers go on where it fails."""
+        text = "\n\n".join(f"{prompt}{continued}" for _, prompt, continued in sample_rows(record))
+        try:
+            self._client.log_text(self._id, text + "\n", f"samples/step-{record.step:08d}.txt")
+        except Exception as error:
+            if not self._warned:
+                reason = " ".join(str(error).split())[:300]
+                log.warning(
+                    "MLflow: samples cannot be stored as artifacts: %s: %s; metrics.jsonl has them",
+                    type(error).__name__,
+                    reason,
+                )
+            self._warned = True
 
     def close(self) -> None:
         if getattr(self, "_id", None) is not None:
@@ -166,7 +196,10 @@ class Trackio(Sink):
         self._run = trackio.init(chosen.project, name=name, space_id=chosen.space, config=settings, resume="allow", embed=False)
 
     def write(self, record: StepRecord) -> None:
-        self._run.log(record.numbers(), step=record.step)
+        import trackio
+
+        texts = {"samples": trackio.Table(columns=SAMPLE_COLUMNS, data=sample_rows(record))} if record.samples else {}
+        self._run.log({**record.numbers(), **texts}, step=record.step)
 
     def close(self) -> None:
         if (run := getattr(self, "_run", None)) is not None:

@@ -1,4 +1,4 @@
-"""A run as a terminal page that follows it: state, speed, losses, the last checkpoint, and what the ranks had to say."""
+"""A run as a terminal page that follows it: state, speed, losses, the last checkpoint, what the ranks do and had to say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -17,7 +17,9 @@ from rich.text import Text
 
 from pretrain.errors import DataError
 from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, read_lines, read_metrics
+from pretrain.observe.rank_file import RANKS_FILE
 from pretrain.observe.run_story import unix_seconds
+from pretrain.observe.watch_ranks import rank_parts
 
 BARS = "▁▂▃▄▅▆▇█"
 EVENT = re.compile(r"^(?P<time>\S+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)$")
@@ -27,19 +29,36 @@ SILENT_LINES = 20
 """A run is shown as silent if its last line is older than this many lines take."""
 
 
-def page(run: Path, width: int) -> RenderableType:
-    """The page as it stands now. `width`: of the terminal, in columns. Raises DataError for a directory without a run."""
+LIVE_STATES = ("starting", "running", "failed")
+"""States in which it matters what the ranks do, or did last."""
+
+
+def page(run: Path, width: int, height: int | None = None) -> RenderableType:
+    """The page as it stands now, in a terminal of this size; None: as high as it takes. A low terminal shows fewer numbers.
+
+    Raises DataError for a directory without a run.
+    """
+    status, ranks = _json(run / "status.json"), _json(run / RANKS_FILE)
     if not (run / STARTS_FILE).is_file():
-        raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
-    status = _json(run / "status.json")
+        if not ranks:
+            raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
+        parts = [Text("starting", style="bold yellow"), *rank_parts(ranks, width), *_events(run)]
+        return Panel(Group(*parts), title=str(run), title_align="left")
     start = list(read_lines(run / STARTS_FILE))[-1]
     records = read_metrics(run) if (run / METRICS_FILE).is_file() else []
     steps = start["config"]["run"]["steps"]
-    parts: list[RenderableType] = [_headline(run, status, records), _bar(status.get("step", 0), steps, width)]
+    above = [_headline(run, status, records), _bar(status.get("step", 0), steps, width)]
+    below = [*(rank_parts(ranks, width) if status.get("state", "starting") in LIVE_STATES else ()), _place(status, start, run)]
+    below += _events(run)
+    numbers = []
     if records:
-        parts += [_numbers(records, start), _curve(records, width)]
-    parts += [_place(status, start, run), *_events(run)]
-    return Panel(Group(*parts), title=str(run), title_align="left")
+        room = None if height is None else height - 3 - _lines([*above, *below], width)  # the border, and the curve
+        numbers = [_numbers(records, start, width, room), _curve(records, width)]
+    return Panel(Group(*above, *numbers, *below), title=str(run), title_align="left")
+
+
+def _lines(parts: Iterable[RenderableType], width: int) -> int:
+    return len(Console(width=width - 4).render_lines(Group(*parts)))
 
 
 def _headline(run: Path, status: dict[str, Any], records: list[dict[str, Any]]) -> Text:
@@ -69,14 +88,20 @@ def _bar(step: int, steps: int, width: int) -> Table:
     return row
 
 
-def _numbers(records: list[dict[str, Any]], start: dict[str, Any]) -> Table:
-    last, table = records[-1], Table.grid(padding=(0, 3))
+def _numbers(records: list[dict[str, Any]], start: dict[str, Any], width: int, rows: int | None) -> Table:
+    last, table, pairs = records[-1], Table.grid(padding=(0, 3)), 1 if width < 90 else 2 if width < 140 else 3
     rank_speed = (last.get("tokens_per_second") or 0.0) / start.get("world_size", 1)
+    evaluated = {}
+    for field in ("validation", "bits_per_byte", "evaluation"):
+        measured = next((r for r in reversed(records) if field in r), None)
+        for name, value in (measured or {field: {}})[field].items():
+            evaluated[f"{field.replace('_', ' ')} {name}"] = f"{value:.4f} at step {measured['step']:,}"
     cells = {
         "loss": _form(last.get("loss"), ".4f"),
+        "time left": duration(last.get("seconds_left")),
+        **evaluated,
         "gradient norm": _form(last.get("grad_norm"), ".3f"),
         "learning rate": _form(last.get("lr"), ".2e"),
-        "time left": duration(last.get("seconds_left")),
         "tokens/s": _form(last.get("tokens_per_second"), ",.0f"),
         "tokens/s and rank": _form(rank_speed or None, ",.0f"),
         "seconds a step": _form(last.get("step_seconds"), ".3f"),
@@ -88,13 +113,11 @@ def _numbers(records: list[dict[str, Any]], start: dict[str, Any]) -> Table:
         "watts": _form(last.get("watts"), ",.0f"),
         "cost": _form(last.get("cost"), ",.2f"),
     }
-    for field in ("validation", "bits_per_byte", "evaluation"):
-        measured = next((r for r in reversed(records) if field in r), None)
-        for name, value in (measured or {field: {}})[field].items():
-            cells[f"{field.replace('_', ' ')} {name}"] = f"{value:.4f} at step {measured['step']:,}"
     shown = [(name, value) for name, value in cells.items() if value != "-"]
-    for first in range(0, len(shown), 2):
-        table.add_row(*(part for name, value in shown[first : first + 2] for part in (Text(name, style="dim"), value)))
+    if rows is not None:
+        shown = shown[: max(2, rows) * pairs]
+    for first in range(0, len(shown), pairs):
+        table.add_row(*(part for name, value in shown[first : first + pairs] for part in (Text(name, style="dim"), value)))
     return table
 
 

@@ -1,7 +1,7 @@
 """The directory of a run: where it is, who holds it, which run it is, and what state it is in.
 
 Some files are essential: if writing the lock, identity.json, config.yaml, starts.jsonl or a checkpoint fails, the run stops. Others
-only observe: if status.json, metrics.jsonl, TensorBoard or a log fails, the run warns and goes on.
+only observe: if status.json, ranks.json, metrics.jsonl, TensorBoard or a log fails, the run warns and goes on.
 """
 
 from __future__ import annotations

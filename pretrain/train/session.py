@@ -28,6 +28,7 @@ from pretrain.models import build_network
 from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
+from pretrain.observe.rank_file import RankFile
 from pretrain.parallel.explain import explain_ranks, explain_strategy
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, expected_world_size, gradient_bytes, state_bytes
 from pretrain.parallel.pipeline_order import describe_stages
@@ -191,8 +192,10 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
             directory.release()
 
         ranks.monitor.keep_record(directory.path / "logs", end)
+    rank_file = RankFile(directory.path)
     try:
         _claim(directory, ranks)
+        ranks.tell_of_ranks(rank_file.put)
         origin = find_starting_point(plan, directory, ranks)
         place = surroundings(ranks)
         if ranks.is_main:
@@ -224,6 +227,8 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
         record(error)
         raise
     finally:
+        ranks.tell_of_ranks(None)
+        rank_file.close()
         directory.release()
 
 

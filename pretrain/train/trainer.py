@@ -128,7 +128,7 @@ class Trainer:
         """
         config, number = self.config, self.progress.step + 1
         rate = learning_rate(config.schedule, config.optim.lr, config.run.steps, number)
-        with self.ranks.part(f"step {number}: forward and backward", device=True):
+        with self.ranks.part(f"step {number}: forward and backward", device=True, exchanges=True):
             with self.layers.watching(number):
                 losses = self.strategy.forward_backward(batch, target_tokens)
             if not self.optimizer.has_state:
@@ -137,7 +137,7 @@ class Trainer:
                 write_gradients(self.directory.path, number, self.model, self.mesh)
             self.layers.before_update(number)
             grad_norm = self.optimizer.clip(config.optim.clip)
-        with self.ranks.part(f"loss of step {number}", device=True):
+        with self.ranks.part(f"loss of step {number}", device=True, exchanges=True):
             summed = torch.stack([part.double().sum() for part in losses])
             if batch.sources_B is not None:
                 by_source = torch.zeros(len(batch.source_tokens), dtype=torch.float64, device=summed.device)
@@ -147,10 +147,11 @@ class Trainer:
             objective, loss = objective[0] / target_tokens, loss[0] / target_tokens
             taken = torch.isfinite(objective) & torch.isfinite(grad_norm)
         self.continuation.copies.hold_back()
-        self.optimizer.step(rate, taken, number)
-        with self.ranks.part(f"statistics of layers in step {number}", device=True):
+        with self.ranks.part(f"optimizer of step {number}", device=True, exchanges=True):
+            self.optimizer.step(rate, taken, number)
+        with self.ranks.part(f"statistics of layers in step {number}", device=True, exchanges=True):
             by_layer = self.layers.after_update(number)
-        with self.ranks.part(f"loads of experts in step {number}", device=True):
+        with self.ranks.part(f"loads of experts in step {number}", device=True, exchanges=True):
             routers = self.expert_loads.after_step(target_tokens, taken)
         self.optimizer.zero_grad()
         self.progress.step = number
@@ -400,6 +401,7 @@ class Trainer:
         saves, ends = self.continuation.is_due() or self.run.wants_save, self.run.stop_reason is not None
         writes = self.continuation.is_writing
         said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, ends, saves, writes, *by_source])
+        self.ranks.begin_step(self.progress.step + 1)
         summed = self.ranks.sum(f"start of step {self.progress.step + 1}", said)
         tokens, digests, problems, stops, ends, saves, writes, *by_source = summed.tolist()
         if problems:

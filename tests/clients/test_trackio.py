@@ -24,13 +24,14 @@ for first in (1, 3):
     sink = Trackio()
     sink.open(run, config, first - 1)
     for step in (first, first + 1):
-        sink.write(StepRecord(step, 64 * step, 5.0 - step))
+        sink.write(StepRecord(step, 64 * step, 5.0 - step, samples={"one": " two"} if step == 4 else None))
     sink.close()
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
 names = SQLiteStorage.get_runs("tests")
 logs = [SQLiteStorage.get_logs("tests", name) for name in names]
 print("FOUND " + json.dumps([[entry["step"], entry["loss"]] for log in logs for entry in log]), len(names))
+print("TABLE " + json.dumps(logs[0][-1]["samples"]["_value"]))
 """
 
 
@@ -41,6 +42,8 @@ def test_a_run_goes_on_after_a_restart(tmp_path):
     done = subprocess.run(
         [python, "-c", PROGRAM, tmp_path / "run"], env=child_environment() | own, capture_output=True, text=True
     )
+    [table] = [line for line in done.stdout.splitlines() if line.startswith("TABLE")] or [done.stderr]
+    assert json.loads(table.removeprefix("TABLE ")) == [{"step": 4, "prompt": "one", "continuation": " two"}]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [done.stderr]
     found, runs = line.removeprefix("FOUND ").rsplit(" ", 1)
     assert json.loads(found) == [[1, 4.0], [2, 3.0], [3, 2.0], [4, 1.0]] and runs == "1"

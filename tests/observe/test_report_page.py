@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -171,21 +172,161 @@ def test_a_browser_draws_every_curve_without_an_error(tmp_path):
     assert "steps made again 20.0 s (3.3%)" in drawn and "optim.lr: 0.001 → 0.0005" in drawn
 
 
+SIZES = {"wide": (1600, 4000), "phone": (390, 9000)}
+SCHEMES = {"light": "1", "dark": "0"}
+"""Chromium's numbers for `prefers-color-scheme`."""
+
+MEASURE = """<script>
+const readable = (r, g, b) => [r, g, b].map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);  // relative luminance, WCAG 2.2
+const channels = (text) => { const n = text.match(/[0-9.]+/g).map(Number); return n.length === 3 ? [...n, 1] : n; };
+function ground(node) {
+  for (; node; node = node.parentElement) { const c = channels(getComputedStyle(node).backgroundColor); if (c[3] === 1) return c; }
+}
+function contrast(a, b) {
+  const [x, y] = [a, b].map((c) => readable(...c.slice(0, 3)));
+  return (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05);
+}
+const size = (box) => [box.left, box.right, box.top, box.bottom];
+setTimeout(() => {
+  for (const svg of document.querySelectorAll("svg")) {  // as if a pointer was over each chart
+    const box = svg.getBoundingClientRect();
+    svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + 0.8 * box.width, clientY: box.top + 9 }));
+  }
+  const found = { width: innerWidth, scrolls: document.documentElement.scrollWidth, dark: matchMedia("(prefers-color-scheme: dark)").matches,
+    page: getComputedStyle(document.body).backgroundColor, texts: [], lines: [], charts: [], cells: [], tables: [],
+    tips: [...document.querySelectorAll(".tip")].map((tip) => [tip.innerText, tip.getBoundingClientRect().left, tip.getBoundingClientRect().right]) };
+  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const text = walker.currentNode, at = text.parentElement, style = getComputedStyle(at);
+    if (!text.data.trim() || at.tagName === "OPTION" || !at.getClientRects().length) continue;
+    const ink = channels(at instanceof SVGElement ? style.fill : style.color);
+    found.texts.push([text.data.slice(0, 40), contrast(ink, ground(at)), parseFloat(style.fontSize)]);
+  }
+  for (const card of document.querySelectorAll(".card")) {
+    const legend = card.querySelector(".legend"), svg = card.querySelector("svg");
+    found.charts.push({ title: card.querySelector("h3").textContent, card: size(card.getBoundingClientRect()), svg: size(svg.getBoundingClientRect()),
+      legend: [...legend.children].map((item) => [item.textContent, ...size(item.getBoundingClientRect())]),
+      labels: [...svg.querySelectorAll("text")].map((label) => [label.textContent, ...size(label.getBoundingClientRect())]) });
+    for (const line of svg.querySelectorAll("path[stroke-width='1.7']")) found.lines.push(contrast(channels(getComputedStyle(line).stroke), ground(card)));
+  }
+  for (const cell of document.querySelectorAll("td.short:not(.key)")) {
+    const range = document.createRange();
+    range.selectNodeContents(cell);
+    const lines = new Set([...range.getClientRects()].map((box) => box.top));
+    if (cell.textContent && lines.size) found.cells.push([cell.textContent, lines.size]);
+  }
+  for (const made of document.querySelectorAll("table")) {
+    if (made.getClientRects().length) found.tables.push([made.textContent.slice(0, 40), made.parentElement.scrollWidth - made.parentElement.clientWidth]);
+  }
+  parent.postMessage(JSON.stringify(found), "*");
+}, 100);
+</script></body>"""
+FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><style>body { margin: 0 } iframe { border: 0 }</style>
+<iframe src="measured.html" width="WIDTH" height="HEIGHT"></iframe><pre id="measured"></pre>
+<script>addEventListener("message", (event) => { document.getElementById("measured").textContent = event.data; });</script>"""
+"""A window of Chromium is at least 500 pixels wide; a frame may be narrower."""
+
+
+def write_full_run(folder: Path, name: str = "run") -> Path:
+    """A run with something for every part of the page: several sources, statistics of layers, samples, another start."""
+    run = write_run(folder, name)
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    layers = ["embedding", *(f"layers.{i}" for i in range(40)), "norm"]
+    for record in lines:
+        step = record["step"]
+        record |= {"shares": {"books": 0.7, "code": 0.3}, "source_loss": {"books": 9 - step / 90, "code": 8 - step / 90}}
+        record |= {"mfu": 0.41, "memory": {"largest": 8e9, "mean": 7.5e9}, "watts": 412.0}
+        for field in ("gradient_norms", "weight_norms", "update_norms", "activations", "attention_scores"):
+            record[field] = {layer: (1 + i) * (1 + step) / 100 for i, layer in enumerate(layers)}
+        if step in (60, 100):
+            record["validation"] = {"books": 5.0 - step / 100, "code": 4.0 - step / 100}
+            record["samples"] = {
+                "The capital of France is": " Paris," * 40,
+                "def f(n):\n    ": "return n",
+                "x" * 300: "y" * 300,
+            }
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
+    return run
+
+
+def measured(page: Path, scheme: str, size: str) -> dict:
+    """What a script finds in the page of a browser window of this size and colour scheme."""
+    text = page.read_text(encoding="utf-8")
+    width, height = SIZES[size]
+    page.with_name("measured.html").write_text(text.replace("</body>", MEASURE), encoding="utf-8")
+    frame = page.with_name("frame.html")
+    frame.write_text(FRAME.replace("WIDTH", str(width)).replace("HEIGHT", str(height)), encoding="utf-8")
+    scheme = f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}"
+    drawn = browser(
+        frame, scheme, "--hide-scrollbars", f"--window-size={width},{height}", "--virtual-time-budget=3000", "--dump-dom"
+    )
+    return json.loads(html.unescape(re.search(r'<pre id="measured">(.*?)</pre>', drawn, re.DOTALL)[1]))
+
+
+def overlap(one: list, other: list) -> bool:
+    """Whether two boxes (text, left, right, top, bottom) share more than an edge."""
+    _, left, right, top, bottom = one
+    _, left_2, right_2, top_2, bottom_2 = other
+    return min(right, right_2) - max(left, left_2) > 0.5 and min(bottom, bottom_2) - max(top, top_2) > 0.5
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.parametrize("runs", [1, 2], ids=["one run", "two runs"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_page_is_readable_on_a_phone_and_a_wide_screen_in_light_and_dark(tmp_path, scheme, size, runs):
+    write_page([write_full_run(tmp_path, f"run-{i}") for i in range(runs)], tmp_path / "page.html")
+    found = measured(tmp_path / "page.html", scheme, size)
+    assert found["width"] == SIZES[size][0] and found["dark"] == (scheme == "dark")
+    assert found["page"] == ("rgb(20, 24, 28)" if scheme == "dark" else "rgb(251, 251, 250)")
+    assert found["scrolls"] <= found["width"]  # nothing sticks out at the side
+    assert len(found["texts"]) > 150
+    assert [text for text in found["texts"] if text[1] < 4.5 or text[2] < 11] == []
+    legends = {chart["title"]: [entry[0] for entry in chart["legend"]] for chart in found["charts"]}
+    assert legends["Training loss"] == (["run-0", "run-1"] if runs == 2 else [])
+    assert len(found["lines"]) >= 20 and min(found["lines"]) >= 3.0
+    assert all(" at step " in tip[0] and 0 <= tip[1] < tip[2] <= found["width"] for tip in found["tips"]), found["tips"]
+    small = [cell for cell in found["cells"] if len(cell[0]) <= 10]
+    assert len(small) > 10 and [cell for cell in small if cell[1] > 1] == []  # no word is broken in two lines
+    assert len(found["tables"]) >= 3 and [table for table in found["tables"] if table[1] > 0] == []  # nor does a table scroll
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.parametrize("size", SIZES)
+def test_labels_and_legends_lie_inside_their_charts_and_not_on_each_other(tmp_path, size):
+    write_page([write_full_run(tmp_path)], tmp_path / "page.html")
+    charts = {chart["title"]: chart for chart in measured(tmp_path / "page.html", "light", size)["charts"]}
+    assert [entry[0] for entry in charts["Validation loss"]["legend"]] == ["books", "code"]
+    assert [entry[0] for entry in charts["Gradients by layer"]["legend"]][::11] == ["embedding", "norm"]  # 12 of 42
+    assert "Mixture consumed" in charts
+    for title, chart in charts.items():
+        card_left, card_right, card_top, card_bottom = chart["card"]
+        svg_left, svg_right, _, svg_bottom = chart["svg"]
+        assert len(chart["labels"]) >= 4, title
+        for _, left, right, _, bottom in chart["labels"]:
+            assert svg_left - 1 <= left < right <= svg_right + 1 and bottom <= svg_bottom + 1, title
+        for _, left, right, top, bottom in chart["legend"]:
+            assert card_left <= left < right <= card_right and card_top < top < bottom <= card_bottom, title
+        for texts in (chart["labels"], chart["legend"]):
+            assert [(a, b) for i, a in enumerate(texts) for b in texts[:i] if overlap(a, b)] == [], title
+
+
 @NEEDS_CHROMIUM
 @pytest.mark.slow  # pictures of all of it, to be looked at: build/report_page/
-@pytest.mark.parametrize(("width", "height"), [(1300, 2400), (500, 4600)], ids=["wide", "phone"])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_pictures_of_the_page(tmp_path, theme, width, height):
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_pictures_of_the_page(tmp_path, scheme, size):
     from PIL import Image
 
-    write_page([write_run(tmp_path, "a"), write_run(tmp_path, "b", lr=2e-3)], tmp_path / "page.html")
+    write_page([write_full_run(tmp_path)], tmp_path / "page.html")
     folder = Path(__file__).resolve().parents[2] / "build" / "report_page"
     folder.mkdir(parents=True, exist_ok=True)
-    picture = folder / f"{theme}-{width}.png"
-    dark = ["--blink-settings=preferredColorScheme=0", "--force-dark-mode"] if theme == "dark" else []
-    browser(tmp_path / "page.html", *dark, "--hide-scrollbars", f"--window-size={width},{height}", f"--screenshot={picture}")
+    (width, height), picture = SIZES[size], folder / f"{scheme}-{size}.png"
+    dark = f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}"
+    browser(tmp_path / "page.html", dark, "--hide-scrollbars", f"--window-size={width},{height}", f"--screenshot={picture}")
     with Image.open(picture) as seen:
         assert seen.size == (width, height)
         corner = sum(seen.convert("RGB").getpixel((2, 2))) / 3
-        assert corner > 200 if theme == "light" else corner < 60
+        assert corner > 200 if scheme == "light" else corner < 60
         assert len(seen.convert("RGB").resize((200, 200)).getcolors(40_000)) > 50

@@ -26,6 +26,9 @@ from pretrain.observe.prometheus import Prometheus
 from pretrain.observe.sinks import Sink, Sinks
 from pretrain.observe.trackers import MlFlow, Trackio, WeightsAndBiases, check_trackers, kept_id, own_sinks
 
+SAMPLES = {"The capital of France is": " Paris,\nwhich", 'a "b" <c>': " é"}
+ROWS = [[2, prompt, text] for prompt, text in SAMPLES.items()]
+
 
 def config_of(**log) -> Config:
     config = Config(log=Log(tensorboard=False, **log))
@@ -38,9 +41,8 @@ def starts(sink: type[Sink], run: Path, config: Config, steps: list[tuple[int, i
     for first, last in steps:
         sinks = Sinks([], [InBackground(sink())], run, config, first - 1)
         for step in range(first, last + 1):
-            sinks.write(
-                StepRecord(step, step * 64, 5.0 - step, grad_norm=0.5, validation={"books": 4.0} if step == 2 else None)
-            )
+            evaluated = {"validation": {"books": 4.0}, "samples": SAMPLES} if step == 2 else {}
+            sinks.write(StepRecord(step, step * 64, 5.0 - step, grad_norm=0.5, **evaluated))
         sinks.close(failed)
 
 
@@ -89,7 +91,20 @@ def test_a_run_of_weights_and_biases_goes_on_after_a_restart(tmp_path, monkeypat
     assert ids == {kept_id(tmp_path / "run", "wandb")}
     assert histories == [(1, 4.0, None), (2, 3.0, 4.0), (2, 3.0, 4.0), (3, 2.0, None), (4, 1.0, None)]
     assert about == {("tests", "team", "sizes", "small")}
+    assert [sample_table(file) for file in files] == [{"columns": ["step", "prompt", "continuation"], "data": ROWS}] * 2
     assert codes == [1, 0]  # asked to stop before its last step, then finished
+
+
+def sample_table(file: Path) -> dict:
+    """The table that the history of a .wandb file names, from the files that are uploaded with it."""
+    histories = [record.history for record in wandb_records(file) if record.WhichOneof("record_type") == "history"]
+    items = [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item} for history in histories
+    ]
+    [found] = [line for line in items if any(name.startswith("samples") for name in line)]
+    entry = found.get("samples") or {name.partition("/")[2]: value for name, value in found.items() if "samples/" in name}
+    assert found["step"] == 2 and entry["_type"] == "table-file" and (entry["nrows"], entry["ncols"]) == (2, 3)
+    return json.loads((file.parent / "files" / entry["path"]).read_text(encoding="utf-8"))
 
 
 def make(run: Path, config: Config) -> Config:
@@ -116,8 +131,30 @@ def test_a_run_of_mlflow_goes_on_after_a_restart(tmp_path, monkeypatch):
     assert [(metric.step, metric.value) for metric in history] == [(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)]
     assert [m.value for m in client.get_metric_history(run.info.run_id, "validation/books")] == [4.0]
     assert client.get_run(run.info.run_id).info.status == "FINISHED"
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "samples")] == ["samples/step-00000002.txt"]
+    text = Path(client.download_artifacts(run.info.run_id, "samples/step-00000002.txt", str(tmp_path))).read_text("utf-8")
+    assert text == 'The capital of France is Paris,\nwhich\n\na "b" <c> é\n'
     starts(MlFlow, tmp_path / "run", config, [(4, 4)], failed=True)
     assert client.get_run(run.info.run_id).info.status == "FAILED"
+
+
+def test_samples_that_cannot_be_stored_are_a_warning_and_numbers_go_on(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    def refuse(*arguments):
+        raise ConnectionError("no credentials\nfor the bucket")
+
+    monkeypatch.setattr(MlflowClient, "log_text", refuse)
+    config = make(tmp_path / "run", config_of(mlflow=MlflowLog(experiment="tests", uri=(tmp_path / "store").as_uri())))
+    with caplog.at_level(logging.WARNING, "pretrain"):
+        starts(MlFlow, tmp_path / "run", config, [(1, 4)])
+    [line] = caplog.messages
+    assert line.startswith("MLflow: samples cannot be stored as artifacts: ConnectionError: no credentials for the bucket")
+    client = MlflowClient((tmp_path / "store").as_uri())
+    history = client.get_metric_history(kept_id(tmp_path / "run", "mlflow"), "loss")
+    assert [metric.value for metric in history] == [4.0, 3.0, 2.0, 1.0]
 
 
 def test_trackio_is_asked_for_the_run_of_the_start_before(tmp_path, monkeypatch):
@@ -126,7 +163,7 @@ def test_trackio_is_asked_for_the_run_of_the_start_before(tmp_path, monkeypatch)
 
     class Run:
         def log(self, numbers, step):
-            logged.append((step, numbers["loss"]))
+            logged.append((step, numbers["loss"], *([numbers["samples"].data] if "samples" in numbers else [])))
 
         def finish(self):
             logged.append("end")
@@ -135,11 +172,12 @@ def test_trackio_is_asked_for_the_run_of_the_start_before(tmp_path, monkeypatch)
     fake.init = lambda project, **options: (
         asked.append((project, options["name"], options["resume"], options["space_id"])) or Run()
     )
+    fake.Table = lambda columns, data: types.SimpleNamespace(data=data)
     monkeypatch.setitem(__import__("sys").modules, "trackio", fake)
     config = make(tmp_path / "run", config_of(trackio=TrackioLog(project="tests", space="me/runs")))
     starts(Trackio, tmp_path / "run", config, [(1, 2), (3, 4)])
     assert asked == [("tests", kept_id(tmp_path / "run", "trackio"), "allow", "me/runs")] * 2
-    assert logged == [(1, 4.0), (2, 3.0), "end", (3, 2.0), (4, 1.0), "end"]
+    assert logged == [(1, 4.0), (2, 3.0, ROWS), "end", (3, 2.0), (4, 1.0), "end"]
 
 
 # ---- networks that fail, and slow ones ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,9 +15,9 @@ from pretrain.errors import DataError
 from pretrain.observe.watch import page
 
 
-def shown(run, width: int = 100) -> str:
+def shown(run, width: int = 100, height: int | None = None) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))
-    console.print(page(run, width))
+    console.print(page(run, width, height))
     return console.export_text()
 
 
@@ -30,14 +31,19 @@ def now(back: float = 0.0) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - back))
 
 
-@pytest.fixture
-def run(tmp_path):
-    run = write_run(tmp_path)
+def write_followed_run(folder: Path) -> Path:
+    """A run of 200 steps that has made 100."""
+    run = write_run(folder)
     text = (run / "starts.jsonl").read_text()
     more = {"run": {"steps": 200}, "parallel": {"strategy": "ddp"}}
     lines = [json.loads(line) for line in text.splitlines()]
     (run / "starts.jsonl").write_text("".join(json.dumps(line | {"config": line["config"] | more}) + "\n" for line in lines))
     return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_followed_run(tmp_path)
 
 
 def test_the_page_says_how_far_a_run_is_and_how_it_does(run):

@@ -10,27 +10,24 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
-from pretrain.data.stream import DIGEST_MODULUS, StepBatch
+from pretrain.data.stream import StepBatch
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError, LostRankError, TrainingError, UserError
 from pretrain.huggingface.export_check import ExportCheck
 from pretrain.models import build_network
 from pretrain.observe.logs import TRACEBACKS
-from pretrain.observe.metrics import StepRecord, known_records
-from pretrain.observe.sinks import Sinks, evaluation_parts
-from pretrain.observe.trackers import own_sinks
+from pretrain.observe.metrics import StepRecord
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.schedule import learning_rate
 from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.pipeline_order import loss_rank
 from pretrain.parallel.strategy import Strategy
 from pretrain.train.balancing import ExpertLoads
-from pretrain.train.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunHandle
+from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
 from pretrain.train.continuation import Continuation
 from pretrain.train.garbage import GarbageCollection
 from pretrain.train.gradients import refuse_untrained, write_gradients
@@ -38,30 +35,15 @@ from pretrain.train.layer_statistics import LayerStatistics
 from pretrain.train.measurements import Measurements
 from pretrain.train.out_of_memory import out_of_memory, remember_allocations
 from pretrain.train.plan import Plan
+from pretrain.train.reporting import Reporting
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.starting_point import StartingPoint
-from pretrain.train.stop import Stopped, StopPoll, StopRequest
+from pretrain.train.stop import StopPoll, StopRequest
 from pretrain.train.taken_step import Figures, TakenStep
 from pretrain.train.validation import Evaluation
+from pretrain.train.verdict import Verdict, Wishes, agree_on_step
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The ranks' agreement before a step."""
-
-    target_tokens: int
-    source_tokens: list[int]
-    """By source; empty for data with one source."""
-    digest: str
-    stop: bool
-    """A rank was asked to stop by a signal."""
-    end: bool
-    """A callback ends the run."""
-    save: bool
-    saved: bool
-    """A save that was begun is written on all ranks."""
 
 
 def runs_ahead(device: torch.device) -> bool:
@@ -85,9 +67,10 @@ class Trainer:
         self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")
         self.evaluation = Evaluation(plan.config, plan.data, self.strategy, self.loader, ranks, self._averaged)
         self.measurements = Measurements(plan, ranks, directory, self.strategy)
+        self.reporting = Reporting(
+            plan, ranks, directory, extensions, self.mesh, self.strategy, self.evaluation, self.measurements
+        )
         self.skipped_in_a_row = 0
-        self.communication: dict[int, float] = {}
-        """By step of `log.profile`, the share of communication in it."""
         # On a GPU a step is settled when the next one is queued, so that the device never waits for the host. Callbacks are asked at once.
         self.runs_ahead = runs_ahead(ranks.device) and not extensions.callbacks
         self.ahead: TakenStep | None = None
@@ -232,7 +215,7 @@ class Trainer:
         with ExitStack() as stack:
             self.garbage = stack.enter_context(GarbageCollection())
             batches = stack.enter_context(closing(self.loader.batches(self.progress.samples)))
-            self._open_sinks(stack)
+            self.reporting.open(stack, self.progress, self.continuation.origin.own)
             try:
                 outcome = self._take_steps(batches, stop, export, evaluated)
             except Exception as error:
@@ -242,29 +225,33 @@ class Trainer:
                 found = export.finish(lambda: stop.reason is not None) if export else None
                 self.ranks.agree("end of the export check", found, CheckpointError)
             if self.extensions.callbacks:
-                self.callbacks.close()
-                self.ranks.attempt("end of the callbacks", lambda: _raise(self.callbacks.problem), TrainingError)
+                self.reporting.callbacks.close()
+                problem = self.reporting.callbacks.problem
+                self.ranks.agree("end of the callbacks", problem and str(problem), TrainingError)
         return outcome
 
     def _take_steps(self, batches: Iterator[StepBatch], stop: StopRequest, export: ExportCheck | None, evaluated: bool) -> str:
         config, progress, poll = self.config, self.progress, StopPoll(stop, self.ranks)
         self.measurements.begin()
         if progress.step == config.run.steps and not evaluated:
-            evaluated = self._evaluate_again(poll)
+            evaluated = self.reporting.evaluate_again(progress, poll)
         while progress.step < config.run.steps:
             waiting = time.monotonic()
             batch, problem = self._next(batches, export)
             ready = time.monotonic()
-            verdict = self._agree(batch, problem, stop)
-            if verdict.saved:
+            verdict = agree_on_step(
+                progress.step + 1, batch, problem, self._wishes(stop), len(self.plan.data.source_names), self.mesh
+            )
+            agreed = verdict.wishes
+            if self.continuation.is_saving and not agreed.writes:
                 self._finish_save()
-            if verdict.stop or verdict.save or verdict.end:
+            if agreed.stop or agreed.save or agreed.end:
                 self._settle_ahead(poll)
-                self._save(waits=verdict.stop or verdict.end)
-            if verdict.stop:
+                self._save(waits=agreed.stop or agreed.end)
+            if agreed.stop:
                 return "preempted"
-            if verdict.end:
-                reasons = self.ranks.gather("end by a callback", self.run.stop_reason)
+            if agreed.end:
+                reasons = self.ranks.gather("end by a callback", self.reporting.run.stop_reason)
                 self.end_reason = next(reason for reason in reasons if reason is not None)
                 return "stopped"
             evaluated = self._advance(batch, verdict, ready - waiting, poll)
@@ -306,7 +293,7 @@ class Trainer:
         ranks, optimizers = self.ranks, self.optimizer.optimizers
 
         def tell(share: float) -> None:
-            self.communication[number] = share
+            self.reporting.communication[number] = share
 
         return profiled(Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers, tell))
 
@@ -329,23 +316,6 @@ class Trainer:
             before, self.ahead = self.ahead, None
             self._after_step(self.settle(before), poll)
 
-    def _open_sinks(self, stack: ExitStack) -> None:
-        """Open sinks and callbacks until the end of `stack`. They get the records that the run has logged so far."""
-        path, step, is_main = self.directory.path, self.progress.step, self.ranks.is_main
-        self.sinks = None
-        if is_main:
-            self.sinks = Sinks(own_sinks(self.config.log), self.extensions.sinks, path, self.config, step)
-            stack.push(lambda kind, error, trace: self.sinks.close(failed=kind is not None))
-            self._report_again()
-        history = known_records(path, step) if is_main and self.extensions.callbacks else []
-        self.run = RunHandle(self.config, path, history, self.mesh, self._losses, self.plan.data.tokenizer_path)
-        self.callbacks = Callbacks(self.extensions.callbacks, self.run)
-        stack.callback(self.callbacks.close)
-
-    @torch.no_grad()
-    def _losses(self, **inputs: torch.Tensor) -> torch.Tensor:
-        return self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()})
-
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         """Evaluate the running means of the weights. A save that was begun copies the weights first."""
@@ -355,7 +325,7 @@ class Trainer:
 
     def _save(self, waits: bool = True) -> None:
         """Save this step, unless it is saved already. With `checkpoint.background`, it may be written beside the next steps, unless it `waits`."""
-        self.run.wants_save = False
+        self.reporting.run.wants_save = False
         self._finish_save()
         self.continuation.begin_save(self.progress)
         if waits or not self.config.checkpoint.background:
@@ -366,7 +336,7 @@ class Trainer:
         step = self.continuation.finish_save()
         if step is not None and self.ranks.is_main:
             with self.ranks.part("callbacks after a save", storage=True):
-                self.callbacks.on_save(step, self.continuation.last)
+                self.reporting.callbacks.on_save(step, self.continuation.last)
 
     def _leave_save(self, error: Exception) -> None:
         """Before a failed run ends: complete the save that was begun, which is of a good step, if all ranks fail alike."""
@@ -377,6 +347,11 @@ class Trainer:
         except CheckpointError as another:
             log.error("%s", another)
         self.continuation.wait()
+
+    def _wishes(self, stop: StopRequest) -> Wishes:
+        run = self.reporting.run
+        is_due = self.continuation.is_due() or run.wants_save
+        return Wishes(stop.reason is not None, run.stop_reason is not None, is_due, self.continuation.is_writing)
 
     def _next(self, batches: Iterator[StepBatch], export: ExportCheck | None) -> tuple[StepBatch | None, UserError | None]:
         """The next batch, or the reason why this rank has none. All ranks raise it together, because the others wait for this one."""
@@ -391,29 +366,7 @@ class Trainer:
                 f"a batch could not be read: {type(error).__name__}: {error}; the traceback is in this rank's log"
             )
         found = export.problem() if export else None
-        return batch, CheckpointError(found) if found else self.callbacks.problem
-
-    def _agree(self, batch: StepBatch | None, problem: UserError | None, stop: StopRequest) -> Verdict:
-        """One sum over ranks in each step: target tokens, the samples' digest, and whether a rank failed, must stop or save."""
-        counts = batch is not None and self.mesh.counts_samples
-        tokens, digest = (batch.target_tokens, batch.digest) if counts else (0, 0)
-        by_source = batch.source_tokens if counts else [0] * len(self.plan.data.source_names)
-        saves, ends = self.continuation.is_due() or self.run.wants_save, self.run.stop_reason is not None
-        writes = self.continuation.is_writing
-        said = torch.tensor([tokens, digest, problem is not None, stop.reason is not None, ends, saves, writes, *by_source])
-        self.ranks.begin_step(self.progress.step + 1)
-        summed = self.ranks.sum(f"start of step {self.progress.step + 1}", said)
-        tokens, digests, problems, stops, ends, saves, writes, *by_source = summed.tolist()
-        if problems:
-            self.ranks.attempt("reading of a batch", lambda: _raise(problem), DataError)
-        if not tokens:
-            samples = batch.positions.tolist() if batch else []
-            raise TrainingError(
-                f"step {self.progress.step + 1}: no target carries a loss (samples {samples[:8]}); set data.boundary_loss=true, "
-                "or prepare longer documents"
-            )
-        saved = self.continuation.is_saving and not writes
-        return Verdict(tokens, by_source, f"{digests % DIGEST_MODULUS:013x}", bool(stops), bool(ends), bool(saves), saved)
+        return batch, CheckpointError(found) if found else self.reporting.callbacks.problem
 
     def _after_step(self, record: StepRecord, poll: StopPoll) -> bool:
         """Save, evaluate and report, if each is due. The checkpoint comes first, because a stop may cut the rest short.
@@ -425,73 +378,10 @@ class Trainer:
         self.progress.record = record.to_dict()
         if last or (every and step % every == 0):
             self._save(waits=last)
-        is_whole = self._evaluate(record, poll)
+        is_whole = self.reporting.evaluate(record, poll)
         is_evaluated = record.validation or record.translation or record.evaluation
         is_looked_at = step in config.log.profile or self.layers.due(step)
         if step % config.log.every_steps == 0 or last or step == 1 or is_evaluated or is_looked_at:
-            self._report(record)
+            record.experts, record.expert_load = self.expert_loads.take()
+            self.reporting.report(record, self.settled_samples, self.progress.useful_seconds)
         return is_whole
-
-    def _evaluate(self, record: StepRecord, poll: StopPoll) -> bool:
-        """Put the evaluations that are due into the record. Return False if a stop request cut them short."""
-        due = self.evaluation.due(record.step)
-        try:
-            found = self.evaluation.run(due, poll)
-        except Stopped:
-            if self.ranks.is_main:
-                left = " and ".join(due)
-                log.info(
-                    "asked to stop: the %s of step %d was abandoned, and none of its results is reported", left, record.step
-                )
-            return False
-        record.validation, record.translation = found.get("validation"), found.get("translation")
-        record.ema_validation, record.samples = found.get("ema_validation"), found.get("samples")
-        if record.samples and self.ranks.is_main:
-            for prompt, text in record.samples.items():
-                log.info("step %d: %r goes on: %r", record.step, prompt, text)
-        record.bits_per_byte = self.evaluation.bits_per_byte(record.validation or {}) or None
-        if self.extensions.callbacks:
-            with self.ranks.part("callbacks of a step", device=True):
-                record.evaluation = self.callbacks.evaluate(record.step) or None
-            self.strategy.release()
-        return True
-
-    def _report_again(self) -> None:
-        """Log the last step's numbers if the process died between its checkpoint and its line in the log of metrics."""
-        step, record = self.progress.step, self.progress.record
-        is_due = step % self.config.log.every_steps == 0 or step in (1, self.config.run.steps)
-        if not (record and is_due and self.continuation.origin.own):
-            return
-        logged = known_records(self.directory.path, self.config.run.steps)
-        # Step 1 is always logged. So an empty log means that a checkpoint was put into another run's folder.
-        if logged[-1].step < step if logged else step == 1:
-            self.sinks.write(StepRecord.from_dict(record))
-
-    def _evaluate_again(self, poll: StopPoll) -> bool:
-        """Evaluate the last step, which was cut short before. Write its line in the log of metrics anew, with the results."""
-        step = self.progress.step
-        logged = known_records(self.directory.path, step)[-1:] if self.ranks.is_main else []
-        record = logged[0] if logged and logged[0].step == step else StepRecord(step, self.progress.tokens)
-        is_whole = self._evaluate(record, poll)
-        if is_whole and self.ranks.is_main and evaluation_parts(record):
-            self._log(record)
-        return is_whole
-
-    def _report(self, record: StepRecord) -> None:
-        self.measurements.fill(record, self.settled_samples, self.progress.useful_seconds)
-        record.communication = self.communication.pop(record.step, None)
-        record.experts, record.expert_load = self.expert_loads.take()
-        if self.ranks.is_main:
-            self._log(record)
-            self.directory.write_status("running", record.step)
-
-    def _log(self, record: StepRecord) -> None:
-        """Pass a record to the sinks and to the callbacks, which may ask for a stop or a save. Main rank only."""
-        self.sinks.write(record)
-        with self.ranks.part("callbacks of a record", storage=True):
-            self.callbacks.on_record(record)
-
-
-def _raise(error: UserError | None) -> None:
-    if error is not None:
-        raise error

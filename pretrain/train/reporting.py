@@ -1,0 +1,125 @@
+"""What a run tells of its steps, to whoever looks: evaluations, log lines, callbacks. All ranks call it together; the main rank writes.
+
+record of a step --validation, translation, samples, callbacks--> --speed, memory, time--> sinks (metrics.jsonl, TensorBoard, trackers, console)
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+import torch
+
+from pretrain.distributed.mesh import Mesh
+from pretrain.distributed.ranks import Ranks
+from pretrain.observe.metrics import StepRecord, known_records
+from pretrain.observe.sinks import Sinks, evaluation_parts
+from pretrain.observe.trackers import own_sinks
+from pretrain.parallel.strategy import Strategy
+from pretrain.train.callbacks import Callbacks, Extensions, RunHandle
+from pretrain.train.continuation import Progress
+from pretrain.train.measurements import Measurements
+from pretrain.train.plan import Plan
+from pretrain.train.run_directory import RunDirectory
+from pretrain.train.stop import Stopped, StopPoll
+from pretrain.train.validation import Evaluation
+
+log = logging.getLogger(__name__)
+
+
+class Reporting:
+    """The evaluations, sinks and callbacks of a run. `open` it first; it stays open as long as the stack that it is given."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        ranks: Ranks,
+        directory: RunDirectory,
+        extensions: Extensions,
+        mesh: Mesh,
+        strategy: Strategy,
+        evaluation: Evaluation,
+        measurements: Measurements,
+    ) -> None:
+        self.plan, self.config, self.ranks, self.directory, self.extensions = plan, plan.config, ranks, directory, extensions
+        self.mesh, self.strategy, self.evaluation, self.measurements = mesh, strategy, evaluation, measurements
+        self.communication: dict[int, float] = {}
+        """By step of `log.profile`, the share of communication in it."""
+
+    def open(self, stack: ExitStack, progress: Progress, is_own: bool) -> None:
+        """Open sinks and callbacks until the end of `stack`. They get the records that the run has logged so far.
+
+        `is_own`: the run continues from a checkpoint of its own.
+        """
+        path, step, is_main = self.directory.path, progress.step, self.ranks.is_main
+        self.sinks = None
+        if is_main:
+            self.sinks = Sinks(own_sinks(self.config.log), self.extensions.sinks, path, self.config, step)
+            stack.push(lambda kind, error, trace: self.sinks.close(failed=kind is not None))
+            if is_own and progress.record:
+                self._report_again(StepRecord.from_dict(progress.record))
+        history = known_records(path, step) if is_main and self.extensions.callbacks else []
+        self.run = RunHandle(self.config, path, history, self.mesh, self._losses, self.plan.data.tokenizer_path)
+        self.callbacks = Callbacks(self.extensions.callbacks, self.run)
+        stack.callback(self.callbacks.close)
+
+    @torch.no_grad()
+    def _losses(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.strategy.evaluate(**{name: tensor.to(self.ranks.device) for name, tensor in inputs.items()})
+
+    def _report_again(self, record: StepRecord) -> None:
+        """Log the last step's numbers if the process died between its checkpoint and its line in the log of metrics."""
+        step, steps = record.step, self.config.run.steps
+        if step % self.config.log.every_steps and step not in (1, steps):
+            return
+        logged = known_records(self.directory.path, steps)
+        # Step 1 is always logged. So an empty log means that a checkpoint was put into another run's folder.
+        if logged[-1].step < step if logged else step == 1:
+            self.sinks.write(record)
+
+    def evaluate(self, record: StepRecord, poll: StopPoll) -> bool:
+        """Put the evaluations that are due into the record. Return False if a stop request cut them short."""
+        due = self.evaluation.due(record.step)
+        try:
+            found = self.evaluation.run(due, poll)
+        except Stopped:
+            if self.ranks.is_main:
+                left = " and ".join(due)
+                log.info(
+                    "asked to stop: the %s of step %d was abandoned, and none of its results is reported", left, record.step
+                )
+            return False
+        record.validation, record.translation = found.get("validation"), found.get("translation")
+        record.ema_validation, record.samples = found.get("ema_validation"), found.get("samples")
+        if record.samples and self.ranks.is_main:
+            for prompt, text in record.samples.items():
+                log.info("step %d: %r goes on: %r", record.step, prompt, text)
+        record.bits_per_byte = self.evaluation.bits_per_byte(record.validation or {}) or None
+        if self.extensions.callbacks:
+            with self.ranks.part("callbacks of a step", device=True):
+                record.evaluation = self.callbacks.evaluate(record.step) or None
+            self.strategy.release()
+        return True
+
+    def evaluate_again(self, progress: Progress, poll: StopPoll) -> bool:
+        """Evaluate the last step, which was cut short before. Write its line in the log of metrics anew, with the results."""
+        logged = known_records(self.directory.path, progress.step)[-1:] if self.ranks.is_main else []
+        record = logged[0] if logged and logged[0].step == progress.step else StepRecord(progress.step, progress.tokens)
+        is_whole = self.evaluate(record, poll)
+        if is_whole and self.ranks.is_main and evaluation_parts(record):
+            self._log(record)
+        return is_whole
+
+    def report(self, record: StepRecord, samples: int, useful_seconds: float) -> None:
+        """Log a step. `samples`: those of the run up to it. `useful_seconds`: device time of steps that the run still has."""
+        self.measurements.fill(record, samples, useful_seconds)
+        record.communication = self.communication.pop(record.step, None)
+        if self.ranks.is_main:
+            self._log(record)
+            self.directory.write_status("running", record.step)
+
+    def _log(self, record: StepRecord) -> None:
+        """Pass a record to the sinks and to the callbacks, which may ask for a stop or a save. Main rank only."""
+        self.sinks.write(record)
+        with self.ranks.part("callbacks of a record", storage=True):
+            self.callbacks.on_record(record)

@@ -1,4 +1,8 @@
-"""A sink in a thread of its own: a slow or broken network never holds up a step."""
+"""A sink in a thread of its own: a slow or broken network never holds up a step.
+
+A sink with a name in `tracker` is brought up to date when it opens: it gets the lines of metrics.jsonl that are not known to have arrived. They are known
+to after each line if the sink `is_immediate`, else when it has closed. `arrived` of the sink may know better.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,9 @@ from pathlib import Path
 
 from pretrain.config.schema import Config
 from pretrain.observe.logs import TRACEBACKS
-from pretrain.observe.metrics import StepRecord
+from pretrain.observe.metrics import StepRecord, known_records
 from pretrain.observe.sinks import Sink
+from pretrain.observe.tracker_file import arrived_step, keep_arrived
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +38,8 @@ class InBackground(Sink):
         self._waiting: collections.deque[StepRecord] = collections.deque()
         self._changed, self._ends, self._dropped = threading.Condition(), False, 0
         self._is_open = self._fails = False
+        self._tracker: str | None = getattr(sink, "tracker", None)
+        self._last = 0
 
     def open(self, directory: Path, config: Config, step: int) -> None:
         self._start = directory, config, step
@@ -78,6 +85,8 @@ class InBackground(Sink):
             self.sink.failed = self.failed
             try:
                 self.sink.close()
+                if not self._waiting:
+                    self._arrived(self._last)
             except Exception as error:
                 self._warn(error, "its end could not be recorded")
 
@@ -91,6 +100,9 @@ class InBackground(Sink):
                 except Exception:
                     self._waiting.appendleft(record)
                     raise
+                self._last = record.step
+                if getattr(self.sink, "is_immediate", False):
+                    self._arrived(record.step)
         except Exception as error:
             if not self._fails:
                 self._warn(error, f"the run goes on; log lines wait in memory, and it is tried again every {self._retry:g} s")
@@ -112,6 +124,25 @@ class InBackground(Sink):
                 self.sink.close()
             raise
         self._is_open = True
+        if self._tracker is not None:
+            self._bring_up_to_date()
+
+    def _bring_up_to_date(self) -> None:
+        """Let the lines that a start before this one may not have sent go first."""
+        directory, _, step = self._start
+        asked = getattr(self.sink, "arrived", lambda: 0)()
+        arrived = min(step, max(arrived_step(directory, self._tracker), asked))
+        self._last = arrived
+        self._arrived(arrived)
+        missing = [record for record in known_records(directory, step) if record.step > arrived]
+        with self._changed:
+            coming = {record.step for record in self._waiting}
+            self._waiting.extendleft(record for record in reversed(missing) if record.step not in coming)
+
+    def _arrived(self, step: int) -> None:
+        with contextlib.suppress(OSError):  # then the next start sends more than it has to
+            if self._tracker is not None:
+                keep_arrived(self._start[0], self._tracker, step)
 
     def _warn(self, error: Exception, what: str) -> None:
         log.warning("%s: %s: %s; %s", self.name, type(error).__name__, " ".join(str(error).split())[:300], what)

@@ -1,6 +1,6 @@
 """Experiment trackers as sinks: Weights & Biases, MLflow and Trackio. `log.wandb`, `log.mlflow` and `log.trackio` turn them on.
 
-A run has one entry in a tracker, whatever restarts: its id is kept in trackers.json of the run directory. Every start adds to that entry. A run that
+A run has one entry in a tracker, whatever restarts: its id is kept in the run directory (tracker_file.py). Every start adds to that entry. A run that
 went back to a checkpoint sends the repeated steps again, and the tracker shows both.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import logging
 import re
 import secrets
@@ -24,11 +23,10 @@ from pretrain.observe.background import InBackground
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.prometheus import Prometheus
 from pretrain.observe.sinks import Console, JsonLines, Sink, TensorBoard
-from pretrain.storage import replace_text
+from pretrain.observe.tracker_file import kept_id
 
 log = logging.getLogger(__name__)
 
-TRACKERS_FILE = "trackers.json"
 SAMPLE_COLUMNS = ["step", "prompt", "continuation"]
 MLFLOW_BATCH = {"metrics": 1000, "params": 100}
 """The most that a request of MLflow's REST API takes (mlflow.org, "Log Batch")."""
@@ -68,16 +66,6 @@ def check_trackers(config: Log) -> None:
             raise ConfigError(f"{key} needs the package {package}, which is not installed; run {how}, or remove the key")
 
 
-def kept_id(directory: Path, tracker: str, new_id: str | None = None) -> str | None:
-    """The run's id in a tracker. With `new_id`, this one is kept if there is none yet. Raises OSError."""
-    path = directory / TRACKERS_FILE
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if tracker not in kept and new_id is not None:
-        kept[tracker] = new_id
-        replace_text(path, json.dumps(kept, indent=1) + "\n")
-    return kept.get(tracker)
-
-
 def sample_rows(record: StepRecord) -> list[list[Any]]:
     """The record's samples as rows of SAMPLE_COLUMNS."""
     return [[record.step, prompt, text] for prompt, text in (record.samples or {}).items()]
@@ -86,7 +74,11 @@ def sample_rows(record: StepRecord) -> list[list[Any]]:
 class WeightsAndBiases(Sink):
     """A run of Weights & Biases. Its curves have the optimizer step as x-axis; `wandb.Run.log` cannot go back in steps of its own."""
 
-    name = "Weights & Biases"
+    name, tracker = "Weights & Biases", "wandb"
+
+    def arrived(self) -> int:
+        """The last step that the server has, of an entry that goes on. Offline there is nobody to ask."""
+        return int(self._run.summary.get("step") or 0) if self._run.resumed else 0
 
     def open(self, directory: Path, config: Config, step: int) -> None:
         import wandb
@@ -125,7 +117,7 @@ class WeightsAndBiases(Sink):
 class MlFlow(Sink):
     """A run of MLflow: numbers as metrics, the configuration of the first start as parameters, which MLflow does not let change."""
 
-    name = "MLflow"
+    name, tracker, is_immediate = "MLflow", "mlflow", True
 
     def open(self, directory: Path, config: Config, step: int) -> None:
         from mlflow.tracking import MlflowClient
@@ -185,7 +177,7 @@ class MlFlow(Sink):
 class Trackio(Sink):
     """A run of Trackio, in its local database or in a Space of the Hugging Face Hub."""
 
-    name = "Trackio"
+    name, tracker = "Trackio", "trackio"
 
     def open(self, directory: Path, config: Config, step: int) -> None:
         import trackio

@@ -6,8 +6,11 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -23,8 +26,9 @@ from pretrain.observe import trackers
 from pretrain.observe.background import InBackground
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.prometheus import Prometheus
-from pretrain.observe.sinks import Sink, Sinks
-from pretrain.observe.trackers import MlFlow, Trackio, WeightsAndBiases, check_trackers, kept_id, own_sinks
+from pretrain.observe.sinks import JsonLines, Sink, Sinks
+from pretrain.observe.tracker_file import arrived_step, kept_id
+from pretrain.observe.trackers import MlFlow, Trackio, WeightsAndBiases, check_trackers, own_sinks
 
 SAMPLES = {"The capital of France is": " Paris,\nwhich", 'a "b" <c>': " é"}
 ROWS = [[2, prompt, text] for prompt, text in SAMPLES.items()]
@@ -105,6 +109,79 @@ def sample_table(file: Path) -> dict:
     entry = found.get("samples") or {name.partition("/")[2]: value for name, value in found.items() if "samples/" in name}
     assert found["step"] == 2 and entry["_type"] == "table-file" and (entry["nrows"], entry["ncols"]) == (2, 3)
     return json.loads((file.parent / "files" / entry["path"]).read_text(encoding="utf-8"))
+
+
+def histories_of(file: Path) -> list[int]:
+    found = [record.history for record in wandb_records(file) if record.WhichOneof("record_type") == "history"]
+    return [json.loads(item.value_json) for history in found for item in history.item if "step" in (item.key, *item.nested_key)]
+
+
+KILLED = """
+import os, sys, time
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from test_trackers import config_of
+from pretrain.config.log_schema import WandbLog
+from pretrain.observe.background import InBackground
+from pretrain.observe.metrics import StepRecord
+from pretrain.observe.sinks import JsonLines, Sinks
+from pretrain.observe.trackers import WeightsAndBiases
+sinks = Sinks([JsonLines()], [kept := InBackground(WeightsAndBiases())], Path(sys.argv[1]), config_of(wandb=WandbLog(project="p", offline=True)), 0)
+for step in (1, 2, 3):
+    sinks.write(StepRecord(step, step * 64, 5.0 - step))
+while kept._waiting or not kept._is_open:
+    time.sleep(0.05)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_lines_of_a_start_that_was_killed_are_in_weights_and_biases_all_the_same(tmp_path, monkeypatch):
+    """It keeps what it is given in buffers, and its own process ends with ours."""
+    pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    run, config = tmp_path / "run", config_of(wandb=WandbLog(project="p", offline=True))
+    run.mkdir()
+    done = subprocess.run([sys.executable, "-c", KILLED, run, Path(__file__).parent, Path(__file__).parents[2]])
+    assert done.returncode == -signal.SIGKILL and len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    starts(WeightsAndBiases, run, config, [(4, 4)])
+    files = sorted((run / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.parent.name)
+    assert len(files) == 2 and histories_of(files[1]) == [1, 2, 3, 4] and arrived_step(run, "wandb") == 4
+
+
+class Kept(Sink):
+    """A tracker that remembers the steps it was given."""
+
+    tracker = "kept"
+
+    def __init__(self, steps: list[int], is_immediate: bool) -> None:
+        self.steps, self.is_immediate = steps, is_immediate
+
+    def write(self, record):
+        self.steps.append(record.step)
+
+
+@pytest.mark.parametrize("is_immediate", [True, False])
+def test_a_start_sends_what_is_not_known_to_have_arrived_and_nothing_else(tmp_path, is_immediate):
+    def start(first: int, last: int, closes: bool = True) -> list[int]:
+        steps: list[int] = []
+        sink = InBackground(Kept(steps, is_immediate))
+        sinks = Sinks([JsonLines()], [sink], tmp_path, config_of(), first - 1)
+        for step in range(first, last + 1):
+            sinks.write(StepRecord(step, step, 1.0))
+        if closes:
+            sinks.close()
+        while len(steps) < last + 1 - first:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        return steps
+
+    assert start(1, 3) == [1, 2, 3] and arrived_step(tmp_path, "kept") == 3
+    assert start(4, 5, closes=False) == [4, 5] and arrived_step(tmp_path, "kept") == (5 if is_immediate else 3)
+    assert start(6, 6) == ([6] if is_immediate else [4, 5, 6])
+    assert start(4, 4, closes=False) == [4]  # it went back to step 3
+    assert start(5, 6) == ([5, 6] if is_immediate else [4, 5, 6])
+    assert start(7, 6) == []
 
 
 def make(run: Path, config: Config) -> Config:

@@ -92,7 +92,7 @@ def finished(*commands: list[str]) -> list[str]:
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen(words, env=environment(), start_new_session=True, **streams) for words in commands]
     try:
-        printed = [process.communicate(timeout=400)[0] for process in processes]
+        printed = [process.communicate(timeout=900)[0] for process in processes]
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):  # buildah's children outlive it

@@ -38,7 +38,7 @@ def client(tmp_path, config_file, monkeypatch):
         nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells]), file)
         notebook = nbformat.read(file, as_version=4)
         nbformat.validate(notebook)
-        return NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+        return NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}})
 
     return client
 

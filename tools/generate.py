@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 
 from pretrain.errors import run_tool  # noqa: E402
 
-TEMPERATURE = 0.8
+TEMPERATURE, LARGEST_SEED = 0.8, 2**63
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,8 +72,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.greedy and (arguments.temperature is not None or arguments.top_k or arguments.top_p != 1):
         parser.error("--temperature, --top-k and --top-p have no effect with --greedy; leave them out")
     arguments.temperature = TEMPERATURE if arguments.temperature is None else arguments.temperature
-    if min(arguments.max_tokens, arguments.num_samples, arguments.batch_size) < 1 or not arguments.temperature > 0:
+    if min(arguments.max_tokens, arguments.num_samples, arguments.batch_size) < 1 or not 0 < arguments.temperature < math.inf:
         parser.error("--max-tokens, --num-samples, --batch-size and --temperature must be positive; --greedy is temperature 0")
+    if not 0 <= arguments.seed <= LARGEST_SEED:
+        parser.error(f"--seed {arguments.seed} is not in 0..{LARGEST_SEED}")
     if arguments.stream and (arguments.json or arguments.num_samples > 1 or len(arguments.prompt or []) != 1):
         parser.error("--stream goes with a single --prompt and sample, and without --json")
     if "" in arguments.stop:

@@ -23,6 +23,8 @@ from pretrain.errors import DataError
 from pretrain.models import build_network
 from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story
 
+NUMBERS = ("tokens", "loss", "objective", "grad_norm", "lr", "router_loss", "source_loss", "validation", "ema_validation")
+"""Fields of a logged step that follow from the run alone, and not from the machine or the time."""
 NAMED = 5
 """Parameters that are named of those that differ."""
 
@@ -79,12 +81,10 @@ def _compare_records(stories: tuple[RunStory, RunStory], tolerance: float, found
         "equal" if apart is None else f"differ from step {apart} on: the runs do not train on the same batches",
         apart,
     )
-    for name in ("loss", "grad_norm", "lr"):
-        values = [
-            (step, one[name], other[name])
-            for step, one, other in pairs
-            if _is_number(one.get(name)) and _is_number(other.get(name))
-        ]
+    numbers = [(step, _numbers(one), _numbers(other)) for step, one, other in pairs]
+    names = dict.fromkeys(name for _, one, other in numbers for name in one if name in other)
+    for name in names:
+        values = [(step, one[name], other[name]) for step, one, other in numbers if name in one and name in other]
         apart = next((item for item in values if _relative(item[1], item[2]) > tolerance), None)
         most = max((_relative(one, other) for _, one, other in values), default=0.0)
         if apart is None:
@@ -98,13 +98,23 @@ def _compare_records(stories: tuple[RunStory, RunStory], tolerance: float, found
             )
 
 
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    """NUMBERS of a record, those by source under `validation/books`."""
+    found = {}
+    for name in NUMBERS:
+        value = record.get(name)
+        parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: part for key, part in parts.items() if _is_number(part)}
+    return found
+
+
 def _compare_layers(stories: tuple[RunStory, RunStory], tolerance: float, found: Difference) -> None:
     """Statistics of layers at the steps where both runs have them (`log.layers_every_steps`), in the order in which a step makes them."""
     records = [{r["step"]: r for r in story.records if "gradient_norms" in r} for story in stories]
     steps = sorted(records[0].keys() & records[1].keys())
     if not steps:
         found.note("layers", "not compared: give both runs the same log.layers_every_steps")
-    for name in ("activations", "attention_scores", "gradient_norms", "update_norms"):
+    for name in ("weight_norms", "activations", "attention_scores", "gradient_norms", "update_norms"):
         pairs = [(step, records[0][step].get(name), records[1][step].get(name)) for step in steps]
         apart = [
             (step, layer, one[layer], other.get(layer))

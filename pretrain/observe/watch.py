@@ -43,7 +43,7 @@ def page(run: Path, width: int, height: int | None = None) -> RenderableType:
         if not ranks:
             raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
         parts = [Text("starting", style="bold yellow"), *rank_parts(ranks, width), *_events(run)]
-        return Panel(Group(*parts), title=str(run), title_align="left")
+        return Panel(Group(*parts), title=Text(str(run)), title_align="left")
     start = list(read_lines(run / STARTS_FILE))[-1]
     records = read_metrics(run) if (run / METRICS_FILE).is_file() else []
     steps = start["config"]["run"]["steps"]
@@ -54,7 +54,7 @@ def page(run: Path, width: int, height: int | None = None) -> RenderableType:
     if records:
         room = None if height is None else height - 3 - _lines([*above, *below], width)  # the border, and the curve
         numbers = [_numbers(records, start, width, room), _curve(records, width)]
-    return Panel(Group(*above, *numbers, *below), title=str(run), title_align="left")
+    return Panel(Group(*above, *numbers, *below), title=Text(str(run)), title_align="left")
 
 
 def _lines(parts: Iterable[RenderableType], width: int) -> int:

@@ -69,6 +69,14 @@ def test_the_first_parameter_that_differs_is_named_in_order_of_the_forward_pass(
     assert code == 1 and f"1 of {len(gradients)} parameters differ" in said["gradients"][1]
 
 
+def test_another_validation_set_is_found_though_training_is_the_same(pool, config_file, prepared, tmp_path, capsys):
+    validated = (*SHORT, "validation.every_steps=2", f"data.validation=[{{path: {prepared}, name: books}}]")
+    runs = [train(pool, 1, config_file, *validated, f"run.name={name}", f"validation.sequences={n}") for name, n in (("a", 4), ("b", 8))]
+    code, said = compared(capsys, *runs)
+    assert code == 1 and said["loss"][0].startswith("equal") and said["verdict"] == ["the runs part at step 2"]
+    assert said["validation/boo"][0].startswith("s differs first at step 2:")  # names may be longer than their column
+
+
 def test_other_samples_are_said_before_their_losses(run, pool, config_file, capsys):
     other = train(pool, 1, config_file, *SHORT, "run.name=seed", "data.seed=5")
     code, said = compared(capsys, run, other)

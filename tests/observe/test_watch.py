@@ -56,6 +56,12 @@ def test_the_page_says_how_far_a_run_is_and_how_it_does(run):
     assert any(bar in text for bar in "▁▂▃▄▅▆▇█")
 
 
+def test_a_name_with_brackets_is_shown_as_it_is(run):
+    write_status(run, updated=now())
+    named = run.rename(run.parent / "exp[red] lr[=3e-4]")
+    assert "exp[red] lr[=3e-4]" in shown(named, 160).replace("\n", "")
+
+
 def test_a_run_that_is_silent_is_doubted(run):
     write_status(run, updated=now(back=3600))
     assert "nothing was written for 1h00m: is it still alive?" in shown(run)

@@ -129,14 +129,19 @@ INTERRUPTED = 130  # what shells report for a process ended by SIGINT
 def run_tool(function: Callable[[], object]) -> int:
     """Call `function` and return the exit code of the process.
 
-    A `UserError` becomes one line on standard error and its own exit code. Any other exception is a defect of ours and
-    keeps its traceback.
+    A `UserError` becomes one line on standard error and its own exit code, and so does what the system says of a file that it names. Any other
+    exception is a defect of ours and keeps its traceback.
     """
     try:
         function()
     except UserError as error:
         print("error: " + " ".join(str(error).split("\n")), file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return UserError.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

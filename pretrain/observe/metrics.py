@@ -41,7 +41,7 @@ class StepRecord:
     tokens: int = measured("target tokens trained on: positions that carry a loss", "tokens", RUN)
     loss: float | None = measured("cross-entropy of the step's target tokens, before its update", TOKEN_LOSS, STEP)
     objective: float | None = measured(
-        "what is minimised, where that is more than the cross-entropy: z-loss, label smoothing, losses of routers, tokens further ahead",
+        "what is minimised, where that is not the cross-entropy alone: weights of sources, z-loss, label smoothing, losses of routers, tokens further ahead",
         TOKEN_LOSS,
         STEP,
         "where it differs from `loss`",

@@ -126,6 +126,14 @@ def test_the_page_needs_no_network_and_a_name_in_it_is_no_code(tmp_path, capsys)
     assert data["runs"][0]["environment"] == {"platform": "Slurm job 7"}
 
 
+@pytest.mark.parametrize("name", ["page.html", "losses.png"])
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path, capsys, name):
+    (tmp_path / "file").write_text("")
+    assert tool("report").main([str(write_run(tmp_path)), "--output", str(tmp_path / "file" / name)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and str(tmp_path / "file") in said and said.count("\n") == 1
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path):
     stories = [read_story(write_run(tmp_path / folder)) for folder in ("one", "other")]
     assert [run["name"] for run in page_data(stories)["runs"]] == [

@@ -4,14 +4,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train
+from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, state_of, train
 
 from pretrain.config.model_schema import Model
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.observe.metrics import read_metrics
+from pretrain.optim.rounding import round_at_random
 from pretrain.parallel.activation_offload import offload_activations
 from pretrain.parallel.blocks import recompute_blocks
+from pretrain.parallel.fp8 import Fp8Product
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.ring_parts import Kernel
 
@@ -130,3 +132,59 @@ def test_tf32_makes_products_less_exact(pool, config_file):
     exact = train(pool, 1, config_file, "run.name=exact", *options)
     fast = train(pool, 1, config_file, "run.name=fast", "precision.tf32=true", *options)
     assert 1e-5 < largest_gradient_difference(gradients(fast), gradients(exact)) < 0.05
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "mxfp8"])
+def test_products_in_fp8_are_those_of_a_cpu(scaling):
+    """A CPU makes them from the same rounded factors (tests/parallel/test_fp8.py)."""
+    least = (10, 0) if scaling == "mxfp8" else (8, 9)
+    if torch.cuda.get_device_capability() < least:
+        pytest.skip(f"{scaling} needs compute capability {least[0]}.{least[1]}")
+    draw = torch.Generator().manual_seed(1)
+    x, weight, g = (torch.randn(*shape, generator=draw).bfloat16() for shape in ((160, 128), (96, 128), (160, 96)))
+    found = {}
+    for device in ("cpu", "cuda"):
+        x_there, w_there = (t.to(device).requires_grad_() for t in (x, weight))
+        y = Fp8Product(scaling)(x_there, w_there, None)
+        y.backward(g.to(device))
+        found[device] = [t.detach().float().cpu() for t in (y, x_there.grad, w_there.grad)]
+    for ours, theirs in zip(found["cuda"], found["cpu"]):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3 * float(theirs.abs().max()))
+
+
+def test_a_nan_of_a_gpu_stays_one_when_weights_are_rounded():
+    bad = torch.zeros(4, 4, device="cuda") / 0
+    assert round_at_random(bad, torch.full((4, 4), 0xFFFF, dtype=torch.int32, device="cuda")).isnan().all()
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("optim.name=muon", "parallel.strategy=fsdp"),
+        ("precision.compute=bf16", "precision.master=bf16", "precision.gradients=fp32", "parallel.strategy=ddp"),
+        ("precision.compute=bf16", "precision.master=bf16", "precision.gradients=fp32", "parallel.strategy=fsdp"),
+    ],
+)
+def test_exchanges_beside_other_work_give_what_one_gpu_has(pool, config_file, options):
+    *formats, strategy = options
+    one = train(pool, 1, config_file, CUDA, "run.name=one", "run.steps=6", *formats)
+    two = train(pool, 2, config_file, CUDA, "run.name=two", "run.steps=6", *formats, strategy)
+    assert largest_relative_difference(losses(two), losses(one)) <= (1e-3 if formats[0].startswith("precision") else 1e-4)
+
+
+def test_a_save_in_the_background_has_the_weights_and_not_their_means(pool, config_file, prepared):
+    options = (CUDA, "run.steps=4", "optim.ema_decay=0.5", "validation.every_steps=2", f"data.validation=[{{path: {prepared}}}]")
+    saves = [
+        train(pool, 1, config_file, f"run.name={name}", *options, f"checkpoint={{every_steps: 2, keep_last: 0, background: {name}}}")
+        for name in ("true", "false")
+    ]
+    for step in (2, 4):
+        one, other = (state_of(run, step) for run in saves)
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items()), step
+
+
+def test_a_process_is_kept_near_its_gpu(pool, config_file):
+    """Refused in one line where the kernel does not say which cores are near, as in some virtual machines."""
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), CUDA, "run.steps=1", "schedule.warmup_steps=0", "run.affinity=cores")
+    assert code == 0 or (code == 2 and "which cores are near GPU" in printed)

@@ -104,7 +104,8 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
     for name in NUMBERS:
         value = record.get(name)
         parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-        found |= {key: part for key, part in parts.items() if _is_number(part)}
+        # What is logged as null was not finite.
+        found |= {key: math.nan if part is None else part for key, part in parts.items() if name in record}
     return found
 
 
@@ -138,6 +139,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _relative(one: float, other: float) -> float:
+    """The difference as a share of the larger number. A number is infinitely far from none."""
+    if math.isnan(one) or math.isnan(other):
+        return 0.0 if math.isnan(one) and math.isnan(other) else math.inf
     larger = max(abs(one), abs(other))
     return abs(one - other) / larger if larger else 0.0
 

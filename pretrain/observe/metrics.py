@@ -243,6 +243,11 @@ def known_records(run_directory: Path, until: int) -> list[StepRecord]:
     return [StepRecord.from_dict(record) for record in records if record["step"] <= until]
 
 
+def shown_number(value: float | None, form: str) -> str:
+    """A number of a record for people. One that was not finite is logged as null."""
+    return "not finite" if value is None else f"{value:{form}}"
+
+
 def duration(seconds: float | None) -> str:
     """A time as a person writes it; `-` if it is unknown."""
     if seconds is None or not math.isfinite(seconds):

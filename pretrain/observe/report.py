@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import DataError, install_command
-from pretrain.observe.metrics import METRICS_FILE, read_metrics
+from pretrain.observe.metrics import METRICS_FILE, read_metrics, shown_number
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
@@ -24,15 +25,16 @@ def summary(run: Path) -> str:
     """First and last loss, validation loss, tokens and speed, in a few lines."""
     records = _records(run)
     first, last = records[0], records[-1]
-    speed = sorted(r["tokens_per_second"] for r in records)[len(records) // 2]
+    speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
+    speed = f" at {statistics.median(speeds):,.0f} per second (median of the log lines)" if speeds else ""
     lines = [
         f"loss         {first['loss']:.3f} at step {first['step']} -> {last['loss']:.3f} at step {last['step']}",
         *(
-            f"validation   {name}: {loss:.3f} at step {record['step']}{_bits(record, name)}"
+            f"validation   {name}: {shown_number(loss, '.3f')} at step {record['step']}{_bits(record, name)}"
             for record in [r for r in records if "validation" in r][-1:]
             for name, loss in record["validation"].items()
         ),
-        f"tokens       {last['tokens']:,} at {speed:,.0f} per second (median of the log lines)",
+        f"tokens       {last['tokens']:,}{speed}",
     ]
     return "\n".join(lines)
 

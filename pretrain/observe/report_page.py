@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from pretrain.observe.metrics import StepRecord, duration
+from pretrain.observe.metrics import StepRecord, duration, shown_number
 from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story, thinned
 from pretrain.storage import plain, replace_text
 
@@ -82,7 +82,9 @@ def _facts(story: RunStory) -> dict[str, str]:
     for field, unit in (("validation", "nats per token"), ("bits_per_byte", "bits per byte")):
         measured = [record for record in story.records if field in record][-1:]
         facts |= {
-            f"{field.replace('_', ' ')}, {name}": f"{value:.4f} {unit}" for r in measured for name, value in r[field].items()
+            f"{field.replace('_', ' ')}, {name}": f"{shown_number(value, '.4f')} {unit}"
+            for r in measured
+            for name, value in r[field].items()
         }
     speeds = [record["tokens_per_second"] for record in story.records if record.get("tokens_per_second")]
     if speeds:

@@ -46,14 +46,14 @@ class RunStory:
         """Wall-clock seconds by what they went to. They add up to the time from the first start to the last sign of life."""
         parts = {"steps": 0.0, "waiting for data": 0.0, "evaluation, saving, logging": 0.0, "steps made again": 0.0}
         for record, count in zip(self.records, self.steps_of(self.records)):
-            wall = record.get("seconds", 0.0) * count
-            data = record.get("data_wait", 0.0) * wall
-            steps = min(record.get("step_seconds", 0.0) * count, wall - data)
+            wall = (record.get("seconds") or 0.0) * count
+            data = (record.get("data_wait") or 0.0) * wall
+            steps = min((record.get("step_seconds") or 0.0) * count, wall - data)
             parts["steps"] += steps
             parts["waiting for data"] += data
             parts["evaluation, saving, logging"] += wall - data - steps
         for stretch in self.repeated:
-            parts["steps made again"] += sum(r.get("seconds", 0.0) * n for r, n in zip(stretch, self.steps_of(stretch)))
+            parts["steps made again"] += sum((r.get("seconds") or 0.0) * n for r, n in zip(stretch, self.steps_of(stretch)))
         first, last = (self.starts[0].get("time") if self.starts else None), self.status.get("updated")
         if first and last:
             parts["start-up, and time between starts"] = max(
@@ -83,8 +83,16 @@ def read_story(directory: Path) -> RunStory:
         raise DataError(f"{directory / METRICS_FILE}: no step was logged yet")
     _add_evaluations(directory / EVALUATIONS_FILE, records)
     starts = list(read_lines(directory / STARTS_FILE)) if (directory / STARTS_FILE).is_file() else []
-    status = directory / "status.json"
-    return RunStory(directory, records, repeated, starts, json.loads(status.read_text()) if status.is_file() else {})
+    return RunStory(directory, records, repeated, starts, read_object(directory / "status.json"))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file; empty if there is none, or if it cannot be read at the moment."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _add_evaluations(path: Path, records: list[dict[str, Any]]) -> None:

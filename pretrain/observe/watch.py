@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterable
@@ -16,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pretrain.errors import DataError
-from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, read_lines, read_metrics
+from pretrain.observe.metrics import METRICS_FILE, STARTS_FILE, duration, read_lines, read_metrics, shown_number
 from pretrain.observe.rank_file import RANKS_FILE
-from pretrain.observe.run_story import unix_seconds
+from pretrain.observe.run_story import read_object, unix_seconds
 from pretrain.observe.watch_ranks import rank_parts
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -38,13 +37,14 @@ def page(run: Path, width: int, height: int | None = None) -> RenderableType:
 
     Raises DataError for a directory without a run.
     """
-    status, ranks = _json(run / "status.json"), _json(run / RANKS_FILE)
-    if not (run / STARTS_FILE).is_file():
-        if not ranks:
+    status, ranks = read_object(run / "status.json"), read_object(run / RANKS_FILE)
+    starts = list(read_lines(run / STARTS_FILE)) if (run / STARTS_FILE).is_file() else []
+    if not starts:
+        if not ranks and not (run / STARTS_FILE).is_file():
             raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
         parts = [Text("starting", style="bold yellow"), *rank_parts(ranks, width), *_events(run)]
         return Panel(Group(*parts), title=Text(str(run)), title_align="left")
-    start = list(read_lines(run / STARTS_FILE))[-1]
+    start = starts[-1]
     records = read_metrics(run) if (run / METRICS_FILE).is_file() else []
     steps = start["config"]["run"]["steps"]
     above = [_headline(run, status, records), _bar(status.get("step", 0), steps, width)]
@@ -68,7 +68,7 @@ def _headline(run: Path, status: dict[str, Any], records: list[dict[str, Any]]) 
     if status.get("reason"):
         text.append(f": {status['reason']}", style="default")
     silence = time.time() - unix_seconds(status["updated"]) if "updated" in status else 0.0
-    usual = records[-1].get("seconds", 0.0) * max(1, _line_steps(records)) if records else 0.0
+    usual = (records[-1].get("seconds") or 0.0) * max(1, _line_steps(records)) if records else 0.0
     if state == "running" and silence > max(60.0, SILENT_LINES * usual):
         text.append(f"  nothing was written for {duration(silence)}: is it still alive?", style="bold red")
     return text
@@ -95,7 +95,7 @@ def _numbers(records: list[dict[str, Any]], start: dict[str, Any], width: int, r
     for field in ("validation", "bits_per_byte", "evaluation"):
         measured = next((r for r in reversed(records) if field in r), None)
         for name, value in (measured or {field: {}})[field].items():
-            evaluated[f"{field.replace('_', ' ')} {name}"] = f"{value:.4f} at step {measured['step']:,}"
+            evaluated[f"{field.replace('_', ' ')} {name}"] = f"{shown_number(value, '.4f')} at step {measured['step']:,}"
     cells = {
         "loss": _form(last.get("loss"), ".4f"),
         "time left": duration(last.get("seconds_left")),
@@ -161,10 +161,3 @@ def _events(run: Path, most: int = 6) -> Iterable[RenderableType]:
     for match in sorted(found, key=lambda event: event["time"])[-most:]:
         colour = "yellow" if match["level"] == "WARNING" else "red"
         yield Text.assemble((f"{match['time'][:19]} rank {match['rank']} ", "dim"), (match["text"][:400], colour))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not yet there, or being replaced
-        return {}

@@ -7,6 +7,7 @@ batch of the step (this rank's share) --micro-step by micro-step--> gradients, s
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -172,7 +173,7 @@ class Trainer:
             step=step.number,
             tokens=step.tokens,
             loss=loss,
-            objective=objective if objective != loss else None,
+            objective=None if objective == loss or math.isnan(loss) else objective,
             grad_norm=float(figures["grad_norm"]),
             lr=step.rate,
             skipped=self.progress.skipped or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -75,6 +76,18 @@ def test_another_validation_set_is_found_though_training_is_the_same(pool, confi
     code, said = compared(capsys, *runs)
     assert code == 1 and said["loss"][0].startswith("equal") and said["verdict"] == ["the runs part at step 2"]
     assert said["validation/boo"][0].startswith("s differs first at step 2:")  # names may be longer than their column
+
+
+def test_a_loss_that_is_no_number_in_one_run_is_where_they_part(run, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[2] |= {"loss": None, "grad_norm": None}
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, said = compared(capsys, run, other)
+    assert code == 1 and said["loss"][0].startswith("differs first at step 3:") and "nan" in said["loss"][0]
+    code, said = compared(capsys, other, other)
+    assert code == 0 and said["verdict"] == ["nothing differs"]
 
 
 def test_other_samples_are_said_before_their_losses(run, pool, config_file, capsys):

@@ -338,3 +338,16 @@ def test_pictures_of_the_page(tmp_path, scheme, size):
         corner = sum(seen.convert("RGB").getpixel((2, 2))) / 3
         assert corner > 200 if scheme == "light" else corner < 60
         assert len(seen.convert("RGB").resize((200, 200)).getcolors(40_000)) > 50
+
+
+def test_a_run_that_diverged_is_shown(tmp_path, capsys):
+    """A validation that is not finite is null in the log."""
+    run = write_run(tmp_path)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line(110, seconds=None, validation={"books": None}, bits_per_byte={"books": None}))
+    (run / "starts.jsonl").write_text(start(0, "10:00:00", run={"steps": 200}, parallel={"strategy": "ddp"}))
+    (run / "status.json").write_text('{"state": "fail')  # as a reader of a network file system may see it
+    assert tool("report").main([str(run), "--output", str(tmp_path / "page.html")]) == 0
+    assert "validation   books: not finite at step 110" in capsys.readouterr().out
+    assert tool("watch").main([str(run), "--once"]) == 0
+    assert "not finite at step 110" in capsys.readouterr().out

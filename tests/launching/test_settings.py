@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 POD = {"image": "r/p:1", "volume_claim": "runs"}
 JOB = {"image": "i", "role": "arn:aws:iam::123456789012:role/t", "instance_type": "ml.p5.48xlarge", "bucket": "s3://b/runs"}
-SHARED = {"file_system": "fs-1", "file_system_path": "/fsx", "subnets": "s-1,s-2", "security_groups": "[sg-1]"}
+SHARED = {"file_system": "fs-0123456789abcdef0", "file_system_path": "/fsx", "subnets": "s-1,s-2", "security_groups": "[sg-1]"}
 
 
 def launch_words(target: str, settings: dict[str, str], *words: str) -> list[str]:

@@ -52,7 +52,7 @@ while kill -0 "$run" 2>/dev/null; do # a trapped signal ended `wait` before the 
   wait "$run" || status=$?
 done
 if [[ -n "$stopped" ]]; then
-  echo "SIGTERM: the run has stopped; the same job continues from its checkpoint"
+  echo "SIGTERM: the run has stopped; the same job continues from its checkpoint; after its end, another one does (--set job_name=...)"
 elif ((status != 0)); then
   # shellcheck disable=SC2012
   newest=$(ls -t "$runs"/*/status.json 2>/dev/null | head -n 1 || true)

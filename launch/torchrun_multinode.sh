@@ -23,7 +23,7 @@ fail() {
   exit 2
 }
 positive() { # NAME VALUE
-  [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "$1=$2 is not a positive number"
+  [[ "$2" =~ ^[1-9][0-9]{0,8}$ ]] || fail "$1=$2 is not a positive number"
 }
 
 [[ -n "${NODES:-}" ]] || fail "NODES is not set: NODES=2 GPUS=8 HEAD=host[:port] bash launch/torchrun_multinode.sh --config configs/pretrain/olmo2-1b.yaml"
@@ -43,7 +43,8 @@ fi
 most=${NODES#*:}
 positive JOIN_SECONDS "${JOIN_SECONDS:=600}"
 positive GPUS "$GPUS"
-[[ "${MAX_RESTARTS:=3}" =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$MAX_RESTARTS is not a number"
+[[ "${MAX_RESTARTS:=3}" =~ ^[0-9]{1,9}$ ]] || fail "MAX_RESTARTS=$MAX_RESTARTS is not a number"
+[[ "${SHUTDOWN_TIMEOUT:=300}" =~ ^[0-9]{1,9}$ ]] || fail "SHUTDOWN_TIMEOUT=$SHUTDOWN_TIMEOUT is not a number of seconds"
 case "$HEAD" in
   \[*\]:*) endpoint=$HEAD ;;  # [IPv6]:port
   \[*\]) endpoint=$HEAD:29500 ;;
@@ -51,18 +52,20 @@ case "$HEAD" in
   *:*) endpoint=$HEAD ;;
   *) endpoint=$HEAD:29500 ;;
 esac
-[[ "${endpoint##*:}" =~ ^[1-9][0-9]*$ ]] || fail "HEAD=$HEAD: the port is not a number"
+port=${endpoint##*:}
+[[ "$port" =~ ^[1-9][0-9]{0,4}$ ]] && ((port <= 65535)) || fail "HEAD=$HEAD: the port is not a number in 1..65535"
 
 options=(--nnodes "$NODES" --nproc-per-node "$GPUS" --max-restarts "$MAX_RESTARTS" --rdzv-id "${RUN_ID:-pretrain}"
   --rdzv-backend c10d --rdzv-endpoint "$endpoint")
 # torchrun's own limits: of the wait for all nodes, and of the wait for the head to listen.
 limits=join_timeout=$JOIN_SECONDS,read_timeout=$JOIN_SECONDS
 if [[ -n "${NODE_RANK:-}" ]]; then
-  if ! [[ "$NODE_RANK" =~ ^[0-9]+$ ]] || ((NODE_RANK >= most)); then
+  # 10#: 08 is a number of ten, and not of eight.
+  if ! [[ "$NODE_RANK" =~ ^[0-9]{1,9}$ ]] || ((10#$NODE_RANK >= most)); then
     fail "NODE_RANK=$NODE_RANK is not in 0..$((most - 1))"
   fi
   # c10d numbers the nodes itself; the rank only decides who listens.
-  limits+=,is_host=$((NODE_RANK == 0))
+  limits+=,is_host=$((10#$NODE_RANK == 0))
 fi
 options+=(--rdzv-conf "$limits")
 # torchrun tells the processes to meet at this host's name, and a container need not be able to resolve its own.
@@ -71,7 +74,7 @@ options+=(--rdzv-conf "$limits")
 
 # Each attempt's workers meet in a store of their own: in torchrun's they would find the addresses of the dead attempt.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-300}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$SHUTDOWN_TIMEOUT
 package=$(dirname "${BASH_SOURCE[0]}")/../pretrain
 torchrun=("${TORCHRUN:-}")
 if [[ -z "${TORCHRUN:-}" ]]; then

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from pretrain.errors import LaunchError, run_tool  # noqa: E402
+from pretrain.errors import LaunchError, reason_of, run_tool  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,10 +49,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def launch(arguments: argparse.Namespace) -> int:
     from pretrain.launching.over_ssh import host_commands, run_over_ssh
-    from pretrain.launching.targets import Launch, parse_settings, read_target
+    from pretrain.launching.settings import parse_settings
+    from pretrain.launching.targets import Launch, read_target
 
     target, given = read_target(arguments.target), parse_settings(arguments.set)
     described = Launch(arguments.config, arguments.nodes, arguments.gpus, arguments.overrides, arguments.cpu, arguments.fewest)
+    if arguments.output and target.manifest is None:
+        raise LaunchError(
+            f"--output {arguments.output}: {target.name} is started by a command and has no manifest; leave it out"
+        )
     if target.name == "ssh":
         settings = target.chosen(described, given)
         if arguments.dry_run:
@@ -67,8 +72,7 @@ def launch(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             print(f"# {file}\n{manifest}", end="")
         else:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(manifest, encoding="utf-8")
+            keep(manifest, file)
     if arguments.dry_run:
         print(shlex.join(command))
         return 0
@@ -82,6 +86,14 @@ def launch(arguments: argparse.Namespace) -> int:
         raise LaunchError(
             f"{command[0]} is not installed here{kept}; run the command where it is: {shlex.join(command)}"
         ) from error
+
+
+def keep(manifest: str, file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(manifest, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"the manifest cannot be kept: {reason_of(error)}; name another file: --output FILE") from error
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pretrain.errors import LaunchError
 from pretrain.launching.targets import Launch
 
 PID_MARK = "pretrain-pid"
+LAST_PORT = 65535
 KILL_SECONDS = 30
 """How long the ssh that delivers a signal may take."""
 READ_SECONDS = 5
@@ -25,11 +27,14 @@ READ_SECONDS = 5
 
 def host_commands(launch: Launch, settings: dict[str, Any]) -> dict[str, list[str]]:
     """By host, the command that runs here. Raises LaunchError if the hosts do not fit the number of nodes."""
-    hosts = settings["hosts"].split(",") if isinstance(settings["hosts"], str) else settings["hosts"]
-    if len(hosts) != launch.nodes or len(set(hosts)) != len(hosts):
+    hosts = settings["hosts"]
+    if len(hosts) != launch.nodes:
+        raise LaunchError(f"--nodes {launch.nodes}, and --set hosts= names {len(hosts)} hosts; name one for each node")
+    if not 0 < settings["port"] <= LAST_PORT:
         raise LaunchError(
-            f"--nodes {launch.nodes}, and --set hosts= names {len(set(hosts))} different hosts; name one for each node"
+            f"--set port={settings['port']}: there are ports 1 to {LAST_PORT}; choose one that is free on {hosts[0]}"
         )
+    ssh = ssh_words(settings)
     head = f"[{_address(hosts[0])}]" if ":" in hosts[0] else _address(hosts[0])
     folder = settings["folder"] or str(Path.cwd())
     arguments = launch.facts()["arguments"]
@@ -51,8 +56,16 @@ def host_commands(launch: Launch, settings: dict[str, Any]) -> dict[str, list[st
             f"cd {shlex.quote(folder)} && {activate}echo {PID_MARK} $$ && "
             f"{exported} exec bash launch/torchrun_multinode.sh {shlex.join(arguments)}"
         )
-        commands[host] = [*shlex.split(settings["ssh"]), host, f"bash -c {shlex.quote(script)}"]
+        commands[host] = [*ssh, host, f"bash -c {shlex.quote(script)}"]
     return commands
+
+
+def ssh_words(settings: dict[str, Any]) -> list[str]:
+    """The words of the setting `ssh`. Raises LaunchError if a quote in it is open."""
+    try:
+        return shlex.split(settings["ssh"])
+    except ValueError as error:
+        raise LaunchError(f"--set ssh={settings['ssh']}: {error}; write it as in a shell") from error
 
 
 def _address(host: str) -> str:
@@ -161,9 +174,10 @@ class HostRun:
 
 def run_over_ssh(launch: Launch, settings: dict[str, Any]) -> int:
     """Start the run, pass its output on, and stop it in order on SIGINT, SIGTERM and SIGHUP."""
-    run = HostRun(
-        host_commands(launch, settings), shlex.split(settings["ssh"]), lambda line: print(line, flush=True), launch.fewest_nodes
-    )
+    commands, ssh = host_commands(launch, settings), ssh_words(settings)
+    if shutil.which(ssh[0]) is None:
+        raise LaunchError(f"--set ssh: there is no program {ssh[0]} here; install it, or name another")
+    run = HostRun(commands, ssh, lambda line: print(line, flush=True), launch.fewest_nodes)
     kept = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         kept[number] = signal.signal(number, lambda got, frame: run.stop(signal.Signals(got).name))

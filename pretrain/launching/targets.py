@@ -4,15 +4,17 @@ A place is a file in launch/targets/: plain YAML, never code.
 
     about      one line for --help
     settings   what the place has to be told, with defaults; ??? must be given, null leaves out all that mentions it
+    types      of the settings whose type their default does not say (pretrain/launching/settings.py)
+    needs      by a setting or a fact of the launch that is neither null nor false: the settings that must be given then
+    at_least   by a setting: the setting that it must not be below
     manifest   what the place is given as a file: a YAML document per item, or with `format: json` one JSON object
     submit     the command that takes that ${file}
     command    without a manifest: the command itself
     nodes      the only number of nodes that works there
     elastic    true: a range of nodes works there too
-    needed_with_several_nodes   settings that must not be null then
 
-`${name}` stands for a setting or for a fact of the launch (`Launch.facts`). A value that is nothing but `${name}` keeps its type. In a list, a list that
-stands so is spliced in. A mapping with `$if` is left out if that value is null or false.
+`${name}` stands for a setting or for a fact of the launch (`Launch.facts`). The default of a setting mentions facts only. A value that is nothing but
+`${name}` keeps its type. In a list, a list that stands so is spliced in. A mapping with `$if` is left out if that value is null or false.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from typing import Any
 import yaml
 
 from pretrain.config.load import load_config
-from pretrain.config.read import Tree, apply_override, read_file
+from pretrain.config.read import read_file
 from pretrain.errors import LaunchError
+from pretrain.launching.settings import REQUIRED, setting_types, typed
 
 TARGETS = Path(__file__).resolve().parents[2] / "launch" / "targets"
 PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 LONGEST_LABEL = 40
 """Characters of a run's name in names of pods, jobs and hosts: 63 are the limit of DNS (RFC 1123), and places append to it."""
-REQUIRED = "???"
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,12 @@ class Launch:
             "gpus": self.gpus,
             "devices": None if self.on_cpu else self.gpus,
             "fewest_nodes": self.fewest_nodes,
+            "several_nodes": self.nodes > 1,
             "node_range": self.node_range,
             "is_elastic": self.fewest_nodes < self.nodes,
             "text_gpus": str(self.gpus),
             "arguments": arguments,
+            "pod_arguments": [word.replace("$", "$$") for word in arguments],  # Kubernetes reads $(NAME) and $$ in `args`
             "typed_arguments": shlex.join(arguments),
             "python": sys.executable,
         }
@@ -97,10 +101,12 @@ class Target:
     format: str = "yaml"
     nodes: int | None = None
     elastic: bool = False
-    needed_with_several_nodes: list[str] = field(default_factory=list)
+    types: dict[str, str] = field(default_factory=dict)
+    needs: dict[str, list[str]] = field(default_factory=dict)
+    at_least: dict[str, str] = field(default_factory=dict)
 
     def chosen(self, launch: Launch, given: dict[str, Any]) -> dict[str, Any]:
-        """All settings, those given among them. Raises LaunchError for an unknown or a missing one."""
+        """All settings, those given among them. Raises LaunchError for one that is unknown, missing or of another type."""
         if launch.fewest_nodes < launch.nodes and not self.elastic:
             places = ", ".join(name for name in target_names() if read_target(name).elastic)
             raise LaunchError(
@@ -110,14 +116,32 @@ class Target:
             raise LaunchError(
                 f"--set {unknown[0]}: {self.name} has no such setting; it has {', '.join(self.settings)} (launch/targets/{self.name}.yaml)"
             )
-        settings = {**self.settings, **given}
-        missing = [name for name, value in settings.items() if value == REQUIRED]
-        missing += [name for name in self.needed_with_several_nodes if launch.nodes > 1 and settings[name] is None]
-        if missing:
-            raise LaunchError(f"{self.name} needs {', '.join(f'--set {name}=...' for name in missing)}")
+        facts = launch.facts()
+        defaults = {name: filled(value, facts) for name, value in self.settings.items()}
+        types = setting_types(self.settings, self.types, self.name)
+        settings = {
+            name: value if value == REQUIRED else typed(name, value, types[name], self.name)
+            for name, value in {**defaults, **given}.items()
+        }
+        self._check_needs(settings, facts)
         if self.nodes is not None and launch.nodes != self.nodes:
             raise LaunchError(f"--nodes {launch.nodes}: {self.name} has {self.nodes}; choose another --target")
         return settings
+
+    def _check_needs(self, settings: dict[str, Any], facts: dict[str, Any]) -> None:
+        missing = {name: "" for name, value in settings.items() if value == REQUIRED}
+        for cause, names in self.needs.items():
+            if _is_given(_fact(cause, {**settings, **facts})):
+                missing |= {name: cause for name in names if not _is_given(settings[name]) and name not in missing}
+        if missing:
+            causes = " and ".join(dict.fromkeys(cause.replace("several_", "several ") for cause in missing.values() if cause))
+            wanted = ", ".join(f"--set {name}=..." for name in missing)
+            raise LaunchError(f"{self.name}{f' with {causes}' if causes else ''} needs {wanted}")
+        for name, bound in self.at_least.items():
+            if settings[name] is not None and settings[bound] is not None and settings[name] < settings[bound]:
+                raise LaunchError(
+                    f"--set {name}={settings[name]}: {self.name} needs at least {bound}, which is {settings[bound]}; raise it"
+                )
 
     def rendered(self, launch: Launch, given: dict[str, Any], file: str) -> tuple[str | None, list[str]]:
         """The text of the manifest, if the place has one, and the command to start. `file`: where the manifest will lie."""
@@ -128,7 +152,23 @@ class Target:
         manifest = filled(self.manifest, facts)
         if self.format == "json":
             return json.dumps(manifest, indent=2) + "\n", command
-        return yaml.safe_dump_all(manifest, sort_keys=False, width=200), command
+        return yaml.dump_all(manifest, Dumper=_Dumper, sort_keys=False, width=200), command
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that a reader of other YAML than PyYAML's takes for a number (1e3) or for true and false (y)."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^[yYnN]$"), list("yYnN"))
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:0[xob][0-9a-fA-F_]+|\.?[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?)$"),
+    list("-+.0123456789"),
+)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 def target_names() -> list[str]:
@@ -143,14 +183,6 @@ def read_target(name: str) -> Target:
     if unknown := values.keys() - known:
         raise LaunchError(f"launch/targets/{name}.yaml: unknown key {sorted(unknown)[0]}; there are {', '.join(sorted(known))}")
     return Target(name=name, **values)
-
-
-def parse_settings(texts: list[str]) -> dict[str, Any]:
-    """`name=value` as typed on the command line, the values as YAML. Raises ConfigError."""
-    tree = Tree()
-    for text in texts:
-        apply_override(tree, text)
-    return tree.values
 
 
 def filled(template: Any, facts: dict[str, Any]) -> Any:

@@ -122,7 +122,11 @@ def test_a_range_of_hosts_ends_well_if_enough_of_them_do(fewest, code):
         {"a": ["sh", "-c", ends], "b": ["sh", "-c", ends], "c": ["false"]}, ["sh", "-c", 'eval "$2"', "sh"], said.append, fewest
     )
     assert run.wait() == code
-    assert any("goes on with 2 of 3 hosts" in line for line in said) is (code == 0) is not any("asking all" in line for line in said)
+    assert (
+        any("goes on with 2 of 3 hosts" in line for line in said)
+        is (code == 0)
+        is not any("asking all" in line for line in said)
+    )
 
 
 def test_a_second_signal_does_not_wait_for_a_host_that_hangs(monkeypatch):
@@ -152,7 +156,7 @@ def test_a_host_that_is_named_by_its_address_is_found_by_it(host, known):
 def test_words_reach_a_host_as_they_are():
     config = str(ROOT / "configs" / "quickstart.yaml")
     launch = Launch(config, 1, 1, ["run.name=it's $HOME", "optim.betas=[0.9, 0.95]"])
-    settings = {"hosts": "me@a", "folder": "/f o", "activate": None, "port": 1, "restarts": 0, "ssh": "ssh -p 22"}
+    settings = {"hosts": ["me@a"], "folder": "/f o", "activate": None, "port": 1, "restarts": 0, "ssh": "ssh -p 22"}
     [command] = host_commands(launch, settings).values()
     assert command[:4] == ["ssh", "-p", "22", "me@a"]
     script = command[4].replace("cd '\"'\"'/f o'\"'\"'", "true")

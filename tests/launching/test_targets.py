@@ -180,9 +180,9 @@ def test_names_are_what_dns_allows(name, label):
         (
             "sagemaker",
             ["--nodes", "2", *(f"--set={k}={v}" for k, v in GIVEN["sagemaker"].items())],
-            "--set file_system=..., --set subnets=...",
+            "sagemaker with several nodes needs --set file_system=..., --set file_system_path=..., --set subnets=..., --set security_groups=...",
         ),
-        ("ssh", ["--nodes", "3", "--set", "hosts=a,b"], "--nodes 3, and --set hosts= names 2 different hosts"),
+        ("ssh", ["--nodes", "3", "--set", "hosts=a,b"], "--nodes 3, and --set hosts= names 2 hosts"),
         ("slurm", ["optim.lrr=1"], "optim.lrr"),
         ("slurm", ["--set", "time"], "is not of the form key=value"),
     ],

@@ -64,7 +64,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     def numbers(checkpoint: Path) -> dict[str, Any]:
         return {name: value for line in results_of(checkpoint, arguments) for name, value in as_numbers(line).items()}
 
-    for step, found in follow(arguments.model, numbers, wait_seconds=5.0):
+    on = [*arguments.text, *map(str, arguments.data), *(arguments.tasks or [])]
+    for step, found in follow(arguments.model, numbers, on, wait_seconds=5.0):
         print(json.dumps({"step": step, **found}) if arguments.json else f"step {step}: {_joined(found)}", flush=True)
 
 

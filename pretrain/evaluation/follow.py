@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -17,20 +18,23 @@ ENDED = ("finished", "failed", "stopped", "preempted")
 
 
 def follow(
-    run: Path, evaluate: Callable[[Path], dict[str, Any]], wait_seconds: float, waits: bool = True
+    run: Path, evaluate: Callable[[Path], dict[str, Any]], on: list[str], wait_seconds: float, waits: bool = True
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Evaluate the run's checkpoints, oldest first, also those to come, until the run has ended. Yields (step, results) of each.
 
-    A checkpoint that has a line is not evaluated again. One that the run removes meanwhile (`checkpoint.keep_last`) is left out. `waits`: whether to
+    `on`: what they are evaluated on. A checkpoint that has a line for that is not evaluated again; another one of the same step is, which the run made after
+    it went back. One that the run removes meanwhile (`checkpoint.keep_last`) is left out. `waits`: whether to
     wait for checkpoints to come.
     """
     if not (run / STARTS_FILE).is_file():
         raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
     while True:
         has_ended = not waits or _state(run) in ENDED  # asked before looking: what was saved until then is found below
-        known = {line["step"] for line in read_lines(run / EVALUATIONS_FILE)} if (run / EVALUATIONS_FILE).is_file() else set()
-        new = [path for path in files.complete_checkpoints(run / "checkpoints") if files.step_of(path) not in known]
-        for checkpoint in new:
+        lines = list(read_lines(run / EVALUATIONS_FILE)) if (run / EVALUATIONS_FILE).is_file() else []
+        known = {line.get("checkpoint") for line in lines if line.get("on") == on}
+        found = {_identity(path): path for path in files.complete_checkpoints(run / "checkpoints")}
+        new = {identity: path for identity, path in found.items() if identity and identity not in known}
+        for identity, checkpoint in new.items():
             step = files.step_of(checkpoint)
             try:
                 results = evaluate(checkpoint)
@@ -38,12 +42,21 @@ def follow(
                 if checkpoint.is_dir():
                     raise
                 continue
-            append_line(run / EVALUATIONS_FILE, json.dumps(plain({"step": step, "evaluation": results}), allow_nan=False))
+            line = {"step": step, "on": on, "checkpoint": identity, "evaluation": results}
+            append_line(run / EVALUATIONS_FILE, json.dumps(plain(line), allow_nan=False))
             yield step, results
         if has_ended and not new:
             return
         if not new:
             time.sleep(wait_seconds)
+
+
+def _identity(checkpoint: Path) -> str | None:
+    """The sha256 of the manifest, which names every file with its own; None if the checkpoint is gone."""
+    try:
+        return hashlib.sha256((checkpoint / files.MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _state(run: Path) -> str | None:

@@ -97,7 +97,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _add_evaluations(path: Path, records: list[dict[str, Any]]) -> None:
     """Put what tools/evaluate.py --follow found into the records of the same steps."""
-    found = {line["step"]: line.get("evaluation", {}) for line in read_lines(path)} if path.is_file() else {}
+    found: dict[int, dict[str, Any]] = {}
+    for line in read_lines(path) if path.is_file() else ():
+        found.setdefault(line["step"], {}).update(line.get("evaluation", {}))
     for record in records:
         if record["step"] in found:
             record["evaluation"] = {**record.get("evaluation", {}), **found[record["step"]]}

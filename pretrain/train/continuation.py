@@ -93,6 +93,8 @@ class Continuation:
         if self._saved_step == progress.step:
             return
         started = time.monotonic()
+        if self.ranks.is_main:
+            self.directory.restore_record()
         tensors = model_tensors(self.model) | optimizer_tensors(self.optimizer)
         self._check_finite(progress.step, tensors)
         # The file in the run directory is not used: somebody may be editing it for the next start.

@@ -57,6 +57,7 @@ class RunDirectory:
         self.token = ""
         self.newest: str | None = None
         self.devices = 1
+        self._recorded: tuple[dict[str, Any], str, dict[str, Any]] | None = None
         self._started, self._begun, self._spent_before = _now(), time.monotonic(), 0.0
         self._status_lines = Tolerated(str(path / "status.json"))
         self._lock = RunLock(path, lock)
@@ -104,6 +105,22 @@ class RunDirectory:
         replace_text(self.path / "identity.json", json.dumps(identity, indent=1) + "\n")
         replace_text(self.path / "config.yaml", config)
         append_line(self.path / STARTS_FILE, json.dumps(start))
+        self._recorded = identity, config, start
+
+    def restore_record(self) -> None:
+        """Write the record of this start again if somebody has removed it, or the whole directory, while the run trains."""
+        if self._recorded is None or exists(self.path / "identity.json"):
+            return
+        log.warning(
+            "%s: identity.json is gone, so somebody has removed the directory while the run trains. What describes the run is written again; logs and "
+            "earlier checkpoints are lost, and the lock with them: start no second run there",
+            self.path,
+        )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.record_start(*self._recorded)
+        except OSError as error:
+            log.warning("%s: it cannot be written: %s", self.path, reason_of(error))
 
     def sees(self, token: str) -> bool:
         """Whether this rank finds the main rank's lock, so that both use the same storage."""

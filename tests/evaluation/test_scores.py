@@ -23,6 +23,7 @@ from pretrain.huggingface.open_model import Opened, open_model
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.observe.metrics import read_metrics
+from pretrain.observe.run_story import read_story
 
 LENGTH = 16
 
@@ -139,6 +140,11 @@ def test_a_trained_model_scores_data_text_and_checkpoints_to_come(pool, config_f
     )
     assert evaluate(["--model", str(run), "--text", str(text), "--follow", "--json"]) == 0 and said(capsys) == []
     assert len((run / "evaluations.jsonl").read_text().splitlines()) == 3
+    # Another text is another evaluation of the same checkpoints, and both stand in the story of the run.
+    assert evaluate(["--model", str(run), "--data", str(prepared), "--tokens", tokens, "--follow", "--json"]) == 0
+    assert [line["step"] for line in said(capsys)] == [2, 4, 6]
+    [record] = [record for record in read_story(run).records if record["step"] == 6]
+    assert {f"{text} loss", f"{prepared} loss"} <= record["evaluation"].keys()
 
 
 def test_the_validation_of_a_run_is_found_again(pool, config_file, prepared):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -14,9 +17,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from running import losses, train
 
 from pretrain.errors import CheckpointError
+from pretrain.run import main
 from pretrain.train import run_lock
+from pretrain.train.callbacks import Callback
 from pretrain.train.run_directory import RunDirectory
 from pretrain.train.run_lock import RunLock
 
@@ -178,3 +184,28 @@ def test_a_lock_that_cannot_be_opened_is_one_line_of_a_check(tmp_path, kind):
     denied = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / ".lock"))
     with patch.object(Path, "open", side_effect=denied), pytest.raises(CheckpointError, match=r"\.lock: Permission denied"):
         RunDirectory(tmp_path, kind).check()
+
+
+class Removes(Callback):
+    """Removes the directory of its run after a step, as somebody does who tidies up."""
+
+    def evaluate(self, run, step):
+        if step == 5:
+            shutil.rmtree(run.directory)
+        return {}
+
+
+def tidied_up(config_file: str, *overrides: str) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        code = main(["--config", config_file, *overrides], callbacks=[Removes()])
+    return code, out.getvalue()
+
+
+def test_a_directory_that_is_removed_is_said_and_what_the_run_still_saves_can_be_resumed(pool, config_file):
+    constant = "schedule={name: constant, warmup_steps: 0}"
+    options = ("run.steps=8", constant, "checkpoint.every_steps=4", "parallel.strategy=single")
+    [(code, printed)] = pool.launch(1, tidied_up, str(config_file), *options)
+    assert code == 0 and "identity.json is gone, so somebody has removed the directory" in printed
+    resumed = train(pool, 1, config_file, *options, "run.steps=9")
+    assert len(losses(resumed)) >= 2  # those of step 8 and 9
+    assert [json.loads(line)["step"] for line in (resumed / "starts.jsonl").read_text().splitlines()] == [0, 8]

@@ -103,3 +103,11 @@ def hello(channel: Channel, rank: int, world_size: int, token: str) -> list[dict
     if messages[0]["kind"] != "welcome":
         raise ValueError("not a switchboard")
     return messages
+
+
+def is_communication(error: BaseException) -> bool:
+    """Whether an exception of torch says that ranks could not reach each other."""
+    import torch.distributed as dist
+
+    said = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, dist.DistError) or any(part in str(error) for part in said)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.distributed.activity import bytes_moved, waits_for_storage
-from pretrain.distributed.channel import Channel
+from pretrain.distributed.channel import Channel, is_communication
 from pretrain.distributed.pace import Pace
 from pretrain.distributed.standing import Mark
 from pretrain.distributed.switchboard import ANSWER_SECONDS
@@ -393,11 +393,3 @@ class Monitor(threading.Thread):
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         os._exit(LostRankError.exit_code)
-
-
-def is_communication(error: BaseException) -> bool:
-    """Whether an exception of torch says that ranks could not reach each other."""
-    import torch.distributed as dist
-
-    said = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
-    return isinstance(error, dist.DistError) or any(part in str(error) for part in said)

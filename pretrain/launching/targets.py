@@ -152,15 +152,15 @@ class Target:
         manifest = filled(self.manifest, facts)
         if self.format == "json":
             return json.dumps(manifest, indent=2) + "\n", command
-        return yaml.dump_all(manifest, Dumper=_Dumper, sort_keys=False, width=200), command
+        return yaml.dump_all(manifest, Dumper=_TextDumper, sort_keys=False, width=200), command
 
 
-class _Dumper(yaml.SafeDumper):
+class _TextDumper(yaml.SafeDumper):
     """Quotes a text that a reader of other YAML than PyYAML's takes for a number (1e3) or for true and false (y)."""
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^[yYnN]$"), list("yYnN"))
-_Dumper.add_implicit_resolver(
+_TextDumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^[yYnN]$"), list("yYnN"))
+_TextDumper.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:0[xob][0-9a-fA-F_]+|\.?[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?)$"),
     list("-+.0123456789"),

@@ -186,7 +186,8 @@ def test_what_is_compiled_computes_the_same_and_is_counted(pool, config_file, pr
     first, second = ({name: sum(record[name] for record in records) for name in records[0]} for records in found)
     assert first["functions"] == second["functions"] <= 8 and 1 <= first["again"] == second["again"] < first["functions"]
     assert (first["graph_breaks"] > 0) == (what == "model")  # the fused loss is left out
-    assert not first["from_cache"] and second["from_cache"] and second["seconds"] < first["seconds"]
+    # Ranks share a cache: at the first start another rank may have compiled a function just before.
+    assert first["from_cache"] < second["from_cache"] and (ranks > 1 or not first["from_cache"]) and second["seconds"] < first["seconds"]
     assert largest_gradient_difference(gradients(compiled), gradients(single)) <= 5e-6
     assert largest_relative_difference(losses(compiled), losses(single)) <= 2e-6
 

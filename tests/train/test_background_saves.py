@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from running import run_directory, run_main, some_slow, state_of, train
 
 from pretrain.checkpoint import files
@@ -163,6 +164,22 @@ def test_a_run_that_fails_while_a_good_step_is_written_keeps_it(pool, config_fil
     assert all(code == 1 and "Traceback" not in printed for code, printed in ranks), ranks
     run = run_directory(config_file)
     assert [path.name for path in files.complete_checkpoints(run / "checkpoints")] == ["step-00000003"] and said in ranks[0][1]
+
+
+def cut_short(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose first save ends as torch's file format does when the disk, or the limit of a file, is full."""
+
+    def short(*arguments: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    with patch.object(dcp.FileSystemWriter, "write_data", short):
+        return run_main(config_file, *overrides)
+
+
+def test_a_write_that_comes_up_short_asks_about_the_disk(pool, config_file):
+    [(code, printed)] = pool.launch(1, cut_short, str(config_file), *SHORT, "parallel.strategy=single")
+    [line] = [line for line in printed.splitlines() if line.startswith("error:")]
+    assert code == 1 and "is the disk full, or a limit of file sizes reached?" in line and "unexpected pos 704" in line
 
 
 class Seen(Callback):

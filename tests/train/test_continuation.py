@@ -186,7 +186,7 @@ def test_what_is_compiled_computes_the_same_and_is_counted(pool, config_file, pr
     first, second = ({name: sum(record[name] for record in records) for name in records[0]} for records in found)
     assert first["functions"] == second["functions"] <= 8 and 1 <= first["again"] == second["again"] < first["functions"]
     assert (first["graph_breaks"] > 0) == (what == "model")  # the fused loss is left out
-    # Ranks share a cache: at the first start another rank may have compiled a function just before.
+    # Ranks share a cache. One function of a first start on two ranks came from it twice, on a busy machine alone: likely the other rank's.
     assert first["from_cache"] < second["from_cache"] and (ranks > 1 or not first["from_cache"]) and second["seconds"] < first["seconds"]
     assert largest_gradient_difference(gradients(compiled), gradients(single)) <= 5e-6
     assert largest_relative_difference(losses(compiled), losses(single)) <= 2e-6

@@ -20,7 +20,7 @@ from pretrain.distributed.launcher import check_launcher
 from pretrain.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = [ROOT / "launch" / name for name in ("torchrun_multinode.sh", "slurm.sbatch", "sagemaker.sh")]
+SCRIPTS = [ROOT / "launch" / name for name in ("torchrun_multinode.sh", "slurm.sbatch", "srun_task.sh", "sagemaker.sh")]
 ACCELERATE = sorted((ROOT / "launch" / "accelerate").glob("*.yaml"))
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "launching.md").read_text(encoding="utf-8"), re.DOTALL)
 
@@ -141,7 +141,7 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        (SRUN, r"srun started 2 tasks \(SLURM_STEP_NUM_TASKS\) without RANK, .* sbatch --nodes N launch/slurm.sbatch"),
+        (SRUN, r"srun started 2 tasks \(SLURM_STEP_NUM_TASKS\) without RANK, .* srun bash launch/srun_task.sh .* sbatch --nodes N launch/slurm.sbatch "),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, r"mpirun \(Open MPI\) started 4 tasks"),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, r"mpirun \(MPICH, Intel MPI\) started 2 tasks"),
         ({"MV2_COMM_WORLD_SIZE": "2"}, r"mpirun \(MVAPICH\) started 2 tasks"),
@@ -259,6 +259,65 @@ def test_the_multi_node_script_passes_on_what_it_was_told(variables, options):
     before = f"--nnodes {environ['NODES']} --nproc-per-node 8 --max-restarts 1 --rdzv-id pretrain --rdzv-backend c10d".split()
     script = f"{SCRIPTS[0].parent}/../pretrain/run.py"
     assert done.stdout == " ".join([*before, *options, script, "--config", "x y"]) + "\n"
+
+
+# What a task of `srun` sees of three nodes with 2, 2 and 1 tasks (Slurm 22.05).
+STEP = SRUN | {
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "n[7-9]",
+}
+
+
+def srun_task(folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    """launch/srun_task.sh where `python` prints what it was started with, and `scontrol` names two hosts."""
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+    texts = {
+        "python": f'for name in {names}; do echo "$name=${{!name:-}}"; done; echo "${{@:2}}"',
+        "scontrol": '[ "$*" = "show hostnames n[7-9]" ] && echo n7 && echo n8',
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", **STEP, **variables}
+    words = ["bash", ROOT / "launch" / "srun_task.sh", "--config", "x y"]
+    return subprocess.run(words, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}),
+        ({"SLURM_NODEID": "2"}, {"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": ""}),
+        ({"SLURM_CPUS_PER_TASK": "6"}, {"OMP_NUM_THREADS": "6"}),
+        ({"OMP_NUM_THREADS": "3", "SLURM_CPUS_PER_TASK": "6"}, {"OMP_NUM_THREADS": "3"}),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, {"MASTER_ADDR": "n7", "MASTER_PORT": "10049"}),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}),
+    ],
+)
+def test_a_task_of_srun_gets_the_variables_of_a_launcher(tmp_path, variables, said):
+    done = srun_task(tmp_path, **variables)
+    *lines, arguments = done.stdout.splitlines()
+    assert arguments == "--config x y", done.stderr
+    assert said.items() <= dict(line.split("=", 1) for line in lines).items()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": ""}, "error: not a task of srun: "),
+        ({"SLURM_NODEID": "3"}, "error: Slurm's list of tasks, 2(x2),1, has no node 3"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "error: this task sees one GPU of its node (CUDA_VISIBLE_DEVICES=1); "),
+        ({"SLURM_STEP_NODELIST": "n0"}, "error: scontrol cannot say which nodes n0 are; "),
+    ],
+)
+def test_a_task_of_srun_that_cannot_start_says_so_in_one_line(tmp_path, variables, said):
+    done = srun_task(tmp_path, **variables)
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
 
 
 # ---- the commands of the page, for real -------------------------------------------------------------------------------

@@ -94,11 +94,12 @@ def _check_started(config: Config, environ: MutableMapping[str, str]) -> None:
         tasks = environ.get(name, "").strip()
         if tasks.isdecimal() and int(tasks) > 1:
             arguments = " ".join(shlex.quote(a) for a in sys.argv[1:])
-            batch = f" (under Slurm: sbatch --nodes N launch/slurm.sbatch {arguments})" if launcher == "srun" else ""
+            several = "launch/torchrun_multinode.sh as one task per node"
+            if launcher == "srun":
+                several = f"srun bash launch/srun_task.sh {arguments}, or sbatch --nodes N launch/slurm.sbatch {arguments}"
             raise LaunchError(
                 f"{launcher} started {tasks} tasks ({name}) without RANK, and each would train alone; on one host start them with: "
-                f"{command_for(int(tasks))}; on several, launch/torchrun_multinode.sh as one task per node{batch}; for runs of one "
-                "process each, set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1"
+                f"{command_for(int(tasks))}; on several, {several}; for runs of one process each, set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1"
             )
 
 

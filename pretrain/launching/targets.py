@@ -146,13 +146,25 @@ class Target:
     def rendered(self, launch: Launch, given: dict[str, Any], file: str) -> tuple[str | None, list[str]]:
         """The text of the manifest, if the place has one, and the command to start. `file`: where the manifest will lie."""
         facts = {**self.chosen(launch, given), **launch.facts(), "file": file}
-        command = filled(self.submit if self.manifest is not None else self.command, facts)
-        if self.manifest is None:
+        manifest, command = self._filled(facts)
+        for name in given:
+            default = filled(self.settings[name], facts)
+            if facts[name] != default and self._filled({**facts, name: default}) == (manifest, command):
+                raise LaunchError(
+                    f"--set {name}: {self.name} has no use for it in this launch; leave it out, or look at what goes with it in "
+                    f"launch/targets/{self.name}.yaml"
+                )
+        if manifest is None:
             return None, [str(word) for word in command]
-        manifest = filled(self.manifest, facts)
         if self.format == "json":
             return json.dumps(manifest, indent=2) + "\n", command
         return yaml.dump_all(manifest, Dumper=_TextDumper, sort_keys=False, width=200), command
+
+    def _filled(self, facts: dict[str, Any]) -> tuple[Any, Any]:
+        """The manifest, or None, and the command."""
+        if self.manifest is None:
+            return None, filled(self.command, facts)
+        return filled(self.manifest, facts), filled(self.submit, facts)
 
 
 class _TextDumper(yaml.SafeDumper):

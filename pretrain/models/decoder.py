@@ -22,7 +22,7 @@ from pretrain.models.block import Block
 from pretrain.models.dropout import Dropout, every_row, make_dropout
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding, make_norm
-from pretrain.models.loss import Losses, LossOptions, OutputHead
+from pretrain.models.loss import Losses, LossOptions
 from pretrain.models.masks import (
     Mask,
     attention_backend,
@@ -33,6 +33,7 @@ from pretrain.models.masks import (
 )
 from pretrain.models.multi_token import MultiTokenPrediction
 from pretrain.models.network import Unit
+from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import Tables, rotary_tables
 from pretrain.models.shape import LayerSpec, layer_specs
 

@@ -20,8 +20,9 @@ from pretrain.config.schema import Loss
 from pretrain.models.attention import Attention, LayerCache, Scored
 from pretrain.models.dropout import BlockDropout, Dropout, every_row, make_dropout
 from pretrain.models.layers import Embedding, Linear, Mlp, make_norm
-from pretrain.models.loss import Losses, LossOptions, OutputHead
+from pretrain.models.loss import Losses, LossOptions
 from pretrain.models.network import Unit
+from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import RelativeBias
 
 

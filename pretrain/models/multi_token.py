@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from pretrain.conventions import IGNORED
 from pretrain.models.dropout import BlockDropout, Dropout
 from pretrain.models.experts import RouterReport
-from pretrain.models.loss import Losses, OutputHead
+from pretrain.models.loss import Losses
 from pretrain.models.masks import Mask, document_numbers
+from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import Tables
 from pretrain.models.shape import LayerSpec
 

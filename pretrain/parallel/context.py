@@ -30,8 +30,9 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding
-from pretrain.models.loss import Losses, OutputHead
+from pretrain.models.loss import Losses
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
+from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import RelativeBias
 from pretrain.parallel.collectives import extend, gather
 from pretrain.parallel.tensor_modules import AllTokens, OwnTokens

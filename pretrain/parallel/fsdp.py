@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.layers import Embedding
-from pretrain.models.loss import OutputHead
+from pretrain.models.output_head import OutputHead
 from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.fsdp_gathers import gather_ahead, groups_of, lend, resharding, wait_for_gather
 from pretrain.parallel.pipeline_order import DEFERRING

@@ -33,8 +33,8 @@ from pretrain.models.attention import Attention, LatentAttention
 from pretrain.models.encoder_decoder import CrossAttention
 from pretrain.models.experts import Experts, MixtureOfExperts
 from pretrain.models.layers import Embedding, Linear, Mlp
-from pretrain.models.loss import OutputHead
 from pretrain.models.multi_token import MultiTokenDepth, MultiTokenPrediction
+from pretrain.models.output_head import OutputHead
 from pretrain.models.positions import RelativeBias
 from pretrain.parallel.collectives import extend, gather
 from pretrain.parallel.tensor_modules import (

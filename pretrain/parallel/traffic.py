@@ -29,7 +29,8 @@ from pretrain.models.encoder_decoder import CrossAttention, EncoderDecoder
 from pretrain.models.experts import MixtureOfExperts, Router
 from pretrain.models.families import family_of
 from pretrain.models.layers import Embedding, Mlp
-from pretrain.models.loss import LossOptions, chunk_size
+from pretrain.models.loss import LossOptions
+from pretrain.models.loss_chunks import chunk_size
 from pretrain.models.network import Unit
 from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.fsdp_gathers import resharding

@@ -199,7 +199,11 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
         origin = find_starting_point(plan, directory, ranks)
         place = surroundings(ranks)
         if ranks.is_main:
-            lines = [*describe(plan, ranks.world_size, origin), *describe_surroundings(place), *_describe_threads(ranks, plan.config.run.affinity)]
+            lines = [
+                *describe(plan, ranks.world_size, origin),
+                *describe_surroundings(place),
+                *_describe_threads(ranks, plan.config.run.affinity),
+            ]
             for line in [*lines, *origin.lines]:
                 log.info(line)
         _verify_data(plan, ranks)

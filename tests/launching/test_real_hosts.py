@@ -216,6 +216,19 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, config_file):
     assert list((run / "checkpoints").iterdir()) and "Restarts=0" in slurm("scontrol", "show", "job", job)
 
 
+def test_a_task_of_srun_per_process_trains_as_torchrun_does(slurm, pool, config_file):
+    straight = train(pool, 4, config_file, *STRAIGHT, "run.name=straight", "run.steps=20")
+    words = ["--nodes=2", "--ntasks-per-node=2", "--overcommit", "--immediate=60", "--time=2", "--label"]
+    place = [f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}", "MASTER_ADDR=127.0.0.1"]
+    task = ["env", *place, "bash", "launch/srun_task.sh", "--config", config_file, *STRAIGHT, "run.steps=20"]
+    printed = slurm("srun", *words, *task)
+    run = config_file.parent / "runs" / "run"
+    assert losses(run) == losses(straight), printed
+    # Each would train alone; and a step of one task needs no such script.
+    with pytest.raises(AssertionError, match="launch/srun_task.sh"):
+        slurm("srun", *words, sys.executable, "pretrain/run.py", "--config", config_file)
+
+
 def test_an_array_prepares_data_as_one_process_does(slurm, byte_tokenizer, tmp_path):
     """The command of docs/data.md: each task of the array prepares a part, and anyone merges."""
     for number in range(12):

@@ -154,6 +154,20 @@ def test_an_ssh_that_is_not_installed_is_one_line(capsys):
     assert "there is no program no-such-ssh here" in said
 
 
+@pytest.mark.parametrize(
+    ("target", "settings", "words", "unused"),
+    [
+        ("skypilot", {"volume": "disk", "accelerator": "H100"}, ["--cpu"], "accelerator"),
+        ("kubernetes", {**POD, "device": "amd.com/gpu"}, ["--cpu"], "device"),
+        ("kubernetes", {**POD, "data_mount": "/mnt"}, [], "data_mount"),
+    ],
+)
+def test_a_setting_that_this_launch_has_no_use_for_is_refused(capsys, target, settings, words, unused):
+    assert f"--set {unused}: {target} has no use for it" in refused(capsys, [*launch_words(target, settings, *words), "--dry-run"])
+    del settings[unused]
+    assert tool("launch").main([*launch_words(target, settings, *words), "--dry-run"]) == 0
+
+
 def test_an_accelerator_is_needed_by_processes_that_have_devices(capsys):
     said = refused(capsys, launch_words("skypilot", {"volume": "disk"}, "--dry-run"))
     assert "skypilot with devices needs --set accelerator=..." in said

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pretrain.conventions import IGNORED
-from pretrain.models.loss import LossOptions, finish_logits, fused_losses, sequence_losses
+from pretrain.models.loss import LossOptions, finish_logits, sequence_losses
+from pretrain.models.output_head import fused_losses
 
 pytestmark = [
     pytest.mark.cuda,

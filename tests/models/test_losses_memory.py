@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pretrain.conventions import IGNORED
-from pretrain.models.loss import LossOptions, fused_losses, sequence_losses
+from pretrain.models.loss import LossOptions, sequence_losses
+from pretrain.models.output_head import fused_losses
 
 MEGABYTE = 1 << 20
 
@@ -58,7 +59,8 @@ def test_no_tensor_exceeds_the_budget_in_forward_or_backward(vocabulary, dtype, 
 
 PEAK = """
 import re, sys, torch
-from pretrain.models.loss import LossOptions, fused_losses, sequence_losses
+from pretrain.models.loss import LossOptions, sequence_losses
+from pretrain.models.output_head import fused_losses
 torch.set_num_threads(1)
 kind, vocabulary, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
 x = torch.randn(2, 1024, 32).to(dtype).requires_grad_()

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pretrain.conventions import IGNORED
-from pretrain.models.loss import LossOptions, OutputHead
+from pretrain.models.loss import LossOptions
 from pretrain.models.multi_token import MultiTokenPrediction, targets_ahead
+from pretrain.models.output_head import OutputHead
 from pretrain.models.shape import LayerSpec
 
 VOCABULARY, DIM, DEPTHS, WEIGHT = 29, 8, 2, 0.3

@@ -211,7 +211,8 @@ def test_asking_for_the_cross_entropy_changes_no_bit_of_a_gradient(pool, config_
     """T-D12: loss and objective come from one pass."""
     import torch
 
-    from pretrain.models.loss import LossOptions, fused_losses, fused_losses_and_entropy
+    from pretrain.models.loss import LossOptions
+    from pretrain.models.output_head import fused_losses, fused_losses_and_entropy
 
     torch.manual_seed(0)
     x, weight = torch.randn(3, 20, 16), torch.randn(50, 16)

@@ -1,0 +1,184 @@
+"""The output head: logits of final hidden states, or their loss, fused with the output projection.
+
+`fused_losses` never has more than a chunk of logits:
+
+    for a chunk of tokens       z, L, dL/dz  in buffers that all chunks share (loss_chunks.py)
+                                dL/dx[chunk]  = dL/dz @ W
+                                dL/dW        += dL/dz.T @ x[chunk]     in fp32
+
+The gradient is computed in *forward*, when the chunk's logits are at hand (as Liger Kernel does, arXiv 2410.10989). That takes three
+matrix products, as many as the plain loss; recomputing the logits in backward would take four. The gradient is that of the plain sum.
+Backward multiplies it with the upstream gradient, which is right if all tokens share one. If they do not, the gradient is recomputed,
+at twice the work.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, VocabularyShard, finish_logits, loss_dtype
+from pretrain.models.loss_chunks import logit_chunks
+
+
+def fused_losses(
+    x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, options: LossOptions = CROSS_ENTROPY, weights_B: Tensor | None = None
+) -> Tensor:
+    """The objective of `fused_losses_and_entropy`, [B]."""
+    return fused_losses_and_entropy(x_BTD, weight_VD, targets_BT, options, weights_B).objective_B
+
+
+@torch.compiler.disable
+def fused_losses_and_entropy(
+    x_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    options: LossOptions = CROSS_ENTROPY,
+    weights_B: Tensor | None = None,
+    shard: VocabularyShard | None = None,
+) -> Losses:
+    """`sequence_losses_and_entropy` of the logits x @ weight.T, without ever having more than a chunk of them.
+
+    The products are of the format of `x_BTD`, to which `weight_VD` is cast; the weight's gradient is of fp32. `weights_B` multiplies
+    each sequence's objective; no gradient flows to it. Weighting here, and not the result, leaves the upstream gradient common to all
+    tokens, which is the fast path. With a `shard` the losses are those of the whole vocabulary, equal on all ranks, and the gradient of x
+    is what the rows at hand add to it.
+    """
+    if x_BTD.shape[:-1] != targets_BT.shape:  # would be flattened to something else otherwise
+        raise ValueError(f"activations are {tuple(x_BTD.shape)}, targets {tuple(targets_BT.shape)}")
+    weights_N = None
+    if weights_B is not None:
+        weights_N = weights_B.detach().to(loss_dtype(x_BTD))[:, None].expand(targets_BT.shape).flatten()
+    arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), weights_N, options, shard, torch.is_grad_enabled()
+    both = _FusedLosses.apply(*arguments)
+    return Losses(*(losses_N.view(targets_BT.shape).sum(dim=1) for losses_N in both))
+
+
+class _FusedLosses(torch.autograd.Function):
+    """Weighted token losses and plain cross-entropies, both [N], of activations [N, D] and an output weight [V, D]."""
+
+    @staticmethod
+    def forward(ctx, x_ND, weight_VD, targets_N, weights_N, options, shard, recorded):
+        needs_x, needs_weight = (recorded and needed for needed in ctx.needs_input_grad[:2])
+        both, *ctx.unit = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, options, shard, needs_x, needs_weight)
+        ctx.save_for_backward(x_ND, weight_VD, targets_N, weights_N)
+        ctx.options, ctx.shard = options, shard
+        ctx.mark_non_differentiable(both[1])
+        return both
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream_N, _):
+        x_ND, weight_VD, targets_N, weights_N = ctx.saved_tensors
+        unit, ctx.unit = ctx.unit, None  # scaled in place: a second backward computes it anew
+        # An expanded tensor says that all its values are one without being looked at, for which a GPU would have to wait.
+        if unit is not None and upstream_N.numel() > 0 and upstream_N.stride(0) == 0:
+            grad_x, grad_weight = (_scale_in_place(gradient, upstream_N[:1, None]) for gradient in unit)
+        else:
+            del unit
+            weights_N = upstream_N if weights_N is None else upstream_N * weights_N
+            needs = ctx.needs_input_grad[:2]
+            _, grad_x, grad_weight = _losses_and_gradients(
+                x_ND, weight_VD, targets_N, weights_N, ctx.options, ctx.shard, *needs
+            )
+        if ctx.shard is not None and grad_weight is not None:
+            grad_weight = ctx.shard.whole(grad_weight, weight_VD)
+        return grad_x, grad_weight, None, None, None, None, None
+
+
+def _scale_in_place(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """Times a factor of fp32, which is not rounded to the gradient's format before."""
+    if gradient is None or gradient.dtype == factor.dtype:
+        return gradient if gradient is None else gradient.mul_(factor)
+    return gradient.copy_(gradient * factor)
+
+
+def _losses_and_gradients(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor | None,
+    options: LossOptions,
+    shard: VocabularyShard | None,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
+    """Weighted losses and plain cross-entropies [N], and the gradients of the losses' sum with respect to x, in its format, and to the
+    weight's rows at hand, in fp32.
+    """
+    dtype, weight_VD = loss_dtype(x_ND), (weight_VD if shard is None else shard.part(weight_VD)).to(x_ND.dtype)
+    losses_N, entropies_N = (torch.empty(len(x_ND), dtype=dtype, device=x_ND.device) for _ in range(2))
+    grad_x_ND = torch.empty_like(x_ND) if needs_x else None
+    grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
+    for rows, logits in logit_chunks(x_ND, weight_VD, options, shard, needs_x or needs_weight):
+        x, targets = x_ND[rows], targets_N[rows]
+        losses, entropies_N[rows] = logits.project(x).losses(targets)
+        if needs_x or needs_weight:
+            grad_logits = logits.gradient(targets)
+            # Factors of a token go on the narrow side of the products.
+            factor = options.logit_scale if weights_N is None else (weights_N[rows] * options.logit_scale)[:, None]
+            plain = weights_N is None and options.logit_scale == 1.0
+            if needs_x:
+                torch.mm(grad_logits, weight_VD, out=grad_x_ND[rows])
+                if not plain:
+                    grad_x_ND[rows] = grad_x_ND[rows] * factor
+            if needs_weight:
+                _add_product(grad_weight_VD, grad_logits.t(), x if plain else (x * factor).to(x.dtype), logits.bytes)
+        losses_N[rows] = losses if weights_N is None else losses * weights_N[rows]
+    return (losses_N, entropies_N), grad_x_ND, grad_weight_VD
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, limit: int) -> None:
+    """total += left @ right, where the total may be of a wider format than the factors.
+
+    Then the sum over chunks rounds no more than a single product would, and the product is formed in blocks of rows, for it
+    is as large as the total.
+    """
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
+        return
+    rows = max(1, limit // (4 * total.shape[1] * total.element_size()))
+    for part, here in zip(total.split(rows), left.split(rows)):
+        part.add_(torch.mm(here, right, out_dtype=total.dtype) if right.is_cuda else torch.mm(here, right))
+
+
+class OutputHead(nn.Module):
+    """Logits, or with targets the summed loss of each sequence, of final hidden states.
+
+    Its weight `weight` [V, D] is cast to the activations' format where it is used; its gradient is of fp32. A tied head has none, and is
+    given the embedding's in every call. Where no gradient is taken, as in validation, it leaves out z-loss and label smoothing: what it
+    returns is the cross-entropy alone.
+    """
+
+    def __init__(self, dim: int, vocab_size: int, options: LossOptions = CROSS_ENTROPY, tied: bool = False) -> None:
+        super().__init__()
+        self.options = options
+        self.shard: VocabularyShard | None = None
+        # Values are drawn by name (parallel/initialise.py), so that they depend on nothing else.
+        self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(vocab_size, dim)))
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        targets_BT: Tensor | None = None,
+        weight: Tensor | None = None,
+        sequence_weights_B: Tensor | None = None,
+        with_cross_entropy: bool = False,
+    ) -> Tensor | Losses:
+        """Logits [B, T, V] in the format of x; with targets the summed token losses of each sequence, [B], fp32.
+
+        `weight` is the embedding's, for a tied head only. `sequence_weights_B` multiplies the losses: in here, so that
+        gradients keep the fast path. `with_cross_entropy`: return that beside them.
+        """
+        if (weight is None) == (self.weight is None):
+            raise ValueError("a tied head is called with the embedding's weight, and no other head is")
+        weight = self.weight if weight is None else weight
+        if targets_BT is None:
+            part = weight if self.shard is None else self.shard.part(weight)
+            logits_BTV = finish_logits(F.linear(x_BTD, part.to(x_BTD.dtype)), self.options)
+            return logits_BTV if self.shard is None else self.shard.join(logits_BTV)
+        options = self.options if torch.is_grad_enabled() else self.options.cross_entropy_only()
+        losses = fused_losses_and_entropy(x_BTD, weight, targets_BT, options, sequence_weights_B, self.shard)
+        return losses if with_cross_entropy else losses.objective_B

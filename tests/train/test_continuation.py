@@ -19,7 +19,7 @@ from running import (
 )
 
 from pretrain.checkpoint.payload import Payload
-from pretrain.distributed import launched_ranks
+from pretrain.distributed.launcher import launched_ranks
 from pretrain.observe.metrics import read_metrics
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import calendar
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class RunStory:
     """The log lines that count, in order of steps."""
     repeated: list[list[dict[str, Any]]]
     """Stretches of log lines that were dropped when the run went back to a checkpoint, oldest first."""
+    made: list[tuple[dict[str, Any], int, int]]
+    """Each log line, dropped ones among them, with the number of steps that it speaks of, and how many of these were made again."""
     starts: list[dict[str, Any]]
     status: dict[str, Any]
 
@@ -33,27 +36,18 @@ class RunStory:
     def name(self) -> str:
         return self.directory.resolve().name
 
-    def steps_of(self, records: list[dict[str, Any]]) -> list[int]:
-        """How many steps each log line speaks of: those since the line before it, or since the start that made it."""
-        begins = sorted({0, *(start["step"] for start in self.starts)})
-        counts = []
-        for before, record in zip([None, *records], records):
-            begin = max(step for step in begins if step < record["step"])
-            counts.append(record["step"] - max(begin, before["step"] if before else 0))
-        return counts
-
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds by what they went to. They add up to the time from the first start to the last sign of life."""
         parts = {"steps": 0.0, "waiting for data": 0.0, "evaluation, saving, logging": 0.0, "steps made again": 0.0}
-        for record, count in zip(self.records, self.steps_of(self.records)):
+        for record, count, again in self.made:
+            parts["steps made again"] += (record.get("seconds") or 0.0) * again
+            count -= again
             wall = (record.get("seconds") or 0.0) * count
             data = (record.get("data_wait") or 0.0) * wall
             steps = min((record.get("step_seconds") or 0.0) * count, wall - data)
             parts["steps"] += steps
             parts["waiting for data"] += data
             parts["evaluation, saving, logging"] += wall - data - steps
-        for stretch in self.repeated:
-            parts["steps made again"] += sum((r.get("seconds") or 0.0) * n for r, n in zip(stretch, self.steps_of(stretch)))
         first, last = (self.starts[0].get("time") if self.starts else None), self.status.get("updated")
         if first and last:
             parts["start-up, and time between starts"] = max(
@@ -68,22 +62,52 @@ def read_story(directory: Path) -> RunStory:
         raise DataError(
             f"{directory / METRICS_FILE}: missing; {directory} is not the directory of a run that has logged a step"
         )
-    records: list[dict[str, Any]] = []
-    repeated = []
-    for record in read_lines(directory / METRICS_FILE):
-        dropped = []
-        while records and records[-1]["step"] >= record["step"]:
-            dropped.insert(0, records.pop())
-        if len(dropped) > 1 or (
-            dropped and dropped[0]["step"] != record["step"]
-        ):  # a line alone is one that got its evaluation later
-            repeated.append(dropped)
-        records.append(record)
+    starts = list(read_lines(directory / STARTS_FILE)) if (directory / STARTS_FILE).is_file() else []
+    records, repeated, made = _told(_written_once(read_lines(directory / METRICS_FILE)), starts)
     if not any(record.get("loss") is not None for record in records):
         raise DataError(f"{directory / METRICS_FILE}: no step was logged yet")
     _add_evaluations(directory / EVALUATIONS_FILE, records)
-    starts = list(read_lines(directory / STARTS_FILE)) if (directory / STARTS_FILE).is_file() else []
-    return RunStory(directory, records, repeated, starts, read_object(directory / "status.json"))
+    return RunStory(directory, records, repeated, made, starts, read_object(directory / "status.json"))
+
+
+def _written_once(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The log lines; one that was written again with an evaluation, which a stop had cut short, in place of the line without it."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        if kept and all(kept[-1].get(name) == line.get(name) for name in ("step", "seconds")):
+            kept.pop()
+        kept.append(line)
+    return kept
+
+
+def _told(lines: list[dict[str, Any]], starts: list[dict[str, Any]]) -> tuple[list, list, list]:
+    """`records`, `repeated` and `made` of a story."""
+    records: list[int] = []
+    repeated, counts, again = [], [0] * len(lines), [0] * len(lines)
+    for number, (line, begin) in enumerate(zip(lines, _begins(lines, starts))):
+        dropped = []
+        while records and lines[records[-1]]["step"] >= line["step"]:
+            dropped.insert(0, records.pop())
+        for old in dropped:
+            again[old] = min(counts[old], max(0, lines[old]["step"] - begin))
+        if dropped:
+            repeated.append([lines[old] for old in dropped])
+        counts[number] = line["step"] - max(begin, lines[records[-1]]["step"] if records else 0)
+        records.append(number)
+    return [lines[number] for number in records], repeated, list(zip(lines, counts, again))
+
+
+def _begins(lines: list[dict[str, Any]], starts: list[dict[str, Any]]) -> list[int]:
+    """By log line, the step from which the start went on that wrote it. Found from the end, as a start has its lines in order of steps."""
+    begins, current, after = [], len(starts) - 1, None
+    for line in reversed(lines):
+        if after is not None and line["step"] >= after:
+            current -= 1
+        while current >= 0 and starts[current]["step"] >= line["step"]:
+            current -= 1
+        begins.append(starts[current]["step"] if current >= 0 else 0)
+        after = line["step"]
+    return begins[::-1]
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_a_story_keeps_what_was_repeated_and_the_time_adds_up(tmp_path):
     story = read_story(write_run(tmp_path))
     assert [record["step"] for record in story.records] == [1, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
     assert [[record["step"] for record in stretch] for stretch in story.repeated] == [[50, 60]]
-    assert story.steps_of(story.records) == [1, 9, 10, 10, 10, 10, 10, 10, 10, 10, 10]
+    assert [count for _, count, _ in story.made] == [1, 9, *[10] * 11]
     parts = story.seconds()
     assert sum(parts.values()) == pytest.approx(600.0)
     assert parts["steps"] == pytest.approx(70.0) and parts["waiting for data"] == pytest.approx(10.0)
@@ -84,6 +84,25 @@ def test_a_line_that_got_its_evaluation_later_is_no_step_made_again(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(line(100, validation={"books": 3.0}))
     assert len(read_story(run).repeated) == 1 and read_story(run).records[-1]["validation"] == {"books": 3.0}
+
+
+def test_a_single_line_that_was_made_again_is_told_and_its_time_parted(tmp_path):
+    """Steps 1 to 8, killed after its checkpoint of step 6, and on from there: steps 7 and 8 were made twice."""
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(line(step) for step in (1, 4)) + line(8, seconds=2.0) + "".join(line(step) for step in (8, 12))
+    )
+    (tmp_path / "starts.jsonl").write_text(start(0, "10:00:00") + start(6, "10:01:00"))
+    story = read_story(tmp_path)
+    assert [[record["step"] for record in stretch] for stretch in story.repeated] == [[8]]
+    assert [(record["step"], count, again) for record, count, again in story.made] == [
+        (1, 1, 0),
+        (4, 3, 0),
+        (8, 4, 2),
+        (8, 2, 0),
+        (12, 4, 0),
+    ]
+    parts = story.seconds()
+    assert parts["steps made again"] == pytest.approx(4.0) and sum(parts.values()) == pytest.approx(18.0)
 
 
 def test_of_a_long_run_evenly_chosen_lines_and_all_evaluations_are_shown():

@@ -37,12 +37,12 @@ def follow(
         for identity, checkpoint in new.items():
             step = files.step_of(checkpoint)
             try:
-                results = evaluate(checkpoint)
+                results, tokens = evaluate(checkpoint), files.load_state(checkpoint)["tokens"]
             except (CheckpointError, OSError):
                 if checkpoint.is_dir():
                     raise
                 continue
-            line = {"step": step, "on": on, "checkpoint": identity, "evaluation": results}
+            line = {"step": step, "tokens": tokens, "on": on, "checkpoint": identity, "evaluation": results}
             append_line(run / EVALUATIONS_FILE, json.dumps(plain(line), allow_nan=False))
             yield step, results
         if has_ended and not new:

@@ -54,7 +54,7 @@ def _run(story: RunStory, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "facts": _facts(story),
-        "records": [_kept(record) for record in records],
+        "records": [_kept(record) for record in sorted([*records, *story.evaluations], key=lambda record: record["step"])],
         "shown": [len(records), len(story.records)],
         "repeated": [[_kept(record) for record in thinned(stretch)] for stretch in story.repeated],
         "starts": [{"step": s["step"], "time": s.get("time"), "ranks": s.get("world_size")} for s in starts],

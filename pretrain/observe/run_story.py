@@ -27,6 +27,8 @@ class RunStory:
     """The log lines that count, in order of steps."""
     repeated: list[list[dict[str, Any]]]
     """Stretches of log lines that were dropped when the run went back to a checkpoint, oldest first."""
+    evaluations: list[dict[str, Any]]
+    """What `tools/evaluate.py --follow` found at steps without a log line, in order of steps."""
     made: list[tuple[dict[str, Any], int, int]]
     """Each log line, dropped ones among them, with the number of steps that it speaks of, and how many of these were made again."""
     starts: list[dict[str, Any]]
@@ -66,8 +68,8 @@ def read_story(directory: Path) -> RunStory:
     records, repeated, made = _told(_written_once(read_lines(directory / METRICS_FILE)), starts)
     if not any(record.get("loss") is not None for record in records):
         raise DataError(f"{directory / METRICS_FILE}: no step was logged yet")
-    _add_evaluations(directory / EVALUATIONS_FILE, records)
-    return RunStory(directory, records, repeated, made, starts, read_object(directory / "status.json"))
+    evaluations = _add_evaluations(directory / EVALUATIONS_FILE, records)
+    return RunStory(directory, records, repeated, evaluations, made, starts, read_object(directory / "status.json"))
 
 
 def _written_once(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -119,14 +121,17 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _add_evaluations(path: Path, records: list[dict[str, Any]]) -> None:
-    """Put what tools/evaluate.py --follow found into the records of the same steps."""
+def _add_evaluations(path: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put what tools/evaluate.py --follow found into the records of the same steps. Return those of other steps, for which tokens are known."""
     found: dict[int, dict[str, Any]] = {}
     for line in read_lines(path) if path.is_file() else ():
-        found.setdefault(line["step"], {}).update(line.get("evaluation", {}))
+        at = found.setdefault(line["step"], {"step": line["step"], "evaluation": {}})
+        at["evaluation"].update(line.get("evaluation", {}))
+        at |= {"tokens": line["tokens"]} if "tokens" in line else {}
     for record in records:
         if record["step"] in found:
-            record["evaluation"] = {**record.get("evaluation", {}), **found[record["step"]]}
+            record["evaluation"] = {**record.get("evaluation", {}), **found.pop(record["step"])["evaluation"]}
+    return [found[step] for step in sorted(found) if "tokens" in found[step]]
 
 
 def thinned(records: list[dict[str, Any]], most: int = MOST_RECORDS) -> list[dict[str, Any]]:

@@ -79,6 +79,18 @@ def test_what_was_evaluated_beside_the_run_is_on_its_curves(tmp_path):
     assert [r["evaluation"] for r in read_story(run).records if "evaluation" in r] == [{"books bits_per_byte": 1.25}]
 
 
+def test_what_was_evaluated_at_a_step_without_a_log_line_is_on_the_page(tmp_path):
+    run = write_run(tmp_path)
+    (run / "evaluations.jsonl").write_text(
+        "".join(f'{{"step": {step}, "tokens": {step * 64}, "evaluation": {{"x": {step}}}}}\n' for step in (105, 25, 60))
+    )
+    story = read_story(run)
+    assert story.evaluations == [{"step": step, "evaluation": {"x": step}, "tokens": step * 64} for step in (25, 105)]
+    [shown] = page_data([story])["runs"]
+    assert [record["step"] for record in shown["records"] if "evaluation" in record] == [25, 60, 105]
+    assert sum(story.seconds().values()) == pytest.approx(600.0)
+
+
 def test_a_line_that_got_its_evaluation_later_is_no_step_made_again(tmp_path):
     run = write_run(tmp_path)
     with (run / "metrics.jsonl").open("a") as file:

@@ -218,13 +218,30 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield found
 
 
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl as written. A line in which a number of `StepRecord` is something else is skipped, as a torn one is."""
+    kinds = {field.name: field.type.removesuffix(" | None") for field in dataclasses.fields(StepRecord)}
+    for line in read_lines(path):
+        if all(_is(value, kinds[name]) for name, value in line.items() if name in kinds):
+            yield line
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether a value has a type such as `dict[str, float]`. A number may be null, where it was not finite."""
+    if kind.startswith("dict[str, "):
+        return isinstance(value, dict) and all(_is(item, kind[len("dict[str, ") : -1]) for item in value.values())
+    if kind in ("int", "float"):
+        return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value))
+    return isinstance(value, list if kind.startswith("list") else str)
+
+
 def read_metrics(run_directory: Path) -> list[dict[str, Any]]:
     """The records of a run in order of steps.
 
     A run that went back to a checkpoint logs an earlier step again; the old records from that step on are dropped.
     """
     records: list[dict[str, Any]] = []
-    for record in read_lines(run_directory / METRICS_FILE):
+    for record in read_records(run_directory / METRICS_FILE):
         while records and records[-1]["step"] >= record["step"]:
             records.pop()
         records.append(record)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pretrain.config.written import flatten
 from pretrain.errors import DataError
-from pretrain.observe.metrics import EVALUATIONS_FILE, METRICS_FILE, STARTS_FILE, read_lines
+from pretrain.observe.metrics import EVALUATIONS_FILE, METRICS_FILE, STARTS_FILE, read_lines, read_records
 
 MOST_RECORDS = 3000
 """Log lines of a run that a picture shows; of a longer run evenly chosen ones, and each of an evaluation."""
@@ -65,7 +65,7 @@ def read_story(directory: Path) -> RunStory:
             f"{directory / METRICS_FILE}: missing; {directory} is not the directory of a run that has logged a step"
         )
     starts = list(read_lines(directory / STARTS_FILE)) if (directory / STARTS_FILE).is_file() else []
-    records, repeated, made = _told(_written_once(read_lines(directory / METRICS_FILE)), starts)
+    records, repeated, made = _told(_written_once(read_records(directory / METRICS_FILE)), starts)
     if not any(record.get("loss") is not None for record in records):
         raise DataError(f"{directory / METRICS_FILE}: no step was logged yet")
     evaluations = _add_evaluations(directory / EVALUATIONS_FILE, records)
@@ -125,9 +125,11 @@ def _add_evaluations(path: Path, records: list[dict[str, Any]]) -> list[dict[str
     """Put what tools/evaluate.py --follow found into the records of the same steps. Return those of other steps, for which tokens are known."""
     found: dict[int, dict[str, Any]] = {}
     for line in read_lines(path) if path.is_file() else ():
+        if not isinstance(line.get("evaluation"), dict):
+            continue
         at = found.setdefault(line["step"], {"step": line["step"], "evaluation": {}})
-        at["evaluation"].update(line.get("evaluation", {}))
-        at |= {"tokens": line["tokens"]} if "tokens" in line else {}
+        at["evaluation"].update(line["evaluation"])
+        at |= {"tokens": line["tokens"]} if isinstance(line.get("tokens"), int) else {}
     for record in records:
         if record["step"] in found:
             record["evaluation"] = {**record.get("evaluation", {}), **found.pop(record["step"])["evaluation"]}

@@ -83,7 +83,8 @@ def test_a_torn_last_line_is_passed_over(run):
 
 @pytest.mark.parametrize(
     "line",
-    [b"\xff\xfe{}", b"null", b"{}", b"5", b"[1]", b'{"step": "60"}', b'{"step": null}', b'{"step": true}', b"[" * 100_000],
+    [b"\xff\xfe{}", b"null", b"{}", b"5", b"[1]", b'{"step": "60"}', b'{"step": null}', b'{"step": true}', b"[" * 100_000,
+     b'{"step": 60, "loss": "4"}', b'{"step": 60, "validation": null}', b'{"step": 60, "validation": {"v": [1]}}', b'{"step": 60, "lr": NaN}'],
     ids=lambda line: line[:12].decode(errors="replace"),
 )
 def test_a_line_that_is_no_record_is_passed_over(run, line):

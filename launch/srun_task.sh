@@ -36,7 +36,8 @@ tasks_of_node() { # NUMBER TASKS
 
 RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_STEP_NUM_TASKS
 LOCAL_WORLD_SIZE=$(tasks_of_node "$SLURM_NODEID" "$SLURM_STEP_TASKS_PER_NODE")
-if ((LOCAL_WORLD_SIZE > 1)) && [[ "${CUDA_VISIBLE_DEVICES:-,}" != *,* ]]; then
+# Other than a number or an id, such as -1 or NoDevFiles, hides all GPUs: a run on the CPU.
+if ((LOCAL_WORLD_SIZE > 1)) && [[ "${CUDA_VISIBLE_DEVICES:-}" =~ ^([0-9]+|GPU-[^,]+|MIG-[^,]+)$ ]]; then
   fail "this task sees one GPU of its node (CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES); ask for --gpus-per-node in place of --gpus-per-task, and --gpu-bind=none"
 fi
 if [[ -z "${MASTER_ADDR:-}" ]]; then

@@ -295,6 +295,8 @@ def srun_task(folder: Path, **variables: str) -> subprocess.CompletedProcess:
         ({"SLURM_CPUS_PER_TASK": "6"}, {"OMP_NUM_THREADS": "6"}),
         ({"OMP_NUM_THREADS": "3", "SLURM_CPUS_PER_TASK": "6"}, {"OMP_NUM_THREADS": "3"}),
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, {"MASTER_ADDR": "n7", "MASTER_PORT": "10049"}),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, {"LOCAL_WORLD_SIZE": "2"}),  # no GPU: a run on the CPU
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {"LOCAL_WORLD_SIZE": "2"}),  # as Slurm says it
         ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}),
     ],
 )

@@ -71,7 +71,7 @@ class Launch:
         label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_LABEL].rstrip("-")
         arguments = ["--config", self.config, *self.overrides]
         return {
-            "name": name,
+            "name": name.replace("/", "-"),  # places name files after it
             "label": label if label[:1].isalpha() else f"run-{label}".rstrip("-"),  # names of Services begin with a letter
             "nodes": self.nodes,
             "gpus": self.gpus,

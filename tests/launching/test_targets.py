@@ -150,6 +150,11 @@ def test_processes_without_devices_ask_for_none():
     assert not any("gpus-per-node" in word for word in rendered("slurm", Launch(CONFIG, 2, 4, on_cpu=True))[1])
 
 
+def test_the_log_of_a_slurm_job_needs_no_folder_of_its_own():
+    """Slurm names the log after the job, and a job whose log lies in a folder that does not exist ends without a word."""
+    assert "--job-name=sweep-a" in rendered("slurm", Launch(CONFIG, 1, 1, ["run.name=sweep/a"]))[1]
+
+
 @pytest.mark.parametrize(
     ("name", "label"),
     [

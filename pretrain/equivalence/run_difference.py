@@ -104,8 +104,8 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
     for name in NUMBERS:
         value = record.get(name)
         parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-        # What is logged as null was not finite.
-        found |= {key: math.nan if part is None else part for key, part in parts.items() if name in record}
+        # What is logged as null was not finite; a step that was skipped for that has no loss.
+        found |= {key: math.nan if part is None else part for key, part in parts.items() if name in record or name == "loss"}
     return found
 
 

@@ -88,6 +88,10 @@ def test_a_loss_that_is_no_number_in_one_run_is_where_they_part(run, tmp_path, c
     assert code == 1 and said["loss"][0].startswith("differs first at step 3:") and "nan" in said["loss"][0]
     code, said = compared(capsys, other, other)
     assert code == 0 and said["verdict"] == ["nothing differs"]
+    del lines[2]["loss"]  # as of a step that was skipped
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, said = compared(capsys, run, other)
+    assert code == 1 and said["loss"][0].startswith("differs first at step 3:")
 
 
 def test_other_samples_are_said_before_their_losses(run, pool, config_file, capsys):

@@ -65,7 +65,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         return {name: value for line in results_of(checkpoint, arguments) for name, value in as_numbers(line).items()}
 
     on = [*arguments.text, *map(str, arguments.data), *(arguments.tasks or [])]
-    for step, found in follow(arguments.model, numbers, on, wait_seconds=5.0):
+    for step, found in follow(arguments.model, numbers, on, wait_seconds=5.0, tell=lambda line: print(line, file=sys.stderr)):
         print(json.dumps({"step": step, **found}) if arguments.json else f"step {step}: {_joined(found)}", flush=True)
 
 

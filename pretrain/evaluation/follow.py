@@ -12,24 +12,39 @@ from typing import Any
 from pretrain.checkpoint import files
 from pretrain.errors import CheckpointError, DataError
 from pretrain.observe.metrics import EVALUATIONS_FILE, STARTS_FILE, read_lines
+from pretrain.observe.run_story import unix_seconds
 from pretrain.storage import append_line, plain
 
 ENDED = ("finished", "failed", "stopped", "preempted")
+SILENT_SECONDS = 600.0
+"""A run that says it is running, and has logged nothing for so long, may have been killed."""
 
 
 def follow(
-    run: Path, evaluate: Callable[[Path], dict[str, Any]], on: list[str], wait_seconds: float, waits: bool = True
+    run: Path,
+    evaluate: Callable[[Path], dict[str, Any]],
+    on: list[str],
+    wait_seconds: float,
+    waits: bool = True,
+    tell: Callable[[str], None] = print,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Evaluate the run's checkpoints, oldest first, also those to come, until the run has ended. Yields (step, results) of each.
 
     `on`: what they are evaluated on. A checkpoint that has a line for that is not evaluated again; another one of the same step is, which the run made after
     it went back. One that the run removes meanwhile (`checkpoint.keep_last`) is left out. `waits`: whether to
-    wait for checkpoints to come.
+    wait for checkpoints to come. `tell` is given a line when the run has been silent for long, once for each silence.
     """
     if not (run / STARTS_FILE).is_file():
         raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
+    told = None
     while True:
-        has_ended = not waits or _state(run) in ENDED  # asked before looking: what was saved until then is found below
+        state, updated = _status(run)
+        has_ended = not waits or state in ENDED  # asked before looking: what was saved until then is found below
+        if not has_ended and updated and updated != told and time.time() - unix_seconds(updated) > SILENT_SECONDS:
+            told = updated
+            tell(
+                f"{run}: running by its status.json, but silent since {updated}; was it killed? Start it again, or end this by Ctrl-C"
+            )
         lines = list(read_lines(run / EVALUATIONS_FILE)) if (run / EVALUATIONS_FILE).is_file() else []
         known = {line.get("checkpoint") for line in lines if line.get("on") == on}
         found = {_identity(path): path for path in files.complete_checkpoints(run / "checkpoints")}
@@ -59,8 +74,10 @@ def _identity(checkpoint: Path) -> str | None:
         return None
 
 
-def _state(run: Path) -> str | None:
+def _status(run: Path) -> tuple[str | None, str | None]:
+    """The run's state, and when it last said so."""
     try:
-        return json.loads((run / "status.json").read_text(encoding="utf-8")).get("state")
+        status = json.loads((run / "status.json").read_text(encoding="utf-8"))
+        return status.get("state"), status.get("updated")
     except (OSError, ValueError):
-        return None
+        return None, None

@@ -17,6 +17,7 @@ from pretrain.config.model_schema import Model
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError, DataError
+from pretrain.evaluation import follow
 from pretrain.evaluation.scores import Scorer, documents_of, prepared_documents
 from pretrain.evaluation.texts import TextWatch
 from pretrain.huggingface.open_model import Opened, open_model
@@ -108,6 +109,19 @@ def test_lengths_that_a_model_does_not_know_and_texts_without_tokens_are_errors(
 
 def said(capsys) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_following_a_run_that_is_silent_for_long_says_so_once(tmp_path, monkeypatch):
+    (tmp_path / "starts.jsonl").write_text("{}\n")
+    (tmp_path / "status.json").write_text('{"state": "running", "updated": "2026-11-24T08:00:00Z"}')
+    told, naps = [], iter([None, None])
+    monkeypatch.setattr(follow.time, "sleep", lambda _: next(naps))
+    with pytest.raises(RuntimeError, match="StopIteration"):  # the third nap
+        list(follow.follow(tmp_path, lambda _: {}, ["text"], 1.0, tell=told.append))
+    assert len(told) == 1 and "silent since 2026-11-24T08:00:00Z" in told[0]
+    (tmp_path / "status.json").write_text('{"state": "finished", "updated": "2026-11-24T08:00:00Z"}')
+    assert list(follow.follow(tmp_path, lambda _: {}, ["text"], 1.0, tell=told.append)) == [] and len(told) == 1
+
 
 
 def test_a_trained_model_scores_data_text_and_checkpoints_to_come(pool, config_file, prepared, tmp_path, capsys):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,18 +23,20 @@ ROOT = Path(__file__).resolve().parents[2]
 SLOW_STEPS = ("model.dim=128", "model.layers=3", "data.sequence_length=128", "model.ffn_dim=256")
 
 
-def start(config_file: Path, world_size: int, *overrides: str) -> subprocess.Popen:
+@contextlib.contextmanager
+def started(config_file: Path, world_size: int, *overrides: str) -> Iterator[subprocess.Popen]:
+    """torchrun with a run. No process of it is left at the end, or a test that fails would slow down all others."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
     arguments = [str(ROOT / "pretrain" / "run.py"), "--config", str(config_file), *overrides]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        [*command, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*command, *arguments], **pipes, env=environment, start_new_session=True) as agent:
+        try:
+            yield agent
+        finally:
+            if agent.poll() is None:
+                for process in [agent.pid, *rank_processes(agent)]:
+                    os.kill(process, signal.SIGKILL)
 
 
 def wait_for(condition, process: subprocess.Popen | RankProcess, seconds: float = 90) -> None:
@@ -75,10 +79,10 @@ def test_a_run_whose_rank_is_killed_continues_as_if_it_had_not_been(pool, config
     ddp = ("parallel.strategy=ddp", "batch.micro_sequences=2")
     straight = train(pool, 2, config_file, "run.name=straight", *shared, *ddp)
     run = config_file.parent / "runs" / "killed"
-    agent = start(config_file, 2, "run.name=killed", *shared, *ddp)
-    wait_for(lambda: (run / "checkpoints" / "step-00000020").is_dir() and steps_logged(run) >= 23, agent)
-    os.kill(rank_processes(agent)[1], signal.SIGKILL)
-    printed, _ = agent.communicate(timeout=60)
+    with started(config_file, 2, "run.name=killed", *shared, *ddp) as agent:
+        wait_for(lambda: (run / "checkpoints" / "step-00000020").is_dir() and steps_logged(run) >= 23, agent)
+        os.kill(rank_processes(agent)[1], signal.SIGKILL)
+        printed, _ = agent.communicate(timeout=60)
     assert agent.returncode == 1 and 23 <= steps_logged(run) < 40, printed
     train(pool, world_after, config_file, "run.name=killed", *shared, *options)
     assert status(run).items() >= {"state": "finished", "step": 40, "reason": None, "checkpoint": "step-00000040"}.items()
@@ -94,10 +98,10 @@ def test_a_run_whose_rank_is_killed_continues_as_if_it_had_not_been(pool, config
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_to_one_rank_leaves_a_checkpoint_of_the_next_step_and_exit_code_0(config_file, number):
     run = config_file.parent / "runs" / "run"
-    agent = start(config_file, 2, *SLOW_STEPS, "parallel.strategy=ddp", "run.steps=2000")
-    wait_for(lambda: steps_logged(run) >= 3, agent)
-    os.kill(rank_processes(agent)[1], number)
-    printed, _ = agent.communicate(timeout=60)
+    with started(config_file, 2, *SLOW_STEPS, "parallel.strategy=ddp", "run.steps=2000") as agent:
+        wait_for(lambda: steps_logged(run) >= 3, agent)
+        os.kill(rank_processes(agent)[1], number)
+        printed, _ = agent.communicate(timeout=60)
     assert agent.returncode == 0, printed
     assert status(run)["state"] == "preempted"
     step = status(run)["step"]

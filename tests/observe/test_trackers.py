@@ -51,11 +51,20 @@ def starts(sink: type[Sink], run: Path, config: Config, steps: list[tuple[int, i
 
 
 def wandb_records(file: Path) -> list:
-    """The records of a .wandb file: a header, then blocks of 32 KiB as LevelDB's log has them (leveldb, doc/log_format.md)."""
+    """The records of a .wandb file. `finish` returns a moment before its process has written the last of them."""
+    deadline = time.monotonic() + 30
+    while not (found := parsed_records(file.read_bytes())) or found[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, f"{file} has no end after 30 s"
+        time.sleep(0.05)
+    return found
+
+
+def parsed_records(content: bytes) -> list:
+    """A header, then blocks of 32 KiB as LevelDB's log has them (leveldb, doc/log_format.md). A record that is not there as a whole is left out."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, place, found, whole = file.read_bytes(), 7, [], b""
-    assert content[:4] == b":W&B"
+    place, found, whole = 7, [], b""
+    assert content[:4] in (b":W&B", b"")
     while place + 7 <= len(content):
         if (left := 32768 - place % 32768) < 7:
             place += left
@@ -63,7 +72,7 @@ def wandb_records(file: Path) -> list:
         _, length, kind = struct.unpack("<IHB", content[place : place + 7])
         whole += content[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # the last part of a record
+        if kind in (1, 4) and place <= len(content):  # the last part of a record
             found.append(Record.FromString(whole))
             whole = b""
     return found

@@ -15,10 +15,11 @@ clock = Clock(task.result)
 
 
 class Stamp(Callback):
-    """Stamps the clock on every rank."""
+    """Stamps the clock on every rank. The run takes a step more than the task, because it saves at its end, which other programs do not."""
 
     def evaluate(self, run, step):
-        clock.stamp()
+        if step <= task.steps:
+            clock.stamp()
         if step == task.steps:
             clock.write(0.0)
         return {}
@@ -31,7 +32,7 @@ raise SystemExit(
         [
             "--config",
             str(config),
-            f"run={{dir: {task.work}/runs, name: {Path(task.result).name}, steps: {task.steps}, resume: never, device: cpu}}",
+            f"run={{dir: {task.work}/runs, name: {Path(task.result).name}, steps: {task.steps + 1}, resume: never, device: cpu}}",
             f"data={{sources: [{{path: {task.work}/tokens}}], sequence_length: {task.length}}}",
             f"model={{family: gpt2, dim: {task.dim}, layers: {task.layers}, heads: {task.heads}, vocab_size: {task.vocabulary}}}",
             f"batch={{sequences: {task.micro * task.accumulation * task.ranks}, micro_sequences: {task.micro}}}",

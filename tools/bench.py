@@ -267,7 +267,10 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
     litgpt = arguments.litgpt if arguments.subject == "peers" else None
     there = [name for name in PROGRAMS if name != IN_ANOTHER_ENVIRONMENT or litgpt]
     programs = ALONE if arguments.subject == "train" else there
-    measure_and_keep(arguments, typed, lambda options: compare_trainers(cases, programs, arguments.steps, options, litgpt))
+    for case in cases:  # each is kept when it is measured: all of them take long
+        measure_and_keep(
+            arguments, typed, lambda options, case=case: compare_trainers([case], programs, arguments.steps, options, litgpt)
+        )
 
 
 def compare_quality(arguments: argparse.Namespace, typed: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.checkpoint import files
 from pretrain.errors import CheckpointError, DataError
 from pretrain.observe.metrics import EVALUATIONS_FILE, STARTS_FILE, read_lines
-from pretrain.observe.run_story import unix_seconds
+from pretrain.observe.run_story import read_object, unix_seconds
 from pretrain.storage import append_line, plain
 
 ENDED = ("finished", "failed", "stopped", "preempted")
@@ -25,21 +25,20 @@ def follow(
     evaluate: Callable[[Path], dict[str, Any]],
     on: list[str],
     wait_seconds: float,
-    waits: bool = True,
-    tell: Callable[[str], None] = print,
+    tell: Callable[[str], None],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Evaluate the run's checkpoints, oldest first, also those to come, until the run has ended. Yields (step, results) of each.
 
     `on`: what they are evaluated on. A checkpoint that has a line for that is not evaluated again; another one of the same step is, which the run made after
-    it went back. One that the run removes meanwhile (`checkpoint.keep_last`) is left out. `waits`: whether to
-    wait for checkpoints to come. `tell` is given a line when the run has been silent for long, once for each silence.
+    it went back. One that the run removes meanwhile (`checkpoint.keep_last`) is left out. `tell` is given a line when the run has been
+    silent for long, once for each silence.
     """
     if not (run / STARTS_FILE).is_file():
         raise DataError(f"{run}: no run has started there ({STARTS_FILE} is missing)")
     told = None
     while True:
-        state, updated = _status(run)
-        has_ended = not waits or state in ENDED  # asked before looking: what was saved until then is found below
+        status = read_object(run / "status.json")  # asked before looking: what was saved until then is found below
+        has_ended, updated = status.get("state") in ENDED, status.get("updated")
         if not has_ended and updated and updated != told and time.time() - unix_seconds(updated) > SILENT_SECONDS:
             told = updated
             tell(
@@ -72,12 +71,3 @@ def _identity(checkpoint: Path) -> str | None:
         return hashlib.sha256((checkpoint / files.MANIFEST).read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-def _status(run: Path) -> tuple[str | None, str | None]:
-    """The run's state, and when it last said so."""
-    try:
-        status = json.loads((run / "status.json").read_text(encoding="utf-8"))
-        return status.get("state"), status.get("updated")
-    except (OSError, ValueError):
-        return None, None

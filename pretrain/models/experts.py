@@ -262,7 +262,7 @@ def dispatch(experts: Experts, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tens
     choices = chosen_NK.shape[1]
     experts_R, order_R = chosen_NK.flatten().sort(stable=True)
     place_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-    y_RD = experts(_Gather.apply(x_ND, order_R, place_R, choices), experts_R)
+    y_RD = experts(_GatherChoices.apply(x_ND, order_R, place_R, choices), experts_R)
     y_NKD = permute(y_RD, place_R, order_R).unflatten(0, chosen_NK.shape)
     return (y_NKD * weights_NK.to(y_NKD.dtype)[..., None]).sum(1)
 
@@ -272,7 +272,7 @@ def permute(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
     return _Permute.apply(x_RD, order_R, inverse_R)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherChoices(torch.autograd.Function):
     """Rows of tokens, each as often as it has choices. Backward adds a token's rows in the order of its choices. The backward of plain
     indexing uses atomic additions instead: on CUDA their order, and with it the last bit, changes from run to run.
     """

@@ -224,7 +224,7 @@ def test_a_task_of_srun_per_process_trains_as_torchrun_does(slurm, pool, config_
     printed = slurm("srun", *words, *task)
     run = config_file.parent / "runs" / "run"
     assert losses(run) == losses(straight), printed
-    # Each would train alone; and a step of one task needs no such script.
+    # Without the script each task would train alone.
     with pytest.raises(AssertionError, match="launch/srun_task.sh"):
         slurm("srun", *words, sys.executable, "pretrain/run.py", "--config", config_file)
 

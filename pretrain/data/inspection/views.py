@@ -209,11 +209,7 @@ def columns(character: str) -> int:
 def _text_lines(text: str, width: int) -> Iterator[str]:
     """The lines of a text. A line that is too long continues after a dotted bar."""
     for line in text.split("\n") if text else []:
-        line = escaped(line)
-        if line.isascii() and len(line) <= width - 2:
-            yield f"│ {line}"
-            continue
-        for number, part in enumerate(_broken(line, width - 2)):
+        for number, part in enumerate(_broken(escaped(line), width - 2)):
             yield ("┊ " if number else "│ ") + part
 
 

@@ -23,7 +23,10 @@ from pretrain.errors import DataError
 from pretrain.models import build_network
 from pretrain.observe.run_story import RunStory, configuration_of, differences, read_story
 
-NUMBERS = ("tokens", "loss", "objective", "grad_norm", "lr", "router_loss", "source_loss", "validation", "ema_validation")
+NUMBERS = (
+    "tokens", "loss", "objective", "grad_norm", "lr", "router_loss", "source_loss",
+    "validation", "ema_validation", "bits_per_byte", "translation", "evaluation",
+)  # fmt: skip
 """Fields of a logged step that follow from the run alone, and not from the machine or the time."""
 NAMED = 5
 """Parameters that are named of those that differ."""
@@ -100,13 +103,16 @@ def _compare_records(stories: tuple[RunStory, RunStory], tolerance: float, found
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
     """NUMBERS of a record, those by source under `validation/books`."""
-    found = {}
-    for name in NUMBERS:
-        value = record.get(name)
-        parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-        # What is logged as null was not finite; a step that was skipped for that has no loss.
-        found |= {key: math.nan if part is None else part for key, part in parts.items() if name in record or name == "loss"}
-    return found
+    logged = [(name, record.get(name)) for name in NUMBERS if name in record or name == "loss"]  # a step that was skipped has no loss
+    return {key: part for name, value in logged for key, part in _parts(name, value)}
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _parts(f"{name}/{key}", part)
+    else:
+        yield name, math.nan if value is None else value  # what is logged as null was not finite
 
 
 def _compare_layers(stories: tuple[RunStory, RunStory], tolerance: float, found: Difference) -> None:

@@ -7,6 +7,7 @@ A place is a file in launch/targets/: plain YAML, never code.
     types      of the settings whose type their default does not say (pretrain/launching/settings.py)
     needs      by a setting or a fact of the launch that is neither null nor false: the settings that must be given then
     at_least   by a setting: the setting that it must not be below
+    forms      by a setting: a regular expression for its whole text, and the words for it
     manifest   what the place is given as a file: a YAML document per item, or with `format: json` one JSON object
     submit     the command that takes that ${file}
     command    without a manifest: the command itself
@@ -104,6 +105,7 @@ class Target:
     types: dict[str, str] = field(default_factory=dict)
     needs: dict[str, list[str]] = field(default_factory=dict)
     at_least: dict[str, str] = field(default_factory=dict)
+    forms: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def chosen(self, launch: Launch, given: dict[str, Any]) -> dict[str, Any]:
         """All settings, those given among them. Raises LaunchError for one that is unknown, missing or of another type."""
@@ -124,6 +126,9 @@ class Target:
             for name, value in {**defaults, **given}.items()
         }
         self._check_needs(settings, facts)
+        for name, (pattern, words) in self.forms.items():
+            if settings[name] is not None and not re.fullmatch(pattern, str(settings[name])):
+                raise LaunchError(f"--set {name}={settings[name]}: {self.name} takes {words}")
         if self.nodes is not None and launch.nodes != self.nodes:
             raise LaunchError(f"--nodes {launch.nodes}: {self.name} has {self.nodes}; choose another --target")
         return settings

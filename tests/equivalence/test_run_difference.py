@@ -94,6 +94,23 @@ def test_a_loss_that_is_no_number_in_one_run_is_where_they_part(run, tmp_path, c
     assert code == 1 and said["loss"][0].startswith("differs first at step 3:")
 
 
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [("bits_per_byte", lambda x: {"v": x}), ("translation", lambda x: {"v": {"bleu": x}}), ("evaluation", lambda x: {"probe": x})],
+)
+def test_what_was_evaluated_in_both_runs_is_compared(name, measured, run, tmp_path, capsys):
+    runs = [tmp_path / "one", tmp_path / "other"]
+    for directory, value in zip(runs, (0.5, 0.625)):
+        shutil.copytree(run, directory)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines[1][name] = measured(value)
+        (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, said = compared(capsys, *runs)
+    assert code == 1 and said["verdict"] == ["the runs part at step 2"]
+    code, said = compared(capsys, runs[0], run)  # evaluated in one run only: nothing to compare
+    assert code == 0 and said["verdict"] == ["nothing differs"]
+
+
 def test_other_samples_are_said_before_their_losses(run, pool, config_file, capsys):
     other = train(pool, 1, config_file, *SHORT, "run.name=seed", "data.seed=5")
     code, said = compared(capsys, run, other)

@@ -77,6 +77,11 @@ def refused(capsys, words: list[str]) -> str:
         ("ssh", {"hosts": "a", "ssh": ""}, "--set ssh: ssh needs a str, and got nothing"),
         ("ssh", {"hosts": "a", "ssh": "ssh -o 'x"}, "--set ssh=ssh -o 'x: No closing quotation; write it as in a shell"),
         ("ssh", {"hosts": "a", "port": "65536"}, "--set port=65536: there are ports 1 to 65535"),
+        ("sagemaker", {**JOB, "seconds": "0"}, "--set seconds=0: sagemaker takes a number above 0"),
+        ("sagemaker", {**JOB, "volume_gb": "0"}, "--set volume_gb=0: sagemaker takes a number above 0"),
+        ("sagemaker", {**JOB, "bucket": "s3://b/p/"}, "--set bucket=s3://b/p/: sagemaker takes an address that begins with s3://"),
+        ("sagemaker", {**JOB, "bucket": "b"}, "--set bucket=b: sagemaker takes an address that begins with s3://"),
+        ("skypilot", {"volume": "v", "accelerator": "H100:4"}, "--set accelerator=H100:4: skypilot takes a name without a number"),
     ],
 )
 def test_a_setting_of_another_type_is_refused_in_one_line(capsys, target, settings, says):
@@ -113,7 +118,7 @@ def test_every_setting_of_every_target_has_a_type_that_its_default_fits():
         types = setting_types(target.settings, target.types, name)
         for setting, default in target.settings.items():
             assert default == "???" or typed(setting, default, types[setting], name) == default
-        assert {*target.types, *target.at_least} | {each for needed in target.needs.values() for each in needed} <= types.keys()
+        assert {*target.types, *target.at_least, *target.forms} | {each for needed in target.needs.values() for each in needed} <= types.keys()
 
 
 def test_a_target_with_a_type_that_there_is_not_is_refused():

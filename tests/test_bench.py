@@ -6,19 +6,23 @@ import dataclasses
 import json
 import math
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+import torch
 from benchmarks import loading, preparing, quality
 from benchmarks.collectives import HOPS, MOVED, Exchange, collectives, exchanges, fit_ring
 from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.data import PARTS, measure
 from benchmarks.matmul import layer_products
-from benchmarks.measure import ROOT, Options, Row, Turns, as_lines, changes, in_turns, read_lines, table
+from benchmarks.measure import ROOT, Options, Row, Turns, as_lines, changes, environment, in_turns, read_lines, table
 from benchmarks.products import fastest
 from benchmarks.quality import all_settings
 from benchmarks.saving import run_state
 from benchmarks.scaling import LAYOUTS, weak_scaling
+from benchmarks.trainers.quality_task import QualityTask
 from benchmarks.training import IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
 from benchmarks.updates import updates
 from running import tool
@@ -26,6 +30,7 @@ from running import tool
 from pretrain.config.load import load_config
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
+from pretrain.huggingface.open_model import open_model
 from pretrain.observe.flops import matmul_parameters
 from pretrain.train.resolve import resolve
 
@@ -86,6 +91,31 @@ def test_each_program_learns_the_text_in_its_time(options, tmp_path):
     for program, tries in all_settings().items():
         found = quality.train(program, next(iter(tries)), 0.5, 1, text, options)
         assert 1.0 < found.bits_per_byte < 3.0 and found.steps >= quality.FEW and found.seconds < 45, found
+
+
+def test_pretrain_is_scored_on_all_windows_of_the_validation_text_like_the_others(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path)
+    for name, tokens in {"train": 4096, "validation": 80 * 8}.items():  # more windows than a run validates by default
+        data = PreparedData.open(write_tokens(tmp_path / "data" / name, tokenizer, tokens, 1 << 20))
+        data.read_joined(np.array([0]), np.array([data.tokens])).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
+    overrides = [
+        "data.sequence_length=8",
+        "model={dim: 16, layers: 1, heads: 1, ffn_dim: 32}",
+        "batch={sequences: 4, micro_sequences: 4}",
+    ]
+    task = QualityTask(
+        {"warmup": 0.5, "length": 8, "overrides": overrides}, 2, 0, tokenizer.vocab_size, str(tmp_path), str(tmp_path / "r")
+    )
+    typed = [sys.executable, str(ROOT / "tools/benchmarks/trainers/quality_ours.py"), json.dumps(dataclasses.asdict(task))]
+    subprocess.run(typed, check=True, env=environment(1), capture_output=True)
+    network = open_model(tmp_path / "runs" / "r" / "checkpoints" / "step-00000002", torch.device("cpu"), "fp32").network
+    with torch.no_grad():
+        parts = [torch.from_numpy(window) for window in task.validation()]
+        losses = [network(tokens_BT=part[:, :-1], targets_BT=part[:, 1:]) for part in parts]
+    assert sum(map(len, parts)) > 64
+    assert json.loads((tmp_path / "r-0.json").read_text())["loss"] == pytest.approx(
+        float(torch.cat(losses).mean()) / 8, rel=1e-6
+    )
 
 
 def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):

@@ -35,6 +35,7 @@ code = main(
         f"data={{sources: [{{path: {task.work}/data/train, name: text}}], validation: [{{path: {task.work}/data/validation, name: text}}]}}",
         "log={every_steps: 1, tensorboard: false}",
         "checkpoint={every_steps: 0, export_check: false}",
+        "validation.sequences=0",  # all of them, as the other programs
         f"schedule.warmup_steps={max(1, round(share * task.steps))}",
         *(f"schedule.decay_steps={round(value * task.steps)}" for value in [task.setting.get("decay")] if value),
         *task.setting["overrides"],

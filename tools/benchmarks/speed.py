@@ -59,18 +59,18 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     trainer = Trainer(plan, ranks, RunDirectory(folder / "run"), StartingPoint())
     built = time.monotonic() - started
     options.say(f"{name}: {plan.parameters:,} parameters on {device}, built in {built:.1f} s")
-    seconds, first, loss = _steps(trainer, asked.steps, device)
+    seconds, tokens, first, loss = _steps(trainer, asked.steps, device)
     if asked.profile is not None:
         asked.profile.mkdir(parents=True, exist_ok=True)
         _profile(trainer, asked.profile)
     ranks.barrier("end of the measurement")
     distributed.stop()
     require(loss == loss and loss < 100, f"the loss is {loss}")
-    tokens = asked.length * asked.micro * asked.accumulation * plan.layout.data_size * asked.steps
     rate = tokens / seconds
     peak = peak_flops(device, plan.config.precision.compute)
     share = f"MFU {100 * rate * plan.flops_per_token(0) / (peak * world_size):.1f}%, " if peak else ""
     note = f"{share}peak {_peak_gb(device):.1f} GB, built in {built:.1f} s, first step {first:.1f} s, loss {loss:.3f}"
+    note += f"; steps of {tokens // max(1, asked.steps):,} tokens"
     return [
         Row(
             "speed", name, rate, "tokens/s", "wall", note=f"{note}; {plan.parameters / 1e9:.2f}B parameters, {plan.layout.name}"
@@ -90,12 +90,12 @@ def _own_keys(asked: Speed, folder: Path, world_size: int) -> list[str]:
     ]
 
 
-def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, float, float]:
-    """Seconds of all measured steps, seconds of the first step of all, and the last loss. Figures are read as a run reads them."""
+def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, int, float, float]:
+    """Seconds and target tokens of all measured steps, seconds of the first step of all, and the last loss. Figures are read as a run reads them."""
     batches = trainer.loader.batches(0)
     gc.collect()
     gc.disable()
-    ahead, start, first = None, time.monotonic(), 0.0
+    ahead, start, first, counted = None, time.monotonic(), 0.0, 0
     for number in range(WARM_UP + steps):
         if number == WARM_UP:
             _wait(device)
@@ -105,6 +105,7 @@ def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, f
         tokens = int(
             trainer.ranks.sum("target tokens", torch.tensor(batch.target_tokens if trainer.mesh.counts_samples else 0))
         )
+        counted += tokens if number >= WARM_UP else 0
         before, ahead = ahead, trainer.step(batch, tokens)
         if before is not None:
             trainer.settle(before)
@@ -114,7 +115,7 @@ def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, f
     record = trainer.settle(ahead)
     _wait(device)
     gc.enable()
-    return time.monotonic() - start, first, record.loss
+    return time.monotonic() - start, counted, first, record.loss
 
 
 def _profile(trainer: Trainer, folder: Path) -> None:

@@ -174,7 +174,7 @@ class Precision:
     compute: Literal["fp32", "bf16", "auto"] = key(
         "fp32",
         "Format of activations and of the weights as used in forward and backward. `auto`: bf16 where this device multiplies faster in it, "
-        "which is measured on a CPU; printed, and recorded as what it came to.",
+        "which the main rank measures on a CPU. A run that goes on keeps what it came to, which is printed and recorded.",
     )
     fp8: Literal["none", "tensorwise", "rowwise", "mxfp8"] = key(
         "none",

@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrain.errors import LaunchError
 
-PROTOCOL = "pretrain 1"
+PROTOCOL = "pretrain 2"
 _LONGEST = 8 << 20  # bytes of a message
 LONGEST_HELLO = 8 << 10
 """Bytes of a message from a peer that has not said hello yet, for example a port scanner."""

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pretrain import errors
 from pretrain.distributed.agreement import difference, digest_of
@@ -28,6 +28,8 @@ from pretrain.errors import LaunchError, LostRankError, UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+T = TypeVar("T")
 
 FIRST_WORD_SECONDS = 5.0
 """Seconds after which a waiting process says for whom it waits; then at twice the time, and so on, at most _MOST_APART seconds apart."""
@@ -56,6 +58,7 @@ class Meeting:
         self._problem = ""
         self._refusal: LaunchError | None = None
         self._digest: str | None = None
+        self._found: dict[str, Any] = {}
         self._passed_on: BaseException | None = None
         self._gave_up = False
         self._over = threading.Event()
@@ -159,6 +162,19 @@ class Meeting:
         return f"{where} (MASTER_ADDR:MASTER_PORT) does not answer ({error})"
 
     # ---- joining ------------------------------------------------------------------------------------------------------
+
+    def from_main(self, name: str, find: Callable[[], T]) -> T:
+        """What `find` finds on the main rank, a JSON value, for all ranks: it may come out otherwise on another one. The others wait for it."""
+        if self.world_size == 1:
+            return find()
+        with self.doing(f"wait for the main rank's {name}"):
+            waiting = _Wait(self)
+            if self.rank == 0:
+                self._found[name] = find()
+                waiting.until(self._attached.is_set)
+                self.monitor.send("found", found={name: self._found[name]})
+            waiting.until(lambda: name in self._found)
+        return self._found[name]
 
     def join(
         self, facts: dict[str, Any], machine: str, on_difference: Callable[[list[str]], object] | None = None
@@ -295,7 +311,9 @@ class _Wait:
         kind = message["kind"]
         if kind in ("welcome", "digest"):
             meeting._digest = message["digest"] or meeting._digest
-        elif kind in ("left", "gone"):
+        if kind in ("welcome", "found"):
+            meeting._found |= message["found"]
+        if kind in ("left", "gone"):
             raise meeting.passed_on(message["line"], message.get("error", "LostRankError"))
         elif kind == "say":
             if meeting.rank:  # the main rank hears its own messages, which say nothing of the missing ranks

@@ -2,6 +2,7 @@
 
     rank                                 switchboard
     hello    who I am            ──▶     welcome, or refused (a RANK given twice, another WORLD_SIZE)
+    found    by the main rank    ──▶     found     to everyone: take it over
     facts    of the main rank    ──▶     digest    to everyone: compare yourself with it (agreement.py)
     ready    I agree             ──▶     go        when all are
     left     my last words       ──▶     left      to everyone
@@ -64,6 +65,7 @@ class Switchboard(threading.Thread):
         self._standings = [Standing(0, socket.gethostname()), *(Standing(rank) for rank in range(1, world_size))]
         self._channels: dict[int, Channel] = {}
         self._machines: dict[int, str] = {}
+        self._found: dict[str, Any] = {}
         self._facts: dict[str, Any] | None = None
         self._failure: dict[str, str] | None = None  # of the start
         self.went = False
@@ -182,7 +184,7 @@ class Switchboard(threading.Thread):
         who.append(rank)
         channel.trust()
         self._channels[rank] = channel
-        channel.send("welcome", digest=self._facts and self._facts["digest"])
+        channel.send("welcome", digest=self._facts and self._facts["digest"], found=self._found)
         if again:
             self._broadcast("back", rank=rank)
         if self._failure is not None:
@@ -208,6 +210,10 @@ class Switchboard(threading.Thread):
                 "process a RANK of its own, and each run a MASTER_PORT of its own"
             )
         return None
+
+    def _on_found(self, standing: Standing, message: dict[str, Any]) -> None:
+        self._found |= message["found"]
+        self._broadcast("found", found=self._found)
 
     def _on_facts(self, standing: Standing, message: dict[str, Any]) -> None:
         self._facts = {"digest": message["digest"], "facts": message["facts"], "torch": message["torch"]}

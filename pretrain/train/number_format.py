@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -78,14 +79,31 @@ def check_gradients(config: Config, strategy: str, ranks: int) -> None:
         )
 
 
-def format_for(device: torch.device) -> tuple[str, str]:
-    """The format, and why: a few words."""
+class FormatChoice(NamedTuple):
+    """The number format to compute in, and why: a few words."""
+
+    format: str
+    reason: str = "the configuration says so"
+
+
+def chosen_format(compute: str, device: torch.device, begun_in: str | None = None) -> FormatChoice:
+    """What `precision.compute` comes to on a device. `begun_in`: the format of the run that goes on, which `auto` keeps."""
+    if compute != "auto":
+        return FormatChoice(compute)
+    if begun_in is not None:
+        return FormatChoice(begun_in, "the run began in it")
     if device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16", "the GPU computes in it"
-        return "fp32", "the GPU has no bf16"
+        return (
+            FormatChoice("bf16", "the GPU computes in it") if has_bf16(device) else FormatChoice("fp32", "the GPU has no bf16")
+        )
     gain = measured_gain()
-    return "bf16" if gain >= LEAST_GAIN else "fp32", f"products in bf16 are {gain:.1f} times as fast as in fp32 on this CPU"
+    faster = "bf16" if gain >= LEAST_GAIN else "fp32"
+    return FormatChoice(faster, f"products in bf16 are {gain:.1f} times as fast as in fp32 on this CPU")
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device computes in bf16, if only slowly, without torch imitating it in fp32."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 @functools.cache

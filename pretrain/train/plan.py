@@ -28,7 +28,7 @@ from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
 from pretrain.train.attention_kernel import check_attention_kernel
-from pretrain.train.number_format import check_formats, check_fp8, check_gradients, format_for
+from pretrain.train.number_format import FormatChoice, check_formats, check_fp8, check_gradients, chosen_format
 from pretrain.train.prompts import check_prompts
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, usual_values
 from pretrain.train.translation import require_sacrebleu
@@ -88,26 +88,31 @@ class Plan:
         return identity | {f"data.{name}": value for name, value in flatten(self.data.identity(samples)).items()}
 
 
-def make_plan(given: Config, world_size: int, device: torch.device) -> Plan:
-    """Resolve the configuration, open the data, plan the layout. Raises ConfigError, DataError or LaunchError."""
-    config = with_format(resolve(take_rest(given, world_size)), device)
+def make_plan(given: Config, world_size: int, device: torch.device, choice: FormatChoice | None = None) -> Plan:
+    """Resolve the configuration, open the data, plan the layout. Raises ConfigError, DataError or LaunchError.
+
+    `choice`: what `precision.compute: auto` comes to; by default what this process measures.
+    """
+    choice = choice or chosen_format(given.precision.compute, device)
+    config = with_format(resolve(take_rest(given, world_size)), choice)
     data = open_data(config, config.model.encoder.decoder_start_id)
     config = with_vocabularies(config, data)
-    return Plan(config, *_lay_out(given, config, world_size, device), data)
+    return Plan(config, *_lay_out(given, config, world_size, device, choice), data)
 
 
 def check_without_data(given: Config, world_size: int, device: torch.device) -> None:
     """Make every check of a plan that needs no data. Raises ConfigError or LaunchError."""
-    config = with_format(resolve(take_rest(given, world_size)), device)
+    choice = chosen_format(given.precision.compute, device)
+    config = with_format(resolve(take_rest(given, world_size)), choice)
     model = config.model
     own_table = model.encoder.layers and not model.encoder.share_embedding
     keys = ["vocab_size", "encoder.vocab_size"] if own_table else ["vocab_size"]
     model = with_values(model, {key: flat(model)[key] or STAND_IN_VOCABULARY for key in keys})
-    _lay_out(given, dataclasses.replace(config, model=model), world_size, device)
+    _lay_out(given, dataclasses.replace(config, model=model), world_size, device, choice)
 
 
 def _lay_out(
-    given: Config, config: Config, world_size: int, device: torch.device
+    given: Config, config: Config, world_size: int, device: torch.device, choice: FormatChoice
 ) -> tuple[Layout, int, int, list[str], list[str]]:
     """What a plan has between configuration and data. `config` is complete. A model that could not be exported in the end is refused now."""
     if family_of(config.model.family).has_export:
@@ -138,7 +143,7 @@ def _lay_out(
     about_fp8 = check_fp8(config, network, device)
     notes = about_fp8 + _notes(given, config, layout)
     if given.precision.compute == "auto":
-        notes.append(f"precision.compute=auto: {config.precision.compute}, because {format_for(device)[1]}")
+        notes.append(f"precision.compute=auto: {choice.format}, because {choice.reason}")
     return layout, parameters, count_moments(network, optim), describe(network, optim), notes
 
 
@@ -166,10 +171,9 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
     return notes
 
 
-def with_format(config: Config, device: torch.device) -> Config:
-    """The configuration with the number format that `precision.compute: auto` comes to on a device."""
-    if config.precision.compute == "auto":
-        config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, compute=format_for(device)[0]))
+def with_format(config: Config, choice: FormatChoice) -> Config:
+    """The configuration with the number format that `precision.compute` comes to."""
+    config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, compute=choice.format))
     check_formats(config)
     return config
 

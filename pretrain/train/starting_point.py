@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
+from pretrain.checkpoint.files import resolve
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.read import read_file
+from pretrain.config.schema import Config
 from pretrain.config.written import build_section, of_today
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.models.families import family_of
+from pretrain.parallel.blocks import DTYPES
 from pretrain.train.identity import check_changes, check_model, differences, identity_changes, setting_changes
 from pretrain.train.plan import Plan, model_identity
 from pretrain.train.run_directory import RunDirectory
@@ -75,6 +78,17 @@ def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, conte
     origin = StartingPoint(resumed, weights, own, tuple(lines))
     plan.data.check_suffices(origin.step, origin.samples)
     return origin
+
+
+def format_begun_in(config: Config, directory: RunDirectory) -> str | None:
+    """The number format that the run to go on with has computed in, by what it recorded; None for a new run."""
+    resume, path = config.run.resume, directory.config()
+    if resume == "never":
+        return None
+    if path is None and resume != "auto":
+        path = resolve(Path(resume))[-1] / "config.yaml"
+    recorded = _config_of(path).get("precision", {}).get("compute") if path is not None else None
+    return recorded if recorded in DTYPES else None
 
 
 def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> list[str]:

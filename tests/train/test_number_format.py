@@ -1,7 +1,8 @@
-"""`precision.compute: auto` takes what the device is faster in, says so, records it, and never changes it in a run under way."""
+"""`precision.compute: auto` takes what the main rank is faster in, says so, records it, and keeps it in a run that goes on."""
 
 from __future__ import annotations
 
+import json
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from pretrain.train.number_format import measured_gain
 from pretrain.train.plan import make_plan
 
 AUTO = "precision.compute=auto"
+CONSTANT = ("schedule.name=constant", "schedule.warmup_steps=0")
 
 
 def on_a_cpu_with(gains: list[float], config_file: str, *overrides: str) -> tuple[int, str]:
@@ -40,14 +42,28 @@ def test_the_measurement_is_about_the_same_twice_and_draws_nothing():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_run_keeps_its_choice_and_ranks_that_choose_otherwise_are_named(pool, config_file):
-    [(code, printed)] = pool.launch(1, on_a_cpu_with, [3.0], str(config_file), AUTO, "run.steps=2", "schedule.warmup_steps=0")
+def test_a_run_keeps_its_choice_though_another_start_would_choose_otherwise(pool, config_file):
+    [(code, printed)] = pool.launch(1, on_a_cpu_with, [3.0], str(config_file), AUTO, *CONSTANT, "run.steps=2")
     assert code == 0 and "precision.compute=auto: bf16" in printed
-    bf16 = train(pool, 1, config_file, "run.name=bf16", "precision.compute=bf16", "run.steps=2", "schedule.warmup_steps=0")
+    bf16 = train(pool, 1, config_file, "run.name=bf16", "precision.compute=bf16", *CONSTANT, "run.steps=2")
     recorded = [(run / "config.yaml").read_text() for run in (bf16, run_directory(config_file))]
     assert "compute: bf16" in recorded[0] and "compute: bf16" in recorded[1] and "compute: auto" not in recorded[1]
-    [(code, printed)] = pool.launch(1, on_a_cpu_with, [0.5], str(config_file), AUTO, "run.steps=4", "schedule.warmup_steps=0")
-    assert code == 1 and "precision.compute" in printed.splitlines()[-1] and "bf16" in printed.splitlines()[-1]
-    results = pool.launch(2, on_a_cpu_with, [3.0, 0.5], str(config_file), AUTO, "run.name=two", "run.steps=2", "parallel.strategy=ddp")
-    assert all(code != 0 for code, _ in results)
-    assert any("precision.compute=fp32" in printed and "bf16" in printed for _, printed in results), results
+    longer = (AUTO, *CONSTANT, "run.steps=4")
+    [(code, printed)] = pool.launch(1, on_a_cpu_with, [0.5], str(config_file), *longer, "run.resume=never", "run.name=new")
+    assert code == 0 and "precision.compute=auto: fp32, because products in bf16 are 0.5 times as fast" in printed
+    checkpoint = run_directory(config_file) / "checkpoints" / "step-00000002"
+    [(code, printed)] = pool.launch(1, on_a_cpu_with, [0.5], str(config_file), *longer, "run.name=branch", f"run.resume={checkpoint}")
+    assert code == 0 and "precision.compute=auto: bf16, because the run began in it" in printed
+    [(code, printed)] = pool.launch(1, on_a_cpu_with, [0.5], str(config_file), *longer)
+    assert code == 0 and "precision.compute=auto: bf16, because the run began in it" in printed
+    straight = train(pool, 1, config_file, "run.name=straight", "precision.compute=bf16", *longer[1:])
+    lines = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (straight, run_directory(config_file))]
+    assert lines[0]["step"] == 4 and lines[0]["loss"] == lines[1]["loss"]
+
+
+@pytest.mark.parametrize(("gains", "choice"), [([3.0, 0.5], "bf16"), ([0.5, 3.0], "fp32")])
+def test_the_main_rank_chooses_for_all(pool, config_file, gains, choice):
+    results = pool.launch(2, on_a_cpu_with, gains, str(config_file), AUTO, "run.steps=2", "schedule.warmup_steps=0", "parallel.strategy=ddp")
+    assert [code for code, _ in results] == [0, 0], results
+    assert f"precision.compute=auto: {choice}, because products in bf16 are {gains[0]} times as fast" in results[0][1]
+    assert f"compute: {choice}" in (run_directory(config_file) / "config.yaml").read_text()

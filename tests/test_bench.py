@@ -107,6 +107,36 @@ def test_results_of_a_text_are_put_together_best_first():
     assert found[2:] == ["| 5 | b | x | 1.4000 | 0.0000 | 1 |", "| 5 | a | x | 1.6000 | 0.2000 | 2 |"]
 
 
+def test_a_result_is_made_again_when_its_setting_has_changed(tmp_path, monkeypatch, capsys):
+    text, made = quality.Text(tmp_path, "0" * 64, 3.0), []
+
+    def train(program, setting, minutes, seed, text, options):
+        made.append(settings[program][setting]["lr"])
+        return quality.Result(program, setting, minutes, seed, 12, 1.0, 1.5, 0.0)
+
+    settings = {"pretrain": {"a": {"lr": 1.0}}, "HF Trainer": {}, "nanoGPT's loop": {}}
+    monkeypatch.setattr(quality, "all_settings", lambda: settings)
+    monkeypatch.setattr(quality, "prepare_text", lambda options: text)
+    monkeypatch.setattr(quality, "train", train)
+    words = ["quality", "--work", str(tmp_path), "--json", str(tmp_path / "found.jsonl")]
+    for rate in (1.0, 1.0, 2.0, 2.0):
+        settings["pretrain"]["a"]["lr"] = rate
+        assert tool("bench").main(words) == 0
+    assert made == [1.0, 2.0]
+
+
+def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    quality_of = ["quality", "--work", str(tmp_path), "--json", str(tmp_path / "found.jsonl")]
+    assert tool("bench").main([*quality_of, "--settings", "muon-256x4", "nosuch"]) == 1
+    assert "error: --settings nosuch: there are adamw-256x4, muon-256x4," in capsys.readouterr().err
+    (tmp_path / "megabytes").write_text("46")
+    assert tool("bench").main([*quality_of, "--scale", "0.05"]) == 1
+    assert f"{tmp_path} holds a text of 46 MB, not of 2: name another --work" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tool("bench").main(["train", "--steps", "0"])
+    assert "argument --steps: must be at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # each is compiled, and starts three times
 def test_each_program_learns_the_text_in_its_time(options, tmp_path):

@@ -24,7 +24,7 @@ from benchmarks.measure import (  # noqa: E402
     table,
 )  # fmt: skip
 
-from pretrain.errors import run_tool  # noqa: E402
+from pretrain.errors import DataError, run_tool  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -99,10 +99,10 @@ def add_speed(subjects: argparse._SubParsersAction) -> None:
     speed = subjects.add_parser("speed", help="tokens per second of any model, on any device; also under torchrun")
     speed.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further keys of a configuration")
     speed.add_argument("--config", type=Path, metavar="FILE", help="with the model: configs/models/llama3.2-1b.yaml, say")
-    speed.add_argument("--length", type=int, default=4096, metavar="N", help="tokens of a sequence (default: %(default)s)")
-    speed.add_argument("--micro", type=int, default=1, metavar="N", help="sequences of a micro-step of a rank (default: 1)")
-    speed.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-steps (default: 1)")
-    speed.add_argument("--steps", type=int, default=8, metavar="N", help="measured steps (default: %(default)s)")
+    speed.add_argument("--length", type=count, default=4096, metavar="N", help="tokens of a sequence (default: %(default)s)")
+    speed.add_argument("--micro", type=count, default=1, metavar="N", help="sequences of a micro-step of a rank (default: 1)")
+    speed.add_argument("--accumulation", type=count, default=1, metavar="N", help="micro-steps (default: 1)")
+    speed.add_argument("--steps", type=count, default=8, metavar="N", help="measured steps (default: %(default)s)")
     speed.add_argument(
         "--profile", type=Path, metavar="DIR", help="profile one more step (docs/metrics.md, log.profile) into DIR/profile"
     )
@@ -144,10 +144,10 @@ def add_training(subjects: argparse._SubParsersAction) -> None:
             "--shapes", nargs="+", choices=("A", "B"), default=["A"], help="15M and 110M parameters (default: A)"
         )
         subject.add_argument("--formats", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
-        subject.add_argument("--ranks", nargs="+", type=int, default=[1], metavar="N", help="processes, by DDP (default: 1)")
-        subject.add_argument("--accumulation", nargs="+", type=int, default=[1], metavar="N", help="micro-steps (default: 1)")
+        subject.add_argument("--ranks", nargs="+", type=count, default=[1], metavar="N", help="processes, by DDP (default: 1)")
+        subject.add_argument("--accumulation", nargs="+", type=count, default=[1], metavar="N", help="micro-steps (default: 1)")
         subject.add_argument(
-            "--steps", type=int, default=5, metavar="N", help="measured steps of a turn (default: %(default)s)"
+            "--steps", type=count, default=5, metavar="N", help="measured steps of a turn (default: %(default)s)"
         )
         subject.add_argument("--compiled", action="store_true", help="by torch.compile: pretrain's blocks, the others whole")
         add_keeping(subject)
@@ -179,20 +179,20 @@ def add_matmul(subjects: argparse._SubParsersAction) -> None:
         "matmul", help="TFLOP/s of squares and of a model's shapes, beside the device's published peak"
     )
     matmul.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    matmul.add_argument("--squares", nargs="+", type=int, metavar="N", help="sizes (default: by the device)")
+    matmul.add_argument("--squares", nargs="+", type=count, metavar="N", help="sizes (default: by the device)")
     matmul.add_argument("--model", type=Path, metavar="FILE", help="a configuration: products of its layers as well")
-    matmul.add_argument("--tokens", type=int, metavar="N", help="rows of a layer's input (default: by the device)")
+    matmul.add_argument("--tokens", type=count, metavar="N", help="rows of a layer's input (default: by the device)")
     matmul.add_argument("--formats", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
-    matmul.add_argument("--threads", type=int, default=1, metavar="N", help="on a CPU (default: %(default)s)")
+    matmul.add_argument("--threads", type=count, default=1, metavar="N", help="on a CPU (default: %(default)s)")
     add_keeping(matmul, 5.0)
     matmul.set_defaults(measure=compare_products)
 
 
 def add_collectives(subjects: argparse._SubParsersAction) -> None:
     collectives = subjects.add_parser("collectives", help="seconds of collectives by size and ranks, beside a ring's formula")
-    collectives.add_argument("--ranks", nargs="+", type=int, default=[2, 4], metavar="N", help="processes (default: 2 4)")
+    collectives.add_argument("--ranks", nargs="+", type=count, default=[2, 4], metavar="N", help="processes (default: 2 4)")
     collectives.add_argument(
-        "--sizes", nargs="+", type=int, metavar="BYTES", help="of whole tensors (default: 4 KiB to 16 MiB)"
+        "--sizes", nargs="+", type=count, metavar="BYTES", help="of whole tensors (default: 4 KiB to 16 MiB)"
     )
     collectives.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     add_keeping(collectives, 10.0)
@@ -233,6 +233,12 @@ def seconds(text: str) -> float:
     if float(text) < 0:
         raise argparse.ArgumentTypeError("must not be negative")
     return float(text)
+
+
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
 
 
 def size(text: str) -> float:
@@ -276,20 +282,24 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
 def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.quality import all_settings, as_line, prepare_text, summary, train
 
+    settings = all_settings()
+    known = [name for program in arguments.programs for name in settings[program]]
+    if unknown := set(arguments.settings or ()) - set(known):
+        raise DataError(f"--settings {' '.join(sorted(unknown))}: there are {', '.join(known)}")
     arguments.work.mkdir(parents=True, exist_ok=True)
     options = Options(arguments.work, scale=arguments.scale)
     text = prepare_text(options)
     kept = read_lines(arguments.json) if arguments.json.exists() else []
-    done = {(line["program"], line["setting"], line["minutes"], line["seed"], line["text_sha256"]) for line in kept}
+    done = [[line.get(name) for name in ("program", "setting", "minutes", "seed", "text_sha256", "values")] for line in kept]
     cases = [
         (program, setting, arguments.minutes, seed)
         for seed in arguments.seeds
         for program in arguments.programs
-        for setting in all_settings()[program]
+        for setting in settings[program]
         if not arguments.settings or setting in arguments.settings
     ]
     for case in cases:
-        if (*case, text.digest) not in done:
+        if [*case, text.digest, settings[case[0]][case[1]]] not in done:
             with arguments.json.open("a", encoding="utf-8") as file:
                 file.write(as_line(train(*case, text, options), text, typed) + "\n")
     print(summary(read_lines(arguments.json)))

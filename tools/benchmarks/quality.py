@@ -69,7 +69,10 @@ def prepare_text(options: Options) -> Text:
     work, corpus = options.work, options.work / "corpus.jsonl"
     root = Path(str(importlib.metadata.distribution("torch").locate_file("torch")))
     size = str(options.scaled(TEXT_MB, 2))
-    if not (work / "data").exists():
+    if (work / "megabytes").exists():
+        found = (work / "megabytes").read_text()
+        require(found == size, f"{work} holds a text of {found} MB, not of {size}: name another --work, or the same --scale")
+    else:
         _tool("collect_source.py", "--output", str(corpus), "--root", str(root), "--max-mb", size)
         _tool(
             "train_tokenizer.py", "--input", str(corpus), "--vocab-size", str(VOCABULARY), "--model-type", "bpe",
@@ -79,6 +82,7 @@ def prepare_text(options: Options) -> Text:
             "prepare_data.py", "--input", str(corpus), "--tokenizer", str(work / "tokenizer"), "--output", str(work / "data"),
             "--validation-fraction", str(min(0.2, 0.02 / options.scale)),
         )  # fmt: skip
+        (work / "megabytes").write_text(size)
     opened = {name: PreparedData.open(work / "data" / name) for name in ("train", "validation")}
     for name, data in opened.items():
         data.read_joined(np.array([0]), np.array([data.tokens])).astype(np.uint16).tofile(work / f"{name}.bin")
@@ -145,8 +149,10 @@ def _run(program: str, setting: dict[str, Any], steps: int, seed: int, text: Tex
 
 
 def as_line(result: Result, text: Text, typed: str) -> str:
-    """A line of JSON with all that belongs to a result."""
-    return json.dumps({**dataclasses.asdict(result), "text_sha256": text.digest, "machine": machine(), "command": typed})
+    """A line of JSON with all that belongs to a result. `values`: of its setting, which may change while its name stays."""
+    values = all_settings()[result.program][result.setting]
+    about = {"values": values, "text_sha256": text.digest, "machine": machine(), "command": typed}
+    return json.dumps({**dataclasses.asdict(result), **about})
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:

@@ -60,7 +60,7 @@ else:
 arguments = TrainingArguments(
     output_dir=f"{task.result}.out", per_device_train_batch_size=setting["micro"], gradient_accumulation_steps=setting["accumulation"],
     max_steps=task.steps, learning_rate=setting["lr"], weight_decay=setting["weight_decay"], adam_beta2=setting["beta2"], max_grad_norm=1.0,
-    optim="adamw_torch_fused", lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1},
+    optim="adamw_torch_fused", lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": setting["min_ratio"]},
     warmup_steps=max(1, round(setting["warmup"] * task.steps)), bf16=setting["format"] == "bf16", torch_compile=setting["compile"], use_cpu=True,
     save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, seed=task.seed,
 )  # fmt: skip

@@ -47,12 +47,13 @@ class QualityTask:
         return np.memmap(Path(self.work) / f"{name}.bin", dtype=np.uint16, mode="r")
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0: a linear warmup, then a cosine down to a tenth."""
+        """The learning rate of a step, counted from 0: a linear warmup, then a cosine."""
         peak, warmup = self.setting["lr"], max(1, round(self.setting["warmup"] * self.steps))
         if step < warmup:
             return peak * (step + 1) / warmup
         progress = (step - warmup) / max(1, self.steps - warmup)
-        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+        least = self.setting["min_ratio"]
+        return peak * (least + (1 - least) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def report(self, clock: Clock, losses: list[tuple[float, int]]) -> None:
         """Leave the clock and the mean loss. `losses`: mean and number of windows of each batch of `validation`."""

@@ -55,12 +55,17 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, int, i
         raise LaunchError(f"WORLD_SIZE={world_size} must be at least 1: it is the number of processes")
     if not 0 <= rank < world_size:
         raise LaunchError(f"RANK={rank} is not in 0..{world_size - 1}, the ranks of WORLD_SIZE={world_size}")
-    here = environ.get("LOCAL_WORLD_SIZE", "")
-    most = min(world_size, int(here)) if here.isdecimal() and int(here) else world_size
+    most = ranks_of_host(world_size, environ)
     if not 0 <= local_rank < most:
-        whole = f"LOCAL_WORLD_SIZE={here}" if most < world_size else f"WORLD_SIZE={world_size}"
+        whole = f"LOCAL_WORLD_SIZE={most}" if most < world_size else f"WORLD_SIZE={world_size}"
         raise LaunchError(f"LOCAL_RANK={local_rank} is not in 0..{most - 1}, the processes of a host with {whole}")
     return rank, local_rank, world_size
+
+
+def ranks_of_host(world_size: int, environ: Mapping[str, str] = os.environ) -> int:
+    """The processes of the run on this host; all of them unless the launcher says otherwise."""
+    here = environ.get("LOCAL_WORLD_SIZE", "")
+    return min(world_size, int(here)) if here.isdecimal() and int(here) else world_size
 
 
 def check_launcher(config: Config, environ: MutableMapping[str, str] = os.environ) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from pretrain.distributed.agreement import machine_name, versions
 from pretrain.distributed.cores import usable_cores
+from pretrain.distributed.launcher import ranks_of_host
 from pretrain.distributed.ranks import Ranks
 
 LEAST_FILES = 4096
@@ -45,7 +46,7 @@ def surroundings(ranks: Ranks) -> dict[str, Any]:
         "host": socket.gethostname(),
         "device": machine_name(device),
         "address": _address(),
-        "odd": _oddities(ranks.device, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))),
+        "odd": _oddities(ranks.device, ranks_of_host(ranks.world_size)),
     }
     everyone = ranks.gather("surroundings", own) if ranks.world_size > 1 else [own]
     hosts = collections.Counter(rank["host"] for rank in everyone)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.distributed.cores import usable_cores
+from pretrain.distributed.launcher import launched_ranks, ranks_of_host
 from pretrain.distributed.shards import local, place_of
 
 BLOCK_ELEMENTS = 1 << 20  # part of the definition of the values: changing it changes every initial weight
@@ -52,7 +52,7 @@ def draw_rows(seed: int, name: str, shape: tuple[int, ...], start: int, stop: in
 @functools.cache
 def _threads() -> int:
     """This process's share of the cores, which are idle while weights are drawn."""
-    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, usable_cores() // ranks_of_host(launched_ranks()[2]))
 
 
 @torch.no_grad()

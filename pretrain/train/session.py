@@ -19,7 +19,7 @@ from pretrain.distributed import ranks as distributed
 from pretrain.distributed.agreement import machine_name, run_facts
 from pretrain.distributed.cores import kept_on_cores, usable_cores
 from pretrain.distributed.joining import Meeting
-from pretrain.distributed.launcher import check_launcher
+from pretrain.distributed.launcher import check_launcher, ranks_of_host
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.surroundings import describe_surroundings, surroundings
 from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, print_error
@@ -149,7 +149,7 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
     meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
     try:
         device = distributed.choose_device(config, local_rank)
-        with kept_on_cores(config.run.affinity, device, local_rank, _ranks_here(world_size)):
+        with kept_on_cores(config.run.affinity, device, local_rank, ranks_of_host(world_size)):
             choice = _agreed_format(config, device, meeting)
             with meeting.doing("plan of the run"):
                 plan = make_plan(config, world_size, device, choice)
@@ -342,16 +342,11 @@ def _describe_threads(ranks: Ranks, affinity: str) -> list[str]:
     """The threads of a process on a CPU, and whether they leave cores idle."""
     if ranks.device.type != "cpu":
         return []
-    threads, cores, here = torch.get_num_threads(), usable_cores(), _ranks_here(ranks.world_size)
+    threads, cores, here = torch.get_num_threads(), usable_cores(), ranks_of_host(ranks.world_size)
     best = max(1, cores // here)
     advice = f", and {cores - threads * here} stay idle; run.threads={best} uses them" if threads < best else ""
     kept = f", kept on {len(os.sched_getaffinity(0))} of them" if affinity != "none" else ""
     return [f"threads  {threads} in each of {here} process{'es' if here > 1 else ''} on {cores} cores{kept}{advice}"]
-
-
-def _ranks_here(world_size: int) -> int:
-    """The processes of the run on this host."""
-    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def _describe_stages(plan: Plan) -> list[str]:

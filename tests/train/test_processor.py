@@ -136,3 +136,11 @@ def test_cores_that_do_not_suffice_are_an_error(config_file):
 
 def test_keys_of_another_device_are_refused(config_file):
     assert "precision.tf32=true has no effect on a CPU" in run_main(str(config_file), "--check", "precision.tf32=true")[1]
+
+
+@pytest.mark.parametrize("given", ["", "0", "two"])
+def test_a_number_of_processes_that_is_none_is_taken_as_not_given(config_file, monkeypatch, given):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+    options = ("run.steps=1", "schedule.warmup_steps=0", f"run.name=given-{given}", "run.affinity=cores")
+    code, printed = run_main(str(config_file), *options)
+    assert code == 0 and " in each of 1 process on " in printed

@@ -12,6 +12,7 @@ from torch import nn
 
 from pretrain.config.keys import check_effects, leaves
 from pretrain.config.model_schema import Model
+from pretrain.config.parallel_schema import Precision
 from pretrain.config.schema import Config
 from pretrain.config.written import flatten
 from pretrain.data.training_data import TrainingData, open_data
@@ -173,7 +174,10 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
 
 def with_format(config: Config, choice: FormatChoice) -> Config:
     """The configuration with the number format that `precision.compute` comes to."""
-    config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, compute=choice.format))
+    precision = dataclasses.replace(config.precision, compute=choice.format)
+    if config.precision.compute == "auto" and choice.format == "fp32":  # fp8 goes with bf16 alone; a note says that it has no effect
+        precision = dataclasses.replace(precision, fp8="none", fp8_modules=Precision().fp8_modules)
+    config = dataclasses.replace(config, precision=precision)
     check_formats(config)
     return config
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from running import gradients, losses, run_main, train
 
+from pretrain.config.load import load_config
 from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.config.parallel_schema import Precision
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.parallel.fp8 import Fp8Product, from_mxfp8, projections, set_fp8, tiled, to_mxfp8
+from pretrain.train.plan import make_plan
 
 FP8 = ("precision.compute=bf16", "precision.fp8=tensorwise")
 SIZES = ("model.dim=64", "model.heads=4", "model.kv_heads=2", "model.ffn_dim=128")
@@ -179,3 +183,13 @@ def test_what_fp8_cannot_do_is_refused_in_one_line(pool, config_file, world_size
 def test_a_check_says_what_multiplies_in_fp8(pool, config_file):
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", *SIZES, *FP8, "precision.fp8_modules=['layers.*.mlp.*']")
     assert code == 0 and "products of 6 of the 14 projections of blocks are in fp8, tensorwise, slower than bf16 on a CPU" in printed
+
+
+def test_fp8_has_no_effect_where_auto_computes_in_fp32(config_file, monkeypatch):
+    monkeypatch.setattr("pretrain.train.number_format.measured_gain", lambda: 1.0)
+    options = (*SIZES, "precision.compute=auto", "precision.fp8=rowwise", "precision.fp8_modules=['layers.*']")
+    code, printed = run_main(str(config_file), *options, "--check")
+    assert code == 0 and "precision.fp8=rowwise has no effect with precision.compute=fp32 (the choice of auto)" in printed
+    assert "are in fp8" not in printed
+    found = make_plan(load_config(Path(config_file), list(options))[0], 1, torch.device("cpu")).config.precision
+    assert (found.compute, found.fp8, found.fp8_modules) == ("fp32", "none", ["*"])

@@ -103,7 +103,8 @@ def _compare_records(stories: tuple[RunStory, RunStory], tolerance: float, found
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
     """NUMBERS of a record, those by source under `validation/books`."""
-    logged = [(name, record.get(name)) for name in NUMBERS if name in record or name == "loss"]  # a step that was skipped has no loss
+    # A step that was skipped has no loss.
+    logged = [(name, record.get(name)) for name in NUMBERS if name in record or name == "loss"]
     return {key: part for name, value in logged for key, part in _parts(name, value)}
 
 

@@ -175,7 +175,8 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
 def with_format(config: Config, choice: FormatChoice) -> Config:
     """The configuration with the number format that `precision.compute` comes to."""
     precision = dataclasses.replace(config.precision, compute=choice.format)
-    if config.precision.compute == "auto" and choice.format == "fp32":  # fp8 goes with bf16 alone; a note says that it has no effect
+    if config.precision.compute == "auto" and choice.format == "fp32":
+        # fp8 goes with bf16 alone. A note says that it has no effect.
         precision = dataclasses.replace(precision, fp8="none", fp8_modules=Precision().fp8_modules)
     config = dataclasses.replace(config, precision=precision)
     check_formats(config)

@@ -35,11 +35,10 @@ from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
 from pretrain.train.attention_kernel import set_attention_kernel
 from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
-from pretrain.train.number_format import FormatChoice, chosen_format, has_bf16
 from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
 from pretrain.train.run_lock import SIGHT_SECONDS
-from pretrain.train.starting_point import StartingPoint, find_starting_point, format_begun_in
+from pretrain.train.starting_point import StartingPoint, agreed_format, find_starting_point, found_format
 from pretrain.train.stop import StopRequest
 from pretrain.train.trainer import Trainer
 
@@ -62,7 +61,7 @@ def check(config: Config, processes: int | None = None, explain: bool = False) -
         world_size = processes or expected_world_size(config) or 1
     device = distributed.choose_device(config, local_rank)
     try:
-        plan = make_plan(config, world_size, device, _found_format(config, device))
+        plan = make_plan(config, world_size, device, found_format(config, device))
     except UserError as problem:
         _check_the_rest(config, world_size, device, problem, is_first=rank == 0)
         raise
@@ -150,7 +149,7 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
     try:
         device = distributed.choose_device(config, local_rank)
         with kept_on_cores(config.run.affinity, device, local_rank, ranks_of_host(world_size)):
-            choice = _agreed_format(config, device, meeting)
+            choice = agreed_format(config, device, meeting)
             with meeting.doing("plan of the run"):
                 plan = make_plan(config, world_size, device, choice)
             directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
@@ -162,26 +161,6 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
         raise
     distributed.stop()
     return 0
-
-
-def _found_format(config: Config, device: torch.device) -> FormatChoice:
-    """The number format to compute in. `auto` keeps that of a run that goes on; for a new one this process measures."""
-    is_auto = config.precision.compute == "auto"
-    begun_in = format_begun_in(config, RunDirectory(directory_of(config.run), config.run.lock)) if is_auto else None
-    return chosen_format(config.precision.compute, device, begun_in)
-
-
-def _agreed_format(config: Config, device: torch.device, meeting: Meeting) -> FormatChoice:
-    """The number format that the main rank finds. Raises LaunchError if this rank's device lacks it."""
-    if config.precision.compute != "auto":
-        return FormatChoice(config.precision.compute)
-    choice = FormatChoice(*meeting.from_main("number format", lambda: _found_format(config, device)))
-    if choice.format == "bf16" and not has_bf16(device):
-        raise LaunchError(
-            f"precision.compute=auto is bf16, because {choice.reason}, and {torch.cuda.get_device_name(device)} of rank {meeting.rank} has none; "
-            "set precision.compute=fp32"
-        )
-    return choice
 
 
 def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDirectory, extensions: Extensions) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
 from pretrain.checkpoint.files import resolve
 from pretrain.checkpoint.payload import Payload
@@ -19,13 +21,15 @@ from pretrain.config.read import read_file
 from pretrain.config.schema import Config
 from pretrain.config.written import build_section, of_today
 from pretrain.data.tokenizers.tokenizer import copy_difference
+from pretrain.distributed.joining import Meeting
 from pretrain.distributed.ranks import Ranks
-from pretrain.errors import CheckpointError, ConfigError
+from pretrain.errors import CheckpointError, ConfigError, LaunchError
 from pretrain.models.families import family_of
 from pretrain.parallel.blocks import DTYPES
 from pretrain.train.identity import check_changes, check_model, differences, identity_changes, setting_changes
+from pretrain.train.number_format import FormatChoice, chosen_format, has_bf16
 from pretrain.train.plan import Plan, model_identity
-from pretrain.train.run_directory import RunDirectory
+from pretrain.train.run_directory import RunDirectory, directory_of
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,36 @@ class StartingPoint:
         return self.resumed.state["samples"] if self.resumed else 0
 
 
+def found_format(config: Config, device: torch.device) -> FormatChoice:
+    """The number format to compute in. `auto` keeps that of a run that goes on; for a new one this process measures."""
+    begun_in = _format_begun_in(config) if config.precision.compute == "auto" else None
+    return chosen_format(config.precision.compute, device, begun_in)
+
+
+def agreed_format(config: Config, device: torch.device, meeting: Meeting) -> FormatChoice:
+    """The number format that the main rank finds. Raises LaunchError if this rank's device lacks it."""
+    if config.precision.compute != "auto":
+        return FormatChoice(config.precision.compute)
+    choice = FormatChoice(*meeting.from_main("number format", lambda: found_format(config, device)))
+    if choice.format == "bf16" and not has_bf16(device):
+        raise LaunchError(
+            f"precision.compute=auto is bf16, because {choice.reason}, and {torch.cuda.get_device_name(device)} of rank {meeting.rank} has none; "
+            "set precision.compute=fp32"
+        )
+    return choice
+
+
+def _format_begun_in(config: Config) -> str | None:
+    """The number format that the run to go on with has computed in, by what it recorded; None for a new run."""
+    resume, path = config.run.resume, RunDirectory(directory_of(config.run), config.run.lock).config()
+    if resume == "never":
+        return None
+    if path is None and resume != "auto":
+        path = resolve(Path(resume))[-1] / "config.yaml"
+    recorded = _config_of(path).get("precision", {}).get("compute") if path is not None else None
+    return recorded if recorded in DTYPES else None
+
+
 def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, content: bool = True) -> StartingPoint:
     """The starting point that `run.resume` and `run.init_from` give. All ranks call it together, and nothing is changed.
 
@@ -78,17 +112,6 @@ def find_starting_point(plan: Plan, directory: RunDirectory, ranks: Ranks, conte
     origin = StartingPoint(resumed, weights, own, tuple(lines))
     plan.data.check_suffices(origin.step, origin.samples)
     return origin
-
-
-def format_begun_in(config: Config, directory: RunDirectory) -> str | None:
-    """The number format that the run to go on with has computed in, by what it recorded; None for a new run."""
-    resume, path = config.run.resume, directory.config()
-    if resume == "never":
-        return None
-    if path is None and resume != "auto":
-        path = resolve(Path(resume))[-1] / "config.yaml"
-    recorded = _config_of(path).get("precision", {}).get("compute") if path is not None else None
-    return recorded if recorded in DTYPES else None
 
 
 def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> list[str]:

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pretrain.distributed.mesh import Mesh
+from pretrain.errors import ConfigError
 from pretrain.models.experts import Experts, permute
 from pretrain.parallel.collectives import extend
 
@@ -74,6 +75,17 @@ class ExpertAxis:
             weight_EOI = weight_EOI.to_local()
         bias_EO = None if bias_EO is None else bias_EO.to_local()
         return product(x_RI, weight_EOI, bias_EO, experts_R - own.start, ends_E[own])
+
+
+def check_torch(ranks: int) -> None:
+    """Raise ConfigError if torch's `fully_shard` cannot shard experts over other ranks than the rest."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        raise ConfigError(
+            f"parallel.expert={ranks}: fully_shard of torch {torch.__version__} shards all parameters over the same ranks; install torch 2.13, "
+            "or set parallel.expert=1"
+        )
 
 
 def placements_of_experts(mesh: Mesh) -> Callable[[nn.Parameter], Any]:

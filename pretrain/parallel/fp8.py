@@ -121,6 +121,15 @@ def multiply(
     )
 
 
+def takes_scales_of_rows() -> bool:
+    """Whether this torch multiplies in fp8 on a CPU with a scale per row."""
+    try:
+        multiply(torch.ones(16, 16), torch.ones(16, 16), "rowwise", dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 def to_fp8(x_RK: Tensor, kind: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
     """The tensor over its scales in fp8, row after row in memory, and the scales, fp32: one, or one per row [R, 1]."""
     largest = x_RK.abs().amax(1, keepdim=True) if by_row else x_RK.abs().amax()

@@ -152,6 +152,10 @@ def plan_layout(config: Config, world_size: int, parameters: int, device_memory:
     replicate, shard = _axes(config, strategy, world_size)
     check_tables(config.model, config.parallel.tensor, shard * config.parallel.context)
     check_expert_groups(config, shard)
+    if config.parallel.expert > 1:
+        from pretrain.parallel.expert import check_torch
+
+        check_torch(config.parallel.expert)
     if strategy == "fsdp":
         check_kept_parts(config, shard)
         if config.parallel.compile == "model":

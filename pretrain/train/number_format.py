@@ -49,8 +49,12 @@ def check_fp8(config: Config, network: nn.Module, device: torch.device) -> list[
         raise ConfigError(
             f"precision.fp8={precision.fp8}: {torch.cuda.get_device_name(device)} has no such products; set it to none"
         )
-    from pretrain.parallel.fp8 import projections, set_fp8
+    from pretrain.parallel.fp8 import projections, set_fp8, takes_scales_of_rows
 
+    if precision.fp8 == "rowwise" and device.type == "cpu" and not takes_scales_of_rows():
+        raise ConfigError(
+            f"precision.fp8=rowwise: torch {torch.__version__} has no such products on a CPU; install torch 2.13, or set it to tensorwise"
+        )
     set_fp8(network, precision, config.parallel.tensor)
     chosen = projections(network, precision.fp8_modules)
     inner = sum(

@@ -56,6 +56,8 @@ class Plan:
     notes: list[str]
     """Lines about what this run does differently from the configuration."""
     data: TrainingData
+    tokens: dict[str, int]
+    """The keys that were given in tokens, and are counted in steps now."""
 
     def flops_per_token(self, consumed: int) -> int:
         """FLOPs of a forward and backward pass per token, in the step after `consumed` samples. For encoder-decoders: per target token, the
@@ -98,7 +100,8 @@ def make_plan(given: Config, world_size: int, device: torch.device, choice: Form
     config = with_format(resolve(take_rest(given, world_size)), choice)
     data = open_data(config, config.model.encoder.decoder_start_id)
     config = with_vocabularies(config, data)
-    return Plan(config, *_lay_out(given, config, world_size, device, choice), data)
+    tokens = {key: value for key, (value, _) in _in_steps(given, config).items()}
+    return Plan(config, *_lay_out(given, config, world_size, device, choice), data, tokens)
 
 
 def check_without_data(given: Config, world_size: int, device: torch.device) -> None:
@@ -155,13 +158,9 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
     }
     notes = check_effects(given, resolved, usual_values(given, config.model))
     counted = tokens_as_steps(given)
-    in_steps = {
-        f"run.tokens={given.run.tokens}": given.run.tokens and counted.run.steps,
-        f"schedule.warmup_tokens={given.schedule.warmup_tokens}": given.schedule.warmup_tokens
-        and counted.schedule.warmup_steps,
-        f"schedule.decay_tokens={given.schedule.decay_tokens}": given.schedule.decay_tokens and counted.schedule.decay_steps,
-    }
-    notes += [f"{key}: {steps} step{'s' if steps > 1 else ''}" for key, steps in in_steps.items() if steps]
+    notes += [
+        f"{key}={tokens}: {steps} step{'s' if steps > 1 else ''}" for key, (tokens, steps) in _in_steps(given, counted).items()
+    ]
     if config.schedule != counted.schedule:
         shortened = f"{config.schedule.warmup_steps} steps of warmup"
         if config.schedule.decay_steps is not None:
@@ -170,6 +169,17 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
             f"schedule.warmup_steps={counted.schedule.warmup_steps} is above run.steps={counted.run.steps}: {shortened}"
         )
     return notes
+
+
+def _in_steps(given: Config, counted: Config) -> dict[str, tuple[int, int]]:
+    """The keys that are given in tokens, each with its value and the steps that it comes to."""
+    run, schedule = given.run, given.schedule
+    values = {
+        "run.tokens": (run.tokens, counted.run.steps),
+        "schedule.warmup_tokens": (schedule.warmup_tokens, counted.schedule.warmup_steps),
+        "schedule.decay_tokens": (schedule.decay_tokens, counted.schedule.decay_steps),
+    }
+    return {key: value for key, value in values.items() if value[0] is not None}
 
 
 def with_format(config: Config, choice: FormatChoice) -> Config:

@@ -20,6 +20,7 @@ from pretrain.config.model_schema import Model
 from pretrain.config.read import read_file
 from pretrain.config.schema import Config
 from pretrain.config.written import build_section, of_today
+from pretrain.data.sources import batch_schedule
 from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.distributed.joining import Meeting
 from pretrain.distributed.ranks import Ranks
@@ -131,7 +132,22 @@ def _judge_checkpoint(plan: Plan, directory: RunDirectory, choice: Choice) -> li
     tokens = state["samples"] * config.data.sequence_length if by_weight else 0
     own = path.parent == directory.checkpoints
     check_changes(path, identity, settings, config.run.accept_changes, tokens, other_name=own)
+    _check_tokens(plan, choice)
     return _difference(saved, plan, path)
+
+
+def _check_tokens(plan: Plan, choice: Choice) -> None:
+    """Raise ConfigError if steps before the checkpoint had another batch than numbers of tokens are counted with."""
+    step, taken = choice.state["step"], choice.state["samples"]
+    counted = plan.data.samples_after(0, step)
+    if not plan.tokens or counted == taken:
+        return
+    (key, tokens), length = next(iter(plan.tokens.items())), plan.config.data.sequence_length
+    last = batch_schedule(plan.config).step_of(-(-tokens // length) - 1, taken, step) if key == "run.tokens" else None
+    raise ConfigError(
+        f"{key}={tokens} counts {counted} samples in the first {step} steps, as the batch is now, and {choice.path} has taken {taken}; count in "
+        f"steps from here on{f': run.steps={last} in place of run.tokens' if last else ''}"
+    )
 
 
 def _judge_directory(plan: Plan, directory: RunDirectory) -> list[str]:

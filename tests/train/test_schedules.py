@@ -34,6 +34,20 @@ def test_a_run_counted_in_tokens_with_a_piecewise_rate_goes_on_as_if_never_inter
     assert losses(parts)[-6:] == losses(straight)[-6:]
 
 
+def test_a_run_counted_in_tokens_is_not_miscounted_when_its_batch_changes(pool, config_file):
+    # 4 steps of 8 samples of 32 tokens; then 16 per step, and 2,048 tokens are 2 steps more.
+    constant = ("schedule={name: constant, warmup_steps: 0}", "run.steps=1000", "batch.micro_sequences=4", "log.every_steps=1")
+    train(pool, 1, config_file, *constant, "batch.sequences=8", "run.tokens=1024")
+    larger = (*constant, "batch.sequences=16", "run.accept_changes=[batch.sequences]")
+    for tokens in (2048, 1024 + 513):
+        [(code, printed)] = pool.launch(1, run_main, str(config_file), *larger, f"run.tokens={tokens}")
+        assert code == 2, printed
+        assert f"run.tokens={tokens} counts 64 samples in the first 4 steps, as the batch is now, and " in printed
+        assert "has taken 32; count in steps from here on: run.steps=6 in place of run.tokens" in printed
+    run = train(pool, 1, config_file, *larger, "run.steps=6")
+    assert read_metrics(run)[-1]["tokens"] >= 2048 > read_metrics(run)[-2]["tokens"]
+
+
 SHORT_FIRST = (
     "batch={sequences: 16, micro_sequences: 4, lengths: [{until_tokens: 1024, length: 8}, {until_tokens: 2048, length: 16}]}",
     "run.steps=6", "schedule.warmup_steps=1", "log.every_steps=1", "log.gradients_at=[1]", "checkpoint.every_steps=1", "checkpoint.keep_last=0",

@@ -102,9 +102,17 @@ def test_programs_are_tried_as_often_and_each_setting_of_ours_is_one():
 
 
 def test_results_of_a_text_are_put_together_best_first():
-    line = {"minutes": 5.0, "program": "a", "setting": "x", "bits_per_byte": 1.5}
-    found = quality.summary([line, {**line, "bits_per_byte": 1.7}, {**line, "program": "b", "bits_per_byte": 1.4}]).splitlines()
-    assert found[2:] == ["| 5 | b | x | 1.4000 | 0.0000 | 1 |", "| 5 | a | x | 1.6000 | 0.2000 | 2 |"]
+    line = {"minutes": 5.0, "program": "a", "setting": "x", "bits_per_byte": 1.5, "steps": 100, "seconds": 300.4, "others": 0.01}
+    louder = {**line, "bits_per_byte": 1.7, "seconds": 400.0, "others": 0.2}
+    found = quality.summary([line, louder, {**line, "program": "b", "bits_per_byte": 1.4}]).splitlines()
+    assert found[2:] == ["| 5 | b | x | 1.4000 | 0.0000 | 1 | 100 | 300 | 1% |", "| 5 | a | x | 1.6000 | 0.2000 | 2 | 100 | 350 | 20% |"]
+
+
+def test_steps_are_not_counted_on_a_machine_that_others_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, [float(number) for number in range(quality.FEW)], 1.0))
+    monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.5)
+    with pytest.raises(DataError, match="others have used 50% of the cores in each of 10 tries to time a step"):
+        quality.train("HF Trainer", "gpt2-256x4", 5.0, 0, quality.Text(tmp_path, "", 3.0), Options(tmp_path, say=lambda line: None))
 
 
 def test_a_result_is_made_again_when_its_setting_has_changed(tmp_path, monkeypatch, capsys):

@@ -302,7 +302,8 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
         if [*case, text.digest, settings[case[0]][case[1]]] not in done:
             with arguments.json.open("a", encoding="utf-8") as file:
                 file.write(as_line(train(*case, text, options), text, typed) + "\n")
-    print(summary(read_lines(arguments.json)))
+    of_today = [line for line in read_lines(arguments.json) if line["text_sha256"] == text.digest]
+    print(summary([line for line in of_today if line.get("values") == settings[line["program"]].get(line["setting"])]))
 
 
 def compare_products(arguments: argparse.Namespace, typed: str) -> None:

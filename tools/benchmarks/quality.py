@@ -106,9 +106,13 @@ def train(program: str, setting: str, minutes: float, seed: int, text: Text, opt
     for _ in range(TRIES):
         others = _OthersShare()
         started, stamps, _ = _run(program, chosen, FEW, seed, text)
-        if others.now() < QUIET:
+        if (loud := others.now()) < QUIET:
             break
-        options.say(f"{program}, {setting}: others use {others.now():.0%} of the cores; its steps are timed again")
+        options.say(f"{program}, {setting}: others use {loud:.0%} of the cores; its steps are timed again")
+    require(
+        loud < QUIET,
+        f"others have used {loud:.0%} of the cores in each of {TRIES} tries to time a step: start it again when they rest",
+    )
     before = stamps[0] - started
     step = statistics.median(after - now for now, after in zip(stamps[2:-2], stamps[3:-1]))
     steps = max(FEW, 1 + int((60 * minutes - before) / step))
@@ -156,12 +160,23 @@ def as_line(result: Result, text: Text, typed: str) -> str:
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:
-    """Markdown: for each budget, program and setting the mean of the seeds and their spread, best first."""
-    groups: dict[tuple[float, str, str], list[float]] = {}
+    """Markdown: for each budget, program and setting the mean of the seeds and their spread, best first. The steps are those of quiet minutes;
+    what they took, and the share of the cores that others used meanwhile, stand beside them.
+    """
+    groups: dict[tuple[float, str, str], list[dict[str, Any]]] = {}
     for line in lines:
-        groups.setdefault((line["minutes"], line["program"], line["setting"]), []).append(line["bits_per_byte"])
-    rows = ["| minutes | program | setting | bits per byte | spread | seeds |", "|---:|---|---|---:|---:|---:|"]
-    for (minutes, program, setting), values in sorted(groups.items(), key=lambda item: (item[0][0], statistics.mean(item[1]))):
-        spread = max(values) - min(values)
-        rows.append(f"| {minutes:g} | {program} | {setting} | {statistics.mean(values):.4f} | {spread:.4f} | {len(values)} |")
-    return "\n".join(rows)
+        groups.setdefault((line["minutes"], line["program"], line["setting"]), []).append(line)
+    rows = [
+        "| minutes | program | setting | bits per byte | spread | seeds | steps | seconds | others |",
+        "|---:|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    table = []
+    for (minutes, program, setting), members in groups.items():
+        bits, steps, seconds, others = (
+            [line[name] for line in members] for name in ("bits_per_byte", "steps", "seconds", "others")
+        )
+        mean = statistics.mean(bits)
+        row = f"| {minutes:g} | {program} | {setting} | {mean:.4f} | {max(bits) - min(bits):.4f} | {len(bits)} "
+        row += f"| {statistics.mean(steps):,.0f} | {statistics.mean(seconds):,.0f} | {max(others):.0%} |"
+        table.append((minutes, mean, row))
+    return "\n".join([*rows, *(row for *_, row in sorted(table))])

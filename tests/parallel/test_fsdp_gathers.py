@@ -12,7 +12,7 @@ from pretrain.config.written import from_recorded
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.observe.metrics import read_metrics
-from pretrain.parallel.fsdp_gathers import kept_parameters
+from pretrain.parallel.fsdp_gathers import groups_of, kept_parameters
 from pretrain.train.plan import make_plan
 
 BLOCKS = 2
@@ -102,7 +102,7 @@ def what_is_gathered(config_file: str, *overrides: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
 
     def record(moment: str) -> None:
-        groups = {name: module._get_fsdp_state()._fsdp_param_groups[0] for name, module in names.items()}
+        groups = {name: groups_of(module)[0] for name, module in names.items()}
         found[moment] = {name for name, group in groups.items() if group.is_unsharded or group._all_gather_result is not None}
 
     for name, block in network.layers.items():
@@ -121,12 +121,8 @@ def count_kept(config_file: str, *overrides: str) -> int:
     network, found = trainer.model, []
 
     def count(head, *_) -> None:
-        groups = [
-            g
-            for m in network.modules()
-            if m is not head and hasattr(m, "_get_fsdp_state")
-            for g in m._get_fsdp_state()._fsdp_param_groups
-        ]
+        units = [module for module in network.modules() if module is not head and hasattr(module, "_get_fsdp_state")]
+        groups = [group for module in units for group in groups_of(module)]
         parts = [p._unsharded_param for group in groups if group.is_unsharded for p in group.fsdp_params]
         found.append(sum(getattr(part, "_local_tensor", part).numel() for part in parts if part is not network.output.weight))
 

@@ -108,17 +108,23 @@ def test_results_of_a_text_are_put_together_best_first():
     assert found[2:] == ["| 5 | b | x | 1.4000 | 0.0000 | 1 | 100 | 300 | 1% |", "| 5 | a | x | 1.6000 | 0.2000 | 2 | 100 | 350 | 20% |"]
 
 
-def test_steps_are_not_counted_on_a_machine_that_others_use(tmp_path, monkeypatch):
-    monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, [float(number) for number in range(quality.FEW)], 1.0))
+def test_steps_are_timed_in_turns_and_not_on_a_machine_that_others_use(tmp_path, monkeypatch):
+    stamps = iter([2.0, 1.0, 1.5, 4.0, 3.0, 5.0, 1.0, 0.5])  # seconds of a step: each program first compiles, then has three turns
+    monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, [(number + 1) * step for step in [next(stamps)] for number in range(quality.FEW)], 1.0))
+    text, options = quality.Text(tmp_path, "", 3.0), Options(tmp_path, say=lambda line: None)
+    found = quality.paces([("a", "x"), ("b", "y")], text, options)
+    assert found == {("a", "x"): quality.Pace(1.0, 1.0), ("b", "y"): quality.Pace(0.5, 0.5)}
+    assert found["b", "y"].steps(5.0) == 1 + int((300 - 0.5) / 0.5)
     monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.5)
+    monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, [float(number) for number in range(quality.FEW)], 1.0))
     with pytest.raises(DataError, match="others have used 50% of the cores in each of 10 tries to time a step"):
-        quality.train("HF Trainer", "gpt2-256x4", 5.0, 0, quality.Text(tmp_path, "", 3.0), Options(tmp_path, say=lambda line: None))
+        quality.paces([("a", "x")], text, options)
 
 
 def test_a_result_is_made_again_when_its_setting_has_changed(tmp_path, monkeypatch, capsys):
     text, made = quality.Text(tmp_path, "0" * 64, 3.0), []
 
-    def train(program, setting, minutes, seed, text, options):
+    def train(program, setting, minutes, seed, pace, text):
         made.append(settings[program][setting]["lr"])
         return quality.Result(program, setting, minutes, seed, 12, 1.0, 1.5, 0.0)
 
@@ -126,6 +132,7 @@ def test_a_result_is_made_again_when_its_setting_has_changed(tmp_path, monkeypat
     monkeypatch.setattr(quality, "all_settings", lambda: settings)
     monkeypatch.setattr(quality, "prepare_text", lambda options: text)
     monkeypatch.setattr(quality, "train", train)
+    monkeypatch.setattr(quality, "paces", lambda cases, text, options: dict.fromkeys(cases))
     words = ["quality", "--work", str(tmp_path), "--json", str(tmp_path / "found.jsonl")]
     for rate in (1.0, 1.0, 2.0, 2.0):
         settings["pretrain"]["a"]["lr"] = rate
@@ -151,7 +158,8 @@ def test_each_program_learns_the_text_in_its_time(options, tmp_path):
     options = dataclasses.replace(options, work=tmp_path, scale=0.05)
     text = quality.prepare_text(options)
     for program, tries in all_settings().items():
-        found = quality.train(program, next(iter(tries)), 0.5, 1, text, options)
+        case = (program, next(iter(tries)))
+        found = quality.train(*case, 0.5, 1, quality.paces([case], text, options)[case], text)
         assert 1.0 < found.bits_per_byte < 3.0 and found.steps >= quality.FEW and found.seconds < 45, found
 
 

@@ -280,7 +280,7 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
 
 
 def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
-    from benchmarks.quality import all_settings, as_line, prepare_text, summary, train
+    from benchmarks.quality import all_settings, as_line, paces, prepare_text, summary, train
 
     settings = all_settings()
     known = [name for program in arguments.programs for name in settings[program]]
@@ -298,10 +298,12 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
         for setting in settings[program]
         if not arguments.settings or setting in arguments.settings
     ]
+    cases = [case for case in cases if [*case, text.digest, settings[case[0]][case[1]]] not in done]
+    pace_of = paces(list(dict.fromkeys(case[:2] for case in cases)), text, options)
     for case in cases:
-        if [*case, text.digest, settings[case[0]][case[1]]] not in done:
-            with arguments.json.open("a", encoding="utf-8") as file:
-                file.write(as_line(train(*case, text, options), text, typed) + "\n")
+        result = train(*case, pace_of[case[:2]], text)
+        with arguments.json.open("a", encoding="utf-8") as file:
+            file.write(as_line(result, text, typed) + "\n")
     of_today = [line for line in read_lines(arguments.json) if line["text_sha256"] == text.digest]
     print(summary([line for line in of_today if line.get("values") == settings[line["program"]].get(line["setting"])]))
 

@@ -1,8 +1,8 @@
 """Time to quality: bits per byte of a text that was not trained on, after minutes of training from nothing, beside other programs.
 
 The text is the Python source of the installed torch, whose version our constraints pin; its hash is kept with each result. A program's time begins when it is
-started and ends with its last step. It is told how many steps fit: a short run before says how long they take. All programs see the same tokens,
-and are tried as often, with settings of their own (quality_settings.yaml). Validation is of the whole held-out text, in windows of the setting's length.
+started and ends with its last step. It is told how many steps fit: short runs before, of all programs in turns, say how long they take. So what else the
+machine does later changes how long a training takes, and not its result. All programs see the same tokens, and are tried as often, with settings of their own (quality_settings.yaml). Validation is of the whole held-out text, in windows of the setting's length.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from omegaconf import OmegaConf
 
 from pretrain.data.shards.reader import PreparedData
 from pretrain.distributed.cores import usable_cores
+from pretrain.errors import DataError
 
 PROGRAMS = {"pretrain": "quality_ours.py", "HF Trainer": "quality_hf.py", "nanoGPT's loop": "quality_loop.py"}
 SETTINGS = Path(__file__).resolve().parent / "quality_settings.yaml"
@@ -38,7 +39,7 @@ TEXT_MB = 46
 FEW = 12
 """Steps that are timed beforehand."""
 QUIET, TRIES = 0.05, 10
-"""The share of the cores that others may use meanwhile, and how often it is tried."""
+"""The share of the cores that others may use while a step is timed, and how often it is tried."""
 
 
 @dataclass(frozen=True)
@@ -99,28 +100,53 @@ def all_settings() -> dict[str, dict[str, dict[str, Any]]]:
     return OmegaConf.to_container(OmegaConf.load(SETTINGS))
 
 
-def train(program: str, setting: str, minutes: float, seed: int, text: Text, options: Options) -> Result:
-    """Train once. The number of steps follows from a short run."""
-    chosen = all_settings()[program][setting]
-    _run(program, chosen, FEW, seed, text)  # what it compiles, the next ones find
+@dataclass(frozen=True)
+class Pace:
+    """How fast a program is: seconds from its start to the end of its first step, and of each step after it."""
+
+    first: float
+    step: float
+
+    def steps(self, minutes: float) -> int:
+        """How many fit."""
+        return max(FEW, 1 + int((60 * minutes - self.first) / self.step))
+
+
+def paces(cases: Sequence[tuple[str, str]], text: Text, options: Options) -> dict[tuple[str, str], Pace]:
+    """The pace of each program and setting: the best of some short runs, which are made in turns while nothing else computes."""
+    found: dict[tuple[str, str], list[Pace]] = {case: [] for case in cases}
+    for case in cases:
+        _run(*case, FEW, 0, text)  # what it compiles, the next ones find
+    for _ in range(options.turns):
+        for case in cases:
+            found[case].append(_pace(*case, text, options))
+    best = {case: Pace(min(p.first for p in turns), min(p.step for p in turns)) for case, turns in found.items()}
+    for (program, setting), pace in best.items():
+        slowest = max(p.step for p in found[program, setting])
+        options.say(
+            f"{program}, {setting}: {pace.step:.3f} s per step (at most {slowest:.3f}), the first after {pace.first:.1f} s"
+        )
+    return best
+
+
+def _pace(program: str, setting: str, text: Text, options: Options) -> Pace:
     for _ in range(TRIES):
         others = _OthersShare()
-        started, stamps, _ = _run(program, chosen, FEW, seed, text)
+        started, stamps, _ = _run(program, setting, FEW, 0, text)
         if (loud := others.now()) < QUIET:
-            break
+            # The last step is left out: some programs stamp it when they have validated.
+            return Pace(stamps[0] - started, statistics.median(after - now for now, after in zip(stamps[2:-2], stamps[3:-1])))
         options.say(f"{program}, {setting}: others use {loud:.0%} of the cores; its steps are timed again")
-    require(
-        loud < QUIET,
-        f"others have used {loud:.0%} of the cores in each of {TRIES} tries to time a step: start it again when they rest",
+    raise DataError(
+        f"others have used {loud:.0%} of the cores in each of {TRIES} tries to time a step: start it again when they rest"
     )
-    before = stamps[0] - started
-    step = statistics.median(after - now for now, after in zip(stamps[2:-2], stamps[3:-1]))
-    steps = max(FEW, 1 + int((60 * minutes - before) / step))
-    options.say(f"{program}, {setting}, seed {seed}: {steps} steps of {step:.3f} s in {minutes:g} minutes")
-    others = _OthersShare()
-    started, stamps, loss = _run(program, chosen, steps, seed, text)
-    share = others.now()
-    seconds = stamps[-2] + step - started  # some programs stamp the last step when they have validated
+
+
+def train(program: str, setting: str, minutes: float, seed: int, pace: Pace, text: Text) -> Result:
+    """Train once, for as many steps as fit."""
+    steps, others = pace.steps(minutes), _OthersShare()
+    started, stamps, loss = _run(program, setting, steps, seed, text)
+    share, seconds = others.now(), stamps[-2] + pace.step - started
     return Result(program, setting, minutes, seed, steps, seconds, loss / math.log(2) / text.bytes_per_token, share)
 
 
@@ -139,10 +165,10 @@ class _OthersShare:
         return sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - sum(own[:4])
 
 
-def _run(program: str, setting: dict[str, Any], steps: int, seed: int, text: Text) -> tuple[float, list[float], float]:
+def _run(program: str, setting: str, steps: int, seed: int, text: Text) -> tuple[float, list[float], float]:
     """When it was started, when each step was done, and the validation loss in nats per token."""
     result = text.work / f"quality-{time.monotonic_ns()}"
-    task = QualityTask(setting, steps, seed, VOCABULARY, str(text.work), str(result))
+    task = QualityTask(all_settings()[program][setting], steps, seed, VOCABULARY, str(text.work), str(result))
     typed = [sys.executable, str(TOOLS / "benchmarks" / "trainers" / PROGRAMS[program]), json.dumps(dataclasses.asdict(task))]
     started = time.time()
     done = subprocess.run(typed, capture_output=True, text=True, env=environment(2))

@@ -26,14 +26,14 @@ torch.manual_seed(task.seed)
 
 
 class Windows(torch.utils.data.Dataset):
-    """One window per index."""
+    """The windows of the text, one after the other, as people cut it for the Trainer, which shuffles them: each comes once in an epoch."""
 
     def __len__(self) -> int:
-        return 1 << 20
+        return task.windows("train")
 
     def __getitem__(self, index: int) -> dict:
         # The model shifts the targets itself; the last position has none, so a window has one token more.
-        window = torch.from_numpy(task.batch(index // setting["micro"])[index % setting["micro"]])
+        window = torch.from_numpy(task.window("train", index))
         return {"input_ids": window, "labels": window}
 
 

@@ -36,12 +36,20 @@ class QualityTask:
         starts = np.random.default_rng((self.seed, number)).integers(0, len(tokens) - length - 1, self.setting["micro"])
         return np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64)
 
+    def windows(self, name: str) -> int:
+        """How many windows a text has."""
+        return (len(self._tokens(name)) - 1) // self.setting["length"]
+
+    def window(self, name: str, number: int) -> np.ndarray:
+        """A window of a text [length + 1]. Neighbours share a token."""
+        length = self.setting["length"]
+        return self._tokens(name)[number * length : (number + 1) * length + 1].astype(np.int64)
+
     def validation(self) -> Iterator[np.ndarray]:
-        """The whole validation text in windows [up to 16, length + 1], one after the other. Neighbours share a token."""
-        tokens, length = self._tokens("validation"), self.setting["length"]
-        starts = np.arange((len(tokens) - 1) // length) * length
-        for some in np.array_split(starts, -(-len(starts) // 16)):
-            yield np.stack([tokens[start : start + length + 1] for start in some]).astype(np.int64)
+        """The whole validation text in windows [up to 16, length + 1], one after the other."""
+        numbers = np.arange(self.windows("validation"))
+        for some in np.array_split(numbers, -(-len(numbers) // 16)):
+            yield np.stack([self.window("validation", number) for number in some])
 
     def _tokens(self, name: str) -> np.ndarray:
         return np.memmap(Path(self.work) / f"{name}.bin", dtype=np.uint16, mode="r")

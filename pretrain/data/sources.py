@@ -240,7 +240,17 @@ def batch_schedule(config: Config) -> BatchSchedule:
             )
     ramp = zip(_ends("batch.ramp", batch.ramp, length), [stage.sequences for stage in batch.ramp])
     cuts = zip(_ends("batch.lengths", batch.lengths, length), [length // stage.length for stage in batch.lengths])
+    _check_changes("batch.ramp", [stage.sequences for stage in batch.ramp], batch.sequences, "batch.sequences")
+    _check_changes("batch.lengths", [stage.length for stage in batch.lengths], length, "data.sequence_length")
     return BatchSchedule(batch.sequences, tuple(ramp), tuple(cuts))
+
+
+def _check_changes(key: str, sizes: list[int], last: int, name_of_last: str) -> None:
+    """Raise ConfigError for a stage after which all stays as it is."""
+    for i, (size, following) in enumerate(zip(sizes, [*sizes[1:], last])):
+        if size == following:
+            what = f"{name_of_last}={last}" if i == len(sizes) - 1 else f"{key}.{i + 1}"
+            raise ConfigError(f"{key}.{i} has no effect, because {what}, which follows it, has the same size; remove it")
 
 
 def _ends(key: str, stages: Sequence[BatchStage | LengthStage], length: int) -> list[int]:

@@ -185,8 +185,10 @@ def _in_steps(given: Config, counted: Config) -> dict[str, tuple[int, int]]:
 def with_format(config: Config, choice: FormatChoice) -> Config:
     """The configuration with the number format that `precision.compute` comes to."""
     precision = dataclasses.replace(config.precision, compute=choice.format)
+    # A note says what has no effect with the format that `auto` comes to.
+    if config.precision.compute == "auto" and choice.format == "bf16":
+        precision = dataclasses.replace(precision, tf32=False)
     if config.precision.compute == "auto" and choice.format == "fp32":
-        # fp8 goes with bf16 alone. A note says that it has no effect.
         precision = dataclasses.replace(precision, fp8="none", fp8_modules=Precision().fp8_modules)
     config = dataclasses.replace(config, precision=precision)
     check_formats(config)

@@ -10,8 +10,9 @@ import torch
 from running import run_directory, run_main, train
 
 from pretrain.config.load import load_config
-from pretrain.train.number_format import measured_gain
-from pretrain.train.plan import make_plan
+from pretrain.train.number_format import FormatChoice, measured_gain
+from pretrain.train.plan import make_plan, with_format
+from pretrain.train.resolve import resolve
 
 AUTO = "precision.compute=auto"
 CONSTANT = ("schedule.name=constant", "schedule.warmup_steps=0")
@@ -32,6 +33,12 @@ def test_bf16_is_taken_where_its_products_are_faster_and_the_reason_is_printed(c
     plan = make_plan(config, 1, torch.device("cpu"))
     assert plan.config.precision.compute == choice
     assert f"precision.compute=auto: {choice}, because products in bf16 are {gain} times as fast as in fp32 on this CPU" in plan.notes
+
+
+def test_what_has_no_effect_with_the_choice_is_switched_off(config_file):
+    config = resolve(load_config(config_file, [AUTO, "precision.tf32=true", "precision.fp8=tensorwise"])[0])
+    assert not with_format(config, FormatChoice("bf16")).precision.tf32 and with_format(config, FormatChoice("fp32")).precision.tf32
+    assert with_format(config, FormatChoice("bf16")).precision.fp8 == "tensorwise" and with_format(config, FormatChoice("fp32")).precision.fp8 == "none"
 
 
 def test_the_measurement_is_about_the_same_twice_and_draws_nothing():

@@ -91,12 +91,19 @@ def test_a_run_in_a_stage_of_shorter_sequences_goes_on_as_if_never_interrupted(p
     "written, problem",
     [
         ("[{until_tokens: 100, length: 12}]", "batch.lengths.0.length=12 is not a divisor of data.sequence_length=32; nearest legal value: 8"),
+        ("[{until_tokens: 100, length: 8}, {until_tokens: 200, length: 8}]", "batch.lengths.0 has no effect, because batch.lengths.1, which follows it, has the same size"),
+        ("[{until_tokens: 100, length: 32}]", "batch.lengths.0 has no effect, because data.sequence_length=32, which follows it, has the same size"),
         ("[{until_tokens: 100, length: 8}, {until_tokens: 90, length: 16}]", "batch.lengths.1.until_tokens=90 is not beyond the stage before it, 100"),
     ],
 )  # fmt: skip
 def test_stages_of_lengths_that_cannot_be_are_refused(config_file, written, problem):
     code, printed = run_main(str(config_file), "--check", f"batch.lengths={written}")
     assert code == 2 and problem in printed
+
+
+def test_a_stage_of_the_batch_that_changes_nothing_is_refused(config_file):
+    code, printed = run_main(str(config_file), "--check", "batch.sequences=8", "batch.ramp=[{until_tokens: 64, sequences: 4}, {until_tokens: 128, sequences: 8}]")
+    assert code == 2 and "batch.ramp.1 has no effect, because batch.sequences=8, which follows it, has the same size; remove it" in printed
 
 
 def test_what_numbers_of_tokens_mean_is_said(config_file):

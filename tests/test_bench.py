@@ -63,10 +63,10 @@ def test_weak_scaling_measures_every_layout_beside_one_process(options):
 @pytest.mark.slow
 def test_speed_counts_the_tokens_that_ranks_train_together(tmp_path):
     file, start = tmp_path / "rows.jsonl", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = "speed --length 32 --micro 2 --steps 1 run.device=cpu parallel.strategy=fsdp".split()
-    model = "model={dim: 32, layers: 1, heads: 2, ffn_dim: 64, vocab_size: 257}"
+    options = ["speed", "--length", "32", "--micro", "2", "--steps", "1", "--json", str(file)]
+    model = ["model={dim: 32, layers: 1, heads: 2, ffn_dim: 64, vocab_size: 257}", "run.device=cpu", "parallel.strategy=fsdp"]
     for layout in ("parallel.shard=2", "parallel.tensor=2"):  # 4 samples of 32 tokens in each step, by 2 ranks and by 1
-        typed = [*start, str(ROOT / "tools" / "bench.py"), *words, "--json", str(file), model, layout]
+        typed = [*start, str(ROOT / "tools" / "bench.py"), *options, *model, layout]
         subprocess.run(typed, check=True, env=environment(1), capture_output=True)
     assert ["steps of 128 tokens" in row["note"] for row in read_lines(file)] == [True, True]
 

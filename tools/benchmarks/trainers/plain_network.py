@@ -29,9 +29,12 @@ class Network(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(
-            lambda module: nn.init.normal_(module.weight, std=0.02) if isinstance(module, (nn.Linear, nn.Embedding)) else None
-        )
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() > 1:  # what is added to the residual stream begins smaller
+                added = name.endswith(("projection.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if added else 0.02)
 
     def forward(self, ids, targets):
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))

@@ -318,12 +318,14 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
 
 
 def _describe_threads(ranks: Ranks, affinity: str) -> list[str]:
-    """The threads of a process on a CPU, and whether they leave cores idle."""
+    """The threads of a process on a CPU, and whether there are fewer or more than cores."""
     if ranks.device.type != "cpu":
         return []
     threads, cores, here = torch.get_num_threads(), usable_cores(), ranks_of_host(ranks.world_size)
     best = max(1, cores // here)
     advice = f", and {cores - threads * here} stay idle; run.threads={best} uses them" if threads < best else ""
+    if threads * here > max(cores, here):
+        advice = f", more than there are cores; run.threads={best} gives each its own"
     kept = f", kept on {len(os.sched_getaffinity(0))} of them" if affinity != "none" else ""
     return [f"threads  {threads} in each of {here} process{'es' if here > 1 else ''} on {cores} cores{kept}{advice}"]
 

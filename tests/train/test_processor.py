@@ -58,6 +58,7 @@ def test_the_threads_of_a_process_are_said_and_set(pool, config_file):
         1, threads_of, str(config_file), "run.threads=3", "run.steps=1", "schedule.warmup_steps=0"
     )
     assert threads == 3 and "threads  3 in each of 1 process on" in printed
+    assert ("cores, more than there are cores; run.threads=" in printed) == (usable_cores() < 3)
     assert torch.get_num_threads() != 3
 
 

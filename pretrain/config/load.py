@@ -233,6 +233,8 @@ def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -
     for path in [full, *(path for path in origins if path.startswith(f"{full}."))]:
         if answer := answer_to(path.rpartition(".")[2]):
             return f"{origin_of(path, origins)}: unknown key {path}; {answer}"
+    if ":" in name:
+        return f"{origin_of(full, origins)}: unknown key {full}; YAML wants a space after a colon: {name.replace(':', ': ', 1)}"
     near = difflib.get_close_matches(name, names_of(kind), n=1, cutoff=0.5)
     section = full.rpartition(".")[0]
     elsewhere = [p for p in _all_paths(Config) if p.rpartition(".")[2] == name]

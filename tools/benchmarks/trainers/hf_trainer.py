@@ -42,7 +42,7 @@ arguments = TrainingArguments(
     output_dir=f"{task.result}.out", per_device_train_batch_size=task.micro, gradient_accumulation_steps=task.accumulation,
     max_steps=task.steps, learning_rate=3e-4, weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0, optim="adamw_torch_fused",
     lr_scheduler_type="cosine", warmup_steps=2, bf16=task.format == "bf16", torch_compile=task.compiled, use_cpu=True, save_strategy="no", logging_strategy="no",
-    report_to=[], disable_tqdm=True, ddp_backend="gloo" if task.ranks > 1 else None,
+    report_to=[], disable_tqdm=True, ddp_backend="gloo" if task.ranks > 1 else None, ddp_find_unused_parameters=False,
 )  # fmt: skip
 found = Trainer(model=model, args=arguments, train_dataset=Windows(), callbacks=[Stamp()]).train()
 clock.write(found.training_loss)

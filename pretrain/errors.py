@@ -146,3 +146,13 @@ def run_tool(function: Callable[[], object]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def line_of(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, UserError):
+        return " ".join(str(error).splitlines())
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted by SIGINT"
+    first = str(error).splitlines()[:1]
+    return ": ".join([type(error).__name__, *first])

@@ -24,7 +24,7 @@ from pretrain.distributed.channel import Channel, hello
 from pretrain.distributed.launcher import CONNECT_SECONDS, MeetingPoint, addresses_of_this_host, launched_ranks, wrong_address
 from pretrain.distributed.monitor import Monitor
 from pretrain.distributed.switchboard import Switchboard
-from pretrain.errors import LaunchError, LostRankError, UserError
+from pretrain.errors import LaunchError, LostRankError, UserError, line_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -375,16 +375,6 @@ def tell(error: UserError) -> None:
     with contextlib.suppress(UserError):
         rank, local_rank, world_size = launched_ranks()
         Meeting(rank, local_rank, world_size, TELL_SECONDS, TELL_SECONDS).leave(error)
-
-
-def line_of(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, UserError):
-        return " ".join(str(error).splitlines())
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted by SIGINT"
-    first = str(error).splitlines()[:1]
-    return ": ".join([type(error).__name__, *first])
 
 
 def _start_switchboard(point: MeetingPoint, world_size: int) -> Switchboard:

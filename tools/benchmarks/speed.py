@@ -70,7 +70,7 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     peak = peak_flops(device, plan.config.precision.compute)
     share = f"MFU {100 * rate * plan.flops_per_token(0) / (peak * world_size):.1f}%, " if peak else ""
     note = f"{share}peak {_peak_gb(device):.1f} GB, built in {built:.1f} s, first step {first:.1f} s, loss {loss:.3f}"
-    note += f"; steps of {tokens // max(1, asked.steps):,} tokens"
+    note += f"; steps of {tokens // asked.steps:,} tokens"
     return [
         Row(
             "speed", name, rate, "tokens/s", "wall", note=f"{note}; {plan.parameters / 1e9:.2f}B parameters, {plan.layout.name}"

@@ -3,6 +3,7 @@
 #   bash tests/run.sh                 everything but the long campaigns
 #   bash tests/run.sh --slow          the long campaigns as well
 #   bash tests/run.sh --cuda          only what needs a GPU
+#   bash tests/run.sh --rehearse      the same, on a device that calls itself CUDA and computes on the CPU; needs g++
 #   bash tests/run.sh tests/models    any pytest arguments
 
 set -euo pipefail
@@ -22,6 +23,12 @@ elif [ "${1:-}" = --cuda ]; then
   shift
   select="cuda"
   workers=
+elif [ "${1:-}" = --rehearse ]; then
+  shift
+  select="cuda"
+  workers="-n 2"
+  REHEARSAL_LIBRARY=$(.venv/bin/python tests/rehearsal/build_device.py build/rehearsal)
+  export REHEARSAL_LIBRARY PYTHONPATH="$PWD/tests/rehearsal"
 fi
 .venv/bin/ruff check --quiet .
 # shellcheck disable=SC2086

@@ -1,5 +1,6 @@
 """What needs a GPU: `bash tests/run.sh --cuda` on a host that has one. Not run in continuous integration."""
 
+import os
 from unittest.mock import patch
 
 import pytest
@@ -34,10 +35,10 @@ def test_a_gpu_computes_what_the_cpu_computes_from_the_same_initial_weights(pool
 
 
 def test_a_gpu_resumes_what_the_cpu_saved(pool, config_file):
-    cpu = train(pool, 1, config_file, "run.name=cpu", "run.device=cpu", "run.steps=10")
-    gpu = train(pool, 1, config_file, "run.name=gpu", CUDA, "run.steps=20", f"run.resume={cpu}")
-    whole = train(pool, 1, config_file, "run.name=whole", CUDA, "run.steps=20")
-    assert len(losses(gpu)) == 10 and largest_relative_difference(losses(gpu)[-1:], losses(whole)[-1:]) < 0.05
+    cpu = train(pool, 1, config_file, "run.name=cpu", "run.device=cpu", "checkpoint={every_steps: 10, keep_last: 0}")
+    gpu = train(pool, 1, config_file, "run.name=gpu", CUDA, f"run.resume={cpu}/checkpoints/step-00000010")
+    whole = train(pool, 1, config_file, "run.name=whole", CUDA)
+    assert largest_relative_difference(losses(gpu), losses(whole)[10:]) < 1e-3
 
 
 @pytest.mark.parametrize("options", [("parallel.compile=blocks",), ("parallel.activation_checkpointing=full",), ()])
@@ -70,13 +71,13 @@ def test_fsdp_on_one_gpu_with_nccl_equals_the_single_process(pool, config_file):
 def test_activations_on_the_host_change_no_bit_and_leave_room(options):
     peaks, found = [], []
     for offloaded in (False, True):
-        network = build_network(complete(Model(family="llama", dim=512, layers=12, heads=8, vocab_size=512), 1024)).cuda()
+        network = build_network(complete(Model(family="llama", dim=256, layers=8, heads=4, vocab_size=512), 512)).cuda()
         initialise(network, 0)
         if options:
             recompute_blocks(network)
         if offloaded:
             offload_activations(network)
-        tokens = torch.randint(512, (8, 1025), generator=torch.Generator().manual_seed(0)).cuda()
+        tokens = torch.randint(512, (8, 513), generator=torch.Generator().manual_seed(0)).cuda()
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             network.zero_grad()
@@ -127,6 +128,7 @@ def test_no_step_makes_the_host_wait(pool, config_file, options):
     assert code == 0, printed
 
 
+@pytest.mark.skipif("REHEARSAL_LIBRARY" in os.environ, reason="in a rehearsal the kernels are a CPU's, which has no TF32")
 def test_tf32_makes_products_less_exact(pool, config_file):
     options = ("log.gradients_at=[1]", "run.steps=2", "schedule.warmup_steps=1", CUDA)
     exact = train(pool, 1, config_file, "run.name=exact", *options)
@@ -144,7 +146,7 @@ def test_products_in_fp8_are_those_of_a_cpu(scaling):
     x, weight, g = (torch.randn(*shape, generator=draw).bfloat16() for shape in ((160, 128), (96, 128), (160, 96)))
     found = {}
     for device in ("cpu", "cuda"):
-        x_there, w_there = (t.to(device).requires_grad_() for t in (x, weight))
+        x_there, w_there = (t.to(device, copy=True).requires_grad_() for t in (x, weight))
         y = Fp8Product(scaling)(x_there, w_there, None)
         y.backward(g.to(device))
         found[device] = [t.detach().float().cpu() for t in (y, x_there.grad, w_there.grad)]
@@ -176,7 +178,7 @@ def test_exchanges_beside_other_work_give_what_one_gpu_has(pool, config_file, op
 def test_a_save_in_the_background_has_the_weights_and_not_their_means(pool, config_file, prepared):
     options = (CUDA, "run.steps=4", "optim.ema_decay=0.5", "validation.every_steps=2", f"data.validation=[{{path: {prepared}}}]")
     saves = [
-        train(pool, 1, config_file, f"run.name={name}", *options, f"checkpoint={{every_steps: 2, keep_last: 0, background: {name}}}")
+        train(pool, 1, config_file, f"run.name=background-{name}", *options, f"checkpoint={{every_steps: 2, keep_last: 0, background: {name}}}")
         for name in ("true", "false")
     ]
     for step in (2, 4):

@@ -51,13 +51,18 @@ def _between(shape: str, start: float, end: float, progress: float) -> float:
     return end + (start - end) * left
 
 
-def check(schedule: Schedule, steps: int) -> None:
-    """Raise ConfigError for values of a resolved schedule that cannot go together in a run of `steps` steps."""
+def check(schedule: Schedule, steps: int, written: Schedule) -> None:
+    """Raise ConfigError for values of a resolved schedule that cannot go together in a run of `steps` steps.
+
+    `written`: the schedule as the user wrote it, whose warmup and decay may be in tokens.
+    """
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
         most = steps - schedule.warmup_steps
+        warmup = _as_written("warmup", schedule.warmup_steps, written.warmup_tokens)
+        decay = _as_written("decay", schedule.decay_steps, written.decay_tokens)
         raise ConfigError(
-            f"schedule.warmup_steps={schedule.warmup_steps} and schedule.decay_steps={schedule.decay_steps} do not fit in "
-            f"run.steps={steps}; {f'decay_steps at most {most}' if most > 0 else 'lower warmup_steps, or raise run.steps'}"
+            f"{warmup} and {decay} do not fit in run.steps={steps}; "
+            + (f"the decay may take at most {most} steps" if most > 0 else "shorten the warmup, or raise run.steps")
         )
     if schedule.name == "wsd" and math.isclose(schedule.min_ratio, 1):
         raise ConfigError("schedule.min_ratio=1 with schedule.name=wsd never decays; use schedule.name=constant")
@@ -65,6 +70,10 @@ def check(schedule: Schedule, steps: int) -> None:
         raise ConfigError("schedule.decay_shape=exponential never reaches schedule.min_ratio=0; use 0.01, or another shape")
     if schedule.name == "piecewise":
         _check_stages(schedule, steps)
+
+
+def _as_written(part: str, steps: int, tokens: int | None) -> str:
+    return f"schedule.{part}_steps={steps}" if tokens is None else f"schedule.{part}_tokens={tokens} ({steps} steps)"
 
 
 def _check_stages(schedule: Schedule, steps: int) -> None:

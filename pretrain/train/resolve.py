@@ -34,7 +34,7 @@ def resolve(config: Config) -> Config:
     _check_task(config, model)
     check_effects(config, resolved_switches(model), usual_values(config, model))
     family_of(model.family).check_training(model)
-    config = tokens_as_steps(config)
+    written, config = config.schedule, tokens_as_steps(config)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     data, schedule = dataclasses.replace(config.data, seed=seed), fit(config.schedule, config.run.steps)
     config = dataclasses.replace(config, model=model, data=data, schedule=schedule)
@@ -49,7 +49,7 @@ def resolve(config: Config) -> Config:
     check_options(config)
     check_formats(config)
     _check_width(config)
-    check(config.schedule, config.run.steps)
+    check(config.schedule, config.run.steps, written)
     check_micro_steps(config, 1)  # if one rank cannot split it, no number of ranks can
     return config
 

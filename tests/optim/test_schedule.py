@@ -126,8 +126,8 @@ def test_stages_follow_each_other():
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ({"name": "wsd", "warmup_steps": 4, "decay_steps": 997}, "schedule.warmup_steps=4 and schedule.decay_steps=997 do not fit in run.steps=1000; decay_steps at most 996"),
-        ({"name": "wsd", "warmup_steps": 1000, "decay_steps": 1}, "schedule.warmup_steps=1000 and schedule.decay_steps=1 .*; lower warmup_steps, or raise run.steps"),  # F13: "decay_steps at most 0", which the schema refuses
+        ({"name": "wsd", "warmup_steps": 4, "decay_steps": 997}, "schedule.warmup_steps=4 and schedule.decay_steps=997 do not fit in run.steps=1000; the decay may take at most 996 steps"),
+        ({"name": "wsd", "warmup_steps": 1000, "decay_steps": 1}, "schedule.warmup_steps=1000 and schedule.decay_steps=1 .*; shorten the warmup, or raise run.steps"),  # F13: "at most 0", which the schema refuses
         ({"name": "wsd", "min_ratio": 1}, "schedule.min_ratio=1 with schedule.name=wsd never decays; use schedule.name=constant"),
         ({"name": "wsd", "decay_shape": "exponential", "min_ratio": 0.0}, "schedule.decay_shape=exponential never reaches schedule.min_ratio=0"),
         ({"name": "piecewise"}, "schedule.name=piecewise has no schedule.stages"),
@@ -137,12 +137,12 @@ def test_stages_follow_each_other():
 )  # fmt: skip
 def test_schedules_that_cannot_be_are_refused(written, message):
     with pytest.raises(ConfigError, match=message):
-        check(Schedule(**written), STEPS)
+        check(Schedule(**written), STEPS, Schedule(**written))
 
 
 def test_a_schedule_that_just_fits_is_taken():
-    check(Schedule(name="wsd", warmup_steps=4, decay_steps=996), STEPS)
-    check(Schedule(warmup_steps=STEPS), STEPS)
+    for schedule in (Schedule(name="wsd", warmup_steps=4, decay_steps=996), Schedule(warmup_steps=STEPS)):
+        check(schedule, STEPS, schedule)
 
 
 @settings(deadline=None)

@@ -156,6 +156,7 @@ def reference(trained_run, config_file, overrides):
 
 
 SLOW = {
+    "context 2 x tensor 2",
     "ddp on 3", "ddp on 4", "fsdp on 2", "ddp on 2, accumulation 4, last", "ddp on 2, small buckets", "ddp on 2, tied", "fsdp on 2, weights kept for backward",
     "tensor 4, more ranks than key heads", "fsdp 2 x tensor 2, last", "replicate 2 x tensor 2, tied", "context 2", "context 4, recomputation",
     "tensor 2", "fsdp 2 x context 2, tied, last", "fsdp on 2, accumulation 4, last, on the host", "fsdp 2 x ring 2, selective recomputation", "ring 4", "ring 2 x tensor 2", "ring 2 x pipeline 2, recomputation",

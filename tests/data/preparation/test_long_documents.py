@@ -126,6 +126,13 @@ def _hugging_face(folder: Path, model: str, normalizer: dict | None, pre_tokeniz
 
 
 NAMES = ("bpe", "unigram", "byte_bpe", "tiktoken", "byte", "char", "dummy_prefix", *KINDS)
+SLOW = {"qwen", "gpt_oss", "deepseek", "starcoder", "tiktoken", "gemma", "superwords", "from_the_right", "gpt2", "byte_bpe"}
+"""Left to `bash tests/run.sh --slow`: to prove where a tokenizer cuts takes seconds."""
+SPACES_WHERE = {
+    "before a space": ({"gemma"}, {"superwords", "deepseek", "llama2"}),
+    "at a space": ({"dummy_prefix", "llama2"}, {"gemma", "llama3"}),
+}
+"""Places at spaces: tokenizers that cut there, and tokenizers that do not."""
 CUT_BY_ALL = ("bpe", "byte_bpe", "tiktoken", "byte", "gpt2", "starcoder", "llama3", "gpt_oss", "qwen")
 
 words = st.sampled_from(
@@ -150,7 +157,7 @@ def same(tokenizer, long: LongTexts, text: str) -> bool:
     return np.array_equal(long.encode_arrays([text])[0], expected)
 
 
-@pytest.mark.parametrize("name", some_slow(NAMES, ["qwen", "gpt_oss", "deepseek", "starcoder", "tiktoken", "gemma", "superwords", "llama2"]))
+@pytest.mark.parametrize("name", some_slow(NAMES, SLOW))
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=hard_texts, stretch=st.sampled_from([8, 23, 64]))
 def test_a_text_in_stretches_has_the_ids_of_the_whole(tokenizers_by_name, name, text, stretch):
@@ -165,7 +172,7 @@ def test_a_text_in_stretches_has_the_ids_of_the_whole(tokenizers_by_name, name, 
 PROVEN: dict[str, LongTexts] = {}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES, SLOW))
 def test_awkward_texts_and_runs_in_stretches_have_the_ids_of_the_whole(tokenizers_by_name, name):
     """D-D5: also where there is no place to cut."""
     tokenizer, random = tokenizers_by_name[name], Random(1)
@@ -177,23 +184,19 @@ def test_awkward_texts_and_runs_in_stretches_have_the_ids_of_the_whole(tokenizer
         assert same(tokenizer, long, text), text[:80]
 
 
-def test_the_kinds_of_places_are_those_at_which_a_tokenizer_cuts(tokenizers_by_name):
+@pytest.mark.parametrize("name", some_slow(NAMES, SLOW))
+def test_the_kinds_of_places_are_those_at_which_a_tokenizer_cuts(tokenizers_by_name, name):
     """D-D5: what is exact is found, so that long texts are cut, and what is not exact is found too."""
-    names = {
-        name: {place.name for place in PROVEN.setdefault(name, LongTexts(tokenizers_by_name[name])).places} for name in NAMES
-    }
-    usual = {place.name for place in PLACES} - {"at a space"}
-    assert all(names[name] >= usual for name in CUT_BY_ALL)
-    assert all(names.values())
-    assert (
-        "before a space" in names["gemma"] and "before a space" not in names["superwords"] | names["deepseek"] | names["llama2"]
-    )
-    assert "at a space" in names["dummy_prefix"] & names["llama2"] and "at a space" not in names["gemma"] | names["llama3"]
-    splicing = {name for name in NAMES if PROVEN[name].can_splice}
-    assert splicing >= {"bpe", "byte_bpe", "tiktoken", "byte", "gpt2", "llama3", "gpt_oss"} and not splicing & {
-        "unigram",
-        "from_the_right",
-    }
+    proven = PROVEN.setdefault(name, LongTexts(tokenizers_by_name[name]))
+    places = {place.name for place in proven.places}
+    assert places
+    if name in CUT_BY_ALL:
+        assert places >= {place.name for place in PLACES} - {"at a space"}
+    for place, (cut, whole) in SPACES_WHERE.items():
+        assert place in places or name not in cut
+        assert place not in places or name not in whole
+    assert proven.can_splice or name not in ("bpe", "byte_bpe", "tiktoken", "byte", "gpt2", "llama3", "gpt_oss")
+    assert not proven.can_splice or name not in ("unigram", "from_the_right")
 
 
 def test_long_and_short_texts_of_one_batch_keep_their_order(trained):

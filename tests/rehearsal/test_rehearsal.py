@@ -1,0 +1,63 @@
+"""What needs a GPU runs on a pretended one, which finds what a real one would refuse (docs/parallelism.md, "Rehearsing a GPU")."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from build_device import build
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch"),
+    pytest.mark.skipif("REHEARSAL_LIBRARY" in os.environ, reason="this is a rehearsal"),
+]
+
+
+def rehearse(*command: str) -> subprocess.CompletedProcess:
+    here = {"REHEARSAL_LIBRARY": str(build(ROOT / "build" / "rehearsal")), "PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | here, capture_output=True, text=True)
+
+
+REFUSED = """
+import torch
+
+def message(act):
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error)
+
+there, here = torch.ones(3, device="cuda"), torch.ones(3)
+assert "at least two devices" in message(lambda: there + here)
+assert torch.equal((there * 2).cpu(), here * 2) and torch.cuda.max_memory_allocated() >= 24
+torch.cuda.set_sync_debug_mode("error")
+for act in (there.sum().item, there.cpu, here.cuda, there.nonzero, lambda: here.pin_memory().cuda()):
+    assert "synchronizing" in (message(act) or ""), act
+assert message(lambda: here.pin_memory().cuda(non_blocking=True)) is None
+assert message(lambda: torch.empty(3, pin_memory=True).copy_(there, non_blocking=True)) is None
+assert message(lambda: there.to("cpu", non_blocking=True)) is None  # into memory that torch pins
+print("as on a GPU")
+"""
+
+
+def test_a_pretended_gpu_refuses_what_a_gpu_refuses():
+    done = rehearse("-c", REFUSED)
+    assert done.stdout == "as on a GPU\n", done.stderr
+
+
+def test_steps_on_a_pretended_gpu_never_make_the_host_wait():
+    done = rehearse(
+        "-m", "pytest", "-p", "no:cacheprovider", "-m", "cuda", "tests/test_cuda.py", "-k", "test_no_step_makes_the_host_wait"
+    )
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_all_that_needs_a_gpu_passes_on_a_pretended_one():
+    done = rehearse("-m", "pytest", "-p", "no:cacheprovider", "-m", "cuda", "tests")
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout

@@ -121,11 +121,33 @@ def strict(config_file: str, *overrides: str) -> tuple[int, str]:
         return run_main(config_file, *overrides)
 
 
-@pytest.mark.parametrize("options", [(), ("parallel.strategy=fsdp", "parallel.shard=1"), ("parallel.compile=blocks",)])
-def test_no_step_makes_the_host_wait(pool, config_file, options):
+EXPERTS = ("model.family=qwen3_moe", "model.experts={count: 4, active: 2, ffn_dim: 32}")
+FSDP = "parallel.strategy=fsdp"
+STEPS = {
+    "one": (1,),
+    "one, sharded": (1, FSDP, "parallel.shard=1"),
+    "one, compiled": (1, "parallel.compile=blocks"),
+    "one, moments in 8 bit": (1, "precision.moments=8bit"),
+    "one, fp8, activations on the host": (1, "precision.fp8=tensorwise", "parallel.activation_offload=true"),
+    "one, experts": (1, *EXPERTS),
+    "ddp, weights in bf16": (2, "parallel.strategy=ddp", "precision.master=bf16", "precision.gradients=fp32"),
+    "fsdp, muon": (2, FSDP, "optim.name=muon"),
+    "hsdp": (4, FSDP, "parallel.replicate=2", "parallel.shard=2"),
+    "tensor": (2, FSDP, "parallel.tensor=2"),
+    "ring": (2, FSDP, "parallel.context=2", "parallel.context_method=ring"),
+    "pipeline": (2, FSDP, "parallel.pipeline=2", "parallel.pipeline_schedule=zero_bubble"),
+    "experts, tensor": (2, FSDP, "parallel.tensor=2", *EXPERTS),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_no_step_makes_the_host_wait(pool, config_file, case):
+    count, *options = STEPS[case]
+    if count > GPUS:
+        pytest.skip(f"needs {count} GPUs")
     options = ("precision.compute=bf16", "run.steps=8", "optim.clip=0.5", "batch.micro_sequences=2", CUDA, *options)
-    [(code, printed)] = pool.launch(1, strict, str(config_file), *options)
-    assert code == 0, printed
+    for code, printed in pool.launch(count, strict, str(config_file), *options):
+        assert code == 0, printed
 
 
 @pytest.mark.skipif("REHEARSAL_LIBRARY" in os.environ, reason="in a rehearsal the kernels are a CPU's, which has no TF32")

@@ -27,4 +27,4 @@ def build(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1])))
+    print(build(Path(sys.argv[1]).resolve()))

@@ -51,9 +51,8 @@ def test_a_pretended_gpu_refuses_what_a_gpu_refuses():
 
 
 def test_steps_on_a_pretended_gpu_never_make_the_host_wait():
-    done = rehearse(
-        "-m", "pytest", "-p", "no:cacheprovider", "-m", "cuda", "tests/test_cuda.py", "-k", "host_wait and (compiled or pipeline)"
-    )
+    chosen = "-p no:cacheprovider -m cuda tests/test_cuda.py -k".split()
+    done = rehearse("-m", "pytest", *chosen, "host_wait and (compiled or pipeline)")
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
 
 

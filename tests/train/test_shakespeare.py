@@ -39,7 +39,9 @@ def test_the_first_steps_learn_more_than_letter_frequencies(pool, characters, tm
 
 
 @pytest.mark.slow
-def test_2000_steps_reach_the_published_validation_loss(pool, characters, tmp_path):
+@pytest.mark.timeout(1800)
+def test_2000_steps_reach_the_published_validation_loss(pool, characters, tmp_path, monkeypatch):
+    monkeypatch.setattr("launch_pool.LIMIT_SECONDS", 1800)  # 4 minutes on a core of its own
     [(code, printed)] = pool.launch(1, run_main, "configs/shakespeare_char.yaml", *overrides(characters, tmp_path))
     assert code == 0, printed
     assert read_metrics(tmp_path / "shakespeare_char")[-1]["validation"]["shakespeare"] <= PUBLISHED

@@ -1,7 +1,7 @@
 # What the parts of a day on a GPU share: each row has a time limit of its own, and none is stopped by another's failure. To be sourced.
 #
 #   OUT   folder for logs and results (default: build/gpu_day); rows.jsonl has a line per row, speed.jsonl one per measured speed
-#   TRY   set it to try the part on a CPU with tiny models
+#   TRY   set it to try the part with tiny models on a CPU, or on the pretended GPU of a rehearsal (tests/rehearsal)
 #   PY    the Python to use (default: python3); build/wheels may have packages that it lacks
 
 set -uo pipefail
@@ -16,7 +16,8 @@ fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 if [ -n "${TRY:-}" ]; then
-  device=cpu
+  device=${REHEARSAL_LIBRARY:+cuda} # where tests/run.sh --rehearse pretends one
+  device=${device:-cpu}
   export OMP_NUM_THREADS=1
 else
   device=cuda

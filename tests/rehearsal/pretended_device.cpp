@@ -29,7 +29,7 @@
 
 namespace {
 
-constexpr int MOST_DEVICES = 8;
+constexpr int DEVICES = 4;
 constexpr auto KIND = c10::DeviceType::CUDA;
 
 thread_local int device_now = 0; // as in CUDA, each thread has one
@@ -44,7 +44,7 @@ struct Block {
 
 std::mutex blocks_lock;
 std::unordered_map<const void*, Block> blocks;
-std::array<int64_t, MOST_DEVICES> allocated{}, peak{};
+std::array<int64_t, DEVICES> allocated{}, peak{};
 
 void* take(size_t bytes, int device) {
   if (bytes == 0) return nullptr;
@@ -75,25 +75,20 @@ bool is_pinned(const void* memory) {
   return found != blocks.end() && found->second.device < 0;
 }
 
-struct DeviceMemory final : c10::Allocator {
+struct Memory final : c10::Allocator {
+  const bool is_device;
+  explicit Memory(bool device) : is_device(device) {}
   c10::DataPtr allocate(size_t bytes) override {
-    const int device = device_now;
+    const int device = is_device ? device_now : -1;
     void* memory = take(bytes, device);
-    return {memory, memory, &give_back, c10::Device(KIND, static_cast<c10::DeviceIndex>(device))};
+    const auto place = is_device ? c10::Device(KIND, static_cast<c10::DeviceIndex>(device)) : c10::Device(c10::DeviceType::CPU);
+    return {memory, memory, &give_back, place};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
-} device_memory;
+};
+Memory device_memory(true), pinned_memory(false);
 REGISTER_ALLOCATOR(KIND, &device_memory)
-
-struct PinnedMemory final : c10::Allocator {
-  c10::DataPtr allocate(size_t bytes) override {
-    void* memory = take(bytes, -1);
-    return {memory, memory, &give_back, c10::Device(c10::DeviceType::CPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
-} pinned_memory;
 
 // ---- devices, streams, events: all work is done when it is asked for ----------------------------------------------------------------------------
 
@@ -117,7 +112,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return only(device); }
   c10::Stream getNewStream(c10::Device device, int) const override { return only(device); }
   c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return only(stream.device()); }
-  c10::DeviceIndex deviceCount() const noexcept override { return MOST_DEVICES; }
+  c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
   using Clock = std::chrono::steady_clock;
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Clock::time_point;
@@ -206,13 +201,32 @@ int64_t plain_attention(
 }
 
 // Results of which only the device knows the size.
-const std::array<const char*, 7> OF_UNKNOWN_SIZE = {
-    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
-    "aten::repeat_interleave"};
+const std::array<const char*, 6> OF_UNKNOWN_SIZE = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount"};
+
+bool has_mask(const c10::IValue& value) {
+  if (!value.isList()) return false;
+  for (const auto& each : value.toListRef()) {
+    if (each.isTensor() && each.toTensor().defined() && (each.toTensor().dtype() == at::kBool || each.toTensor().dtype() == at::kByte)) return true;
+  }
+  return false;
+}
+
+// Whether the host has to know what the device computed: a number, the size of a result, or which entries a mask chooses.
+bool host_waits(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto& schema = op.schema();
+  const auto& name = op.operator_name().name;
+  for (const auto& result : schema.returns()) {
+    if (result.type()->kind() == c10::TypeKind::BoolType || result.type()->kind() == c10::TypeKind::NumberType) return true;
+  }
+  const auto arguments = torch::jit::last(stack, schema.arguments().size());
+  if (name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_") return has_mask(arguments[1]);
+  if (name == "aten::repeat_interleave") return arguments.back().isNone(); // its size, if it is given
+  return std::find(OF_UNKNOWN_SIZE.begin(), OF_UNKNOWN_SIZE.end(), name) != OF_UNKNOWN_SIZE.end();
+}
 
 void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto& name = op.operator_name().name;
-  if (std::find(OF_UNKNOWN_SIZE.begin(), OF_UNKNOWN_SIZE.end(), name) != OF_UNKNOWN_SIZE.end()) wait_for_device(name);
+  if (host_waits(op, *stack)) wait_for_device(op.operator_name().name);
   const bool before = waiting_is_an_error.exchange(false); // the copies that follow are not the caller's
   try {
     at::native::cpu_fallback(op, stack);
@@ -294,10 +308,6 @@ std::vector<at::Tensor> flat(const c10::IValue& value) {
   return all;
 }
 
-void scale(const c10::IValue& value, double by) {
-  Exchanged::replaced(value, [by](const at::Tensor& tensor) { return at::Tensor(tensor).mul_(by); });
-}
-
 void by_gloo(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Exchanged exchanged;
   std::optional<double> factor;
@@ -331,7 +341,9 @@ void by_gloo(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = exchanged.back(value);
     }
   }
-  if (factor) scale(outputs, *factor);
+  if (factor) {
+    for (auto& tensor : flat(outputs)) tensor.mul_(*factor);
+  }
 }
 
 // As DDP measures on a CPU.
@@ -407,7 +419,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex current_device() const override { return static_cast<DeviceIndex>(device_now); }
-  DeviceIndex deviceCount() const override { return MOST_DEVICES; }
+  DeviceIndex deviceCount() const override { return DEVICES; }
   DeviceIndex getCurrentDevice() const override { return current_device(); }
   DeviceIndex exchangeDevice(DeviceIndex device) const override { return static_cast<DeviceIndex>(std::exchange(device_now, device)); }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
@@ -416,15 +428,16 @@ struct CUDAHooks final : CUDAHooksInterface {
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   Device getDeviceFromPtr(void*) const override { return Guard::now(); }
   const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
-  int getNumGPUs() const override { return MOST_DEVICES; }
+  int getNumGPUs() const override { return DEVICES; }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 } // namespace at
 
 extern "C" {
+int rehearsal_devices() { return DEVICES; }
 int rehearsal_device() { return device_now; }
 void rehearsal_set_device(int device) { device_now = device; }
-int rehearsal_waiting_is_an_error(int is_error) { return waiting_is_an_error.exchange(is_error != 0); } // what it was
+void rehearsal_waiting_is_an_error(int is_error) { waiting_is_an_error = is_error != 0; }
 int64_t rehearsal_allocated(int device) { return allocated.at(device); }
 int64_t rehearsal_peak(int device) { return peak.at(device); }
 void rehearsal_reset_peak(int device) { peak.at(device) = allocated.at(device); }

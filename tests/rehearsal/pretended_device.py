@@ -8,7 +8,6 @@ import functools
 import os
 import types
 
-GPUS = 4
 NAME = "NVIDIA H200"
 _library: ctypes.CDLL | None = None
 
@@ -52,7 +51,7 @@ def _describe(torch) -> None:
         "is_bf16_supported": lambda including_emulation=True: True,
         "_lazy_init": lambda: None,
         "init": lambda: None,
-        "device_count": lambda: GPUS,
+        "device_count": _library.rehearsal_devices,
         "current_device": lambda: _index(torch),
         "set_device": lambda device: _library.rehearsal_set_device(_index(torch, device)),
         "get_device_properties": lambda device=None: known,
@@ -63,7 +62,7 @@ def _describe(torch) -> None:
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state.cpu()),
         "set_sync_debug_mode": lambda mode: _library.rehearsal_waiting_is_an_error(mode in (2, "error")),
-        "default_generators": (torch.default_generator,) * GPUS,
+        "default_generators": (torch.default_generator,) * _library.rehearsal_devices(),
     }
     for name, value in of_cuda.items():
         setattr(torch.cuda, name, value)
@@ -108,7 +107,7 @@ def _streams(torch) -> None:
     }
     for name, value in of_cuda.items():
         setattr(torch.cuda, name, value)
-    torch.accelerator.device_count = lambda: GPUS
+    torch.accelerator.device_count = _library.rehearsal_devices
 
 
 def _memory(torch) -> None:

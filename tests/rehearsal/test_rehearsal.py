@@ -36,8 +36,15 @@ there, here = torch.ones(3, device="cuda"), torch.ones(3)
 assert "at least two devices" in message(lambda: there + here)
 assert torch.equal((there * 2).cpu(), here * 2) and torch.cuda.max_memory_allocated() >= 24
 torch.cuda.set_sync_debug_mode("error")
-for act in (there.sum().item, there.cpu, here.cuda, there.nonzero, lambda: here.pin_memory().cuda()):
+chosen = there > 0
+waiting = (
+    there.sum().item, there.cpu, here.cuda, there.nonzero, lambda: here.pin_memory().cuda(), lambda: there[chosen], lambda: torch.equal(there, there),
+    lambda: there.repeat_interleave(there.long()), lambda: bool(chosen.all()), lambda: torch.tensor([1.0], device="cuda"),
+)
+for act in waiting:
     assert "synchronizing" in (message(act) or ""), act
+assert message(lambda: there[there.long() - 1]) is None
+assert message(lambda: there.repeat_interleave(there.long(), output_size=3)) is None
 assert message(lambda: here.pin_memory().cuda(non_blocking=True)) is None
 assert message(lambda: torch.empty(3, pin_memory=True).copy_(there, non_blocking=True)) is None
 assert message(lambda: there.to("cpu", non_blocking=True)) is None  # into memory that torch pins

@@ -51,7 +51,7 @@ def _describe(torch) -> None:
         "is_bf16_supported": lambda including_emulation=True: True,
         "_lazy_init": lambda: None,
         "init": lambda: None,
-        "device_count": _library.rehearsal_devices,
+        "device_count": lambda: _library.rehearsal_devices(),
         "current_device": lambda: _index(torch),
         "set_device": lambda device: _library.rehearsal_set_device(_index(torch, device)),
         "get_device_properties": lambda device=None: known,
@@ -107,7 +107,7 @@ def _streams(torch) -> None:
     }
     for name, value in of_cuda.items():
         setattr(torch.cuda, name, value)
-    torch.accelerator.device_count = _library.rehearsal_devices
+    torch.accelerator.device_count = torch.cuda.device_count
 
 
 def _memory(torch) -> None:

@@ -1,5 +1,6 @@
 """What needs a GPU: `bash tests/run.sh --cuda` on a host that has one. Not run in continuous integration."""
 
+import gc
 import os
 from unittest.mock import patch
 
@@ -71,20 +72,22 @@ def test_fsdp_on_one_gpu_with_nccl_equals_the_single_process(pool, config_file):
 def test_activations_on_the_host_change_no_bit_and_leave_room(options):
     peaks, found = [], []
     for offloaded in (False, True):
-        network = build_network(complete(Model(family="llama", dim=256, layers=8, heads=4, vocab_size=512), 512)).cuda()
+        network = build_network(complete(Model(family="llama", dim=128, layers=48, heads=4, vocab_size=512), 128)).cuda()
         initialise(network, 0)
         if options:
             recompute_blocks(network)
         if offloaded:
             offload_activations(network)
-        tokens = torch.randint(512, (8, 513), generator=torch.Generator().manual_seed(0)).cuda()
+        tokens = torch.randint(512, (32, 129), generator=torch.Generator().manual_seed(0)).cuda()
         for _ in range(2):
-            torch.cuda.reset_peak_memory_stats()
             network.zero_grad()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
             network(tokens[:, :-1], tokens[:, 1:]).sum().backward()
-        peaks.append(torch.cuda.max_memory_allocated() - sum(2 * p.numel() * 4 for p in network.parameters()))
-        found.append([p.grad for p in network.parameters()])
+        peaks.append(torch.cuda.max_memory_allocated() - before - sum(p.numel() * 4 for p in network.parameters()))
+        found.append([p.grad.cpu() for p in network.parameters()])
         del network
+        gc.collect()  # a module whose forward is replaced refers to itself
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found))
     assert peaks[1] < 0.7 * peaks[0]
 

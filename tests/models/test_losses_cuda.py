@@ -78,4 +78,5 @@ def test_memory_is_flat_in_the_vocabulary_and_nothing_waits_for_the_device():
         finally:
             torch.cuda.set_sync_debug_mode("default")
         peaks.append(torch.cuda.max_memory_allocated() - before - 6 * weight.numel())
-    assert max(peaks) <= 48 << 20 and abs(peaks[1] - peaks[0]) <= 12 << 20
+    # Less for the larger one, whose gradients in both formats, when chunks are freed, are more than its sum in fp32 with the chunks.
+    assert max(peaks) <= 48 << 20 and peaks[1] <= peaks[0] + (12 << 20)

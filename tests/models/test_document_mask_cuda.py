@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NOT_REHEARSED = pytest.mark.skipif(
-    "REHEARSAL_LIBRARY" in os.environ, reason="in a rehearsal FlexAttention is torch's definition, which waits and makes whole masks"
+    "REHEARSAL_LIBRARY" in os.environ,
+    reason="in a rehearsal FlexAttention is torch's definition, which waits and makes whole masks",
 )
 MODEL = complete(Model(dim=128, layers=3, heads=4, ffn_dim=192, vocab_size=61, init_std=0.1), 512)
 HEADS = {

@@ -98,6 +98,7 @@ def test_results_of_a_text_are_put_together_best_first():
 def test_steps_are_timed_in_turns_and_not_on_a_machine_that_others_use(tmp_path, monkeypatch):
     stamps = iter([2.0, 1.0, 1.5, 4.0, 3.0, 5.0, 1.0, 0.5])  # seconds of a step: each program first compiles, then has three turns
     monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, [(number + 1) * step for step in [next(stamps)] for number in range(quality.FEW)], 1.0))
+    monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.0)  # whatever the machine does beside these tests
     text, options = quality.Text(tmp_path, "", 3.0), Options(tmp_path, say=lambda line: None)
     found = quality.paces([("a", "x"), ("b", "y")], text, options)
     assert found == {("a", "x"): quality.Pace(1.0, 1.0), ("b", "y"): quality.Pace(0.5, 0.5)}

@@ -361,6 +361,7 @@ OLD = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_whose_records_have_the_names_of_before_is_continued_inspected_and_opened(pool, span_config, tmp_path, capsys):
     options = ("model.encoder={layers: 3, decoder_start_id: 0}", "schedule.name=constant", "run.deterministic=true")
     whole = train(pool, 1, span_config, "run.name=whole", "run.steps=6", *options)

@@ -126,7 +126,7 @@ def _hugging_face(folder: Path, model: str, normalizer: dict | None, pre_tokeniz
 
 
 NAMES = ("bpe", "unigram", "byte_bpe", "tiktoken", "byte", "char", "dummy_prefix", *KINDS)
-SLOW = {"qwen", "gpt_oss", "deepseek", "starcoder", "tiktoken", "gemma", "superwords", "from_the_right", "gpt2", "byte_bpe"}
+SLOW = {"qwen", "gpt_oss", "deepseek", "starcoder", "tiktoken", "gemma", "superwords", "from_the_right", "gpt2", "byte_bpe", "t5"}
 """Left to `bash tests/run.sh --slow`: to prove where a tokenizer cuts takes seconds."""
 SPACES_WHERE = {
     "before a space": ({"gemma"}, {"superwords", "deepseek", "llama2"}),

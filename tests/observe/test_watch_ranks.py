@@ -85,16 +85,18 @@ def seen(config_file: Path, condition: Callable[[str], bool], ranks: list[RankPr
 
 def test_a_rank_that_is_slow_in_a_callback_is_named_with_what_it_does(started, config_file):
     ranks = started("callback", "run.steps=1000")
+    file = config_file.parent / "runs" / "run" / "ranks.json"
 
     def is_named(text: str) -> bool:
-        return f"rank 1 ({HERE}) holds up the others" in text and "waiting for rank 1" in text
+        table = json.loads(file.read_text())
+        own = [entry["own"] or 0 for entry in table["ranks"]]
+        # The first steps of a busy machine are long on both.
+        is_told_apart = own[1] > 0.4 and own[1] - own[0] > 0.3 and table["own_median"] == own[0]
+        return is_told_apart and f"rank 1 ({HERE}) holds up the others" in text and "waiting for rank 1" in text
 
     text = seen(config_file, is_named, ranks)
     zero, one = (next(line for line in text.splitlines() if line.startswith(f"│    {rank}  ")) for rank in (0, 1))
     assert "waiting for rank 1" in zero and "callbacks of a step" in one
-    table = json.loads((config_file.parent / "runs" / "run" / "ranks.json").read_text())
-    own = [entry["own"] for entry in table["ranks"]]
-    assert own[1] > 0.4 and own[1] - own[0] > 0.3 and table["own_median"] == own[0]
 
 
 def test_a_rank_that_computes_for_longer_is_named_though_all_arrive_together(started, config_file):

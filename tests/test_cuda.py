@@ -9,12 +9,15 @@ import torch
 from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, state_of, train
 
 from pretrain.config.model_schema import Model
+from pretrain.errors import TrainingError
 from pretrain.models import build_network
 from pretrain.models.families import complete
+from pretrain.models.loss import Losses
 from pretrain.observe.metrics import read_metrics
 from pretrain.optim.rounding import round_at_random
 from pretrain.parallel.activation_offload import offload_activations
 from pretrain.parallel.blocks import recompute_blocks
+from pretrain.parallel.cuda_graph import RecordedMicroStep
 from pretrain.parallel.fp8 import Fp8Product
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.ring_parts import Kernel
@@ -130,6 +133,7 @@ STEPS = {
     "one": (1,),
     "one, sharded": (1, FSDP, "parallel.shard=1"),
     "one, compiled": (1, "parallel.compile=blocks"),
+    "one, recorded": (1, "parallel.cuda_graph=true"),
     "one, moments in 8 bit": (1, "precision.moments=8bit"),
     "one, fp8, activations on the host": (1, "precision.fp8=tensorwise", "parallel.activation_offload=true"),
     "one, experts": (1, *EXPERTS),
@@ -151,6 +155,52 @@ def test_no_step_makes_the_host_wait(pool, config_file, case):
     options = ("precision.compute=bf16", "run.steps=8", "optim.clip=0.5", "batch.micro_sequences=2", CUDA, *options)
     for code, printed in pool.launch(count, strict, str(config_file), *options):
         assert code == 0, printed
+
+
+RECORDED = {
+    "fp32": (),
+    "bf16, compiled, documents": (
+        "precision.compute=bf16",
+        "parallel.compile=blocks",
+        "data.document_mask=true",
+        "data.boundary_loss=false",
+    ),
+    "weights in bf16": ("precision.compute=bf16", "precision.master=bf16", "precision.gradients=fp32"),
+    "dropout, fp8": ("model.dropout=0.1", "precision.compute=bf16", "precision.fp8=tensorwise"),
+    "longer sequences": ("batch.lengths=[{until_tokens: 4000, length: 16}]", "batch.micro_sequences=16"),
+    "layers watched": ("log.layers_every_steps=4",),
+}
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_a_recorded_micro_step_computes_the_same(pool, config_file, case):
+    options = ("run.steps=12", "log.gradients_at=[12]", "batch.micro_sequences=4", CUDA, *RECORDED[case])
+    plain = train(pool, 1, config_file, "run.name=plain", *options)
+    recorded = train(pool, 1, config_file, "run.name=recorded", "parallel.cuda_graph=true", *options)
+    tolerance = 0 if "REHEARSAL_LIBRARY" in os.environ else 1e-2  # kernels of a GPU may add in any order
+    assert largest_relative_difference(losses(recorded), losses(plain)) <= tolerance
+    assert largest_gradient_difference(gradients(recorded, 12), gradients(plain, 12)) <= 10 * tolerance
+    seen, wanted = ([a for r in read_metrics(run) for a in r.get("activations", {}).values()] for run in (recorded, plain))
+    assert seen == pytest.approx(wanted, rel=tolerance) and bool(seen) == (case == "layers watched")
+
+
+@pytest.mark.skipif(
+    "REHEARSAL_LIBRARY" not in os.environ, reason="a recording that fails leaves a GPU's process unusable for other tests"
+)
+def test_a_micro_step_that_waits_cannot_be_recorded():
+    network = torch.nn.Linear(4, 1, bias=False).cuda()
+    network.watch_layer = None
+
+    def compute(inputs, target_tokens):
+        loss = network(inputs["x"]).sum() / target_tokens
+        loss.backward()
+        return Losses(loss[None], loss[None] * loss.item())
+
+    micro_step = RecordedMicroStep(compute, network, torch.device("cuda"))
+    for _ in range(3):
+        micro_step({"x": torch.ones(2, 4, device="cuda")}, 2)
+    with pytest.raises(TrainingError, match=r"this micro-step cannot be recorded \(.+\); set parallel.cuda_graph=false"):
+        micro_step({"x": torch.ones(2, 4, device="cuda")}, 2)
 
 
 @pytest.mark.skipif("REHEARSAL_LIBRARY" in os.environ, reason="in a rehearsal the kernels are a CPU's, which has no TF32")
@@ -201,9 +251,22 @@ def test_exchanges_beside_other_work_give_what_one_gpu_has(pool, config_file, op
 
 
 def test_a_save_in_the_background_has_the_weights_and_not_their_means(pool, config_file, prepared):
-    options = (CUDA, "run.steps=4", "optim.ema_decay=0.5", "validation.every_steps=2", f"data.validation=[{{path: {prepared}}}]")
+    options = (
+        CUDA,
+        "run.steps=4",
+        "optim.ema_decay=0.5",
+        "validation.every_steps=2",
+        f"data.validation=[{{path: {prepared}}}]",
+    )
     saves = [
-        train(pool, 1, config_file, f"run.name=background-{name}", *options, f"checkpoint={{every_steps: 2, keep_last: 0, background: {name}}}")
+        train(
+            pool,
+            1,
+            config_file,
+            f"run.name=background-{name}",
+            *options,
+            f"checkpoint={{every_steps: 2, keep_last: 0, background: {name}}}",
+        )
         for name in ("true", "false")
     ]
     for step in (2, 4):
@@ -213,5 +276,7 @@ def test_a_save_in_the_background_has_the_weights_and_not_their_means(pool, conf
 
 def test_a_process_is_kept_near_its_gpu(pool, config_file):
     """Refused in one line where the kernel does not say which cores are near, as in some virtual machines."""
-    [(code, printed)] = pool.launch(1, run_main, str(config_file), CUDA, "run.steps=1", "schedule.warmup_steps=0", "run.affinity=cores")
+    [(code, printed)] = pool.launch(
+        1, run_main, str(config_file), CUDA, "run.steps=1", "schedule.warmup_steps=0", "run.affinity=cores"
+    )
     assert code == 0 or (code == 2 and "which cores are near GPU" in printed)

@@ -151,6 +151,12 @@ class Parallel:
         le=1,
         when={"parallel.compile": ("blocks", "model"), "parallel.activation_checkpointing": ("none",)},
     )
+    cuda_graph: bool = key(
+        False,
+        "On a GPU, record the kernels of a micro-step once and then launch them together: faster where kernels are shorter than their launch, as in "
+        "small models. It keeps the memory of a micro-step.",
+        when={"parallel.strategy": ("single",)},
+    )
     backend: Literal["auto", "gloo", "nccl"] = key(
         "auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.", when={"parallel.strategy": Except("single")}
     )

@@ -4,6 +4,7 @@ In every layout the gradient that ends up in `parameter.grad` is the sum over al
 target tokens of the whole step, and nothing is averaged after that. `Strategy` composes what the axes need:
 
     blocks.py        number formats, recomputation, compilation: alike under every layout
+    cuda_graph.py    a micro-step that is recorded and launched as one, in one process
     tensor.py        the tensor axis: which part of a matrix a rank computes with
     context.py       the context axis: which positions of a sequence; keys and values are gathered, or travel round (ring.py, ring_parts.py);
                      encoder-decoders have two sequences (context_pairs.py)
@@ -68,6 +69,7 @@ class Strategy:
     def __init__(self, strategy: str, config: Config, mesh: Mesh) -> None:
         module, kind = STRATEGIES[strategy].made_by.split(".")  # imported on use
         self.config, self.mesh = config, mesh
+        self.records_micro_steps = config.parallel.cuda_graph and strategy == "single"
         self.data_axes: DataAxes = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(config, mesh)
         self.tensor_axis = self.context_axis = self.pipeline_axis = self.expert_axis = None
         if mesh.sizes["pipeline"] > 1:
@@ -98,6 +100,10 @@ class Strategy:
         self.network = network
         scales = initial_scales(network, self.config.optim.base_width)
         self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed, scales))
+        if self.records_micro_steps:
+            from pretrain.parallel.cuda_graph import RecordedMicroStep
+
+            self._compute = RecordedMicroStep(self._compute, network, self.mesh.device)
 
     def parts(self) -> list[nn.Module]:
         """The modules on this rank whose parameters are trained and saved, by the names of the whole network."""
@@ -135,8 +141,11 @@ class Strategy:
     def _micro_step(self, batch: StepBatch, index: int, last: bool, target_tokens: int) -> Losses:
         inputs = self._inputs(batch, index)
         with self.data_axes.micro_step(last=last):
-            losses = self._call(**inputs, with_cross_entropy=True)
-            (losses.objective_B.sum() / target_tokens).backward()
+            return self._compute(inputs, target_tokens)
+
+    def _compute(self, inputs: dict[str, Tensor], target_tokens: int | Tensor) -> Losses:
+        losses = self._call(**inputs, with_cross_entropy=True)
+        (losses.objective_B.sum() / target_tokens).backward()
         return Losses(losses.objective_B.detach(), losses.cross_entropy_B)
 
     def _backward(self, last: bool, run: Callable[[], None]) -> None:

@@ -26,6 +26,7 @@ from pretrain.models.shape import check_encoder, flat, resolved_switches, with_v
 from pretrain.observe.flops import flops_per_token
 from pretrain.observe.trackers import check_trackers
 from pretrain.optim.rules import check_groups, count_moments, describe
+from pretrain.parallel.cuda_graph import check_cuda_graph
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_tensor
 from pretrain.train.attention_kernel import check_attention_kernel
@@ -130,6 +131,7 @@ def _lay_out(
     if needs_masks(config):
         attention_backend(config.model, device, training=True)
     check_attention_kernel(config, device)
+    check_cuda_graph(config, device)
     if device.type == "cpu" and config.precision.tf32:
         raise ConfigError("precision.tf32=true has no effect on a CPU; set it to false")
     if device.type != "cpu" and config.run.threads is not None:

@@ -30,6 +30,7 @@ def pretend() -> None:
     _storages(torch)
     _kernels(torch)
     _compiler(torch)
+    _graphs(torch)
     _nccl(torch)
 
 
@@ -37,6 +38,15 @@ def _index(torch, device=None) -> int:
     if device is None:
         return _library.rehearsal_device()
     return device if isinstance(device, int) else torch.device(device).index or 0
+
+
+_waiting_is_an_error = False
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    global _waiting_is_an_error
+    _waiting_is_an_error = mode in (2, "error")
+    _library.rehearsal_waiting_is_an_error(_waiting_is_an_error)
 
 
 def _describe(torch) -> None:
@@ -61,7 +71,8 @@ def _describe(torch) -> None:
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state.cpu()),
-        "set_sync_debug_mode": lambda mode: _library.rehearsal_waiting_is_an_error(mode in (2, "error")),
+        "set_sync_debug_mode": _set_sync_debug_mode,
+        "get_sync_debug_mode": lambda: 2 * _waiting_is_an_error,
         "default_generators": (torch.default_generator,) * _library.rehearsal_devices(),
     }
     for name, value in of_cuda.items():
@@ -187,6 +198,23 @@ def _compiler(torch) -> None:
     torch.compile = functools.wraps(compile_with)(
         lambda model=None, **options: compile_with(model, **options | {"backend": "aot_eager"})
     )
+
+
+def _graphs(torch) -> None:
+    """What is recorded is not done, and nothing may wait meanwhile."""
+    from pretended_graph import CUDAGraph
+
+    @contextlib.contextmanager
+    def graph(made, pool=None, stream=None, capture_error_mode="global"):
+        before = _waiting_is_an_error
+        _set_sync_debug_mode("error")
+        try:
+            with made.recording():
+                yield
+        finally:
+            _set_sync_debug_mode("error" if before else "default")
+
+    torch.cuda.CUDAGraph, torch.cuda.graph = CUDAGraph, graph
 
 
 def _nccl(torch) -> None:

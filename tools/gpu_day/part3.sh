@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Part 3 of a day on a GPU, at most 9 minutes: fp8, the Hugging Face Trainer, checkpoints, and quality on a text.
+# Part 3 of a day on a GPU, at most 9 minutes: fp8, the Hugging Face Trainer, CUDA graphs, checkpoints, and quality on a text.
 #   bash tools/gpu_day/part3.sh            (TEXT=tinyshakespeare.txt, default build/tinyshakespeare.txt)
 
 source "$(dirname "$0")/rows.sh"
@@ -10,6 +10,9 @@ speed 3b_fp8_rowwise 80 llama3.2-3b 4096 2 4 $bf16 parallel.compile=model precis
 speed 8b_fp8 90 llama3.1-8b 4096 1 8 "precision={compute: bf16, master: bf16, moments: bf16, fp8: tensorwise}" parallel.compile=model
 row hf_trainer 90 "$PY" tools/gpu_day/hf_trainer.py ${TRY:+--tiny}
 speed 1b_muon 60 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks optim.name=muon
+# A model whose kernels are short: what launching them together gains.
+speed small 60 llama-125m 256 8 4 $bf16 parallel.compile=blocks
+[ $device = cpu ] || speed small_recorded 60 llama-125m 256 8 4 $bf16 parallel.compile=blocks parallel.cuda_graph=true
 text=${TEXT:-build/tinyshakespeare.txt}
 if [ -f "$text" ]; then
   head -c 1003854 "$text" > build/train.txt

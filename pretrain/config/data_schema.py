@@ -1,4 +1,4 @@
-"""The sections of data: what is read, how it is cut into samples and ordered, and what the model learns from a sample."""
+"""The sections of data: what is read, how it becomes samples, their order, and what the model learns from one."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Mesh:
 
     @property
     def replicas(self) -> DeviceMesh | None:
-        """The ranks that have copies of the same weights; None if there are none. All ranks call it together the first time."""
+        """The ranks that have copies of the same weights; None if this rank's weights have no copy. All ranks call it together the first time."""
         return self.device_mesh("replicate") if self.sizes["replicate"] > 1 else None
 
     @functools.cached_property

@@ -216,7 +216,7 @@ def written(text: str, config: Config, processes: int) -> Case:
 
 
 def _micro(config: Config, data_size: int, stages: int) -> int:
-    """The size of micro-batches for at least two micro-steps of each rank, and as many as stages. As configured where there is none."""
+    """The size of micro-batches for at least two micro-steps of each rank, and as many as stages. If no size gives that, the configured one."""
     share = config.batch.sequences // data_size
     counts = [n for n in range(max(2, stages), share + 1) if share % n == 0]
     if config.batch.sequences % data_size or not counts:

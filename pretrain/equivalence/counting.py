@@ -19,7 +19,8 @@ _NAMES = (("gather", GATHER), ("reduce_scatter", SCATTER), ("reduce", REDUCE), (
 class CountCollectives(TorchDispatchMode):
     """Counts what reaches torch's collective operators, from Python or from DDP's reducer, and the bytes that this rank sends.
 
-    Bytes are those of algorithms on a ring: of n ranks, each sends (n - 1) / n of a gathered or scattered tensor, and twice that of a reduced one.
+    Bytes are those of algorithms on a ring of n ranks. Each rank sends (n - 1) / n of a tensor that is gathered or scattered, and twice as much of one
+    that is reduced.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ def _bytes_sent(kind: str, args: tuple) -> float:
 
 
 def _bytes_exchanged(args: tuple, ranks: int) -> float:
-    """Of the second tensor, all but the part for this rank: `args` are (output, input, group, sizes of what comes, of what goes, ...)."""
+    """The bytes of the second tensor without the part for this rank. `args` are (output, input, group, sizes of what comes, of what goes, ...)."""
     sent, group, splits = args[1], dist.ProcessGroup.unbox(args[2]), args[4]
     if not splits:
         return sent.nbytes * (ranks - 1) / ranks

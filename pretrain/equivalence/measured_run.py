@@ -121,8 +121,9 @@ def measure(trainer: Trainer, step: Callable[[], Any]) -> tuple[Any, Measured]:
 def peak_of(trainer: Trainer, step: Callable[[], Any]) -> tuple[Any, int]:
     """The result of a step, and the most bytes that its tensors take at a time.
 
-    On a GPU its allocator knows. On the CPU these are weights, moments and DDP's buckets, and the most that torch's allocator gave out on top in
-    this thread: neither Python's own memory, nor what other threads allocate. What they free counts until the end of the step.
+    On a GPU its allocator knows. On a CPU the sum has weights, moments, DDP's buckets, and the most that torch's allocator
+    gave to this thread beside them. Python's own memory and other threads' allocations are not in it. Memory that other threads free counts until
+    the end of the step.
     """
     device = trainer.ranks.device
     if device.type == "cuda":

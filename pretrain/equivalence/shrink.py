@@ -161,7 +161,7 @@ def _widths(model: Model, small: Model, ranks: int) -> dict[str, Any]:
 
 
 def _experts(model: Model, share: float, ranks: int) -> dict[str, Any]:
-    """Fewer experts, of which a token still chooses several, in groups if there were any."""
+    """Fewer experts. A token still chooses several, and groups stay groups."""
     experts = model.experts
     groups = next(n for n in range(min(GROUPS, experts.groups), experts.groups + 1) if experts.count % n == 0)
     unit = math.lcm(_unit(experts.count, ranks), groups)

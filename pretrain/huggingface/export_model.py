@@ -159,7 +159,7 @@ class _Source:
         return [self._cast(name, tensor) for name, tensor in zip(line.ours, tensors.values())]
 
     def _saved_name(self, name: str) -> str:
-        """The running mean of a parameter has its own; what is not trained has none."""
+        """The name in the payload. Running means have names of their own; parameters that are not trained have no mean."""
         mean = f"optim.ema.{name}"
         return mean if self.averaged and mean in self.payload.items else f"model.{name}"
 

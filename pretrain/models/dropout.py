@@ -30,8 +30,8 @@ def every_row(x_BTX: Tensor) -> Tensor:
 
 
 class Dropout:
-    """Dropout of one forward pass. `keys_B`: an int64 per sample, see `conventions.sample_keys`; `rate`: share of zeroed elements, rounded to a
-    multiple of 2^-16; `dim`: the width of what is dropped; `places_R`: the positions of the rows that it is dropped from.
+    """Dropout of one forward pass. `keys_B`: an int64 per sample (`conventions.sample_keys`). `rate`: share of elements that become zero, rounded to
+    a multiple of 2^-16. `dim`: width of the hidden states. `places_R`: the positions of their rows.
     """
 
     def __init__(self, rate: float, keys_B: Tensor, dim: int, places_R: Tensor) -> None:

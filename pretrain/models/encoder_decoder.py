@@ -238,8 +238,8 @@ class EncoderDecoder(nn.Module):
     ) -> tuple[Tensor, ...]:
         """What a forward pass with these arguments through `span` takes as `hidden`, without values, on the meta device.
 
-        In the encoder these are its hidden states [B, S, D]; in the decoder those of the targets [B, T, D], and unless only a cache is
-        continued, the encoder's output.
+        In the encoder these are its hidden states [B, S, D]. In the decoder they are those of the targets [B, T, D] and the encoder's output;
+        without the latter where only a cache is continued.
         """
 
         def states(ids: Tensor) -> Tensor:

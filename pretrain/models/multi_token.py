@@ -106,8 +106,8 @@ class MultiTokenPrediction(nn.Module):
         """Weighted losses [1 + depths, B] in one call of the head: their sum over rows is what to train on, row 0 the main one. The
         cross-entropies beside them are not weighted.
 
-        `main_BTD` is the trunk's normed output; `documents_BT` as in `Decoder.forward`, None where documents are not masked;
-        `weight` the embedding's for a tied head; `sequence_weights_B` factors on all losses of a sequence.
+        `main_BTD`: the trunk's normed output. `documents_BT`: as in `Decoder.forward`, None where documents are not masked. `weight`: the
+        embedding's, for a tied head. `sequence_weights_B`: factors on all losses of a sequence.
         """
         count = len(depths_BTD)
         targets = torch.cat([targets_BT, *(targets_ahead(targets_BT, k, documents_BT) for k in range(1, count + 1))])

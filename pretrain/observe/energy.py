@@ -13,7 +13,7 @@ RAPL = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """What a rank's device uses. Of the ranks of a host that share its processors, the first one counts them."""
+    """What a rank's device uses. Ranks of a host share its processors; the first of them counts those."""
 
     def __init__(self, device: torch.device, local_rank: int, rapl: Path = RAPL) -> None:
         self._counters: list[Callable[[], float]] = []

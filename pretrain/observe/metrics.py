@@ -208,7 +208,7 @@ def _flat(record: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a run's log that have a step, as written. A line that is none (torn, damaged, foreign) is skipped."""
+    """The JSON objects of a run's log that have a step, as written. Other lines (torn, damaged, foreign) are skipped."""
     for line in path.read_bytes().split(b"\n"):
         try:
             found = json.loads(line)

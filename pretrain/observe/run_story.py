@@ -113,7 +113,7 @@ def _begins(lines: list[dict[str, Any]], starts: list[dict[str, Any]]) -> list[i
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file; empty if there is none, or if it cannot be read at the moment."""
+    """The object in a small JSON file; empty if the file is missing, or cannot be read at the moment."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -20,7 +20,7 @@ _LOCK = threading.Lock()
 
 
 def kept_id(directory: Path, tracker: str, new_id: str | None = None) -> str | None:
-    """The run's id in a tracker. With `new_id`, this one is kept if there is none yet. Raises OSError."""
+    """The run's id in a tracker. A run without an id keeps `new_id`, if given. Raises OSError."""
     with _LOCK:
         kept = _read(directory)
         if tracker not in kept and new_id is not None:

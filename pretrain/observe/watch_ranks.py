@@ -24,7 +24,7 @@ UNHEARD_INTERVALS = 2
 
 
 def rank_parts(table: dict[str, Any], width: int) -> Iterable[RenderableType]:
-    """The lines about ranks. `table`: the content of ranks.json, empty if there is none; `width`: of the terminal."""
+    """The lines about ranks. `table`: the content of ranks.json, empty without that file; `width`: of the terminal."""
     if not table.get("ranks"):
         return
     age = time.time() - unix_seconds(table["updated"])

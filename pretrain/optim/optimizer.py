@@ -215,8 +215,8 @@ def clip_gradients(
 ) -> Tensor:
     """Scale gradients in place so that their global 2-norm is at most `max_norm` (0: leave them); return the norm before.
 
-    Squares are added in fp64, on a CPU those of a row in fp32: fp32 sums over half a million elements are off by some 1e-6, differently for
-    whole and for sharded tensors. The result is a plain fp64 scalar on the gradients' device, equal on all ranks (Pascanu et al., arXiv 1211.5063; the
+    Squares are added in fp64; on a CPU, the squares within a row are added in fp32. An fp32 sum over half a million elements would be off by some
+    1e-6, and by another amount where the tensor is sharded. The result is a plain fp64 scalar on the gradients' device, equal on all ranks (Pascanu et al., arXiv 1211.5063; the
     factor is that of torch.nn.utils.clip_grad_norm_). `copies`: those of the parameters that another rank counts. `sum_over_layers`: adds a
     value over the ranks that have other parameters. Raises RuntimeError for a placement whose norm does not follow from the norms
     of its parts.

@@ -40,7 +40,7 @@ def scatter(y_BTX: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, of which every rank makes something else: so its gradient is a sum too."""
+    """The sum over ranks. Each rank goes on with it in its own way, so its gradient is a sum over ranks too."""
     return _Total.apply(x, group)
 
 

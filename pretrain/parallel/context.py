@@ -4,11 +4,11 @@
     attention                   its queries are of these positions; keys and values of all positions are gathered (Llama 3, arXiv 2407.21783, 3.3.2),
                                 or travel round (`ring.py`)
 
-A causal mask gives later positions more work. So the sequence is cut into twice as many stretches as there are ranks, and rank i has stretches i
-and 2 x ranks - 1 - i, whose work adds up to the same on every rank. Queries of a stretch are multiplied with the keys up to its end alone.
+A causal mask gives later positions more work. So the sequence is cut into 2 x ranks stretches. Rank i has
+stretches i and 2 x ranks - 1 - i, which together are equal work on every rank. Queries of a stretch are multiplied with the keys up to its end alone.
 
 Every rank is given the whole sequence of tokens, which are small. Rotary tables and documents are therefore those of the whole sequence, and each rank
-takes the rows of its positions. Of a mask it makes these rows alone, once for all layers. Every rank has a part of each gradient and of each
+takes the rows of its positions. It makes only these rows of a mask, once for all layers. Every rank has a part of each gradient and of each
 sequence's loss; the parts add up.
 
 Where the stretches do not divide T, the last positions are filled up, and what is computed from them is dropped.
@@ -114,7 +114,7 @@ class ContextAxis:
         return [(i * count, (i + 1) * count) for i in (self.rank, 2 * self.size - 1 - self.rank)]
 
     def real(self, number: int, length: int = 0) -> int:
-        """How many positions of this rank's first or second stretch are no filling. Of sequences of this length, by default of the targets'."""
+        """How many positions of this rank's first or second stretch are real. `length`: of the sequences, by default that of the targets."""
         length = length or self.length
         first, last = self.stretches(length)[number]
         return max(0, min(last, length) - first)

@@ -12,7 +12,7 @@ from pretrain.parallel.pipeline_order import cut, stage_ranks, stages_of
 
 
 def explain_strategy(config: Config, layout: Layout) -> str | None:
-    """Why the layout has this strategy, and what makes its replicas; None where the configuration says it and there are none."""
+    """Why the layout has this strategy, and what makes its replicas. None if the configuration names the strategy and there is one replica."""
     if layout.strategy == "single" or (config.parallel.strategy != "auto" and layout.replicate == 1):
         return None
     split = [f"{axis} {size}" for axis, size in layout.axes.items() if size > 1 and axis != "replicate"]

@@ -79,7 +79,7 @@ class Fp8Product:
 
 
 class _Product(torch.autograd.Function):
-    """x [N, I] @ weight [O, I]'. Kept for backward are x and the weight themselves, of which others have use as well."""
+    """x [N, I] @ weight [O, I]'. Backward keeps x and the weight themselves, which others keep as well."""
 
     @staticmethod
     def forward(ctx, x_NI: Tensor, weight_OI: Tensor, scaling: str) -> Tensor:

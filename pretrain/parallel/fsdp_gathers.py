@@ -38,7 +38,7 @@ def resharding(units: list[Unit], mode: str | int) -> list[bool | int]:
 def kept_parameters(network: Network, mode: str | int, expert_ranks: int) -> int:
     """Parameters of the gathered matrices that a rank keeps while other blocks compute, of a whole network.
 
-    Of experts, a rank gathers those of its own place among `expert_ranks`.
+    A rank gathers those experts that belong to its place among `expert_ranks`.
     """
 
     units = [unit for unit in network.units() if unit.apart]

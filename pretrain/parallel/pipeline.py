@@ -62,7 +62,7 @@ class PipelineAxis:
             self.weights.split(self.network)
 
     def counts(self, name: str) -> bool:
-        """Whether this rank counts a parameter, of which others may hold a copy."""
+        """Whether this rank counts a parameter. Other ranks may hold a copy of it."""
         return self.holders[name][0] == self.rank
 
     def sum(self, value: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class Mail:
             self.coming[action] = buffers, works
 
     def take(self, action: Action) -> tuple[Tensor, ...]:
-        """The message that an action takes; empty where there is none."""
+        """The message that an action takes; empty for an action without one."""
         if action in self.kept:
             return self.kept.pop(action)
         buffers, works = self.coming.pop(action, ((), []))

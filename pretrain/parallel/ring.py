@@ -80,7 +80,7 @@ class RingAxis(ContextAxis):
         return rank, 2 * self.size - 1 - rank
 
     def parts(self, owner: int, mask: RingMask) -> Iterator[tuple[int, int, bool, tuple[int, int]]]:
-        """Of which stretches a rank with these keys computes a part: the place of queries and of keys, 0 or 1; whether they are the same; numbers."""
+        """The pairs of stretches that a rank computes with these keys: the place of queries and of keys, 0 or 1; whether they are the same; numbers."""
         for i, query in enumerate(self.owned(self.rank)):
             for j, key in enumerate(self.owned(owner)):
                 if not mask.is_empty(query, key):
@@ -211,6 +211,6 @@ def _halves(pairs: Tensor, place: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _merged(y: Tensor, lse: Tensor, y_more: Tensor, lse_more: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of two parts, of which the denominators are known."""
+    """Attention over the keys of two parts, from the results and denominators of each."""
     whole = torch.logaddexp(lse, lse_more)
     return y * (lse - whole).exp()[..., None] + y_more * (lse_more - whole).exp()[..., None], whole

@@ -1,7 +1,7 @@
 """Attention over some of the keys: the part of a ring's step, with the logarithm of its denominator (lse) so that parts can be merged.
 
-torch's fused operators return the lse as well, and their backward takes the one of all keys, with the result over all keys: the gradients of a part
-then are those in the whole. Where they cannot run, matrix products do: with soft-caps, and where keys and values differ in width.
+torch's fused operators return the lse as well. Their backward is given the lse and the result over all keys, and then returns what a part adds to the
+gradients of the whole. Where they cannot run, matrix products do: with soft-caps, and where keys and values differ in width.
 
 A row that sees nothing in a part has lse -inf, and so no weight in the sum.
 """

@@ -110,7 +110,7 @@ class Strategy:
         return [self.network]
 
     def counts(self, name: str) -> bool:
-        """Whether this rank counts a parameter in sums over layers. Of the pipeline's ranks that hold a copy, exactly one does."""
+        """Whether this rank counts a parameter in sums over layers. Exactly one of the pipeline's ranks that hold a copy does."""
         return self.pipeline_axis is None or self.pipeline_axis.counts(name)
 
     def sum_over_layers(self, value: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ class TensorAxis:
             module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
     def own(self, count: int) -> slice:
-        """This rank's stretch of so many things, of which every rank has as many."""
+        """This rank's stretch of `count` things, which all ranks share equally."""
         return own_part(count, self.rank, self.size)
 
     # ---- what modules compute -----------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class OwnHeads:
 
 
 class NormOfAllHeads:
-    """A root-mean-square norm over the components of all ranks, of which `own` are at hand."""
+    """A root-mean-square norm over the components of all ranks. This rank has `own` of them."""
 
     group: dist.ProcessGroup
     own: slice
@@ -189,5 +189,5 @@ def first_row(count: int, size: int, rank: int) -> int:
 
 
 def own_part(count: int, rank: int, size: int) -> slice:
-    """A rank's stretch of so many things, of which every rank has as many."""
+    """A rank's stretch of `count` things, which all ranks share equally."""
     return slice(rank * count // size, (rank + 1) * count // size)

@@ -34,7 +34,7 @@ def layer_of(name: str) -> str:
 
 
 class LayerStatistics:
-    """`names`: parameters of the whole network, of which this rank may have a part. All ranks call all methods together."""
+    """`names`: parameters of the whole network; this rank may have a part of them. All ranks call all methods together."""
 
     def __init__(self, names: Iterable[str], network: nn.Module, optimizer: OptimizerSet, mesh: Mesh, config: Config) -> None:
         self.layers = list(dict.fromkeys(map(layer_of, names)))

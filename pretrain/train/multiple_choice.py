@@ -88,7 +88,7 @@ class MultipleChoice(Callback):
 
 
 def read_questions(file: Path, tokenizer: Tokenizer, first: int) -> list[Question]:
-    """The questions of a file, each after the token `first`. Raises DataError naming a line that is none."""
+    """The questions of a file, each after the token `first`. Raises DataError for a line that is not a question."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

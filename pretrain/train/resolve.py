@@ -55,7 +55,7 @@ def resolve(config: Config) -> Config:
 
 
 def tokens_as_steps(config: Config) -> Config:
-    """The configuration with numbers of tokens as numbers of steps, of which each takes as many samples as the batch schedule says."""
+    """The configuration with numbers of tokens as numbers of steps. A step takes as many samples as the batch schedule says."""
     run, schedule, length = config.run, config.schedule, config.data.sequence_length
     batches = batch_schedule(config)
 

@@ -338,7 +338,7 @@ def _describe_stages(plan: Plan) -> list[str]:
 
 
 def _kept_bytes(plan: Plan) -> int:
-    """Bytes per rank of the gathered weights that FSDP2 keeps from forward to backward. Of a pipeline's ranks, each keeps its own layers'."""
+    """Bytes per rank of the gathered weights that FSDP2 keeps from forward to backward. Each rank of a pipeline keeps those of its own layers."""
     parallel, layout = plan.config.parallel, plan.layout
     if layout.strategy != "fsdp" or layout.shard * layout.context == 1:
         return 0
@@ -374,7 +374,7 @@ def _describe_memory(plan: Plan) -> list[str]:
 
 
 def _describe_held(plan: Plan, saved: int) -> str:
-    """The host's memory that checkpoints in the background take. Of replicas, each writes a share."""
+    """The host's memory that checkpoints in the background take. Each replica writes a share."""
     if not plan.config.checkpoint.background:
         return ""
     ranks = plan.layout.state_parts * plan.layout.replicate

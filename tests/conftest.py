@@ -29,6 +29,15 @@ logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+def pytest_configure() -> None:
+    """A rehearsal of a GPU that has no GPU would skip all it was started for."""
+    if "REHEARSAL_LIBRARY" in os.environ:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.exit("REHEARSAL_LIBRARY is set, but PYTHONPATH lacks tests/rehearsal: start it by `bash tests/run.sh --rehearse`", 4)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests wait for processes come first: a worker that got one of them last would end long after the others."""
     items.sort(key=lambda item: item.path.parent.name not in ("train", "distributed", "launching", "tests"))

@@ -8,7 +8,7 @@
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
-unset VIRTUAL_ENV PYTHONPATH PYTHONHOME
+unset VIRTUAL_ENV PYTHONPATH PYTHONHOME REHEARSAL_LIBRARY
 unset PYTHONDONTWRITEBYTECODE # or each of some hundred processes compiles what it imports
 bash launch/setup.sh test
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1

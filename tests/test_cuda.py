@@ -13,12 +13,13 @@ from pretrain.errors import TrainingError
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.models.loss import Losses
+from pretrain.observe.flops import PEAKS_BF16
 from pretrain.observe.metrics import read_metrics
 from pretrain.optim.rounding import round_at_random
 from pretrain.parallel.activation_offload import offload_activations
 from pretrain.parallel.blocks import recompute_blocks
 from pretrain.parallel.cuda_graph import RecordedMicroStep
-from pretrain.parallel.fp8 import Fp8Product
+from pretrain.parallel.fp8 import Fp8Product, takes_scales_of_rows
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.ring_parts import Kernel
 
@@ -50,7 +51,7 @@ def test_bf16_trains_and_reports_mfu_where_the_peak_is_known(pool, config_file, 
     run = train(pool, 1, config_file, CUDA, "precision.compute=bf16", *options)
     records = read_metrics(run)
     assert records[-1]["loss"] < records[0]["loss"] - 0.3
-    if torch.cuda.get_device_name() == "NVIDIA H200":
+    if torch.cuda.get_device_name() in PEAKS_BF16:
         assert 0 < records[-1]["mfu"] < 1
 
 
@@ -111,7 +112,9 @@ def test_parts_of_a_ring_are_those_of_matrix_products(masked):
 
 
 def strict(config_file: str, *overrides: str) -> tuple[int, str]:
-    """A run that fails where a step, but the first two, makes the host wait for the GPU."""
+    """A run that fails where a step, but the first two, makes the host wait for the GPU. Waits for events are not noticed: DDP has them while it
+    times itself, in its first ten steps and in every hundredth.
+    """
     from pretrain.train.trainer import Trainer
 
     taken = Trainer.step
@@ -133,6 +136,7 @@ STEPS = {
     "one": (1,),
     "one, sharded": (1, FSDP, "parallel.shard=1"),
     "one, compiled": (1, "parallel.compile=blocks"),
+    "one, documents": (1, "parallel.compile=blocks", "model.dim=64", "data.document_mask=true"),  # FlexAttention
     "one, recorded": (1, "parallel.cuda_graph=true"),
     "one, moments in 8 bit": (1, "precision.moments=8bit"),
     "one, fp8, activations on the host": (1, "precision.fp8=tensorwise", "parallel.activation_offload=true"),
@@ -152,6 +156,8 @@ def test_no_step_makes_the_host_wait(pool, config_file, case):
     count, *options = STEPS[case]
     if count > GPUS:
         pytest.skip(f"needs {count} GPUs")
+    if case == "one, documents" and "REHEARSAL_LIBRARY" in os.environ:
+        pytest.skip("in a rehearsal FlexAttention is torch's definition, which waits")
     options = ("precision.compute=bf16", "run.steps=8", "optim.clip=0.5", "batch.micro_sequences=2", CUDA, *options)
     for code, printed in pool.launch(count, strict, str(config_file), *options):
         assert code == 0, printed
@@ -217,6 +223,8 @@ def test_products_in_fp8_are_those_of_a_cpu(scaling):
     least = (10, 0) if scaling == "mxfp8" else (8, 9)
     if torch.cuda.get_device_capability() < least:
         pytest.skip(f"{scaling} needs compute capability {least[0]}.{least[1]}")
+    if scaling == "rowwise" and not takes_scales_of_rows():
+        pytest.skip("torch before 2.13 has no such products on a CPU to compare with")
     draw = torch.Generator().manual_seed(1)
     x, weight, g = (torch.randn(*shape, generator=draw).bfloat16() for shape in ((160, 128), (96, 128), (160, 96)))
     found = {}

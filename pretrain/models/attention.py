@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from pretrain.config.model_schema import Model
+from pretrain.models.compiling import compile_strictly
 from pretrain.models.layers import Linear, RMSNorm, make_norm
 from pretrain.models.masks import Mask
 from pretrain.models.positions import Tables, rotate, yarn_mscale
@@ -174,7 +175,7 @@ def _soft_capped(cap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
+    return compile_strictly(flex_attention, dynamic=False)
 
 
 SCORES_AT_ONCE = 1 << 24

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pretrain.conventions import IGNORED
+from pretrain.models.compiling import compile_strictly
 from pretrain.models.loss import LossOptions, VocabularyShard, loss_dtype
 
 CPU_CHUNK_BYTES, CHUNK_BYTES = 256 << 20, 1 << 30
@@ -163,7 +164,7 @@ class CompiledChunkLogits:
 @functools.cache
 def compiled_chunk_losses() -> Callable[..., tuple[Tensor, Tensor]]:
     """`chunk_losses`, compiled once in a process for each set of options."""
-    return torch.compile(chunk_losses)
+    return compile_strictly(chunk_losses)
 
 
 def chunk_losses(

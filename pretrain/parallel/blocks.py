@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pretrain.config.schema import Config
+from pretrain.models.compiling import compile_strictly
 from pretrain.models.output_head import OutputHead
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
@@ -63,7 +64,7 @@ def compile_blocks(network: nn.Module, backend: str = "inductor", budget: float 
     for unit in network.units():
         if unit.role == "block" and unit.apart:
             for module in unit.modules:
-                module.forward = torch.compile(module.forward, backend=backend)
+                module.forward = compile_strictly(module.forward, backend=backend)
 
 
 def compile_loss(network: nn.Module) -> None:
@@ -76,7 +77,7 @@ def compile_loss(network: nn.Module) -> None:
 def compile_model(network: nn.Module, budget: float = 1.0) -> None:
     """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break)."""
     torch._functorch.config.activation_memory_budget = budget
-    network.forward = torch.compile(network.forward)
+    network.forward = compile_strictly(network.forward)
 
 
 def recompute_blocks(network: nn.Module, selective: bool = False, every: int = 1) -> None:

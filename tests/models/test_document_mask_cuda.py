@@ -32,6 +32,12 @@ HEADS = {
 LENGTHS = [128, 384, 500]  # the blocks of FlexAttention are of 128
 
 
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    """FlexAttention is compiled for each shape, and the process may have only so many versions of it."""
+    torch._dynamo.reset()
+
+
 def decoder(model: Model, backend: str, dtype: torch.dtype = torch.float32) -> Decoder:
     built = Decoder(dataclasses.replace(model, attention_backend=backend))
     initialise(built, 0)
@@ -119,7 +125,6 @@ def test_deterministic_runs_repeat_every_bit(backend):
 
 
 def test_other_documents_compile_nothing_anew():
-    torch._dynamo.reset()
     model = decoder(HEADS["plain"], "flex")
     gradients(model, 500)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).resolve().parent / "pretended_device.cpp"
 def build(folder: Path) -> Path:
     """The library in this folder. Raises CalledProcessError with the compiler's words on stderr."""
     torch = Path(str(importlib.metadata.distribution("torch").locate_file("torch")))
-    told = importlib.metadata.version("torch") + hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    told = importlib.metadata.version("torch") + hashlib.sha256(SOURCE.read_bytes() + str(torch).encode()).hexdigest()[:16]
     library = folder / f"device-{told}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,4 +27,9 @@ def build(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1]).resolve()))
+    try:
+        print(build(Path(sys.argv[1]).resolve()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(
+            f"error: the pretended device cannot be compiled ({error}); a rehearsal needs g++ (or CXX) and a folder that can be written"
+        )

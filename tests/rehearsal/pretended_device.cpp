@@ -34,6 +34,7 @@ constexpr auto KIND = c10::DeviceType::CUDA;
 
 thread_local int device_now = 0; // as in CUDA, each thread has one
 std::atomic<bool> waiting_is_an_error{false};
+thread_local bool inside_an_operator = false; // where copies and numbers are not the caller's
 
 // ---- memory ---------------------------------------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Clock::time_point*>(event); }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeStream(const c10::Stream&) const override; // unlike events and devices, torch reports it
   void synchronizeEvent(void*) const override {}
   void synchronizeDevice(const c10::DeviceIndex) const override {}
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
@@ -136,8 +137,10 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 // ---- kernels --------------------------------------------------------------------------------------------------------------------------------
 
 void wait_for_device(const std::string& what) {
-  TORCH_CHECK(!waiting_is_an_error, what, ": called a synchronizing CUDA operation");
+  TORCH_CHECK(!waiting_is_an_error || inside_an_operator, what, ": called a synchronizing CUDA operation");
 }
+
+void Guard::synchronizeStream(const c10::Stream&) const { wait_for_device("a stream that is waited for"); }
 
 struct OnDevice {
   int before;
@@ -169,7 +172,7 @@ at::Tensor seen_by_host(const at::Tensor& tensor) {
   return at::from_blob(memory, tensor.sizes(), tensor.strides(), [tensor](void*) {}, options); // the view keeps the memory
 }
 
-// As torch does: between host and device the host waits, unless it may go on and its memory is pinned.
+// Between host and device the host waits, unless the copy is not blocking and the host's memory is pinned.
 at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   if (to.numel() == 0) return to;
   const auto& of_host = to.is_cuda() ? from : to;
@@ -194,25 +197,33 @@ at::Tensor product_in(const at::Tensor& left, const at::Tensor& right, c10::Scal
 
 void record_stream(at::Tensor&, c10::Stream) {}
 
-// The attention of matrix products, which every device has.
+// Attention made of plain matrix products.
 int64_t plain_attention(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
   return 0;
 }
 
-// Results of which only the device knows the size.
-const std::array<const char*, 6> OF_UNKNOWN_SIZE = {
-    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount"};
+// The host reads a number of the result, or its size.
+const std::array<const char*, 11> WAITING = {
+    "aten::nonzero",  "aten::masked_select", "aten::_unique",     "aten::_unique2",     "aten::unique_dim",        "aten::unique_consecutive",
+    "aten::bincount", "aten::isin",          "aten::multinomial", "aten::_linalg_eigh", "aten::_linalg_svd"};
 
-bool has_mask(const c10::IValue& value) {
+// Indices of the host are copied to the device. An index that is a mask has as many entries as only the device knows.
+bool has_waiting_index(const c10::IValue& value) {
   if (!value.isList()) return false;
   for (const auto& each : value.toListRef()) {
-    if (each.isTensor() && each.toTensor().defined() && (each.toTensor().dtype() == at::kBool || each.toTensor().dtype() == at::kByte)) return true;
+    if (!each.isTensor() || !each.toTensor().defined()) continue;
+    const auto& index = each.toTensor();
+    if (index.dtype() == at::kBool || index.dtype() == at::kByte || !index.is_cuda()) return true;
   }
   return false;
 }
 
-// Whether the host has to know what the device computed: a number, the size of a result, or which entries a mask chooses.
+bool is_of_host(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() && !value.toTensor().is_cuda();
+}
+
+// Whether the host has to know what the device computed, or a number of the host has to be copied to the device.
 bool host_waits(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const auto& schema = op.schema();
   const auto& name = op.operator_name().name;
@@ -220,21 +231,52 @@ bool host_waits(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
     if (result.type()->kind() == c10::TypeKind::BoolType || result.type()->kind() == c10::TypeKind::NumberType) return true;
   }
   const auto arguments = torch::jit::last(stack, schema.arguments().size());
-  if (name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_") return has_mask(arguments[1]);
+  if (name == "aten::index") return has_waiting_index(arguments[1]);
+  if (name == "aten::index_put_" || name == "aten::_index_put_impl_") return has_waiting_index(arguments[1]) || is_of_host(arguments[2]);
+  if (name == "aten::where") return arguments.size() == 3 && (is_of_host(arguments[1]) || is_of_host(arguments[2]));
   if (name == "aten::repeat_interleave") return arguments.back().isNone(); // its size, if it is given
-  return std::find(OF_UNKNOWN_SIZE.begin(), OF_UNKNOWN_SIZE.end(), name) != OF_UNKNOWN_SIZE.end();
+  if (name == "aten::histc") return arguments[2].toScalar().equal(0) && arguments[3].toScalar().equal(0); // no range
+  return std::find(WAITING.begin(), WAITING.end(), name) != WAITING.end();
+}
+
+// Operators that take tensors of the host beside those of the device: indices, a state of random numbers, the seed of attention.
+bool takes_both(const std::string& name) {
+  return name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_" ||
+      name.find("scaled_dot_product") != std::string::npos;
+}
+
+// As on a GPU, tensors of two devices do not mix, but for single numbers of the host.
+void refuse_two_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  if (takes_both(op.operator_name().name)) return;
+  std::optional<c10::Device> found;
+  const auto see = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || (!tensor.is_cuda() && tensor.dim() == 0)) return;
+    TORCH_CHECK(
+        !found || *found == tensor.device(), op.operator_name().name, ": Expected all tensors to be on the same device, but found at least two devices, ",
+        *found, " and ", tensor.device());
+    found = tensor.device();
+  };
+  for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (value.isTensor()) see(value.toTensor());
+    if (value.isTensorList() || value.isOptionalTensorList()) {
+      for (const auto& each : value.toListRef()) {
+        if (each.isTensor()) see(each.toTensor());
+      }
+    }
+  }
 }
 
 void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  refuse_two_devices(op, *stack);
   if (host_waits(op, *stack)) wait_for_device(op.operator_name().name);
-  const bool before = waiting_is_an_error.exchange(false); // the copies that follow are not the caller's
+  const bool before = std::exchange(inside_an_operator, true);
   try {
     at::native::cpu_fallback(op, stack);
   } catch (...) {
-    waiting_is_an_error = before;
+    inside_an_operator = before;
     throw;
   }
-  waiting_is_an_error = before;
+  inside_an_operator = before;
 }
 
 // ---- collectives: gloo's, on the same memory -------------------------------------------------------------------------------------------------
@@ -244,6 +286,7 @@ struct Exchanged {
   std::unordered_map<const void*, at::Tensor> originals;
   c10::IValue to_host(const c10::IValue& value) {
     return replaced(value, [this](const at::Tensor& tensor) {
+      TORCH_CHECK(!tensor.is_cuda() || tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous for NCCL");
       if (tensor.is_cuda()) originals.emplace(tensor.const_data_ptr(), tensor);
       return seen_by_host(tensor);
     });

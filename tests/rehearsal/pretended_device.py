@@ -218,17 +218,20 @@ def _graphs(torch) -> None:
 
 
 def _nccl(torch) -> None:
-    """Groups of NCCL are gloo's, which the library gives the memory of the device."""
+    """An NCCL group is a gloo group, to which the library hands the device's memory. As with NCCL, it takes no tensors of the host."""
     from torch import distributed as dist
     from torch.distributed import distributed_c10d as c10d
+
+    def of_gloo(backend: str) -> str:
+        return "cuda:gloo" if backend == "nccl" else backend.replace("nccl", "gloo")
 
     def with_gloo(make, place: int):
         def made(*given, device_id=None, **named):
             given = list(given)
             if len(given) > place and given[place]:
-                given[place] = given[place].replace("nccl", "gloo")
+                given[place] = of_gloo(given[place])
             if named.get("backend"):
-                named["backend"] = named["backend"].replace("nccl", "gloo")
+                named["backend"] = of_gloo(named["backend"])
             return make(*given, **named)
 
         return made

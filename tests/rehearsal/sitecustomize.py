@@ -10,13 +10,15 @@ class _BeforeTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        import pretended_device
-
         found = importlib.machinery.PathFinder.find_spec(name, path)
+        if found is None:
+            return None
         execute = found.loader.exec_module
 
         def load(module):
+            import pretended_device
+
+            sys.meta_path.remove(self)
             pretended_device.load_library()
             execute(module)
             pretended_device.pretend()

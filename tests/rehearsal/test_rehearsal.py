@@ -24,7 +24,9 @@ def rehearse(*command: str) -> subprocess.CompletedProcess:
 
 
 REFUSED = """
+import threading
 import torch
+from torch.nn import functional as F
 
 def message(act):
     try:
@@ -32,22 +34,49 @@ def message(act):
     except RuntimeError as error:
         return str(error)
 
-there, here = torch.ones(3, device="cuda"), torch.ones(3)
-assert "at least two devices" in message(lambda: there + here)
-assert torch.equal((there * 2).cpu(), here * 2) and torch.cuda.max_memory_allocated() >= 24
-torch.cuda.set_sync_debug_mode("error")
-chosen = there > 0
-waiting = (
-    there.sum().item, there.cpu, here.cuda, there.nonzero, lambda: here.pin_memory().cuda(), lambda: there[chosen], lambda: torch.equal(there, there),
-    lambda: there.repeat_interleave(there.long()), lambda: bool(chosen.all()), lambda: torch.tensor([1.0], device="cuda"),
+there, here, ids = torch.ones(3, device="cuda"), torch.ones(3), torch.tensor([0, 2])
+square, elsewhere = torch.ones(3, 3, device="cuda"), torch.ones(3, 3, device="cuda:1")
+mixed = (
+    lambda: there + here, lambda: F.linear(here, square), lambda: F.linear(there, square, here), lambda: F.embedding(ids, square),
+    lambda: F.embedding(ids.cuda(), torch.ones(3, 3)), lambda: torch.cat([there, here]), lambda: square @ elsewhere, lambda: square.gather(0, ids[None]),
+    lambda: F.cross_entropy(square[:2], ids), lambda: torch.where(square > 0, square, torch.ones(3, 3)), lambda: torch.equal(there, here),
 )
-for act in waiting:
-    assert "synchronizing" in (message(act) or ""), act
-assert message(lambda: there[there.long() - 1]) is None
-assert message(lambda: there.repeat_interleave(there.long(), output_size=3)) is None
-assert message(lambda: here.pin_memory().cuda(non_blocking=True)) is None
-assert message(lambda: torch.empty(3, pin_memory=True).copy_(there, non_blocking=True)) is None
-assert message(lambda: there.to("cpu", non_blocking=True)) is None  # into memory that torch pins
+for number, act in enumerate(mixed):
+    assert "at least two devices" in (message(act) or ""), number
+assert torch.equal((there * 2).cpu(), here * 2) and torch.cuda.max_memory_allocated() >= 24
+there + torch.tensor(2.0)  # a single number of the host is none of two devices
+
+torch.cuda.set_sync_debug_mode("error")
+chosen, one = there > 0, torch.tensor(1.0)
+number = torch.tensor([0]).pin_memory().to("cuda", non_blocking=True)
+waiting = (
+    there.sum().item, there.cpu, here.cuda, there.nonzero, lambda: here.pin_memory().cuda(), lambda: there[chosen], lambda: torch.equal(there, there + 1),
+    lambda: there.repeat_interleave(there.long()), lambda: bool(chosen.all()), lambda: torch.tensor([1.0], device="cuda"), lambda: there[ids],
+    lambda: there[[0, 2]], lambda: there.index_put_((number,), one), lambda: torch.where(chosen, there, one), lambda: there.histc(4),
+    lambda: there.multinomial(1), lambda: torch.isin(there, there), torch.cuda.Stream().synchronize, there.tolist, there.unique,
+)
+for place, act in enumerate(waiting):
+    assert "synchronizing" in (message(act) or ""), place
+free = (
+    lambda: there[there.long() - 1], lambda: there.repeat_interleave(there.long(), output_size=3), lambda: here.pin_memory().cuda(non_blocking=True),
+    lambda: torch.empty(3, pin_memory=True).copy_(there, non_blocking=True), lambda: there.to("cpu", non_blocking=True),  # into memory that torch pins
+    lambda: there.histc(4, 0, 2), torch.cuda.synchronize,
+)
+for act in free:
+    assert message(act) is None, message(act)
+
+# A thread in an operator changes nothing for the others.
+big, failed = torch.ones(256, 256, device="cuda"), []
+def multiply():
+    for _ in range(200):
+        if message(lambda: big @ big):
+            failed.append(True)
+threads = [threading.Thread(target=multiply) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failed and "synchronizing" in message(there.sum().item)
 print("as on a GPU")
 """
 
@@ -55,6 +84,13 @@ print("as on a GPU")
 def test_a_pretended_gpu_refuses_what_a_gpu_refuses():
     done = rehearse("-c", REFUSED)
     assert done.stdout == "as on a GPU\n", done.stderr
+
+
+def test_looking_torch_up_does_not_end_the_rehearsal():
+    done = rehearse(
+        "-c", "import importlib.util; importlib.util.find_spec('torch'); import torch; print(torch.cuda.is_available())"
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_steps_on_a_pretended_gpu_never_make_the_host_wait_and_can_be_recorded():

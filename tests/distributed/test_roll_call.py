@@ -61,9 +61,9 @@ def test_where_all_have_come_nobody_is_awaited():
 def test_the_table_of_ten_thousand_ranks_is_small_and_has_the_ranks_to_look_at():
     standings = [standing(rank, own=0.5 + rank / 1e6, name=f"step 18: phase {rank}", waiting=False) for rank in range(10_000)]
     standings[77].gone, standings[78].own = True, 3.0
-    begun = time.monotonic()
+    begun = time.process_time()
     table = roll(standings, 100.0)
-    assert time.monotonic() - begun < 1.0
+    assert time.process_time() - begun < 1.0
     assert len(json.dumps(table)) < 8_000 and len(table["ranks"]) == 16 and len(table["phases"]) == 12
     assert [entry["rank"] for entry in table["ranks"]][:3] == [77, 78, 9999]
     assert roll_call.interval(8) == 3.0 and roll_call.interval(10_000) == 100.0

@@ -344,7 +344,7 @@ def test_a_slow_sink_holds_up_neither_the_steps_nor_the_end(tmp_path, caplog):
         sink.write(StepRecord(step, step))
     with caplog.at_level(logging.WARNING, "pretrain"):
         sink.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     assert "has not ended within 0.2 s" in caplog.messages[0] and "log lines could not be sent" in caplog.messages[1]
 
 

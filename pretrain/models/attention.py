@@ -153,7 +153,7 @@ def _plain(q_BHTG, k_BKSG, v_BKSG, mask: Tensor | None, scale: float, soft_cap: 
 def _flex(q_BHTG, k_BKSG, v_BKSG, mask: BlockMask, scale: float, soft_cap: float, sinks_H: Tensor | None) -> Tensor:
     # A compiled block takes it in as it is; on CPU it is the reference only, and compiling costs more than it saves.
     compiled = q_BHTG.is_cuda and not torch.compiler.is_compiling()
-    run = _compiled_flex() if compiled else flex_attention
+    run = _compiled_flex(torch.is_grad_enabled()) if compiled else flex_attention
     options = {"block_mask": mask, "scale": scale, "enable_gqa": q_BHTG.shape[1] != k_BKSG.shape[1]}
     if soft_cap:
         options["score_mod"] = _soft_capped(soft_cap)
@@ -174,8 +174,9 @@ def _soft_capped(cap: float) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    return compile_strictly(flex_attention, dynamic=False)
+def _compiled_flex(trains: bool) -> Callable[..., Tensor]:
+    """Training has few lengths, each with a version of its own. Evaluation has many, which share one version from the second on."""
+    return compile_strictly(flex_attention, dynamic=False if trains else None)
 
 
 SCORES_AT_ONCE = 1 << 24

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from pretrain.errors import TrainingError
 
 MOST_VERSIONS = 64
 """How often torch may compile one function anew, for other shapes, masks, kinds of layers, with and without gradients. Its own limit is 8."""
 
 
 def compile_strictly(function: Callable, **options: Any) -> Callable:
-    """`torch.compile(function, **options)`. A function that needs more than `MOST_VERSIONS` versions raises `FailOnRecompileLimitHit`.
+    """`torch.compile(function, **options)`. Raises TrainingError where the function needs more than `MOST_VERSIONS` versions.
 
-    By default torch then runs the function uncompiled for ever, and only warns: slow blocks, or attention whose scores fill the memory. The
-    setting holds for all that this process compiles from now on.
+    By default torch then runs the function uncompiled for ever, and only warns: slow blocks, or attention whose scores fill the memory.
     """
-    torch._dynamo.config.recompile_limit = MOST_VERSIONS
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(function, **options)
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    compiled = torch.compile(function, **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        if not config.fail_on_recompile_limit_hit:  # in torch 2.13, each thread has settings of its own
+            config.recompile_limit, config.fail_on_recompile_limit_hit = MOST_VERSIONS, True
+        try:
+            return compiled(*args, **named)
+        except FailOnRecompileLimitHit as error:
+            name = getattr(function, "__qualname__", function)
+            raise TrainingError(
+                f"{name} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; set parallel.compile=none, "
+                "or model.attention_backend=sdpa if it is flex_attention"
+            ) from error
+
+    return call

@@ -98,13 +98,18 @@ def _finalise(z: Tensor) -> Tensor:
     return z ^ (z >> 31)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # a compiler cannot trace it
 def _hash_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-@functools.lru_cache(32)
+@torch.compiler.assume_constant_result  # a compiler cannot trace the hash
 def _columns(count: int, device: torch.device) -> Tensor:
     """A random number per pair of components, int32."""
+    return _drawn_columns(count, device)
+
+
+@functools.cache  # for ever: what is compiled or recorded reads this very memory
+def _drawn_columns(count: int, device: torch.device) -> Tensor:
     numbers = np.frombuffer(hashlib.shake_128(b"pretrain/dropout").digest(4 * count), dtype="<i4")
     return torch.from_numpy(numbers.astype(np.int32)).to(device)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -125,7 +124,6 @@ class RelativeBias(nn.Module):
         return (bias_HTS.masked_fill(distances > 0, -torch.inf) if self.causal else bias_HTS)[None]
 
 
-@functools.lru_cache(8)
 def _distances(start: int, stop: int, device: torch.device) -> Tensor:
     """Key position minus query position, [T, S]."""
     return torch.arange(stop, device=device)[None] - torch.arange(start, stop, device=device)[:, None]

@@ -74,10 +74,10 @@ def compile_loss(network: nn.Module) -> None:
             module.options = dataclasses.replace(module.options, compiled=True)
 
 
-def compile_model(network: nn.Module, budget: float = 1.0) -> None:
+def compile_model(network: nn.Module, backend: str = "inductor", budget: float = 1.0) -> None:
     """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break)."""
     torch._functorch.config.activation_memory_budget = budget
-    network.forward = compile_strictly(network.forward)
+    network.forward = compile_strictly(network.forward, backend=backend)
 
 
 def recompute_blocks(network: nn.Module, selective: bool = False, every: int = 1) -> None:

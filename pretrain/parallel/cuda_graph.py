@@ -26,10 +26,10 @@ UNRECORDED = 3
 """Micro-steps before one is recorded. torch's notes on CUDA graphs ask for as many."""
 
 
-def check_cuda_graph(config: Config, device: torch.device) -> None:
+def check_cuda_graph(config: Config, strategy: str, device: torch.device) -> None:
     """Raise ConfigError for `parallel.cuda_graph` where it has no effect, or where a recorded micro-step would compute something else."""
     parallel, family = config.parallel, config.model.family
-    if not parallel.cuda_graph:
+    if not parallel.cuda_graph or strategy != "single":
         return
     if device.type != "cuda":
         raise ConfigError("parallel.cuda_graph=true has no effect on a CPU; set it to false")
@@ -114,10 +114,12 @@ class RecordedMicroStep:
             # Threads that read batches and write checkpoints go on meanwhile; only this thread may not wait for the device.
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.losses = self.compute(self.inputs, self.target_tokens)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            # torch ends the recording of a micro-step that failed, and that fails as well: the cause is the first error.
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
             raise TrainingError(
-                f"parallel.cuda_graph=true: this micro-step cannot be recorded ({str(error).splitlines()[0]}); set parallel.cuda_graph=false"
+                f"parallel.cuda_graph=true: this micro-step cannot be recorded ({str(cause).splitlines()[0]}); set parallel.cuda_graph=false"
             ) from error
         self.graph = graph

@@ -42,7 +42,9 @@ def remedies(config: Config, layout: Layout) -> list[str]:
         found.append(f"lower batch.micro_sequences={micro}, which changes no sample and no gradient")
     if layout.strategy == "ddp":
         found.append("set parallel.strategy=fsdp, which shards weights, gradients and optimizer state")
-    if parallel.activation_checkpointing == "none":
+    if parallel.cuda_graph:
+        found.append("set parallel.cuda_graph=false, which goes with activation_checkpointing and activation_offload")
+    elif parallel.activation_checkpointing == "none":
         found.append("set parallel.activation_checkpointing=full, which computes activations twice")
     elif not parallel.activation_offload:
         found.append("set parallel.activation_offload=true, which keeps activations in the host's memory")

@@ -131,7 +131,6 @@ def _lay_out(
     if needs_masks(config):
         attention_backend(config.model, device, training=True)
     check_attention_kernel(config, device)
-    check_cuda_graph(config, device)
     if device.type == "cpu" and config.precision.tf32:
         raise ConfigError("precision.tf32=true has no effect on a CPU; set it to false")
     if device.type != "cpu" and config.run.threads is not None:
@@ -144,6 +143,7 @@ def _lay_out(
     parameters = count_parameters(network)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
+    check_cuda_graph(config, layout.strategy, device)
     check_gradients(config, layout.strategy, layout.replicate)
     optim = config.optim
     about_fp8 = check_fp8(config, network, device)

@@ -150,3 +150,11 @@ def test_flex_does_without_the_memory_of_a_dense_mask():
 
 def test_auto_is_flex_here():
     assert attention_backend(MODEL, torch.device("cuda", 0), training=True) == "flex"
+
+
+def test_evaluation_of_many_lengths_compiles_few_versions():
+    model, before = decoder(MODEL, "flex"), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        for length in range(200, 280):
+            model(*batch(length))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 4

@@ -21,12 +21,12 @@ REFUSED = {
 def test_what_cannot_be_recorded_is_refused(config_file, reason):
     config, _ = load_config(config_file, [GRAPH, *REFUSED[reason]])
     with pytest.raises(ConfigError, match=f"parallel.cuda_graph=true cannot record this micro-step: {reason}"):
-        check_cuda_graph(resolve(config), torch.device("cuda"))
+        check_cuda_graph(resolve(config), "single", torch.device("cuda"))
 
 
 def test_a_micro_step_of_a_gpu_alone_can_be_recorded(config_file):
     config, _ = load_config(config_file, [GRAPH, "parallel.compile=model", "model.dropout=0.1", "data.document_mask=true"])
-    check_cuda_graph(resolve(config), torch.device("cuda"))
+    check_cuda_graph(resolve(config), "single", torch.device("cuda"))
     assert "has no effect on a CPU" in run_main(str(config_file), "--check", GRAPH)[1]
     refused = run_main(str(config_file), "--check", GRAPH, "run.device=cpu", "parallel.strategy=fsdp")
     assert "parallel.cuda_graph=true has no effect with parallel.strategy=fsdp; set parallel.strategy=single" in refused[1]

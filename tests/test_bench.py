@@ -109,23 +109,25 @@ def test_steps_are_timed_in_turns_and_not_on_a_machine_that_others_use(tmp_path,
         quality.paces([("a", "x")], text, options)
 
 
-def test_a_result_is_made_again_when_its_setting_has_changed(tmp_path, monkeypatch, capsys):
+def test_a_result_is_made_again_when_its_setting_has_changed_and_seeds_take_the_same_steps(tmp_path, monkeypatch, capsys):
     text, made = quality.Text(tmp_path, "0" * 64, 3.0), []
 
-    def train(program, setting, minutes, seed, pace, text):
-        made.append(settings[program][setting]["lr"])
-        return quality.Result(program, setting, minutes, seed, 12, 1.0, 1.5, 0.0)
+    def train(program, setting, minutes, seed, steps, text):
+        made.append((settings[program][setting]["lr"], seed, steps))
+        return quality.Result(program, setting, minutes, seed, steps, 1.0, 1.5, 0.0)
 
     settings = {"pretrain": {"a": {"lr": 1.0}}, "HF Trainer": {}, "nanoGPT's loop": {}}
     monkeypatch.setattr(quality, "all_settings", lambda: settings)
     monkeypatch.setattr(quality, "prepare_text", lambda options: text)
     monkeypatch.setattr(quality, "train", train)
-    monkeypatch.setattr(quality, "paces", lambda cases, text, options: dict.fromkeys(cases))
+    monkeypatch.setattr(quality, "paces", lambda cases, text, options: dict.fromkeys(cases, quality.Pace(1.0, 1.0)))
     words = ["quality", "--work", str(tmp_path), "--json", str(tmp_path / "found.jsonl")]
     for rate in (1.0, 1.0, 2.0, 2.0):
         settings["pretrain"]["a"]["lr"] = rate
         assert tool("bench").main(words) == 0
-    assert made == [1.0, 2.0]
+    monkeypatch.setattr(quality, "paces", lambda cases, text, options: {} if not cases else pytest.fail("known steps are timed"))
+    assert tool("bench").main([*words, "--seeds", "0", "1"]) == 0
+    assert made == [(1.0, 0, 300), (2.0, 0, 300), (2.0, 1, 300)]
 
 
 def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
@@ -147,7 +149,7 @@ def test_each_program_learns_the_text_in_its_time(options, tmp_path):
     text = quality.prepare_text(options)
     for program, tries in all_settings().items():
         case = (program, next(iter(tries)))
-        found = quality.train(*case, 0.5, 1, quality.paces([case], text, options)[case], text)
+        found = quality.train(*case, 0.5, 1, quality.paces([case], text, options)[case].steps(0.5), text)
         assert 1.0 < found.bits_per_byte < 3.0 and found.steps >= quality.FEW and found.seconds < 45, found
 
 

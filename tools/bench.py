@@ -299,9 +299,16 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
         if not arguments.settings or setting in arguments.settings
     ]
     cases = [case for case in cases if [*case, text.digest, settings[case[0]][case[1]]] not in done]
-    pace_of = paces(list(dict.fromkeys(case[:2] for case in cases)), text, options)
+    # Rows of other seeds say how many steps fit. What is not known is timed.
+    steps = {
+        (line["program"], line["setting"], line["minutes"]): line["steps"]
+        for line in kept
+        if line.get("text_sha256") == text.digest and line.get("values") == settings[line["program"]].get(line["setting"])
+    }
+    pace_of = paces(list(dict.fromkeys(case[:2] for case in cases if case[:3] not in steps)), text, options)
+    steps |= {case[:3]: pace_of[case[:2]].steps(arguments.minutes) for case in cases if case[:3] not in steps}
     for case in cases:
-        result = train(*case, pace_of[case[:2]], text)
+        result = train(*case, steps[case[:3]], text)
         with arguments.json.open("a", encoding="utf-8") as file:
             file.write(as_line(result, text, typed) + "\n")
     of_today = [line for line in read_lines(arguments.json) if line["text_sha256"] == text.digest]

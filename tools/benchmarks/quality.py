@@ -2,7 +2,9 @@
 
 The text is the Python source of the installed torch, whose version our constraints pin; its hash is kept with each result. A program's time begins when it is
 started and ends with its last step. It is told how many steps fit: short runs before, of all programs in turns, say how long they take. So what else the
-machine does later changes how long a training takes, and not its result. All programs see the same tokens, and are tried as often, with settings of their own (quality_settings.yaml). Validation is of the whole held-out text, in windows of the setting's length.
+machine does later changes how long a training takes, and not its result. Further seeds take as many steps as the first one did, on any machine. All
+programs see the same tokens, and are tried as often, with settings of their own (quality_settings.yaml). Validation is of the whole held-out text, in
+windows of the setting's length.
 """
 
 from __future__ import annotations
@@ -142,11 +144,12 @@ def _pace(program: str, setting: str, text: Text, options: Options) -> Pace:
     )
 
 
-def train(program: str, setting: str, minutes: float, seed: int, pace: Pace, text: Text) -> Result:
-    """Train once, for as many steps as fit."""
-    steps, others = pace.steps(minutes), _OthersShare()
+def train(program: str, setting: str, minutes: float, seed: int, steps: int, text: Text) -> Result:
+    """Train once, for as many steps as fit into so many minutes."""
+    others = _OthersShare()
     started, stamps, loss = _run(program, setting, steps, seed, text)
-    share, seconds = others.now(), stamps[-2] + pace.step - started
+    # The last step is as long as the one before: some programs stamp it when they have validated.
+    share, seconds = others.now(), 2 * stamps[-2] - stamps[-3] - started
     return Result(program, setting, minutes, seed, steps, seconds, loss / math.log(2) / text.bytes_per_token, share)
 
 

@@ -200,6 +200,27 @@ def test_a_recorded_micro_step_computes_the_same(pool, config_file, case):
     assert seen == pytest.approx(wanted, rel=tolerance) and bool(seen) == (case == "layers watched")
 
 
+def count_replays(config_file: str, *overrides: str) -> int:
+    """How often a run launches a recorded micro-step."""
+    count, replay = 0, torch.cuda.CUDAGraph.replay
+
+    def counted(graph):
+        nonlocal count
+        count += 1
+        return replay(graph)
+
+    with patch.object(torch.cuda.CUDAGraph, "replay", counted):
+        code, printed = run_main(config_file, *overrides)
+    assert code == 0, printed
+    return count
+
+
+@pytest.mark.parametrize("asked, count", [("true", 6 * 4 - 3), ("false", 0)])
+def test_all_micro_steps_but_the_first_three_are_launched_at_once(pool, config_file, asked, count):
+    options = ("run.steps=6", "batch.micro_sequences=4", f"parallel.cuda_graph={asked}", CUDA)
+    assert pool.launch(1, count_replays, str(config_file), *options) == [count]
+
+
 @pytest.mark.skipif(
     "REHEARSAL_LIBRARY" not in os.environ, reason="a recording that fails leaves a GPU's process unusable for other tests"
 )

@@ -31,9 +31,8 @@ def compile_strictly(function: Callable, **options: Any) -> Callable:
         try:
             return compiled(*args, **named)
         except FailOnRecompileLimitHit as error:
-            name = getattr(function, "__qualname__", function)
             raise TrainingError(
-                f"{name} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; set parallel.compile=none, "
+                f"{function.__qualname__} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; set parallel.compile=none, "
                 "or model.attention_backend=sdpa if it is flex_attention"
             ) from error
 

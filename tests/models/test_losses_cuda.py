@@ -47,11 +47,17 @@ def test_losses_and_gradients_are_those_of_the_plain_loss(name, one_upstream):
     x, weight, targets = problem(torch.float32)
     upstream = torch.tensor(0.3, device="cuda").expand(4) if one_upstream else torch.linspace(0.1, 2, 4, device="cuda")
     wide = [value.detach().double().requires_grad_() for value in (x, weight)]
-    losses, expected = fused_losses(x, weight, targets, OPTIONS[name]), plain(*wide, targets, OPTIONS[name])
-    found = losses, *torch.autograd.grad(losses, (x, weight), upstream)
-    right = expected, *torch.autograd.grad(expected, wide, upstream.double())
-    # A sum of 5,003 products, one after the other in fp32, is off by 1.3e-6. How a GPU splits it is up to its library.
-    assert max(map(relative_difference, found, right)) <= 5e-6
+    found, usual, right = (
+        (losses, *torch.autograd.grad(losses, inputs, upstream.to(losses.dtype)))
+        for inputs, losses in (
+            ((x, weight), fused_losses(x, weight, targets, OPTIONS[name])),
+            ((x, weight), plain(x, weight, targets, OPTIONS[name])),
+            (wide, plain(*wide, targets, OPTIONS[name])),
+        )
+    )
+    # How a GPU splits a sum of 5,003 products is up to its library: one after the other, it is off by 1.2e-6 in fp32.
+    for ours, theirs, exact in zip(found, usual, right):
+        assert relative_difference(ours, exact) <= max(1e-6, 2 * relative_difference(theirs, exact))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

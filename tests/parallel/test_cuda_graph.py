@@ -7,6 +7,8 @@ from running import run_main
 from pretrain.config.load import load_config
 from pretrain.errors import ConfigError
 from pretrain.parallel.cuda_graph import check_cuda_graph
+from pretrain.parallel.layout import plan_layout
+from pretrain.train.out_of_memory import remedies
 from pretrain.train.resolve import resolve
 
 GRAPH = "parallel.cuda_graph=true"
@@ -30,3 +32,9 @@ def test_a_micro_step_of_a_gpu_alone_can_be_recorded(config_file):
     assert "has no effect on a CPU" in run_main(str(config_file), "--check", GRAPH)[1]
     refused = run_main(str(config_file), "--check", GRAPH, "run.device=cpu", "parallel.strategy=fsdp")
     assert "parallel.cuda_graph=true has no effect with parallel.strategy=fsdp; set parallel.strategy=single" in refused[1]
+
+
+def test_what_is_advised_without_memory_goes_with_the_option_or_ends_it(config_file):
+    config = resolve(load_config(config_file, [GRAPH])[0])
+    advice = "; ".join(remedies(config, plan_layout(config, 1, 1000, None)))
+    assert "set parallel.cuda_graph=false" in advice and "activation_checkpointing=full" not in advice

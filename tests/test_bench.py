@@ -17,7 +17,20 @@ from benchmarks.collectives import HOPS, MOVED, Exchange, collectives, exchanges
 from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.data import PARTS, measure
 from benchmarks.matmul import layer_products
-from benchmarks.measure import ROOT, Options, Row, Turns, as_lines, changes, environment, in_turns, read_lines, table
+from benchmarks.measure import (
+    ROOT,
+    Options,
+    Row,
+    Turns,
+    as_lines,
+    changes,
+    environment,
+    in_turns,
+    machine,
+    read_lines,
+    read_rows,
+    table,
+)
 from benchmarks.products import fastest
 from benchmarks.quality import all_settings
 from benchmarks.saving import run_state
@@ -62,7 +75,10 @@ def test_weak_scaling_measures_every_layout_beside_one_process(options):
 
 @pytest.mark.slow
 def test_speed_counts_the_tokens_that_ranks_train_together(tmp_path):
-    file, start = tmp_path / "rows.jsonl", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    file, start = (
+        tmp_path / "rows.jsonl",
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    )
     options = ["speed", "--length", "32", "--micro", "2", "--steps", "1", "--json", str(file)]
     model = ["model={dim: 32, layers: 1, heads: 2, ffn_dim: 64, vocab_size: 257}", "run.device=cpu", "parallel.strategy=fsdp"]
     for layout in ("parallel.shard=2", "parallel.tensor=2"):  # 4 samples of 32 tokens in each step, by 2 ranks and by 1
@@ -89,15 +105,32 @@ def test_programs_are_tried_as_often_and_each_setting_of_ours_is_one():
 
 
 def test_results_of_a_text_are_put_together_best_first():
-    line = {"minutes": 5.0, "program": "a", "setting": "x", "bits_per_byte": 1.5, "steps": 100, "seconds": 300.4, "others": 0.01}
+    line = {
+        "minutes": 5.0,
+        "program": "a",
+        "setting": "x",
+        "bits_per_byte": 1.5,
+        "steps": 100,
+        "seconds": 300.4,
+        "others": 0.01,
+    }
     louder = {**line, "bits_per_byte": 1.7, "seconds": 400.0, "others": 0.2}
     found = quality.summary([line, louder, {**line, "program": "b", "bits_per_byte": 1.4}]).splitlines()
-    assert found[2:] == ["| 5 | b | x | 1.4000 | 0.0000 | 1 | 100 | 300 | 1% |", "| 5 | a | x | 1.6000 | 0.2000 | 2 | 100 | 350 | 20% |"]
+    assert found[2:] == [
+        "| 5 | b | x | 1.4000 | 0.0000 | 1 | 100 | 300 | 1% |",
+        "| 5 | a | x | 1.6000 | 0.2000 | 2 | 100 | 350 | 20% |",
+    ]
 
 
 def test_steps_are_timed_in_turns_and_not_on_a_machine_that_others_use(tmp_path, monkeypatch):
-    stamps = iter([2.0, 1.0, 1.5, 4.0, 3.0, 5.0, 1.0, 0.5])  # seconds of a step: each program first compiles, then has three turns
-    monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, [(number + 1) * step for step in [next(stamps)] for number in range(quality.FEW)], 1.0))
+    stamps = iter(
+        [2.0, 1.0, 1.5, 4.0, 3.0, 5.0, 1.0, 0.5]
+    )  # seconds of a step: each program first compiles, then has three turns
+    monkeypatch.setattr(
+        quality,
+        "_run",
+        lambda *arguments: (0.0, [(number + 1) * step for step in [next(stamps)] for number in range(quality.FEW)], 1.0),
+    )
     monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.0)  # whatever the machine does beside these tests
     text, options = quality.Text(tmp_path, "", 3.0), Options(tmp_path, say=lambda line: None)
     found = quality.paces([("a", "x"), ("b", "y")], text, options)
@@ -125,7 +158,9 @@ def test_a_result_is_made_again_when_its_setting_has_changed_and_seeds_take_the_
     for rate in (1.0, 1.0, 2.0, 2.0):
         settings["pretrain"]["a"]["lr"] = rate
         assert tool("bench").main(words) == 0
-    monkeypatch.setattr(quality, "paces", lambda cases, text, options: {} if not cases else pytest.fail("known steps are timed"))
+    monkeypatch.setattr(
+        quality, "paces", lambda cases, text, options: {} if not cases else pytest.fail("known steps are timed")
+    )
     assert tool("bench").main([*words, "--seeds", "0", "1"]) == 0
     assert made == [(1.0, 0, 300), (2.0, 0, 300), (2.0, 1, 300)]
 
@@ -179,17 +214,53 @@ def test_pretrain_is_scored_on_all_windows_of_the_validation_text_like_the_other
 
 
 def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
-    file, about = tmp_path / "numbers.jsonl", {"load_average": [0.0]}
+    file, about = tmp_path / "numbers.jsonl", machine()
     for value in (4.0, 2.0):
         with file.open("a") as out:
             out.write(
-                as_lines([Row("A", "pretrain", value, "µs/token"), Row("A", "other", 1.0, "s")], about, about, "a command")
+                as_lines(
+                    [Row("A", "pretrain", value, "µs/token"), Row("A", "other", 1.0, "s")],
+                    about,
+                    about,
+                    "python tools/bench.py train --steps 2",
+                )
             )
-    now = [Row("A", "pretrain", 3.0, "µs/token"), Row("B", "pretrain", 1.0, "s")]
-    assert changes(now, read_lines(file)) == ["A: pretrain: 3 µs/token, before 2: 1.500 x"]
+    now = [
+        Row("A", "pretrain", 3.0, "µs/token", better="lower"),
+        Row("B", "pretrain", 1.0, "s"),
+        Row("A", "other", 1.0, "s", "wall"),
+    ]
+    typed = "python tools/bench.py train --steps 2"
+    expected = [
+        "A: pretrain: 3 µs/token, before 2 µs/token: 1.500 x, worse",
+        "B: pretrain: 1 s, not measured before",
+        "A: other: 1 s, before 1 s: not compared, because that is - time, and this wall time",
+    ]
+    assert changes(now, read_rows(file), f"{typed} --compare {file}") == expected
+    [line, *_] = changes(now, read_rows(file), f"{typed} --scale 0.1")
+    assert line == f"{expected[0]}; then command: {typed}"
     file.write_text("{")
     with pytest.raises(DataError, match="no file that --json wrote"):
-        read_lines(file)
+        read_rows(file)
+
+
+def test_a_file_that_cannot_be_compared_or_written_is_refused_before_anything_is_measured(tmp_path, capsys):
+    arguments = ["matmul", "--squares", "64", "--formats", "fp32", "--scale", "0.1", "--seconds", "0"]
+    results = ROOT / "tools" / "benchmarks" / "quality_results.jsonl"
+    for option, path, problem in (
+        ("--compare", results, f"{results}: line 1 is no row that --json wrote for this subject: it lacks part, name, value"),
+        ("--json", tmp_path / "missing" / "rows.jsonl", "missing/rows.jsonl"),
+    ):
+        assert tool("bench").main([*arguments, option, str(path)]) == 1
+        printed = capsys.readouterr()
+        assert problem in printed.err and not printed.out and len(printed.err.splitlines()) == 1
+
+
+def test_layouts_optimizers_and_data_keep_and_compare_their_rows_too():
+    parser = tool("bench").parser()
+    for subject in ("data", "layouts", "optimizers", "speed", "train", "peers", "matmul", "collectives", "checkpoint"):
+        given = parser.parse_args([subject, "--json", "a", "--compare", "b"])
+        assert (str(given.json), str(given.compare)) == ("a", "b")
 
 
 def test_a_step_of_each_optimizer_is_measured_beside_the_passes_of_its_batch(options):
@@ -337,13 +408,13 @@ def test_a_target_is_met_from_its_own_side():
 def test_the_tool_prints_a_table_and_writes_json(tmp_path, capsys):
     bench = tool("bench")
     arguments = ["data", "order", "packing", "--seconds", "0", "--scale", "0.001", "--work", str(tmp_path)]
-    assert bench.main([*arguments, "--json", str(tmp_path / "rows.json")]) == 0
+    assert bench.main([*arguments, "--json", str(tmp_path / "rows.jsonl")]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("python tools/bench.py data order packing --seconds 0") and "load average" in printed
-    content = json.loads((tmp_path / "rows.json").read_text())
-    assert printed.count("\n| order |") == sum(row["part"] == "order" for row in content["rows"]) == 5
-    assert content["machine"]["cpu"] and content["machine"]["cores"] >= 1 and content["machine"]["versions"]["numpy"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json"]
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert printed.count("\n| order |") == sum(row["part"] == "order" for row in rows) == 5
+    assert rows[0]["machine"]["cpu"] and rows[0]["machine"]["cores"] >= 1 and rows[0]["machine"]["versions"]["numpy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from benchmarks.data import PARTS, measure  # noqa: E402
 from benchmarks.measure import (  # noqa: E402
     Options,
     Row,
-    as_json,
     as_lines,
     changes,
     command,
     heading,
     machine,
     read_lines,
+    read_rows,
     table,
 )  # fmt: skip
 
@@ -56,12 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 def add_data(subjects: argparse._SubParsersAction) -> None:
     data = subjects.add_parser("data", help="order, loader, many shards, start, packing, preparation, data wait, inspection")
     data.add_argument("parts", nargs="*", metavar="PART", type=part_of_data, help=f"some of: {', '.join(PARTS)} (default: all)")
-    data.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
-    data.add_argument(
-        "--seconds", type=seconds, default=Options.seconds, metavar="S",
-        help="for each group of things compared (default: %(default)s)",
-    )  # fmt: skip
-    data.add_argument("--scale", type=size, default=1.0, help="size of what is generated; below 1 to try it out")
+    add_keeping(data, Options.seconds)
     data.add_argument(
         "--source", nargs="+", default=[], metavar="GLOB", help="text to prepare (default: this Python's libraries)"
     )
@@ -82,7 +77,7 @@ def add_layouts(subjects: argparse._SubParsersAction) -> None:
     layouts = subjects.add_parser(
         "layouts", help="weak scaling: layouts on 1, 2 and 4 ranks, with a batch that grows with them"
     )
-    layouts.add_argument("--scale", type=size, default=1.0, help="size of the runs; below 1 to try it out")
+    add_keeping(layouts)
     layouts.set_defaults(measure=compare_layouts)
 
 
@@ -90,7 +85,7 @@ def add_optimizers(subjects: argparse._SubParsersAction) -> None:
     optimizers = subjects.add_parser(
         "optimizers", help="a step of each optimizer beside the passes of its batch, at 125M parameters"
     )
-    optimizers.add_argument("--scale", type=size, default=1.0, help="size of the model; below 1 to try it out")
+    add_keeping(optimizers)
     optimizers.set_defaults(measure=compare_optimizers)
 
 
@@ -107,7 +102,7 @@ def add_speed(subjects: argparse._SubParsersAction) -> None:
         "--profile", type=Path, metavar="DIR", help="profile one more step (docs/metrics.md, log.profile) into DIR/profile"
     )
     speed.add_argument("--name", default="", help="what the row is called (default: the options)")
-    speed.add_argument("--json", type=Path, metavar="FILE", help="add the row to this file")
+    add_files(speed)
     speed.set_defaults(measure=compare_speed)
 
 
@@ -123,16 +118,8 @@ def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
         tuple(arguments.overrides),
         arguments.profile,
     )
-    start = machine()
-    with tempfile.TemporaryDirectory(prefix="bench-") as work:
-        model = [arguments.config.stem] if arguments.config else []
-        rows = measure_speed(asked, arguments.name or " ".join([*model, *arguments.overrides]), Options(Path(work)))
-    if int(os.environ.get("RANK", "0")) == 0:
-        end = machine()
-        print(heading(start, end, typed), table(rows), sep="\n\n")
-        if arguments.json:
-            with arguments.json.open("a", encoding="utf-8") as file:
-                file.write(as_lines(rows, start, end, typed))
+    name = " ".join([*([arguments.config.stem] if arguments.config else []), *arguments.overrides])
+    measure_and_keep(arguments, typed, lambda options: measure_speed(asked, arguments.name or name, options))
 
 
 def add_training(subjects: argparse._SubParsersAction) -> None:
@@ -218,7 +205,12 @@ def add_keeping(subject: argparse.ArgumentParser, time: float | None = None) -> 
         subject.add_argument(
             "--seconds", type=seconds, default=time, metavar="S", help="for what is compared (default: %(default)s)"
         )
-    subject.add_argument("--scale", type=size, default=1.0, help="below 1 to try it out")
+    subject.add_argument("--scale", type=size, default=1.0, help="size of what is measured; below 1 to try it out")
+    add_files(subject)
+
+
+def add_files(subject: argparse.ArgumentParser) -> None:
+    """The options of all subjects whose rows are kept and compared."""
     subject.add_argument("--json", type=Path, metavar="FILE", help="add a line per row to this file")
     subject.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json FILE: print what changed since")
 
@@ -248,13 +240,20 @@ def size(text: str) -> float:
 
 
 def measure_and_keep(arguments: argparse.Namespace, typed: str, rows_of: Callable[[Options], list[Row]]) -> None:
-    """Measure, print, keep."""
-    earlier = read_lines(arguments.compare) if arguments.compare else []
+    """Measure, print, keep. Of processes that measure together, the first one prints and keeps."""
+    earlier = read_rows(arguments.compare) if arguments.compare else []
+    if arguments.json:
+        arguments.json.open("a").close()  # before something is measured and could not be kept
+    given = {name: value for name, value in vars(arguments).items() if name in ("seconds", "scale")}
     start = machine()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=getattr(arguments, "work", None)) as work:
-        rows = rows_of(Options(Path(work), getattr(arguments, "seconds", Options.seconds), arguments.scale))
+        rows = rows_of(Options(Path(work), source=tuple(getattr(arguments, "source", ())), **given))
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
     end = machine()
-    print(heading(start, end, typed), table(rows), *changes(rows, earlier), sep="\n\n")
+    print(heading(start, end, typed), table(rows), sep="\n\n")
+    if arguments.compare:
+        print("", *changes(rows, earlier, typed), sep="\n")
     if arguments.json:
         with arguments.json.open("a", encoding="utf-8") as file:
             file.write(as_lines(rows, start, end, typed))
@@ -352,10 +351,7 @@ def compare_formats(arguments: argparse.Namespace, typed: str) -> None:
 def compare_layouts(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.scaling import weak_scaling
 
-    start = machine()
-    with tempfile.TemporaryDirectory(prefix="bench-") as work:
-        rows = weak_scaling(Options(Path(work), scale=arguments.scale))
-    print(heading(start, machine(), typed), table(rows), sep="\n\n")
+    measure_and_keep(arguments, typed, weak_scaling)
 
 
 def compare_optimizers(arguments: argparse.Namespace, typed: str) -> None:
@@ -363,22 +359,11 @@ def compare_optimizers(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.updates import updates
 
     torch.set_num_threads(1)
-    start = machine()
-    rows = updates(Options(Path(), scale=arguments.scale))
-    print(heading(start, machine(), typed), table(rows), sep="\n\n")
+    measure_and_keep(arguments, typed, updates)
 
 
 def measure_data(arguments: argparse.Namespace, typed: str) -> None:
-    start = machine()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.work) as work:
-        options = Options(Path(work), arguments.seconds, arguments.scale, tuple(arguments.source))
-        rows = measure(arguments.parts or list(PARTS), options)
-    end = machine()
-    print(heading(start, end, typed))
-    print()
-    print(table(rows))
-    if arguments.json:
-        arguments.json.write_text(as_json(rows, start, end, typed), encoding="utf-8")
+    measure_and_keep(arguments, typed, lambda options: measure(arguments.parts or list(PARTS), options))
 
 
 if __name__ == "__main__":

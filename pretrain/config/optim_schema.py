@@ -76,7 +76,8 @@ class Optim:
     )
     betas: tuple[float, float] = key(
         (0.9, 0.95),
-        "Decay rates of the running means of the gradient and of its square.",
+        "Decay rates of the running means: of the gradient and of its square. Lion has one mean, of the gradient, with the second of these rates; "
+        "the first is the share of that mean in an update.",
         ge=0,
         lt=1,
         when={"optim.name": ("adamw", "lion", "muon")},
@@ -132,11 +133,14 @@ class Optim:
 class RateStage:
     """A stage of a piecewise learning rate."""
 
-    steps: int = key("???", "Steps of the stage.", ge=1, le=MOST_STEPS)
+    steps: int | None = key(None, "Steps of the stage.", ge=1, le=MOST_STEPS)
     ratio: float = key("???", "Learning rate at its last step, as a share of the peak.", ge=0, le=1000)
     shape: Literal["constant", "linear", "cosine", "exponential"] = key(
         "linear",
         "The way there from the rate before: at once (`constant`), by equal differences, by half a cosine, or by equal ratios.",
+    )
+    tokens: int | None = key(
+        None, "Instead of `steps`: the stage's last step is the first after which it has so many tokens.", ge=1, le=2**62
     )
 
 

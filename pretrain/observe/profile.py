@@ -44,6 +44,8 @@ class Recorded:
     """Seconds that the step waited for its batch before."""
     weights: list[Tensor]
     optimizers: list[Optimizer]
+    means: list[Tensor]
+    """Running means of weights."""
     tell: Callable[[float], None] = lambda share: None
     """Is given the main rank's share of the step in which a collective ran, and nothing else."""
 
@@ -57,7 +59,7 @@ def profiled(what: Recorded) -> Iterator[None]:
     on_gpu = what.device.type == "cuda"
     gradients: dict[int, int] = {}
     counting = register_optimizer_step_pre_hook(lambda optimizer, *_: gradients.update(_gradients_of(optimizer)))
-    weights, state = _bytes(what.weights, what.device), _bytes(_state_of(what.optimizers), what.device)
+    weights, state = _bytes(what.weights, what.device), _bytes([*_state_of(what.optimizers), *what.means], what.device)
     profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])], profile_memory=True)
     _wait(what.device)
     if on_gpu:

@@ -69,7 +69,7 @@ class Adafactor(GuardedOptimizer):
         if like.dim() > 1:
             totals = _summed([rows.sum(dim=ROWS, keepdim=True) for rows, _ in states], like, ROWS)
             squares = [
-                rows * columns / (total / parameter.shape[ROWS]).clamp_(min=LEAST_SQUARE)
+                rows / (total / parameter.shape[ROWS]).clamp_(min=LEAST_SQUARE) * columns  # R C alone may be too small for fp32
                 for parameter, (rows, columns), total in zip(parameters, states, totals)
             ]
         else:

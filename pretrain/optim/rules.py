@@ -111,10 +111,14 @@ def describe(model: nn.Module, config: Optim) -> list[str]:
 
 
 def check_groups(names: Iterable[str], config: Optim) -> None:
-    """Raise ConfigError for a pattern of `optim.groups` that none of these names of trained parameters needs."""
+    """Raise ConfigError for a pattern of `optim.groups` that none of these names of trained parameters needs, for a group that changes
+    nothing, and for groups that leave nothing to train.
+    """
     left = list(names)
-    every = list(left)
+    every, frozen = list(left), 0
     for i, group in enumerate(config.groups):
+        if group.lr_scale == 1 and group.weight_decay is None and i == len(config.groups) - 1:
+            raise ConfigError(f"optim.groups.{i} has no effect: give it an lr_scale or a weight_decay, or remove it")
         rest = [name for name in left if not fnmatchcase(name, group.pattern)]
         if len(rest) == len(left):
             taken = any(fnmatchcase(name, group.pattern) for name in every)
@@ -124,4 +128,7 @@ def check_groups(names: Iterable[str], config: Optim) -> None:
                 f"optim.groups.{i}.pattern={group.pattern} matches {why}; "
                 + (f"names are {shown}, ..." if left else "remove it")
             )
+        frozen += (len(left) - len(rest)) * (group.lr_scale == 0)
         left = rest
+    if every and frozen == len(every):
+        raise ConfigError("optim.groups give every parameter lr_scale=0, so that nothing is trained; leave some out")

@@ -38,6 +38,11 @@ _CONSEQUENCES = {
     "data.sources": "the old data order would be applied to different data: some text would be repeated and some skipped",
     "data.mixture": "the sources would be read from other places: some samples would be repeated and some skipped",
 }
+_IN_STEPS = {
+    "run.tokens": "run.steps",
+    "schedule.warmup_tokens": "schedule.warmup_steps",
+    "schedule.decay_tokens": "schedule.decay_steps",
+}  # keys in tokens, and those that a run records in their place
 _ABOUT_RESUMING = ("run.resume", "run.accept_changes")  # they say how to resume, and nothing about the run
 _SHOWN = 4  # values of one kind that a message lists
 # Parts that records from before 2026-12 lack. Without them there is nothing to compare.
@@ -92,7 +97,7 @@ def setting_changes(saved: dict[str, Any], own: Config, step: int) -> list[Chang
     """The keys whose change since `step` needs consent, because the next steps would be computed differently."""
     before, after = ({leaf.path: leaf for leaf in leaves(Config, values)} for values in (saved, dataclasses.asdict(own)))
     both = [(before.get(path), after.get(path)) for path in dict.fromkeys([*after, *before])]
-    changed = [(old, new) for old, new in both if old is None or new is None or old.value != new.value]
+    changed = [(old, new) for old, new in both if (old and old.value) != (new and new.value)]
     consequence = _new_past(saved, own, step)
     rules = ("accept", "schedule") if consequence else ("accept",)
     found = []
@@ -116,9 +121,11 @@ def _new_past(saved: dict[str, Any], own: Config, step: int) -> str | None:
     points = {step, *(1 + i * step // _CURVE_POINTS for i in range(_CURVE_POINTS))} if step else ()
     if all(old == new for old, new in map(rates, points)):
         return None
-    shown = max(step + 1, min(steps, own.run.steps))  # the end of the shorter one shows the difference best
-    old, new = rates(shown, saved.get("optim", {}).get("lr", own.optim.lr), own.optim.lr)
-    return f"the learning rate of step {shown} would be {new:.3g} instead of {old:.3g}"
+    peaks = saved.get("optim", {}).get("lr", own.optim.lr), own.optim.lr
+    end = max(step + 1, min(steps, own.run.steps))  # the end of the shorter one shows the difference best, if it shows one
+    texts = {number: [f"{rate:.3g}" for rate in rates(number, *peaks)] for number in (end, *sorted(points, reverse=True))}
+    number, (old, new) = next(((n, both) for n, both in texts.items() if both[0] != both[1]), (end, texts[end]))
+    return f"the learning rate of step {number} would be {new} instead of {old}"
 
 
 # ---- what is done about it --------------------------------------------------------------------------------------------
@@ -137,8 +144,8 @@ def check_changes(
     `tokens`: the run's tokens so far, if a stage can change its mixture from there on; else 0. `other_name`: whether another
     run.name would help.
     """
-    changes = [*identity, *settings]
-    refused = [change for change in changes if change.consent is None or not _is_under(change.name, accepted)]
+    changes, named = [*identity, *settings], [_IN_STEPS.get(name, name) for name in accepted]
+    refused = [change for change in changes if change.consent is None or not _is_under(change.name, named)]
     if tolerated := [change for change in changes if change not in refused]:
         log.warning("%s: accepted %s", holder, _describe(tolerated))
     if not refused:

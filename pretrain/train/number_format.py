@@ -23,6 +23,8 @@ SIZES = ((1024, 256, 1024), (1024, 1024, 256))
 LEAST_GAIN = 1.2
 """bf16 must be this many times as fast: other operations gain nothing, and rounding costs a little quality."""
 TURNS = 5
+LEAST_EPS = 1e-8
+"""Of AdamW with moments in 8 bits, whose least root of a mean of squares is 4e-9."""
 
 
 def check_formats(config: Config) -> None:
@@ -37,6 +39,11 @@ def check_formats(config: Config) -> None:
     if precision.moments == "8bit" and config.optim.name != "adamw":
         raise ConfigError(
             f"precision.moments=8bit is for optim.name=adamw, whose mean of squares says how large its other mean can be; for {config.optim.name} use bf16"
+        )
+    if precision.moments == "8bit" and config.optim.eps < LEAST_EPS:
+        raise ConfigError(
+            f"optim.eps={config.optim.eps:g} with precision.moments=8bit: gradients below 4e-9 cannot be told from 0 in 8 bits, and only an eps "
+            f"of {LEAST_EPS:g} or more keeps them from mattering; raise it, or set precision.moments=bf16"
         )
 
 
@@ -73,7 +80,7 @@ def check_gradients(config: Config, strategy: str, ranks: int) -> None:
     precision = config.precision
     if precision.gradients == "bf16" != precision.master and strategy == "ddp":
         raise ConfigError(
-            f"precision.gradients=bf16: parallel.strategy=ddp keeps gradients as it keeps weights, which are in {precision.master}, or in fp32; "
+            f"precision.gradients=bf16: parallel.strategy=ddp keeps no gradients that are coarser than the weights, which are in {precision.master}; "
             "remove it, or use parallel.strategy=fsdp"
         )
     if precision.gradients == "fp32" != precision.master and strategy == "ddp" and config.run.deterministic and ranks > 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from pretrain.config.model_schema import Model
 from pretrain.config.parallel_schema import Precision
 from pretrain.config.schema import Config
 from pretrain.config.written import flatten
+from pretrain.data.sources import batch_schedule
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
 from pretrain.huggingface.export_check import check_map
@@ -163,6 +165,7 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
     notes += [
         f"{key}={tokens}: {steps} step{'s' if steps > 1 else ''}" for key, (tokens, steps) in _in_steps(given, counted).items()
     ]
+    notes += _unreached(counted)
     if config.schedule != counted.schedule:
         shortened = f"{config.schedule.warmup_steps} steps of warmup"
         if config.schedule.decay_steps is not None:
@@ -173,6 +176,21 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
     return notes
 
 
+def _unreached(config: Config) -> Iterator[str]:
+    """A line on stages of the batch and of the length that last longer than the run."""
+    batch, length = config.batch, config.data.sequence_length
+    tokens = batch_schedule(config).after(0, config.run.steps) * length
+    sizes = {
+        "batch.ramp": [*(s.sequences for s in batch.ramp), batch.sequences],
+        "batch.lengths": [*(s.length for s in batch.lengths), length],
+    }
+    for key, stages in (("batch.ramp", batch.ramp), ("batch.lengths", batch.lengths)):
+        i = next((i for i, stage in enumerate(stages) if stage.until_tokens >= tokens), None)
+        if i is not None:
+            missed, what = sizes[key][i + 1 :], "sequences" if key == "batch.ramp" else "tokens per sequence"
+            yield f"{key}.{i} lasts until {stages[i].until_tokens} tokens, and the run until {tokens}: it never comes to {' or '.join(map(str, missed))} {what}"
+
+
 def _in_steps(given: Config, counted: Config) -> dict[str, tuple[int, int]]:
     """The keys that are given in tokens, each with its value and the steps that it comes to."""
     run, schedule = given.run, given.schedule
@@ -180,6 +198,10 @@ def _in_steps(given: Config, counted: Config) -> dict[str, tuple[int, int]]:
         "run.tokens": (run.tokens, counted.run.steps),
         "schedule.warmup_tokens": (schedule.warmup_tokens, counted.schedule.warmup_steps),
         "schedule.decay_tokens": (schedule.decay_tokens, counted.schedule.decay_steps),
+        **{
+            f"schedule.stages.{i}.tokens": (stage.tokens, found.steps)
+            for i, (stage, found) in enumerate(zip(schedule.stages, counted.schedule.stages))
+        },
     }
     return {key: value for key, value in values.items() if value[0] is not None}
 

@@ -68,10 +68,25 @@ def tokens_as_steps(config: Config) -> Config:
     if schedule.warmup_tokens is not None:
         schedule = dataclasses.replace(schedule, warmup_steps=steps_of(schedule.warmup_tokens), warmup_tokens=None)
     if schedule.decay_tokens is not None:
-        before = batches.after(0, run.steps) * length - schedule.decay_tokens
-        decay = run.steps - (steps_of(before) if before > 0 else 0)
+        whole = batches.after(0, run.steps) * length
+        if schedule.decay_tokens > whole:
+            raise ConfigError(
+                f"schedule.decay_tokens={schedule.decay_tokens} do not fit in the run, which has {whole} tokens (run.steps={run.steps}); lower it"
+            )
+        decay = run.steps - (steps_of(whole - schedule.decay_tokens) if schedule.decay_tokens < whole else 0)
         schedule = dataclasses.replace(schedule, decay_steps=max(1, decay), decay_tokens=None)
-    return dataclasses.replace(config, run=run, schedule=schedule)
+    stages, end = [], schedule.warmup_steps
+    for i, stage in enumerate(schedule.stages):
+        if (stage.steps is None) == (stage.tokens is None):
+            raise ConfigError(f"schedule.stages.{i} needs one of steps and tokens, and not both")
+        if stage.tokens is not None:
+            if config.data.pairs:
+                raise ConfigError(f"schedule.stages.{i}.tokens: batches of data.pairs differ in tokens; use steps")
+            before = batches.after(0, end) * length
+            stage = dataclasses.replace(stage, steps=max(1, steps_of(before + stage.tokens) - end), tokens=None)
+        stages.append(stage)
+        end += stage.steps
+    return dataclasses.replace(config, run=run, schedule=dataclasses.replace(schedule, stages=stages))
 
 
 def usual_values(given: Config, model: Model | None = None) -> dict[str, list[Any]]:

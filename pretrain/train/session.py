@@ -291,16 +291,18 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
     """The run in a few lines. Earlier starts may have read their samples in steps of another size."""
     config, layout = plan.config, plan.layout
     model, batch, precision = config.model, config.batch, config.precision
-    tokens = batch.tokens or batch.sequences * config.data.sequence_length
+    sizes = f" of {batch.tokens or batch.sequences * config.data.sequence_length} tokens"
     samples = plan.data.samples_after(origin.samples, config.run.steps - origin.step)
     ramp = "".join(f"{stage.sequences} sequences until {stage.until_tokens:,} tokens, then " for stage in batch.ramp)
+    if batch.ramp:
+        sizes = f", {samples * config.data.sequence_length:,} tokens"
     shorter = "".join(f", in rows of {stage.length} until {stage.until_tokens:,} tokens" for stage in batch.lengths)
     shares = f"{ramp}{batch.sequences} sequences = {layout.data_size} ranks x {layout.micro_steps} micro-steps x {batch.micro_sequences}"
     if batch.tokens:
         shares = f"{batch.tokens} tokens over {layout.data_size} ranks, each in micro-steps of at most {batch.micro_tokens or 'its share'}"
     blocks = f"{model.encoder.layers} + {model.layers}" if model.encoder.layers else model.layers
     return [
-        f"run      {directory_of(config.run)}: {config.run.steps} steps of {tokens} tokens{shorter}",
+        f"run      {directory_of(config.run)}: {config.run.steps} step{'s' if config.run.steps > 1 else ''}{sizes}{shorter}",
         f"model    {model.family}, {plan.parameters:,} parameters: {blocks} layers of {model.dim}, {model.heads} heads, "
         f"vocabulary {model.vocab_size}; {plan.flops_per_token(samples):.3g} FLOPs per token",
         *family_of(model.family).describe(model),

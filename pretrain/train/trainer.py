@@ -291,12 +291,12 @@ class Trainer:
         from pretrain.observe.profile import Recorded, profiled  # imports the profiler
 
         weights = [parameter for part in self.strategy.parts() for parameter in part.parameters()]
-        ranks, optimizers = self.ranks, self.optimizer.optimizers
+        ranks, optimizers, means = self.ranks, self.optimizer.optimizers, list(self.optimizer.means.values())
 
         def tell(share: float) -> None:
             self.reporting.communication[number] = share
 
-        return profiled(Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers, tell))
+        return profiled(Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers, means, tell))
 
     @contextmanager
     def _explaining_memory(self, number: int) -> Iterator[None]:

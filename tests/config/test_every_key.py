@@ -131,6 +131,7 @@ SEEN = {
     "optim.ema_decay": "optim/test_ema.py::test_the_mean_follows_its_formula_and_lends_its_values",
     **{f"optim.groups.0.{name}": "optim/test_muon.py::test_the_first_group_that_matches_a_name_gives_its_rate_and_decay" for name in ("pattern", "lr_scale", "weight_decay")},
     **{f"schedule.stages.0.{name}": "optim/test_schedule.py::test_stages_follow_each_other" for name in ("steps", "ratio", "shape")},
+    "schedule.stages.0.tokens": "optim/test_schedule.py::test_numbers_of_tokens_are_the_first_steps_that_reach_them",
     "parallel.tensor": SHARED, "parallel.context": SHARED, "parallel.context_method": SHARED, "parallel.pipeline": STAGES, "parallel.pipeline_schedule": STAGES, "parallel.pipeline_chunks": STAGES,
     "parallel.expert": "train/test_experts_in_layouts.py::test_a_layout_computes_what_one_process_computes",
     "parallel.grad_sync": "train/test_equivalence.py::test_a_layout_computes_what_one_process_computes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from pretrain.optim.exchange import begin_exchange
 from pretrain.optim.guarded import Formats
 from pretrain.optim.muon import Muon, coefficients, orthogonalize
 from pretrain.optim.optimizer import OptimizerSet
-from pretrain.optim.rules import check_groups, count_moments, orthogonalized, rules
+from pretrain.optim.rules import check_groups, count_moments, describe, orthogonalized, rules
 from pretrain.parallel.initialise import initialise
 
 
@@ -117,7 +118,29 @@ def test_the_first_group_that_matches_a_name_gives_its_rate_and_decay():
 def test_a_pattern_that_does_nothing_is_refused(patterns, message):
     names = [name for name, _ in network().named_parameters()]
     with pytest.raises(ConfigError, match=message):
-        check_groups(names, Optim(groups=[ParameterGroup(pattern) for pattern in patterns]))
+        check_groups(names, Optim(groups=[ParameterGroup(pattern, 0.5) for pattern in patterns]))
+
+
+def test_groups_that_change_nothing_or_leave_nothing_to_train_are_refused():
+    names = [name for name, _ in network().named_parameters()]
+    with pytest.raises(ConfigError, match="optim.groups.1 has no effect: give it an lr_scale or a weight_decay, or remove it"):
+        check_groups(names, Optim(groups=[ParameterGroup("norm.*", 0.5), ParameterGroup("*")]))
+    check_groups(names, Optim(groups=[ParameterGroup("norm.*"), ParameterGroup("*", 0.5)]))  # all but the norm
+    with pytest.raises(ConfigError, match="every parameter lr_scale=0, so that nothing is trained"):
+        check_groups(names, Optim(groups=[ParameterGroup("norm.*", 0.0), ParameterGroup("*", 0.0)]))
+    check_groups(names, Optim(groups=[ParameterGroup("norm.*", 1.0, 0.1), ParameterGroup("*", 0.0)]))
+
+
+def test_the_documentation_says_who_updates_the_quickstart_with_muon():
+    from pretrain.config.load import load_config
+    from pretrain.models.families import complete
+
+    root = Path(__file__).resolve().parents[2]
+    config, _ = load_config(root / "configs" / "quickstart.yaml", ["model.vocab_size=4096", "optim.name=muon"])
+    with torch.device("meta"):
+        model = build_network(complete(config.model, config.data.sequence_length))
+    [line] = describe(model, config.optim)
+    assert f"{line}\n" in (root / "docs" / "optimizers.md").read_text()
 
 
 # ---- steps that are left out --------------------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain.config.optim_schema import Optim
+from pretrain.config.optim_schema import AdafactorOptions, Optim
 from pretrain.config.schema import Model
 from pretrain.models.decoder import Decoder
 from pretrain.models.families import complete
 from pretrain.optim import optimizer as optimizer_file
+from pretrain.optim.adafactor import Adafactor
+from pretrain.optim.guarded import Formats
 from pretrain.optim.optimizer import OptimizerSet, Rule
 from pretrain.optim.rules import decayed
 from pretrain.parallel.initialise import initialise
@@ -141,3 +143,22 @@ def test_a_set_of_two_optimizers_has_one_set_of_verbs_and_a_rate_for_each_rule(m
     }
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-12])
+def test_adafactor_follows_its_formula_also_where_squares_are_too_small_to_be_multiplied_in_fp32(size):
+    """Algorithm 4 of arXiv 1804.04235 in fp64, without its relative rate."""
+    draw, options = torch.Generator().manual_seed(1), AdafactorOptions()
+    weight = torch.nn.Parameter(torch.randn(24, 16, generator=draw))
+    expected, rows, columns = weight.detach().double(), torch.zeros(24, 1), torch.zeros(1, 16)
+    optimizer = Adafactor([{"params": [weight], "weight_decay": 0.0}], 1e-2, options, Formats())
+    for number in range(1, 5):
+        weight.grad = size * torch.randn(24, 16, generator=draw)
+        optimizer.step()
+        gradient, share = weight.grad.double(), number**-options.decay
+        rows = torch.lerp(rows.double(), gradient.square().mean(1, keepdim=True), share)
+        columns = torch.lerp(columns.double(), gradient.square().mean(0, keepdim=True), share)
+        update = gradient / (rows * columns / rows.mean()).sqrt()
+        update /= max(1.0, float(update.square().mean().sqrt()) / options.clip)
+        expected = expected - 1e-2 * max(options.least_scale, float(expected.square().mean().sqrt())) * update
+    assert float((weight.detach() - expected).abs().max()) < 1e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -163,16 +164,27 @@ def test_numbers_of_tokens_are_the_first_steps_that_reach_them(ramp, sequences, 
         run=Run(tokens=tokens), schedule=Schedule(name="wsd", warmup_tokens=warmup, decay_tokens=decay),
         batch=Batch(sequences, ramp=[BatchStage(end, size) for end, size in zip(ends, sizes)]), data=Data(sequence_length=length),
     )  # fmt: skip
-    found = tokens_as_steps(written)
     reached, consumed = [0], 0  # step by step
     while reached[-1] < tokens:
         consumed += next((size for end, size in zip(ends, sizes) if consumed < -(-end // length)), sequences)
         reached.append(consumed * length)
+    if decay > reached[-1]:
+        with pytest.raises(ConfigError, match="do not fit in the run"):
+            tokens_as_steps(written)
+        return
+    found = tokens_as_steps(written)
     assert found.run.steps == len(reached) - 1
     assert found.schedule.warmup_steps == next(step for step, sum_ in enumerate(reached) if sum_ >= warmup)
     begins = next(step for step, sum_ in enumerate(reached) if sum_ >= reached[-1] - decay)
     assert found.schedule.decay_steps == max(1, found.run.steps - begins)
     assert tokens_as_steps(found) == found
+    if found.schedule.warmup_steps < found.run.steps:
+        first, rest = reached[found.schedule.warmup_steps], reached[found.schedule.warmup_steps :]
+        stages = [RateStage(ratio=0.5, tokens=draw.draw(st.integers(1, reached[-1]))), RateStage(2, 0.1), RateStage(ratio=0.1, tokens=1)]
+        staged = dataclasses.replace(written, schedule=Schedule(name="piecewise", warmup_tokens=warmup, stages=stages))
+        last, *others = [stage.steps for stage in tokens_as_steps(staged).schedule.stages]
+        assert others == [2, 1]
+        assert last == next((step for step, sum_ in enumerate(rest) if sum_ >= first + stages[0].tokens), last) >= 1
 
 
 @settings(deadline=None)

@@ -23,6 +23,7 @@ from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.rounding import random_bits, round_at_random
 from pretrain.parallel.blocks import DTYPES, set_master_format
 from pretrain.parallel.initialise import initialise
+from pretrain.train.number_format import LEAST_EPS
 
 PURE = ("precision.compute=bf16", "precision.master=bf16", "precision.moments=bf16")
 CPU = torch.device("cpu")
@@ -108,6 +109,22 @@ def test_updates_in_eight_bits_are_as_large_as_others_whatever_the_size_of_gradi
     bits = tuple(random_bits((slice(0, 64), slice(0, 64)), name, 1, CPU) for name in "mv")
     stored_mean, stored_square = decode_means(*encode_means(mean, square, bits))
     assert abs(float((stored_mean / stored_square.sqrt()).mean()) - 1) < 0.02
+
+
+@pytest.mark.parametrize("size", [1e-2, 3e-9, 1e-9, 1e-10])
+def test_steps_in_eight_bits_follow_small_gradients_as_far_as_others(size):
+    """A gradient with noise as large as itself: the mean of 50 steps along it. Below 4e-9 the mean of squares is mostly stored as 0."""
+    gone = {}
+    for moments in (torch.float32, torch.uint8):
+        weight = torch.nn.Parameter(torch.zeros(64, 64))
+        optimizer = AdamW([{"params": [weight], "weight_decay": 0.0}], 1.0, (0.9, 0.95), LEAST_EPS, Formats(moments, {weight: "w"}))
+        noise = torch.Generator().manual_seed(3)
+        for number in range(50):
+            weight.grad = size * (1 + torch.randn(64, 64, generator=noise))
+            optimizer.step_number = number
+            optimizer.step()
+        gone[moments] = -float(weight.detach().mean()) / 50
+    assert gone[torch.uint8] == pytest.approx(gone[torch.float32], rel=0.1)
 
 
 def test_adamw_in_eight_bits_moves_as_adamw_does():
@@ -347,7 +364,8 @@ def test_a_resumed_run_is_the_straight_one_and_other_formats_are_another_run(poo
     ("world_size", "options", "message"),
     [
         (1, ["precision.master=bf16"], "precision.master=bf16 needs precision.compute=bf16, but that is fp32; set one of them"),
-        (2, ["precision.gradients=bf16", "parallel.strategy=ddp"], "precision.gradients=bf16: parallel.strategy=ddp keeps gradients as it keeps weights, which are in fp32, or in fp32; remove it"),
+        (1, [*PURE, "precision.moments=8bit", "optim.eps=1e-9"], "optim.eps=1e-09 with precision.moments=8bit: gradients below 4e-9 cannot be told from 0"),
+        (2, ["precision.gradients=bf16", "parallel.strategy=ddp"], "precision.gradients=bf16: parallel.strategy=ddp keeps no gradients that are coarser than the weights, which are in fp32; remove it"),
     ],
 )
 def test_what_cannot_be_had_is_refused_in_one_line(pool, config_file, world_size, options, message):

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from launch_pool import LIMIT_SECONDS
 
 from pretrain.config.attention_schema import AttentionConfig, Latent, Relative, Rope
 from pretrain.config.model_schema import EncoderConfig, ExpertsConfig, MlpConfig, Model, Norm
@@ -192,12 +193,14 @@ def differences(kind: str, wanted: dict[str, Model]) -> dict[str, tuple[float, s
 
 
 # Every case of every family with `-m slow`: python -m pytest tests/parallel/test_shared_models.py -m slow
-SIZES = [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)]
+LONG = (pytest.mark.slow, pytest.mark.timeout(1200))
+SIZES = [(2, False), (4, False), pytest.param(2, True, marks=LONG), pytest.param(4, True, marks=LONG)]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "context", "ring", "both", "expert", "all"])
 @pytest.mark.parametrize("ranks, every_family", SIZES)
-def test_ranks_that_share_a_model_compute_what_one_process_computes(pool, kind, ranks, every_family):
+def test_ranks_that_share_a_model_compute_what_one_process_computes(pool, kind, ranks, every_family, monkeypatch):
+    monkeypatch.setattr("launch_pool.LIMIT_SECONDS", 1200 if every_family else LIMIT_SECONDS)  # over 100 models
     if kind in ("both", "all") and ranks == 2:
         pytest.skip("two axes need four ranks")
     wanted = models(kind, ranks, every_family)

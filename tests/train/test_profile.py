@@ -59,6 +59,16 @@ def test_a_profiled_step_leaves_traces_and_a_page_and_computes_the_same(pool, co
     )
 
 
+def test_the_mean_of_the_weights_is_state_and_time_of_the_optimizer(pool, config_file):
+    run = train(pool, 1, config_file, *SHORT, PROFILE, "optim={name: adafactor, ema_decay: 0.9}")
+    page, state = (run / "profile" / "step-00000002.md").read_text(), state_of(run, 3)
+    sizes = {kind: sum(t.nbytes for name, t in state.items() if name.startswith(kind)) / 1e6 for kind in ("model.", "optim.ema.")}
+    assert sizes["optim.ema."] == sizes["model."] > 0.1
+    assert cells(page, "optimizer state")[0] == pytest.approx(sum(t.nbytes for t in state.values()) / 1e6 - sizes["model."], abs=0.06)
+    [mean] = [s for s in spans_of(run / "profile" / "step-00000002.rank-0.trace.json.gz") if s["name"] == "Optimizer.step#mean of weights"]
+    assert mean["dur"] / 1e3 <= cells(page, "optimizer")[0]
+
+
 def test_a_profile_that_cannot_be_written_is_a_warning_and_one_beyond_the_run_an_error(pool, config_file):
     run = config_file.parent / "runs" / "run"
     run.mkdir(parents=True)

@@ -48,6 +48,18 @@ def test_a_run_counted_in_tokens_is_not_miscounted_when_its_batch_changes(pool, 
     assert read_metrics(run)[-1]["tokens"] >= 2048 > read_metrics(run)[-2]["tokens"]
 
 
+def test_stages_that_outlast_the_run_are_named_and_the_head_counts_what_is_read(config_file):
+    # 10 steps of 4 samples of 32 tokens, 5 of 2, and 5 of 8.
+    stages = "batch.ramp=[{until_tokens: 1280, sequences: 4}, {until_tokens: 1600, sequences: 2}, {until_tokens: 99999, sequences: 8}]"
+    code, printed = run_main(str(config_file), "--check", "batch.micro_sequences=2", stages, "batch.lengths=[{until_tokens: 5000, length: 8}]")
+    assert code == 0, printed
+    assert "run: 20 steps, 2,880 tokens, in rows of 8 until 5,000 tokens" in printed
+    assert "note     batch.lengths.0 lasts until 5000 tokens, and the run until 2880: it never comes to 32 tokens per sequence" in printed
+    assert "note     batch.ramp.2 lasts until 99999 tokens, and the run until 2880: it never comes to 16 sequences" in printed
+    code, printed = run_main(str(config_file), "--check", "batch.micro_sequences=2", stages.replace("99999", "2879"))
+    assert code == 0 and "never comes to" not in printed
+
+
 SHORT_FIRST = (
     "batch={sequences: 16, micro_sequences: 4, lengths: [{until_tokens: 1024, length: 8}, {until_tokens: 2048, length: 16}]}",
     "run.steps=6", "schedule.warmup_steps=1", "log.every_steps=1", "log.gradients_at=[1]", "checkpoint.every_steps=1", "checkpoint.keep_last=0",

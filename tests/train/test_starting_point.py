@@ -18,8 +18,9 @@ from running import run_main
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.keys import AtResume, leaves
 from pretrain.config.load import load_config
+from pretrain.config.optim_schema import Optim, ParameterGroup, RateStage, Schedule
 from pretrain.config.read import read_file
-from pretrain.config.schema import Config
+from pretrain.config.schema import Config, Run
 from pretrain.optim.schedule import learning_rate
 from pretrain.run import main
 from pretrain.train.identity import differences, setting_changes
@@ -195,6 +196,32 @@ def test_a_cosine_that_is_extended_says_what_becomes_of_the_learning_rate(config
     now = learning_rate(Config().schedule, 3e-3, 4, 5)
     later = learning_rate(dataclasses.replace(Config().schedule, warmup_steps=1), 3e-3, 10, 5)
     assert code == 1 and f"the learning rate of step 5 would be {later:.3g} instead of {now:.3g}" in line
+
+
+def test_the_step_that_a_message_names_shows_the_difference(config_file, tmp_path):
+    """Two stages, of which the second ends alike: the last step before the end of both is the same."""
+    old, new = (
+        Config(schedule=Schedule(name="piecewise", stages=[RateStage(4, ratio), RateStage(2, 0.1)]), run=Run(steps=steps))
+        for ratio, steps in ((0.5, 7), (0.6, 9))
+    )
+    [text] = {change.consequence for change in setting_changes(dataclasses.asdict(old), new, 6)}
+    assert text == "the learning rate of step 5 would be 0.000105 instead of 9e-05"
+
+
+def test_a_key_that_is_absent_on_one_side_and_null_on_the_other_is_no_change(config_file):
+    old, new = Config(), Config(optim=Optim(groups=[ParameterGroup("norm.*", 0.5)]))
+    names = [change.name for change in setting_changes(dataclasses.asdict(old), new, 4)]
+    assert names == ["optim.groups.0.pattern", "optim.groups.0.lr_scale"]
+
+
+def test_a_number_of_tokens_is_accepted_by_the_name_of_its_key(config_file, run):
+    """Its steps are what the run records."""
+    tokens = "run.steps=1000", "run.tokens=2560"
+    code, line = check(config_file, *tokens)
+    assert code == 1 and "the learning rate of step" in line
+    for name in ("run.tokens", "run.steps"):
+        code, printed = check(config_file, *tokens, f"run.accept_changes=[{name}]")
+        assert code == 0 and "would resume from step 4" in printed
 
 
 def test_a_key_that_is_new_since_the_checkpoint_had_its_default(config_file, run):

@@ -212,6 +212,7 @@ def start(options: Options) -> list[Row]:
             f"{shards:,} shards: memory that opening takes",
             max(run["memory"] for run in runs) / MILLION,
             "MB",
+            better="lower",
             note=f"of {max(run['before'] for run in runs) / MILLION:.0f} MB with what is imported",
         )
     )

@@ -201,37 +201,65 @@ def heading(start: dict[str, Any], end: dict[str, Any], typed: str) -> str:
     )
 
 
-def as_json(rows: Sequence[Row], start: dict[str, Any], end: dict[str, Any], typed: str) -> str:
-    """Everything, for programs."""
-    content = {
-        "command": typed,
-        "machine": start,
-        "load_average_after": end["load_average"],
-        "rows": [{**dataclasses.asdict(row), "met": row.met} for row in rows],
-    }
-    return json.dumps(content, indent=2) + "\n"
-
-
 def as_lines(rows: Sequence[Row], start: dict[str, Any], end: dict[str, Any], typed: str) -> str:
     """A line of JSON per row, with everything that it takes to judge it."""
     about = {"command": typed, "machine": start, "load_average_after": end["load_average"]}
     return "".join(json.dumps({**dataclasses.asdict(row), **about}) + "\n" for row in rows)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What `as_lines` wrote. Raises DataError for a file that is none."""
+def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:
+    """What `--json` wrote. Raises DataError for a file that it did not write, whose lines lack some of these fields."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: no file that --json wrote ({error})") from None
+    for number, line in enumerate(lines, start=1):
+        missing = [name for name in fields if not isinstance(line, dict) or name not in line]
+        if missing:
+            raise DataError(
+                f"{path}: line {number} is no row that --json wrote for this subject: it lacks {', '.join(missing)}"
+            )
+    return lines
 
 
-def changes(rows: Sequence[Row], earlier: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines on rows that were measured before, against the last time."""
-    before = {(one["part"], one["name"]): one["value"] for one in earlier}
-    return [
-        f"{row.part}: {row.name}: {_number(row.value)} {row.unit}, before {_number(before[row.part, row.name])}: "
-        f"{row.value / before[row.part, row.name]:.3f} x"
-        for row in rows
-        if (row.part, row.name) in before
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What `as_lines` wrote."""
+    return read_lines(path, *(field.name for field in dataclasses.fields(Row)), "command", "machine")
+
+
+def changes(rows: Sequence[Row], earlier: Sequence[dict[str, Any]], typed: str) -> list[str]:
+    """A line on each row: against the last time that it was measured, and what was not alike then. `typed`: the command of now."""
+    before = {(one["part"], one["name"]): one for one in earlier}
+    return [_change(row, before.get((row.part, row.name)), typed) for row in rows]
+
+
+def _change(row: Row, before: dict[str, Any] | None, typed: str) -> str:
+    now = f"{row.part}: {row.name}: {_number(row.value)} {row.unit}"
+    if before is None:
+        return f"{now}, not measured before"
+    then = f"{now}, before {_number(before['value'])} {before['unit']}"
+    if (before["unit"], before["clock"]) != (row.unit, row.clock):
+        return f"{then}: not compared, because that is {before['clock']} time, and this {row.clock} time"
+    others = [
+        f"then {name}: {old}"
+        for name, old, new in (
+            ("command", _what(before["command"]), _what(typed)),
+            ("CPU", before["machine"]["cpu"], _cpu_model()),
+        )
+        if old != new
     ]
+    gained = (row.value > before["value"]) == (row.better == "higher")
+    judged = "" if row.value == before["value"] else ", better" if gained else ", worse"
+    return "; ".join([f"{then}: {row.value / before['value']:.3f} x{judged}", *others])
+
+
+def _what(typed: str) -> str:
+    """A command without the options that change neither what is measured nor how."""
+    words = iter(shlex.split(typed))
+    kept = []
+    for word in words:
+        if word in ("--json", "--compare", "--seconds"):
+            next(words, None)
+        else:
+            kept.append(word)
+    return shlex.join(kept)

@@ -135,7 +135,7 @@ def _speed(kind: str, path: Path, corpus: Corpus, options: Options) -> list[Row]
     shutil.rmtree(options.work / "output")
     rows = _rows(name, alone, "cpu", "MB/s/core", corpus, part)
     rows += [
-        Row("preparation", f"{name}: choosing and proving the engine, once", proof, "s", "cpu"),
+        Row("preparation", f"{name}: choosing and proving the engine, once", proof, "s", "cpu", better="lower"),
         *(
             rate_row("preparation", f"{name}: {other}", turns, part.megabytes, "MB/s/core", "cpu")
             for other, turns in others.items()
@@ -281,6 +281,7 @@ def _memory(tokenizer: Path, corpus: Corpus, options: Options) -> list[Row]:
             f"peak memory, {options.cores} processes, {corpus.megabytes:.0f} MB of text",
             peaks[0],
             "MB",
+            better="lower",
             note=note,
         ),
         Row(

@@ -80,7 +80,7 @@ def saving(model: Path, options: Options) -> list[Row]:
         rows.append(_row(f"load: {name}", loads[name], loads["torch.save"], size))
     rows.append(_row("verification: sha256 of every file", loads["verification"], None, size))
     payload = sum(path.stat().st_size for path in newest[0].rglob("*") if path.is_file())
-    rows.append(Row("checkpoint", "bytes of tensors", size / 1e6, "MB", note=f"{len(tensors)} tensors"))
+    rows.append(Row("checkpoint", "bytes of tensors", size / 1e6, "MB", better="lower", note=f"{len(tensors)} tensors"))
     rows.append(
         Row("checkpoint", "bytes on the disk: ours", payload / 1e6, "MB", better="lower", baseline=plain.stat().st_size / 1e6)
     )

@@ -31,7 +31,7 @@ def wait(options: Options) -> list[Row]:
     largest = 100 * max(record["data_wait"] for record in rest)
     return [
         Row("wait", "time in which training waits for data", 100 * waited, "%", "wall", None, 1.0, "lower", note=note),
-        Row("wait", "the same, the step that waited longest", largest, "%", "wall"),
+        Row("wait", "the same, the step that waited longest", largest, "%", "wall", better="lower"),
     ]
 
 

@@ -1,7 +1,7 @@
 # What the parts of a day on a GPU share: each row has a time limit of its own, and none is stopped by another's failure. To be sourced.
 #
 #   OUT   folder for logs and results (default: build/gpu_day); rows.jsonl has a line per row, speed.jsonl one per measured speed
-#   TRY   set it to try the part with tiny models on a CPU, or on the pretended GPU of a rehearsal (tests/rehearsal)
+#   TRY   set it to try the part with tiny models on a CPU, or on the pretended GPU of a rehearsal (tests/rehearsal), with ten times the limits
 #   PY    the Python to use (default: python3); build/wheels may have packages that it lacks
 
 set -uo pipefail
@@ -19,6 +19,7 @@ if [ -n "${TRY:-}" ]; then
   device=${REHEARSAL_LIBRARY:+cuda} # where tests/run.sh --rehearse pretends one
   device=${device:-cpu}
   export OMP_NUM_THREADS=1
+  more=10
 else
   device=cuda
   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -34,6 +35,7 @@ trap pack EXIT
 row() {
   local name=$1 limit=$2 begin=$SECONDS rc=0
   shift 2
+  limit=$((limit * ${more:-1}))
   printf '\n== %s (at most %s s, %s s into this part): %s\n' "$name" "$limit" "$SECONDS" "$*"
   timeout --kill-after=5 "$limit" "$@" > "$OUT/$name.log" 2>&1 || rc=$?
   tail -n 12 "$OUT/$name.log" | cut -c1-300

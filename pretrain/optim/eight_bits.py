@@ -4,8 +4,9 @@
     mean of gradients m     as m / sqrt(v): a sign, 4 bits of exponent, 3 of fraction, 2^-10.9 to 30, and 0
 
 Where v is known, what m can be is known too: |m| is at most a few times sqrt(v). So m needs no wide range, and a number is stored without looking at its
-neighbours. Where v is stored as 0, m is divided by the root of the least v that can be stored. Formats with a scale per block (Dettmers et al., arXiv 2110.02861) store other numbers when other ranks share a matrix; this one does
-not. Both are rounded at random (`rounding.py`), so that in the mean nothing is lost.
+neighbours. Where v is stored as 0, m is divided by the root of the least v that can be stored. Formats with a scale per block (Dettmers et al., arXiv
+2110.02861) store other numbers when other ranks share a matrix; this one does not. Both are rounded at random (`rounding.py`), so that in the mean nothing
+is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Codes(NamedTuple):
     @property
     def smallest(self) -> float:
         """The value of code 1."""
-        return float(self.decode(torch.ones((), dtype=torch.int32)))
+        return float(self.decode(torch.ones((), dtype=torch.int32, device="cpu")))
 
 
 _SQUARES = _Codes(21, ((127 - 56) << 2), 255)

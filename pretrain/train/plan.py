@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ from pretrain.config.model_schema import Model
 from pretrain.config.parallel_schema import Precision
 from pretrain.config.schema import Config
 from pretrain.config.written import flatten
-from pretrain.data.sources import batch_schedule
 from pretrain.data.training_data import TrainingData, open_data
 from pretrain.errors import ConfigError
 from pretrain.huggingface.export_check import check_map
@@ -34,7 +32,7 @@ from pretrain.parallel.legality import check_tensor
 from pretrain.train.attention_kernel import check_attention_kernel
 from pretrain.train.number_format import FormatChoice, check_formats, check_fp8, check_gradients, chosen_format
 from pretrain.train.prompts import check_prompts
-from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, usual_values
+from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, unreached_stages, usual_values
 from pretrain.train.translation import require_sacrebleu
 
 NO_IDENTITY = {leaf.path for leaf in leaves(Model, None, resume="never") if leaf.resume != "never"}
@@ -165,7 +163,7 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
     notes += [
         f"{key}={tokens}: {steps} step{'s' if steps > 1 else ''}" for key, (tokens, steps) in _in_steps(given, counted).items()
     ]
-    notes += _unreached(counted)
+    notes += unreached_stages(counted)
     if config.schedule != counted.schedule:
         shortened = f"{config.schedule.warmup_steps} steps of warmup"
         if config.schedule.decay_steps is not None:
@@ -174,21 +172,6 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
             f"schedule.warmup_steps={counted.schedule.warmup_steps} is above run.steps={counted.run.steps}: {shortened}"
         )
     return notes
-
-
-def _unreached(config: Config) -> Iterator[str]:
-    """A line on stages of the batch and of the length that last longer than the run."""
-    batch, length = config.batch, config.data.sequence_length
-    tokens = batch_schedule(config).after(0, config.run.steps) * length
-    sizes = {
-        "batch.ramp": [*(s.sequences for s in batch.ramp), batch.sequences],
-        "batch.lengths": [*(s.length for s in batch.lengths), length],
-    }
-    for key, stages in (("batch.ramp", batch.ramp), ("batch.lengths", batch.lengths)):
-        i = next((i for i, stage in enumerate(stages) if stage.until_tokens >= tokens), None)
-        if i is not None:
-            missed, what = sizes[key][i + 1 :], "sequences" if key == "batch.ramp" else "tokens per sequence"
-            yield f"{key}.{i} lasts until {stages[i].until_tokens} tokens, and the run until {tokens}: it never comes to {' or '.join(map(str, missed))} {what}"
 
 
 def _in_steps(given: Config, counted: Config) -> dict[str, tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from pretrain.config.data_schema import Text
@@ -87,6 +88,21 @@ def tokens_as_steps(config: Config) -> Config:
         stages.append(stage)
         end += stage.steps
     return dataclasses.replace(config, run=run, schedule=dataclasses.replace(schedule, stages=stages))
+
+
+def unreached_stages(config: Config) -> Iterator[str]:
+    """A line on stages of the batch and of the length that last longer than the run."""
+    batch, length = config.batch, config.data.sequence_length
+    tokens = batch_schedule(config).after(0, config.run.steps) * length
+    sizes = {
+        "batch.ramp": [*(s.sequences for s in batch.ramp), batch.sequences],
+        "batch.lengths": [*(s.length for s in batch.lengths), length],
+    }
+    for key, stages in (("batch.ramp", batch.ramp), ("batch.lengths", batch.lengths)):
+        i = next((i for i, stage in enumerate(stages) if stage.until_tokens >= tokens), None)
+        if i is not None:
+            missed, what = sizes[key][i + 1 :], "sequences" if key == "batch.ramp" else "tokens per sequence"
+            yield f"{key}.{i} lasts until {stages[i].until_tokens} tokens, and the run until {tokens}: it never comes to {' or '.join(map(str, missed))} {what}"
 
 
 def usual_values(given: Config, model: Model | None = None) -> dict[str, list[Any]]:

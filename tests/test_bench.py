@@ -73,6 +73,17 @@ def test_weak_scaling_measures_every_layout_beside_one_process(options):
     assert [row.name for row in rows] == list(LAYOUTS) and all(row.value > 0 and row.baseline == rows[0].value for row in rows)
 
 
+def test_speed_profiles_one_more_step_of_which_the_row_has_nothing(tmp_path):
+    model = ["model={dim: 32, layers: 1, heads: 2, ffn_dim: 64, vocab_size: 257}", "run.device=cpu", "optim.ema_decay=0.9"]
+    options = ["speed", "--length", "32", "--steps", "1", "--json", str(tmp_path / "rows.jsonl"), "--profile", str(tmp_path), *model]
+    typed = [sys.executable, str(ROOT / "tools" / "bench.py"), *options]
+    subprocess.run(typed, check=True, env=environment(1), capture_output=True)
+    [row] = read_rows(tmp_path / "rows.jsonl")
+    assert row["value"] > 0 and "steps of 32 tokens" in row["note"]
+    [page] = (tmp_path / "profile").glob("step-*.md")
+    assert "| matrix products |" in page.read_text()
+
+
 @pytest.mark.slow
 def test_speed_counts_the_tokens_that_ranks_train_together(tmp_path):
     file, start = (

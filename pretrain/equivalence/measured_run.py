@@ -92,7 +92,7 @@ def measure(trainer: Trainer, step: Callable[[], Any]) -> tuple[Any, Measured]:
     """Take a step of a trainer; its result, and what was measured meanwhile."""
     config, ranks, strategy, taken = trainer.config, trainer.ranks, trainer.strategy, []
     # Compiled code knows no such modes.
-    counter = CountCollectives() if ranks.world_size > 1 and config.parallel.compile == "none" else None
+    counter = CountCollectives() if config.parallel.compile == "none" else None
     plain = strategy.forward_backward
 
     def counted(batch: Any, target_tokens: int) -> Any:

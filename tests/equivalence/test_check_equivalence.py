@@ -113,6 +113,16 @@ def test_four_ranks_send_what_the_formula_says(check, prepared):
 
 
 @pytest.mark.slow
+def test_strategies_of_one_process_send_what_the_formula_says(check, prepared):
+    """DDP on one rank has an all-reduce, which moves nothing."""
+    code, out = check(
+        PRESETS / "llama3.1-8b.yaml", *of_data(prepared, "llama"), "--shrink", "--layouts", "strategy=ddp replicate=1", "strategy=fsdp shard=1"
+    )
+    assert code == 0, out
+    assert re.search(r"\| strategy=ddp replicate=1 \| fp32 \| 1 \| all-reduce (\d+) = \1 \| 0 kB \|.*\| equal \|", out), out
+    assert re.search(r"\| strategy=fsdp shard=1 \| fp32 \| 1 \| none \| 0 kB \|.*\| equal \|", out), out
+
+
 def test_the_tool_starts_processes_as_a_user_does(prepared, tmp_path, capsys):
     config = ["--config", str(PRESETS / "llama3.1-8b.yaml"), *of_data(prepared, "llama"), "--output", str(tmp_path)]
     assert tool("check_equivalence").main([*config, "--shrink", "--layouts", "DDP on 2, accumulation 4, no"]) == 0

@@ -121,7 +121,8 @@ def _steps(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, i
 def _profile(trainer: Trainer, folder: Path) -> None:
     batch, number = trainer.loader.read(trainer.progress.samples), trainer.progress.step + 1
     ranks, weights = trainer.ranks, [parameter for part in trainer.strategy.parts() for parameter in part.parameters()]
-    with profiled(Recorded(folder, number, ranks.rank, ranks.device, 0.0, weights, trainer.optimizer.optimizers)):
+    optimizer = trainer.optimizer
+    with profiled(Recorded(folder, number, ranks.rank, ranks.device, 0.0, weights, optimizer.optimizers, list(optimizer.means.values()))):
         trainer.step(batch, batch.target_tokens)
 
 

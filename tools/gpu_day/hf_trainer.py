@@ -46,6 +46,8 @@ def main() -> None:
             torch_compile=not tiny, optim="adamw_torch_fused", report_to=[], save_strategy="no", logging_steps=1000, disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
+        if arguments.n_gpu > 1:
+            arguments._n_gpu = 1  # else it spreads a batch over all that it sees, and this measures one
         Trainer(model=model, args=arguments, train_dataset=data, callbacks=[clock]).train()
     seconds = (clock.times[-1] - clock.times[WARM_UP - 1]) / STEPS
     memory = f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if torch.cuda.is_available() else ""

@@ -183,6 +183,10 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
     (tmp_path / "megabytes").write_text("46")
     assert tool("bench").main([*quality_of, "--scale", "0.05"]) == 1
     assert f"{tmp_path} holds a text of 46 MB, not of 2: name another --work" in capsys.readouterr().err
+    unusable = {"no/such/python": "cannot be started: No such file or directory", sys.executable: "has no LitGPT: install it there"}
+    for python, why in unusable.items():
+        assert tool("bench").main(["peers", "--litgpt", python]) == 1
+        assert f"error: --litgpt {python} {why}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         tool("bench").main(["train", "--steps", "0"])
     assert "argument --steps: must be at least 1" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -259,6 +260,17 @@ def measure_and_keep(arguments: argparse.Namespace, typed: str, rows_of: Callabl
             file.write(as_lines(rows, start, end, typed))
 
 
+def look_for_litgpt(python: str) -> None:
+    """Raise DataError now, not after the first programs, if this is no Python that has LitGPT."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('litgpt') is None)"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+    except OSError as error:
+        raise DataError(f"--litgpt {python} cannot be started: {error.strerror}; name the Python of an environment") from error
+    if not found:
+        raise DataError(f"--litgpt {python} has no LitGPT: install it there with `{python} -m pip install litgpt`")
+
+
 def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.training import ALONE, IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
 
@@ -270,6 +282,8 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
         for accumulation in arguments.accumulation
     ]
     litgpt = arguments.litgpt if arguments.subject == "peers" else None
+    if litgpt:
+        look_for_litgpt(litgpt)
     there = [name for name in PROGRAMS if name != IN_ANOTHER_ENVIRONMENT or litgpt]
     programs = ALONE if arguments.subject == "train" else there
     for case in cases:  # each is kept when it is measured: all of them take long

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from pretrain.config.schema import Config
+from pretrain.distributed.host_memory import keep_freed_memory
 from pretrain.distributed.joining import Meeting, close_meeting
 from pretrain.distributed.launcher import launched_ranks
 from pretrain.distributed.monitor import Monitor
@@ -197,6 +198,8 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
     device = choose_device(config, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     if alone:
         return Ranks(rank, local_rank, world_size, device)
     backend = choose_backend(config, device)

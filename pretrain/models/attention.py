@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from pretrain.config.model_schema import Model
+from pretrain.models.causal_blocks import causal_attention
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.layers import Linear, RMSNorm, make_norm
 from pretrain.models.masks import Mask
@@ -90,7 +91,16 @@ class Cache:
             self.documents_BS = self.documents_BS.index_select(0, rows)
 
 
-SHORT = 128  # positions
+SHORT = 128
+"""Positions up to which plain matrix products are the fastest in bf16 on a CPU. torch's fused kernel takes 7 times as long at 16 positions."""
+
+_products_on_cpu = True
+
+
+def use_fused_kernel_on_cpu(always: bool) -> None:
+    """Whether attention in bf16 on a CPU is always torch's fused kernel, also where training is faster with matrix products."""
+    global _products_on_cpu
+    _products_on_cpu = not always
 
 
 def attend(
@@ -108,8 +118,11 @@ def attend(
     """
     if isinstance(mask, BlockMask):
         return _flex(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
-    if soft_cap or sinks_H is not None or _is_faster_plain(q_BHTG, k_BKSG):
+    products = _products_on_cpu and q_BHTG.device.type == "cpu" and q_BHTG.dtype == torch.bfloat16 and torch.is_grad_enabled()
+    if soft_cap or sinks_H is not None or (products and q_BHTG.shape[2] * k_BKSG.shape[2] <= SHORT**2):
         return _plain(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
+    if products and mask is None and q_BHTG.shape[2] == k_BKSG.shape[2]:
+        return causal_attention(q_BHTG, k_BKSG, v_BKSG, scale)[0]
     grouped = q_BHTG.shape[1] != k_BKSG.shape[1]
     if mask is not None and grouped and q_BHTG.is_cuda:
         # On CUDA the one fused kernel that takes a mask knows no groups: with them torch would fall back to plain
@@ -120,14 +133,6 @@ def attend(
     return F.scaled_dot_product_attention(
         q_BHTG, k_BKSG, v_BKSG, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-
-
-def _is_faster_plain(q_BHTG: Tensor, k_BKSG: Tensor) -> bool:
-    """Whether matrix products beat the fused kernel: its backward in bf16 on a CPU costs 7 times as much at 16 positions, and as much
-    at 256 (torch 2.13).
-    """
-    short = q_BHTG.shape[2] * k_BKSG.shape[2] <= SHORT**2
-    return short and q_BHTG.device.type == "cpu" and q_BHTG.dtype == torch.bfloat16 and torch.is_grad_enabled()
 
 
 def _plain(q_BHTG, k_BKSG, v_BKSG, mask: Tensor | None, scale: float, soft_cap: float, sinks_H: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernel of scaled_dot_product_attention on a GPU: what `run.attention_kernel` asks for."""
+"""The kernel of attention: what `run.attention_kernel` asks for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
+from pretrain.models.attention import use_fused_kernel_on_cpu
 from pretrain.train.resolve import needs_masks
 
 _SWITCHES = {
@@ -24,7 +25,11 @@ def check_attention_kernel(config: Config, device: torch.device) -> None:
     if asked == "auto":
         return
     if device.type == "cpu":
-        raise ConfigError(f"run.attention_kernel={asked} has no effect on a CPU; set it to auto")
+        if asked != "flash" or config.precision.compute != "bf16":
+            raise ConfigError(
+                f"run.attention_kernel={asked} has no effect on a CPU; set it to auto, or to flash if it computes in bf16"
+            )
+        return
     if asked in ("flash", *_OTHERS) and needs_masks(config) and config.model.attention_backend != "flex":
         raise ConfigError(
             f"run.attention_kernel={asked} takes no masks, and this model or its data need them; use cudnn or efficient"
@@ -32,7 +37,7 @@ def check_attention_kernel(config: Config, device: torch.device) -> None:
 
 
 def set_attention_kernel(asked: str) -> None:
-    """Let torch use this kernel alone. Raises ConfigError for a package that is not there."""
+    """Let attention use this kernel alone. Raises ConfigError for a package that is not there."""
     if asked in _OTHERS:
         from torch.nn.attention import activate_flash_attention_impl
 
@@ -42,5 +47,6 @@ def set_attention_kernel(asked: str) -> None:
             raise ConfigError(
                 f"run.attention_kernel={asked}: {str(error).splitlines()[0]}; install its package, or use flash"
             ) from error
+    use_fused_kernel_on_cpu(asked == "flash")
     for name, switch in _SWITCHES.items():
         switch(asked in ("auto", name) or (name == "flash" and asked in _OTHERS))

@@ -297,7 +297,9 @@ def describe(plan: Plan, world_size: int, origin: StartingPoint) -> list[str]:
     if batch.ramp:
         sizes = f", {samples * config.data.sequence_length:,} tokens"
     shorter = "".join(f", in rows of {stage.length} until {stage.until_tokens:,} tokens" for stage in batch.lengths)
-    shares = f"{ramp}{batch.sequences} sequences = {layout.data_size} ranks x {layout.micro_steps} micro-steps x {batch.micro_sequences}"
+    data_ranks = f"{layout.data_size} rank{'s' if layout.data_size > 1 else ''}"
+    micro_steps = f"{layout.micro_steps} micro-step{'s' if layout.micro_steps > 1 else ''}"
+    shares = f"{ramp}{batch.sequences} sequences = {data_ranks} x {micro_steps} x {batch.micro_sequences}"
     if batch.tokens:
         shares = f"{batch.tokens} tokens over {layout.data_size} ranks, each in micro-steps of at most {batch.micro_tokens or 'its share'}"
     blocks = f"{model.encoder.layers} + {model.layers}" if model.encoder.layers else model.layers

@@ -53,7 +53,7 @@ def test_a_recipe_passes_its_check_and_the_page_says_the_same(path, corpus, monk
     step = config.batch.sequences * config.data.sequence_length
     parameters, tokens = int(found(r"([\d,]+) parameters").replace(",", "")), step * config.run.steps
     assert 20 <= tokens / parameters < 20.5
-    layout = ", ".join([found(r"^layout   (.*) on"), found(r"ranks x (\d+ micro-steps)")])
+    layout = ", ".join([found(r"^layout   (.*) on"), found(r"ranks? x (\d+ micro-steps?)")])
     row = [
         f"`{path.stem}`", f"{parameters / 1e6:,.0f}M", f"{tokens / 1e9:.1f}B", f"{step / 1e6:.2f}M tokens", found(r"^layout .* on (\d+) processes"),
         layout, found(r"^memory   ([\d.]+ .B) per rank"),

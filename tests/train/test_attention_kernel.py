@@ -39,6 +39,8 @@ def test_a_package_that_is_not_there_is_named():
 def test_a_kernel_without_effect_or_without_masks_is_refused(pool, config_file):
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "run.attention_kernel=cudnn")
     assert code == 2 and "run.attention_kernel=cudnn has no effect on a CPU; set it to auto" in printed
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "run.attention_kernel=flash", "precision.compute=fp32")
+    assert code == 2 and "run.attention_kernel=flash has no effect on a CPU" in printed
     config, _ = load_config(config_file, ["run.attention_kernel=flash", "data.document_mask=true"])
     with pytest.raises(ConfigError, match="run.attention_kernel=flash takes no masks"):
         check_attention_kernel(config, torch.device("cuda"))

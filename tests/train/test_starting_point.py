@@ -260,7 +260,7 @@ def test_another_model_is_named_by_what_was_typed(config_file, run):
 def test_check_assumes_as_many_processes_as_it_is_told(config_file, capsys, monkeypatch):
     arguments = ["--config", str(config_file), "batch.sequences=16", "batch.micro_sequences=2", "--check", "--ranks"]
     assert main([*arguments, "8", "parallel.strategy=fsdp"]) == 0
-    assert "layout   fsdp 8 on 8 processes: 16 sequences = 8 ranks x 1 micro-steps x 2" in capsys.readouterr().out
+    assert "layout   fsdp 8 on 8 processes: 16 sequences = 8 ranks x 1 micro-step x 2" in capsys.readouterr().out
     assert main([*arguments, "6", "parallel.strategy=ddp"]) == 2
     assert (
         "batch.sequences=16 is not divisible by batch.micro_sequences=2 times 6 data-parallel ranks" in capsys.readouterr().err

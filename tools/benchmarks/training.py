@@ -50,7 +50,8 @@ class Case:
     @property
     def name(self) -> str:
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        return f"{self.shape} {self.format}, {ranks}, {self.accumulation} micro-steps{', compiled' if self.compiled else ''}"
+        micro_steps = f"{self.accumulation} micro-step{'s' if self.accumulation > 1 else ''}"
+        return f"{self.shape} {self.format}, {ranks}, {micro_steps}{', compiled' if self.compiled else ''}"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import torch  # noqa: E402
 from benchmarks.trainers.clock import Clock, Task  # noqa: E402
 
+from pretrain.distributed.host_memory import keep_freed_memory  # noqa: E402
 from pretrain.train.number_format import training_product  # noqa: E402
 
+keep_freed_memory()
 task = Task.given()
 clock = Clock(task.result)
 rows, dim = task.micro * task.length, task.dim

@@ -1,0 +1,172 @@
+"""Causal attention in bf16 on a CPU, from matrix products over blocks of queries.
+
+torch's fused kernel for CPUs multiplies small blocks one by one. There bf16 reaches a fraction of the speed that `bmm` has with the same
+sizes, most of all in backward. Here a block of queries meets all the keys that it sees in one product:
+
+    queries 0..127     keys 0..127          products in bf16, sums inside them in fp32
+    queries 128..255   keys 0..255          scores of a few heads exist at a time, never T x T of all
+    ...
+
+A product's result is rounded to bf16, which for a score of 20 is an error of 0.06. So nothing large is rounded: what is to be subtracted
+becomes one more column of the product, and only the difference is rounded. Forward subtracts the row's largest score. Backward computes
+the scores again, as FlashAttention does (arXiv 2205.14135, algorithm 4), and subtracts their logsumexp and the mean of the gradient. It
+counts weights in units of a power of two near the row's largest one, and multiplies rows of the gradient by it instead. So a weight that is
+exp(-x) times the largest one has a relative error of x / 512 at most.
+
+Rows below are [B x K, T x R, G]: B sequences, K groups of keys and values, each for R heads of queries; neighbouring rows are heads of one
+position, then the next position. bmm copies what is not contiguous, so that blocks are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+QUERIES = 128
+"""In a block. Fewer cost more calls; with more, more scores are computed that the mask removes."""
+BYTES_AT_ONCE = 1 << 20
+"""Scores of a thread at a time, so that they stay in its core's cache."""
+
+
+@torch.library.custom_op("pretrain::causal_attention", mutates_args=())
+def causal_attention(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention [B, H, T, V] to all earlier positions and the own one; keys and values have K heads, and H is R times K.
+
+    Also, for backward, of each row [B x K, T x R, 1] in fp32: the logsumexp of its scores, and its largest weight to a power of two.
+    """
+    groups = k_BKTG.shape[1]
+    y_BHTV, sums = _empty_heads(q_BHTG, v_BKTV.shape[3]), []
+    for queries, keys in _blocks(q_BHTG.shape[2]):
+        q, k = (_rows(x, groups, 1) for x in (q_BHTG[:, :, queries], k_BKTG[:, :, keys]))
+        v = _rows(v_BKTV[:, :, keys], groups)
+        q[..., -1], k[..., -1] = 0, -1
+        later = _later(q_BHTG[:, :, queries], groups)
+        y, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
+        power = torch.empty_like(lse)
+        for i in _parts(q, k):
+            largest = _hide(torch.bmm(q[i], k[i].mT), later).amax(-1, keepdim=True)
+            q[i, :, -1:] = largest
+            weights = _hide(_product(q[i], k[i].mT, scale), later).exp_()
+            total = weights.sum(-1, keepdim=True, dtype=torch.float32)
+            y[i] = torch.bmm(weights, v[i]) / total
+            lse[i] = largest.float() * scale + total.log()
+            power[i] = torch.exp2(-total.log2().round())
+        _put(y_BHTV[:, :, queries], y, groups)
+        sums.append((lse, power))
+    return y_BHTV, *(torch.cat(parts, dim=1) for parts in zip(*sums))
+
+
+@torch.library.custom_op("pretrain::causal_attention_backward", mutates_args=())
+def _backward(
+    g_BHTV: Tensor, q_BHTG: Tensor, k_BKTG: Tensor, v_BKTV: Tensor, y_BHTV: Tensor, lse: Tensor, power: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    groups = k_BKTG.shape[1]
+    g_q_BHTG = _empty_heads(q_BHTG, q_BHTG.shape[3])
+    g_k, g_v = (_rows(torch.zeros_like(x, dtype=torch.float32), groups) for x in (k_BKTG, v_BKTV))
+    for queries, keys in _blocks(q_BHTG.shape[2]):
+        q, g, y = (_rows(x[:, :, queries], groups) for x in (q_BHTG, g_BHTV, y_BHTV))
+        k, v = (_rows(x[:, :, keys], groups) for x in (k_BKTG, v_BKTV))
+        rows = slice(lse.shape[1] * queries.start // q_BHTG.shape[2], lse.shape[1] * queries.stop // q_BHTG.shape[2])
+        g = g * power[:, rows].bfloat16()  # exact
+        less_lse = torch.cat((q, *_in_two((lse[:, rows] + power[:, rows].log()) / scale)), dim=-1)
+        less_mean = torch.cat((g, *_in_two((g.float() * y).sum(-1, keepdim=True))), dim=-1)
+        k_less, v_less = (torch.cat((x, x.new_full((*x.shape[:2], 2), -1)), dim=-1) for x in (k, v))
+        later, g_q = _later(q_BHTG[:, :, queries], groups), torch.empty_like(q)
+        for i in _parts(q, k):
+            weights = _hide(_product(less_lse[i], k_less[i].mT, scale), later).exp_()
+            g_v[i, : keys.stop] += torch.bmm(weights.mT, g[i])
+            g_scores = torch.bmm(less_mean[i], v_less[i].mT).mul_(weights)
+            g_q[i] = _product(g_scores, k[i], scale)
+            g_k[i, : keys.stop] += _product(g_scores.mT, q[i], scale)
+        _put(g_q_BHTG[:, :, queries], g_q, groups)
+    g_k_BKTG, g_v_BKTV = (_empty_heads(x, x.shape[3]) for x in (k_BKTG, v_BKTV))
+    _put(g_k_BKTG, g_k, groups)
+    _put(g_v_BKTV, g_v, groups)
+    return g_q_BHTG, g_k_BKTG, g_v_BKTV
+
+
+@causal_attention.register_fake
+def _(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, length, _ = q_BHTG.shape
+    groups = k_BKTG.shape[1]
+    lse = q_BHTG.new_empty(batch * groups, length * (heads // groups), 1, dtype=torch.float32)
+    return _empty_heads(q_BHTG, v_BKTV.shape[3]), lse, torch.empty_like(lse)
+
+
+@_backward.register_fake
+def _(g_BHTV, q_BHTG, k_BKTG, v_BKTV, y_BHTV, lse, power, scale):
+    return tuple(_empty_heads(x, x.shape[3]) for x in (q_BHTG, k_BKTG, v_BKTV))
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, g_BHTV: Tensor, *_: None) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *_backward(g_BHTV, *ctx.saved_tensors, ctx.scale), None
+
+
+causal_attention.register_autograd(_gradients, setup_context=_save)
+
+
+def _empty_heads(x_BHTG: Tensor, width: int) -> Tensor:
+    """[B, H, T, width] in the memory of [B, T, H, width], in which the next product reads it."""
+    batch, heads, length, _ = x_BHTG.shape
+    return x_BHTG.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def _rows(x_BHTG: Tensor, groups: int, columns: int = 0) -> Tensor:
+    """Rows of heads, with so many more columns that are not filled."""
+    batch, heads, length, width = x_BHTG.shape
+    made = x_BHTG.new_empty(batch * groups, length * (heads // groups), width + columns)
+    made.view(batch, groups, length, heads // groups, -1)[..., :width] = x_BHTG.unflatten(1, (groups, -1)).transpose(2, 3)
+    return made
+
+
+def _put(into_BHTG: Tensor, rows: Tensor, groups: int) -> None:
+    """Rows back as heads."""
+    batch, heads, length, width = into_BHTG.shape
+    into_BHTG.unflatten(1, (groups, -1)).copy_(rows.view(batch, groups, length, heads // groups, width).transpose(2, 3))
+
+
+def _blocks(length: int) -> Iterator[tuple[slice, slice]]:
+    """Positions of queries, and of all keys that they see."""
+    for start in range(0, length, QUERIES):
+        stop = min(start + QUERIES, length)
+        yield slice(start, stop), slice(0, stop)
+
+
+def _parts(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Slices of rows' first dimension."""
+    at_once = max(1, torch.get_num_threads() * BYTES_AT_ONCE // (q.element_size() * q.shape[1] * k.shape[1]))
+    for first in range(0, len(q), at_once):
+        yield slice(first, first + at_once)
+
+
+def _later(q_BHTG: Tensor, groups: int) -> Tensor:
+    """What hides the later ones of the newest T keys: -inf there, else 0, [T x R, T]."""
+    heads, length = q_BHTG.shape[1:3]
+    later_TS = torch.full((length, length), -torch.inf, dtype=q_BHTG.dtype, device=q_BHTG.device).triu_(1)
+    return later_TS.repeat_interleave(heads // groups, dim=0)
+
+
+def _hide(scores: Tensor, later: Tensor) -> Tensor:
+    scores[..., -later.shape[1] :] += later
+    return scores
+
+
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale x a x b, rounded once."""
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+
+
+def _in_two(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 as a sum of two numbers in bf16, 16 bits of it."""
+    high = x.bfloat16()
+    return high, (x - high).bfloat16()

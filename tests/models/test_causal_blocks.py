@@ -1,0 +1,131 @@
+"""Attention in bf16 on a CPU from blocks of matrix products, beside attention in fp64 and torch's fused kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pretrain.models import attention, causal_blocks
+from pretrain.models.attention import attend, use_fused_kernel_on_cpu
+from pretrain.models.causal_blocks import causal_attention
+
+SHAPES = {
+    "heads": (2, 4, 4, 256, 64, 64),
+    "groups": (2, 6, 2, 300, 32, 32),
+    "one group": (1, 4, 1, 130, 16, 16),
+    "another width of values": (2, 3, 3, 200, 48, 32),
+    "three positions": (3, 4, 2, 3, 8, 8),
+}
+
+
+def made(batch: int, heads: int, groups: int, length: int, width: int, values: int, sharp: float = 1.0) -> list[torch.Tensor]:
+    """Queries, keys, values and the gradient of the result, in the memory that a model's layers give them."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((heads, width), (groups, width), (groups, values), (heads, values))
+    q, k, v, g = (torch.randn(batch, length, *size, generator=generator).transpose(1, 2) for size in sizes)
+    return [(q * sharp).bfloat16(), k.bfloat16(), v.bfloat16(), g.bfloat16()]
+
+
+def with_gradients(attention_of, q, k, v, g) -> list[torch.Tensor]:
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    y = attention_of(*inputs)
+    return [y.detach(), *torch.autograd.grad(y, inputs, g)]
+
+
+def of_torch(q, k, v) -> torch.Tensor:
+    """Its fused kernel for bf16, in fp64 its matrix products. The kernel wants values as wide as queries."""
+    wider = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION if q.dtype == torch.bfloat16 else SDPBackend.MATH):
+        y = F.scaled_dot_product_attention(q, k, wider, is_causal=True, scale=0.15, enable_gqa=True)
+    return y[..., : v.shape[-1]]
+
+
+def blocks(q, k, v) -> torch.Tensor:
+    return causal_attention(q, k, v, 0.15)[0]
+
+
+def errors(found: list[torch.Tensor], true: list[torch.Tensor]) -> list[float]:
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, true)]
+
+
+@pytest.mark.parametrize("sharp", [1.0, 20.0], ids=["", "scores of hundreds"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_result_and_gradients_are_as_near_to_fp64_as_those_of_torchs_kernel(shape, sharp):
+    inputs = made(*SHAPES[shape], sharp)
+    true = with_gradients(of_torch, *(x.double() for x in inputs))
+    theirs, found = with_gradients(of_torch, *inputs), with_gradients(blocks, *inputs)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in theirs]
+    limits = [2.5 * each for each in errors(theirs, true)]
+    assert all(mine <= limit for mine, limit in zip(errors(found, true), limits)), (errors(found, true), limits)
+
+
+def test_the_first_position_sees_itself_alone():
+    q, k, v, g = made(3, 4, 2, 1, 8, 8)
+    y, g_q, g_k, g_v = with_gradients(blocks, q, k, v, g)
+    assert torch.equal(y, v.repeat_interleave(2, dim=1)) and max(g_q.abs().max(), g_k.abs().max()) < 1e-4
+    torch.testing.assert_close(g_v, g.unflatten(1, (2, 2)).sum(2))
+
+
+def test_no_position_sees_a_later_one_nor_gets_a_gradient_from_an_earlier_one():
+    inputs = made(2, 4, 2, 300, 16, 16)
+    first = with_gradients(blocks, *inputs)
+    changed = [x.clone() for x in inputs]
+    for x in changed[:3]:
+        x[:, :, 200:] = 3.0
+    changed[3][:, :, :200] = 0.0
+    assert torch.equal(first[0][:, :, :200], blocks(*changed[:3])[:, :, :200])
+    inputs[3][:, :, 200:] = 0.0
+    assert all((x[:, :, 200:] == 0).all() for x in with_gradients(blocks, *inputs)[1:])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_depend_on_no_other_sequence_or_head_nor_on_how_many_are_computed_at_once(threads, monkeypatch):
+    inputs = made(5, 6, 2, 200, 32, 32)
+    whole = with_gradients(blocks, *inputs)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for at_once in (1, 1 << 17, 1 << 26):
+            monkeypatch.setattr(causal_blocks, "BYTES_AT_ONCE", at_once)
+            assert all(torch.equal(a, b) for a, b in zip(with_gradients(blocks, *inputs), whole))
+        one = with_gradients(blocks, *(x[1:2] for x in inputs))
+        assert all(torch.equal(a, b[1:2]) for a, b in zip(one, whole))
+        group = with_gradients(blocks, *(x.chunk(2, dim=1)[1] for x in inputs))
+        assert all(torch.equal(a, b.chunk(2, dim=1)[1]) for a, b in zip(group, whole))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_operator_is_what_torch_asks_of_one():
+    """Its shapes, strides, gradients and behaviour under torch.compile."""
+    q, k, v, _ = (x.detach().requires_grad_() for x in made(2, 4, 2, 140, 16, 16))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    # Random numbers of a compiled and of a plain call are the same; both are compared by their bits elsewhere.
+    torch.library.opcheck(causal_attention, (q, k, v, 0.25), test_utils=tests, atol=1e-2, rtol=1e-2)
+
+
+def test_it_trains_in_bf16_on_a_cpu_where_it_is_the_fastest(monkeypatch):
+    taken = []
+    for name in ("causal_attention", "_plain"):
+        kernel = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda *a, name=name, kernel=kernel: taken.append(name) or kernel(*a))
+
+    def took(length: int, dtype: torch.dtype, mask: torch.Tensor | None = None) -> str:
+        taken.clear()
+        q, k, v, _ = (x.to(dtype) for x in made(1, 2, 2, length, 16, 16))
+        attend(q, k, v, mask, 0.25)
+        return taken[0] if taken else "fused"
+
+    short, length = attention.SHORT, attention.SHORT + 1
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    assert took(length, torch.bfloat16) == "causal_attention" and took(short, torch.bfloat16) == "_plain"
+    assert took(length, torch.float32) == "fused" and took(length, torch.bfloat16, mask) == "fused"
+    with torch.no_grad():
+        assert took(length, torch.bfloat16) == "fused"
+    try:
+        use_fused_kernel_on_cpu(True)
+        assert took(length, torch.bfloat16) == took(short, torch.bfloat16) == "fused"
+    finally:
+        use_fused_kernel_on_cpu(False)

@@ -276,8 +276,8 @@ class Model:
         "auto",
         "What applies masks of documents and windows; changes speed and memory, not the result. `sdpa` is torch's "
         "scaled_dot_product_attention with a dense mask, a byte per pair of positions. `flex` is FlexAttention, which skips masked blocks and "
-        "trains on CUDA only. `auto` takes flex on CUDA for heads of at least 16, else sdpa. Without such masks, attention is torch's causal "
-        "kernel.",
+        "trains on CUDA only. `auto` takes flex on CUDA for heads of at least 16, else sdpa. Without such masks, `run.attention_kernel` says which "
+        "kernel computes causal attention.",
         resume="free",
     )
     max_sequence_length: int | None = key(

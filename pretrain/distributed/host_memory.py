@@ -7,17 +7,19 @@ import os
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1
 """Parameters of glibc's mallopt (malloc.h)."""
-_LARGEST = 2**31 - 1
-_SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+_NEVER = -1
+SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+"""Variables of the environment that say how glibc's malloc gives memory back."""
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to give no freed memory back to the system before the process ends. Returns whether it did so.
+    """Tell glibc's malloc to give no freed memory back to the system. Returns whether it took the settings.
 
     By default each large tensor is mapped anew, and the system fills every page with zeros at its first use, which takes a tenth of a step in
-    bf16. The peak stays the same where steps do. Other allocators (jemalloc, tcmalloc, musl) take no notice, and settings in the environment hold.
+    bf16. This is for the main thread, which trains: other threads have heaps of 64 MB, and map what is larger. The peak stays the same where
+    steps do. Other allocators (jemalloc, tcmalloc, musl) take no notice, and settings in the environment hold.
     """
-    if any(name in os.environ for name in _SETTINGS):
+    if any(name in os.environ for name in SETTINGS) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    return mallopt is not None and bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, _LARGEST))
+    return mallopt is not None and bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))

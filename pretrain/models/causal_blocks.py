@@ -7,11 +7,11 @@ sizes, most of all in backward. Here a block of queries meets all the keys that 
     queries 128..255   keys 0..255          scores of a few heads exist at a time, never T x T of all
     ...
 
-A product's result is rounded to bf16, which for a score of 20 is an error of 0.06. So nothing large is rounded: what is to be subtracted
-becomes one more column of the product, and only the difference is rounded. Forward subtracts the row's largest score. Backward computes
-the scores again, as FlashAttention does (arXiv 2205.14135, algorithm 4), and subtracts their logsumexp and the mean of the gradient. It
+A product's result is rounded to bf16, which for a score of 20 is an error of 0.06. So what is to be subtracted becomes more columns of the
+product, and only the difference is rounded. Forward subtracts the row's largest score, first as bf16 has it, then what is left of it. Backward
+computes the scores again, as FlashAttention does (arXiv 2205.14135, algorithm 4), and subtracts their logsumexp and the mean of the gradient. It
 counts weights in units of a power of two near the row's largest one, and multiplies rows of the gradient by it instead. So a weight that is
-exp(-x) times the largest one has a relative error of x / 512 at most.
+exp(-x) times the largest one has a relative error of about x / 512, plus the largest score / 2^17.
 
 Rows below are [B x K, T x R, G]: B sequences, K groups of keys and values, each for R heads of queries; neighbouring rows are heads of one
 position, then the next position. bmm copies what is not contiguous, so that blocks are contiguous.
@@ -25,7 +25,11 @@ import torch
 from torch import Tensor
 
 QUERIES = 128
-"""In a block. Fewer cost more calls; with more, more scores are computed that the mask removes."""
+"""Positions in a block. Fewer cost more calls; with more, more scores are computed that the mask removes."""
+ROWS = 1024
+"""In a block, at most, where many heads share keys and values."""
+SHAPES = 16
+"""Numbers of keys that blocks have, at most. The library behind bmm keeps about a megabyte for each shape that it has seen."""
 BYTES_AT_ONCE = 1 << 20
 """Scores of a thread at a time, so that they stay in its core's cache."""
 
@@ -37,21 +41,27 @@ def causal_attention(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTV: Tensor, scale: floa
     Also, for backward, of each row [B x K, T x R, 1] in fp32: the logsumexp of its scores, and its largest weight to a power of two.
     """
     groups = k_BKTG.shape[1]
+    if q_BHTG.shape[2] != k_BKTG.shape[2]:
+        raise ValueError(
+            f"{q_BHTG.shape[2]} queries cannot have {k_BKTG.shape[2]} keys here: causal attention is of a sequence to itself"
+        )
     y_BHTV, sums = _empty_heads(q_BHTG, v_BKTV.shape[3]), []
-    for queries, keys in _blocks(q_BHTG.shape[2]):
+    for queries, keys in _blocks(q_BHTG, groups):
         q, k = (_rows(x, groups, 1) for x in (q_BHTG[:, :, queries], k_BKTG[:, :, keys]))
         v = _rows(v_BKTV[:, :, keys], groups)
         q[..., -1], k[..., -1] = 0, -1
-        later = _later(q_BHTG[:, :, queries], groups)
+        later = _later(q_BHTG, groups, queries, keys)
         y, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
         power = torch.empty_like(lse)
         for i in _parts(q, k):
             largest = _hide(torch.bmm(q[i], k[i].mT), later).amax(-1, keepdim=True)
             q[i, :, -1:] = largest
-            weights = _hide(_product(q[i], k[i].mT, scale), later).exp_()
+            scores = _hide(_product(q[i], k[i].mT, scale), later)
+            rest = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(rest).exp_()
             total = weights.sum(-1, keepdim=True, dtype=torch.float32)
             y[i] = torch.bmm(weights, v[i]) / total
-            lse[i] = largest.float() * scale + total.log()
+            lse[i] = largest.float() * scale + rest.float() + total.log()
             power[i] = torch.exp2(-total.log2().round())
         _put(y_BHTV[:, :, queries], y, groups)
         sums.append((lse, power))
@@ -66,15 +76,15 @@ def _backward(
     groups = k_BKTG.shape[1]
     g_q_BHTG = _empty_heads(q_BHTG, q_BHTG.shape[3])
     g_k, g_v = (_rows(torch.zeros_like(x, dtype=torch.float32), groups) for x in (k_BKTG, v_BKTV))
-    for queries, keys in _blocks(q_BHTG.shape[2]):
+    for queries, keys in _blocks(q_BHTG, groups):
         q, g, y = (_rows(x[:, :, queries], groups) for x in (q_BHTG, g_BHTV, y_BHTV))
         k, v = (_rows(x[:, :, keys], groups) for x in (k_BKTG, v_BKTV))
         rows = slice(lse.shape[1] * queries.start // q_BHTG.shape[2], lse.shape[1] * queries.stop // q_BHTG.shape[2])
         g = g * power[:, rows].bfloat16()  # exact
-        less_lse = torch.cat((q, *_in_two((lse[:, rows] + power[:, rows].log()) / scale)), dim=-1)
-        less_mean = torch.cat((g, *_in_two((g.float() * y).sum(-1, keepdim=True))), dim=-1)
-        k_less, v_less = (torch.cat((x, x.new_full((*x.shape[:2], 2), -1)), dim=-1) for x in (k, v))
-        later, g_q = _later(q_BHTG[:, :, queries], groups), torch.empty_like(q)
+        less_lse = torch.cat((q, *_in_three((lse[:, rows] + power[:, rows].log()) / scale)), dim=-1)
+        less_mean = torch.cat((g, *_in_three((g.float() * y).sum(-1, keepdim=True))), dim=-1)
+        k_less, v_less = (torch.cat((x, x.new_full((*x.shape[:2], 3), -1)), dim=-1) for x in (k, v))
+        later, g_q = _later(q_BHTG, groups, queries, keys), torch.empty_like(q)
         for i in _parts(q, k):
             weights = _hide(_product(less_lse[i], k_less[i].mT, scale), later).exp_()
             g_v[i, : keys.stop] += torch.bmm(weights.mT, g[i])
@@ -116,16 +126,18 @@ causal_attention.register_autograd(_gradients, setup_context=_save)
 
 
 def _empty_heads(x_BHTG: Tensor, width: int) -> Tensor:
-    """[B, H, T, width] in the memory of [B, T, H, width], in which the next product reads it."""
+    """[B, H, T, width] in the memory of [B, T, H, width], in which the next product reads it. It is no view, which autograd would not let change."""
     batch, heads, length, _ = x_BHTG.shape
-    return x_BHTG.new_empty(batch, length, heads, width).transpose(1, 2)
+    return x_BHTG.new_empty_strided((batch, heads, length, width), (length * heads * width, width, heads * width, 1))
 
 
 def _rows(x_BHTG: Tensor, groups: int, columns: int = 0) -> Tensor:
     """Rows of heads, with so many more columns that are not filled."""
     batch, heads, length, width = x_BHTG.shape
     made = x_BHTG.new_empty(batch * groups, length * (heads // groups), width + columns)
-    made.view(batch, groups, length, heads // groups, -1)[..., :width] = x_BHTG.unflatten(1, (groups, -1)).transpose(2, 3)
+    made.view(batch, groups, length, heads // groups, width + columns)[..., :width] = x_BHTG.unflatten(
+        1, (groups, -1)
+    ).transpose(2, 3)
     return made
 
 
@@ -135,11 +147,14 @@ def _put(into_BHTG: Tensor, rows: Tensor, groups: int) -> None:
     into_BHTG.unflatten(1, (groups, -1)).copy_(rows.view(batch, groups, length, heads // groups, width).transpose(2, 3))
 
 
-def _blocks(length: int) -> Iterator[tuple[slice, slice]]:
-    """Positions of queries, and of all keys that they see."""
-    for start in range(0, length, QUERIES):
-        stop = min(start + QUERIES, length)
-        yield slice(start, stop), slice(0, stop)
+def _blocks(q_BHTG: Tensor, groups: int) -> Iterator[tuple[slice, slice]]:
+    """Positions of queries, and of all keys that they see, and some more where that saves shapes."""
+    heads, length = q_BHTG.shape[1:3]
+    count = max(1, min(QUERIES, ROWS * groups // heads))
+    step = QUERIES * -(-length // (QUERIES * SHAPES))
+    for start in range(0, length, count):
+        stop = min(start + count, length)
+        yield slice(start, stop), slice(0, min(length, -(-stop // step) * step))
 
 
 def _parts(q: Tensor, k: Tensor) -> Iterator[slice]:
@@ -149,11 +164,11 @@ def _parts(q: Tensor, k: Tensor) -> Iterator[slice]:
         yield slice(first, first + at_once)
 
 
-def _later(q_BHTG: Tensor, groups: int) -> Tensor:
-    """What hides the later ones of the newest T keys: -inf there, else 0, [T x R, T]."""
-    heads, length = q_BHTG.shape[1:3]
-    later_TS = torch.full((length, length), -torch.inf, dtype=q_BHTG.dtype, device=q_BHTG.device).triu_(1)
-    return later_TS.repeat_interleave(heads // groups, dim=0)
+def _later(q_BHTG: Tensor, groups: int, queries: slice, keys: slice) -> Tensor:
+    """What hides later positions from queries, to be added to the scores of the last keys: -inf there, else 0."""
+    shape = queries.stop - queries.start, keys.stop - queries.start
+    later = torch.full(shape, -torch.inf, dtype=q_BHTG.dtype, device=q_BHTG.device).triu_(1)
+    return later.repeat_interleave(q_BHTG.shape[1] // groups, dim=0)
 
 
 def _hide(scores: Tensor, later: Tensor) -> Tensor:
@@ -166,7 +181,8 @@ def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
-def _in_two(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 as a sum of two numbers in bf16, 16 bits of it."""
+def _in_three(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 as a sum of three numbers in bf16, all 24 bits of it."""
     high = x.bfloat16()
-    return high, (x - high).bfloat16()
+    middle = (x - high).bfloat16()
+    return high, middle, (x - high - middle).bfloat16()

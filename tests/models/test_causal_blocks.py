@@ -16,7 +16,7 @@ SHAPES = {
     "groups": (2, 6, 2, 300, 32, 32),
     "one group": (1, 4, 1, 130, 16, 16),
     "another width of values": (2, 3, 3, 200, 48, 32),
-    "three positions": (3, 4, 2, 3, 8, 8),
+    "three positions": (30, 4, 2, 3, 8, 8),
 }
 
 
@@ -50,7 +50,7 @@ def errors(found: list[torch.Tensor], true: list[torch.Tensor]) -> list[float]:
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, true)]
 
 
-@pytest.mark.parametrize("sharp", [1.0, 20.0], ids=["", "scores of hundreds"])
+@pytest.mark.parametrize("sharp", [1.0, 20.0, 200.0], ids=["", "sharp", "scores of a thousand"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_result_and_gradients_are_as_near_to_fp64_as_those_of_torchs_kernel(shape, sharp):
     inputs = made(*SHAPES[shape], sharp)
@@ -59,6 +59,39 @@ def test_result_and_gradients_are_as_near_to_fp64_as_those_of_torchs_kernel(shap
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in theirs]
     limits = [2.5 * each for each in errors(theirs, true)]
     assert all(mine <= limit for mine, limit in zip(errors(found, true), limits)), (errors(found, true), limits)
+
+
+def test_scores_of_a_hundred_thousand_and_keys_far_from_zero_are_numbers():
+    q, k, v, g = made(1, 4, 2, 300, 64, 64)
+    for inputs in ((q * (1e5 / (q.float().abs().max() * 64)).item() * 10, k * 10, v, g), (q, k + 10_000, v, g)):
+        true, found = with_gradients(of_torch, *(x.double() for x in inputs)), with_gradients(blocks, *inputs)
+        assert all(x.isfinite().all() for x in found) and errors(found, true)[0] < 0.03
+
+
+def test_a_row_whose_weight_is_all_on_one_key_has_that_keys_value():
+    q, k, v, g = made(2, 4, 4, 300, 64, 64)
+    y, g_q, *_ = with_gradients(lambda q, k, v: causal_attention(q, k, v, 1.0)[0], q * 8, k, v, g)
+    assert torch.equal(y[:, :, 0], v[:, :, 0]) and g_q[:, :, 0].abs().max() < 1e-4
+
+
+def test_what_is_long_or_shares_keys_among_many_heads_has_few_shapes_of_products():
+    shapes = {}
+    for heads, groups, length in ((8, 8, 512), (8, 8, 16_384), (32, 1, 8192), (6, 2, 5000)):
+        q = torch.empty(1, heads, length, 1)
+        blocks_of = list(causal_blocks._blocks(q, groups))
+        assert [x for queries, _ in blocks_of for x in range(queries.start, queries.stop)] == list(range(length))
+        assert all(queries.stop <= keys.stop <= length for queries, keys in blocks_of)
+        rows = [(queries.stop - queries.start) * heads // groups for queries, _ in blocks_of]
+        assert max(rows) <= 1024 or heads // groups <= 8
+        shapes[length] = len({(r, keys.stop) for r, (_, keys) in zip(rows, blocks_of)})
+    assert shapes[512] == 4 and max(shapes.values()) <= 17, shapes
+
+
+def test_no_sequences_are_none_and_other_numbers_of_keys_are_refused():
+    q, k, v, _ = made(2, 4, 2, 140, 16, 16)
+    assert blocks(q[:0], k[:0], v[:0]).shape == (0, 4, 140, 16)
+    with pytest.raises(ValueError, match="140 queries cannot have 139 keys"):
+        blocks(q, k[:, :, 1:], v[:, :, 1:])
 
 
 def test_the_first_position_sees_itself_alone():

@@ -123,6 +123,26 @@ def test_two_ranks_compute_the_gradient_of_one_process_in_every_bit(pool, traine
 
 
 @pytest.mark.parametrize("family", ["llama"])
+def test_attention_over_blocks_of_queries_is_the_same_in_every_layout(pool, trained, family):
+    """From 129 positions on without masks: two blocks, under DDP, FSDP2 with recomputation of both kinds, and with heads spread over ranks."""
+    long = ("data.sequence_length=160", "log.gradients_at=[1]")
+    single, fused = (gradient_of(pool, 1, trained, name, *long, f"run.attention_kernel={name}") for name in ("auto", "flash"))
+    assert largest_gradient_difference(fused, single) > 0
+    selective = "parallel.activation_checkpointing=selective"
+    for name, layout in (("ddp", (DDP,)), ("fsdp", (FSDP, RECOMPUTED)), ("selective", (FSDP, selective))):
+        assert largest_gradient_difference(gradient_of(pool, 2, trained, name, *long, *layout), single) == 0.0, name
+    exact = gradient_of(pool, 1, trained, "exact", *long, "precision.compute=fp32")
+    distance = {}
+    for name, found in (
+        ("single", single),
+        ("fused", fused),
+        ("tensor", gradient_of(pool, 2, trained, "tensor", *long, FSDP, "parallel.tensor=2")),
+    ):
+        distance[name] = float(torch.stack([(found[key] - g).norm() for key, g in exact.items()]).norm())
+    assert 0 < distance["tensor"] <= 1.25 * distance["single"] and distance["single"] <= 1.25 * distance["fused"], distance
+
+
+@pytest.mark.parametrize("family", ["llama"])
 def test_a_number_of_ranks_that_is_no_power_of_two_rounds_nothing_else(pool, trained, family):
     """Found by the campaign: a loss that is scaled by 3, for DDP's average to cancel, has other bits in bf16."""
     batch = ("batch.sequences=6", "batch.micro_sequences=2")
@@ -139,7 +159,9 @@ def test_embeddings_that_are_used_again_by_later_depths_have_the_same_gradient(p
     assert largest_gradient_difference(gradient_of(pool, 2, trained, "fsdp", FSDP, *ahead), single) == 0.0
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES if f != "hf"])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES if f != "hf"]
+)
 def test_ranks_that_share_matrices_are_as_close_to_fp32_as_one_process(pool, trained, family):
     """Partial sums are rounded to bf16 on each rank, and then added: other roundings than those of one process, and no more of them."""
     exact = gradient_of(pool, 1, trained, "exact", "precision.compute=fp32", *masks(family))

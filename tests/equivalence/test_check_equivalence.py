@@ -119,8 +119,8 @@ def test_strategies_of_one_process_send_what_the_formula_says(check, prepared):
         PRESETS / "llama3.1-8b.yaml", *of_data(prepared, "llama"), "--shrink", "--layouts", "strategy=ddp replicate=1", "strategy=fsdp shard=1"
     )
     assert code == 0, out
-    assert re.search(r"\| strategy=ddp replicate=1 \| fp32 \| 1 \| all-reduce (\d+) = \1 \| 0 kB \|.*\| equal \|", out), out
-    assert re.search(r"\| strategy=fsdp shard=1 \| fp32 \| 1 \| none \| 0 kB \|.*\| equal \|", out), out
+    assert re.search(r"\| strategy=ddp replicate=1 \| fp32 \| 2 \| all-reduce (\d+) = \1 \| 0 kB \|.*\| equal \|", out), out
+    assert re.search(r"\| strategy=fsdp shard=1 \| fp32 \| 2 \| none \| 0 kB \|.*\| equal \|", out), out
 
 
 def test_the_tool_starts_processes_as_a_user_does(prepared, tmp_path, capsys):

@@ -29,7 +29,7 @@ QUERIES = 128
 ROWS = 1024
 """In a block, at most, where many heads share keys and values."""
 SHAPES = 16
-"""Numbers of keys that blocks have, at most. The library behind bmm keeps about a megabyte for each shape that it has seen."""
+"""Numbers of keys that blocks have, at most. The library behind bmm keeps some megabytes for each that it has seen."""
 BYTES_AT_ONCE = 1 << 20
 """Scores of a thread at a time, so that they stay in its core's cache."""
 
@@ -47,15 +47,15 @@ def causal_attention(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTV: Tensor, scale: floa
         )
     y_BHTV, sums = _empty_heads(q_BHTG, v_BKTV.shape[3]), []
     for queries, keys in _blocks(q_BHTG, groups):
-        q, k = (_rows(x, groups, 1) for x in (q_BHTG[:, :, queries], k_BKTG[:, :, keys]))
+        q, k = (_rows(x, groups, 2) for x in (q_BHTG[:, :, queries], k_BKTG[:, :, keys]))
         v = _rows(v_BKTV[:, :, keys], groups)
-        q[..., -1], k[..., -1] = 0, -1
+        q[..., -2:], k[..., -2:] = 0, -1  # two columns: an odd width is slow
         later = _later(q_BHTG, groups, queries, keys)
         y, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
         power = torch.empty_like(lse)
         for i in _parts(q, k):
             largest = _hide(torch.bmm(q[i], k[i].mT), later).amax(-1, keepdim=True)
-            q[i, :, -1:] = largest
+            q[i, :, -2:-1] = largest
             scores = _hide(_product(q[i], k[i].mT, scale), later)
             rest = scores.amax(-1, keepdim=True)
             weights = scores.sub_(rest).exp_()
@@ -81,9 +81,9 @@ def _backward(
         k, v = (_rows(x[:, :, keys], groups) for x in (k_BKTG, v_BKTV))
         rows = slice(lse.shape[1] * queries.start // q_BHTG.shape[2], lse.shape[1] * queries.stop // q_BHTG.shape[2])
         g = g * power[:, rows].bfloat16()  # exact
-        less_lse = torch.cat((q, *_in_three((lse[:, rows] + power[:, rows].log()) / scale)), dim=-1)
-        less_mean = torch.cat((g, *_in_three((g.float() * y).sum(-1, keepdim=True))), dim=-1)
-        k_less, v_less = (torch.cat((x, x.new_full((*x.shape[:2], 3), -1)), dim=-1) for x in (k, v))
+        less_lse = torch.cat((q, _in_parts((lse[:, rows] + power[:, rows].log()) / scale)), dim=-1)
+        less_mean = torch.cat((g, _in_parts((g.float() * y).sum(-1, keepdim=True))), dim=-1)
+        k_less, v_less = (torch.cat((x, x.new_full((*x.shape[:2], 4), -1)), dim=-1) for x in (k, v))
         later, g_q = _later(q_BHTG, groups, queries, keys), torch.empty_like(q)
         for i in _parts(q, k):
             weights = _hide(_product(less_lse[i], k_less[i].mT, scale), later).exp_()
@@ -181,8 +181,8 @@ def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
-def _in_three(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """fp32 as a sum of three numbers in bf16, all 24 bits of it."""
+def _in_parts(x: Tensor) -> Tensor:
+    """fp32 [..., 1] as [..., 4] in bf16: three numbers whose sum has all 24 bits, and zero, since products of an odd width are slow."""
     high = x.bfloat16()
     middle = (x - high).bfloat16()
-    return high, middle, (x - high - middle).bfloat16()
+    return torch.cat((high, middle, (x - high - middle).bfloat16(), torch.zeros_like(high)), dim=-1)

@@ -13,8 +13,8 @@ computes the scores again, as FlashAttention does (arXiv 2205.14135, algorithm 4
 counts weights in units of a power of two near the row's largest one, and multiplies rows of the gradient by it instead. So a weight that is
 exp(-x) times the largest one has a relative error of about x / 512, plus the largest score / 2^17.
 
-Rows below are [B x K, T x R, G]: B sequences, K groups of keys and values, each for R heads of queries; neighbouring rows are heads of one
-position, then the next position. bmm copies what is not contiguous, so that blocks are contiguous.
+Heads become rows [B x K, T x R, G] of B sequences, K groups of keys and values, and R heads of queries per group. The R heads of a position
+are neighbours. Rows of a block are contiguous, because bmm would copy them otherwise.
 """
 
 from __future__ import annotations
@@ -74,12 +74,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
     groups = k_BKTG.shape[1]
+    heads = q_BHTG.shape[1] // groups
     g_q_BHTG = _empty_heads(q_BHTG, q_BHTG.shape[3])
     g_k, g_v = (_rows(torch.zeros_like(x, dtype=torch.float32), groups) for x in (k_BKTG, v_BKTV))
     for queries, keys in _blocks(q_BHTG, groups):
         q, g, y = (_rows(x[:, :, queries], groups) for x in (q_BHTG, g_BHTV, y_BHTV))
         k, v = (_rows(x[:, :, keys], groups) for x in (k_BKTG, v_BKTV))
-        rows = slice(lse.shape[1] * queries.start // q_BHTG.shape[2], lse.shape[1] * queries.stop // q_BHTG.shape[2])
+        rows = slice(heads * queries.start, heads * queries.stop)
         g = g * power[:, rows].bfloat16()  # exact
         less_lse = torch.cat((q, _in_parts((lse[:, rows] + power[:, rows].log()) / scale)), dim=-1)
         less_mean = torch.cat((g, _in_parts((g.float() * y).sum(-1, keepdim=True))), dim=-1)
@@ -135,9 +136,8 @@ def _rows(x_BHTG: Tensor, groups: int, columns: int = 0) -> Tensor:
     """Rows of heads, with so many more columns that are not filled."""
     batch, heads, length, width = x_BHTG.shape
     made = x_BHTG.new_empty(batch * groups, length * (heads // groups), width + columns)
-    made.view(batch, groups, length, heads // groups, width + columns)[..., :width] = x_BHTG.unflatten(
-        1, (groups, -1)
-    ).transpose(2, 3)
+    x_BKTRG = x_BHTG.unflatten(1, (groups, -1)).transpose(2, 3)
+    made.view(*x_BKTRG.shape[:4], width + columns)[..., :width] = x_BKTRG
     return made
 
 

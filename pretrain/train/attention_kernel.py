@@ -6,7 +6,8 @@ import torch
 
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
-from pretrain.models.attention import use_fused_kernel_on_cpu
+from pretrain.models.attention import SHORT, use_fused_kernel_on_cpu
+from pretrain.models.families import family_of
 from pretrain.train.resolve import needs_masks
 
 _SWITCHES = {
@@ -25,15 +26,23 @@ def check_attention_kernel(config: Config, device: torch.device) -> None:
     if asked == "auto":
         return
     if device.type == "cpu":
-        if asked != "flash" or config.precision.compute != "bf16":
+        if asked != "flash" or not _has_products(config):
             raise ConfigError(
-                f"run.attention_kernel={asked} has no effect on a CPU; set it to auto, or to flash if it computes in bf16"
+                f"run.attention_kernel={asked} has no effect on a CPU for this model and its data; set it to auto"
             )
         return
     if asked in ("flash", *_OTHERS) and needs_masks(config) and config.model.attention_backend != "flex":
         raise ConfigError(
             f"run.attention_kernel={asked} takes no masks, and this model or its data need them; use cudnn or efficient"
         )
+
+
+def _has_products(config: Config) -> bool:
+    """Whether training on a CPU multiplies matrices where torch's fused kernel could compute attention (`models.attention.attend`)."""
+    switches = config.model.attention
+    if config.precision.compute != "bf16" or not family_of(config.model.family).splits or switches.soft_cap or switches.sinks:
+        return False
+    return config.data.sequence_length <= SHORT or not needs_masks(config)
 
 
 def set_attention_kernel(asked: str) -> None:

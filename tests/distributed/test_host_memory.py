@@ -23,17 +23,17 @@ kept = sys.argv[1] == "keep" and keep_freed_memory()
 def step():
     for megabytes in (1, 40, 3, 100, 7, 2200):
         torch.ones(megabytes << 18)
-for _ in range(3):
+for _ in range(2):
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(3):
+for _ in range(2):
     step()
 print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
 def faults(asked: str) -> tuple[bool, int]:
-    """Whether memory is kept, and pages that the system had to give out when tensors of up to 2,200 MB are made three times more."""
+    """Whether memory is kept, and pages that the system had to give out when tensors of up to 2,200 MB are made twice more."""
     typed = [sys.executable, "-c", TENSORS, asked]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     done = subprocess.run(typed, env=variables, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -63,7 +63,8 @@ def test_result_and_gradients_are_as_near_to_fp64_as_those_of_torchs_kernel(shap
 
 def test_scores_of_a_hundred_thousand_and_keys_far_from_zero_are_numbers():
     q, k, v, g = made(1, 4, 2, 300, 64, 64)
-    for inputs in ((q * (1e5 / (q.float().abs().max() * 64)).item() * 10, k * 10, v, g), (q, k + 10_000, v, g)):
+    largest = (q.float() @ k.float().repeat_interleave(2, dim=1).mT).max() * 0.15
+    for inputs in ((q * (1e5 / largest).item(), k, v, g), (q, k + 10_000, v, g)):
         true, found = with_gradients(of_torch, *(x.double() for x in inputs)), with_gradients(blocks, *inputs)
         assert all(x.isfinite().all() for x in found) and errors(found, true)[0] < 0.03
 
@@ -135,8 +136,7 @@ def test_the_operator_is_what_torch_asks_of_one():
     """Its shapes, strides, gradients and behaviour under torch.compile."""
     q, k, v, _ = (x.detach().requires_grad_() for x in made(2, 4, 2, 140, 16, 16))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    # Random numbers of a compiled and of a plain call are the same; both are compared by their bits elsewhere.
-    torch.library.opcheck(causal_attention, (q, k, v, 0.25), test_utils=tests, atol=1e-2, rtol=1e-2)
+    torch.library.opcheck(causal_attention, (q, k, v, 0.25), test_utils=tests)
 
 
 def test_it_trains_in_bf16_on_a_cpu_where_it_is_the_fastest(monkeypatch):

@@ -38,9 +38,13 @@ def test_a_package_that_is_not_there_is_named():
 
 def test_a_kernel_without_effect_or_without_masks_is_refused(pool, config_file):
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "run.attention_kernel=cudnn")
-    assert code == 2 and "run.attention_kernel=cudnn has no effect on a CPU; set it to auto" in printed
-    [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "run.attention_kernel=flash", "precision.compute=fp32")
-    assert code == 2 and "run.attention_kernel=flash has no effect on a CPU" in printed
+    assert code == 2 and "run.attention_kernel=cudnn has no effect on a CPU for this model and its data; set it to auto" in printed
+    cpu, flash = torch.device("cpu"), ["run.attention_kernel=flash", "precision.compute=bf16"]
+    for effective in ([], ["data.sequence_length=300"], ["data.document_mask=true", "data.sequence_length=128"]):
+        check_attention_kernel(load_config(config_file, [*flash, *effective])[0], cpu)
+    for without in (["precision.compute=fp32"], ["model.attention.soft_cap=30"], ["data.document_mask=true", "data.sequence_length=300"]):
+        with pytest.raises(ConfigError, match="run.attention_kernel=flash has no effect on a CPU"):
+            check_attention_kernel(load_config(config_file, [*flash, *without])[0], cpu)
     config, _ = load_config(config_file, ["run.attention_kernel=flash", "data.document_mask=true"])
     with pytest.raises(ConfigError, match="run.attention_kernel=flash takes no masks"):
         check_attention_kernel(config, torch.device("cuda"))

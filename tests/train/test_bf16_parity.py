@@ -159,9 +159,7 @@ def test_embeddings_that_are_used_again_by_later_depths_have_the_same_gradient(p
     assert largest_gradient_difference(gradient_of(pool, 2, trained, "fsdp", FSDP, *ahead), single) == 0.0
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES if f != "hf"]
-)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES if f != "hf"])
 def test_ranks_that_share_matrices_are_as_close_to_fp32_as_one_process(pool, trained, family):
     """Partial sums are rounded to bf16 on each rank, and then added: other roundings than those of one process, and no more of them."""
     exact = gradient_of(pool, 1, trained, "exact", "precision.compute=fp32", *masks(family))

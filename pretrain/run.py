@@ -92,8 +92,11 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
 
             print(to_yaml(resolve(config), origins if arguments.origins else None), end="")
             return 0
-        from pretrain.train.callbacks import Extensions
-        from pretrain.train.session import check, train
+        from pretrain.train.garbage import first_import
+
+        with first_import():
+            from pretrain.train.callbacks import Extensions
+            from pretrain.train.session import check, train
 
         return (
             check(config, arguments.ranks, arguments.explain)

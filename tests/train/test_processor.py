@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -51,6 +54,33 @@ def test_cycles_are_searched_for_after_the_same_steps_on_all_ranks(pool, config_
         assert enabled and as_before
 
 
+WHILE_TORCH_IS_IMPORTED = """
+import gc, sys
+collections = []
+gc.callbacks.append(lambda phase, _: collections.append("torch" in sys.modules and not hasattr(sys.modules.get("pretrain.train.session"), "train")))
+{before}
+from pretrain.run import main
+code = main(["--config", sys.argv[1], "--check"])
+print(code, sum(collections), gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("", "0 0 True True"),
+        ("gc.disable()", "0 0 False False"),
+        ("gc.collect(); gc.freeze()", "0 [1-9][0-9]* True False"),
+    ],
+    ids=["as usual", "collections are off", "frozen by a script"],
+)
+def test_nothing_is_collected_while_torch_is_imported_nor_ever_from_its_modules(config_file, before, expected):
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_TORCH_IS_IMPORTED.format(before=before), str(config_file)], capture_output=True, text=True
+    )
+    assert re.fullmatch(expected, done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
 def test_the_threads_of_a_process_are_said_and_set(pool, config_file):
     import torch
 
@@ -89,7 +119,10 @@ def two_sockets(tmp_path, monkeypatch):
 
 
 def test_processes_share_a_host_by_sockets_and_whole_cores(two_sockets, monkeypatch):
-    assert [share_of_cores(set(range(16)), place, 2) for place in (0, 1)] == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
+    assert [share_of_cores(set(range(16)), place, 2) for place in (0, 1)] == [
+        {0, 1, 2, 3, 8, 9, 10, 11},
+        {4, 5, 6, 7, 12, 13, 14, 15},
+    ]
     shares = [share_of_cores(set(range(16)), place, 8) for place in range(8)]
     assert shares == [{core, core + 8} for core in range(8)]
     uneven = [share_of_cores({1, 2, 3, 4, 5}, place, 3) for place in range(3)]

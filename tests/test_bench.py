@@ -173,7 +173,10 @@ def test_a_result_is_made_again_when_its_setting_has_changed_and_seeds_take_the_
         quality, "paces", lambda cases, text, options: {} if not cases else pytest.fail("known steps are timed")
     )
     assert tool("bench").main([*words, "--seeds", "0", "1"]) == 0
-    assert made == [(1.0, 0, 300), (2.0, 0, 300), (2.0, 1, 300)]
+    assert tool("bench").main([*words, "--seeds", "2", "--steps", "70"]) == 0
+    assert made == [(1.0, 0, 300), (2.0, 0, 300), (2.0, 1, 300), (2.0, 2, 70)]
+    assert tool("bench").main([*words, "--seeds", "3", "--steps", "11"]) == 1
+    assert "--steps 11: a result needs at least 12" in capsys.readouterr().err
 
 
 def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, capsys):

@@ -154,6 +154,7 @@ def add_quality(subjects: argparse._SubParsersAction) -> None:
     quality.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=list(PROGRAMS))
     quality.add_argument("--settings", nargs="+", metavar="NAME", help="those of them to run (default: all)")
     quality.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
+    quality.add_argument("--steps", type=count, metavar="N", help="not what fits into --minutes, but what another rate took")
     quality.add_argument("--work", type=Path, required=True, metavar="DIR", help="a folder for the text, which is kept")
     quality.add_argument(
         "--json", type=Path, required=True, metavar="FILE", help="results; those that it has are not run again"
@@ -293,7 +294,7 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
 
 
 def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
-    from benchmarks.quality import all_settings, as_line, paces, prepare_text, summary, train
+    from benchmarks.quality import FEW, all_settings, as_line, paces, prepare_text, summary, train
 
     settings = all_settings()
     known = [name for program in arguments.programs for name in settings[program]]
@@ -318,6 +319,10 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
         for line in kept
         if line.get("text_sha256") == text.digest and line.get("values") == settings[line["program"]].get(line["setting"])
     }
+    if arguments.steps:
+        if arguments.steps < FEW:
+            raise DataError(f"--steps {arguments.steps}: a result needs at least {FEW}")
+        steps = {case[:3]: arguments.steps for case in cases}
     pace_of = paces(list(dict.fromkeys(case[:2] for case in cases if case[:3] not in steps)), text, options)
     steps |= {case[:3]: pace_of[case[:2]].steps(arguments.minutes) for case in cases if case[:3] not in steps}
     for case in cases:

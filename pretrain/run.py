@@ -6,6 +6,7 @@ python pretrain/run.py --config configs/pretrain/llama-125m.yaml key=value ...
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
 from collections.abc import Sequence
@@ -84,6 +85,7 @@ def tell_others(error: UserError) -> None:
 def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Sequence[Sink]) -> int:
     from pretrain.config.load import load_config
     from pretrain.config.written import to_yaml
+    from pretrain.train.garbage import first_import
 
     config, origins = load_config(arguments.config, arguments.overrides)
     try:
@@ -92,17 +94,16 @@ def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Seq
 
             print(to_yaml(resolve(config), origins if arguments.origins else None), end="")
             return 0
-        from pretrain.train.garbage import first_import
+        with contextlib.ExitStack() as end:
+            with first_import(until=end):
+                from pretrain.train.callbacks import Extensions
+                from pretrain.train.session import check, train
 
-        with first_import():
-            from pretrain.train.callbacks import Extensions
-            from pretrain.train.session import check, train
-
-        return (
-            check(config, arguments.ranks, arguments.explain)
-            if arguments.check
-            else train(config, Extensions(callbacks, sinks))
-        )
+            return (
+                check(config, arguments.ranks, arguments.explain)
+                if arguments.check
+                else train(config, Extensions(callbacks, sinks))
+            )
     except ConfigError as error:
         if error.key is None or error.key not in origins:
             raise

@@ -173,8 +173,14 @@ def test_a_result_is_made_again_when_its_setting_has_changed_and_seeds_take_the_
         quality, "paces", lambda cases, text, options: {} if not cases else pytest.fail("known steps are timed")
     )
     assert tool("bench").main([*words, "--seeds", "0", "1"]) == 0
-    assert tool("bench").main([*words, "--seeds", "2", "--steps", "70"]) == 0
-    assert made == [(1.0, 0, 300), (2.0, 0, 300), (2.0, 1, 300), (2.0, 2, 70)]
+    assert made == [(1.0, 0, 300), (2.0, 0, 300), (2.0, 1, 300)]
+    for seed in ("0", "2"):  # one that is there, and one that is not
+        assert tool("bench").main([*words, "--seeds", seed, "--steps", "70"]) == 1
+        assert "found.jsonl pretrain, a took 300; name another --json" in capsys.readouterr().err
+    settings["pretrain"] = {"b": {"lr": 3.0}}
+    assert tool("bench").main([*words, "--seeds", "0", "--steps", "70"]) == 0
+    assert tool("bench").main([*words, "--seeds", "1"]) == 0
+    assert made[3:] == [(3.0, 0, 70), (3.0, 1, 70)]
     assert tool("bench").main([*words, "--seeds", "3", "--steps", "11"]) == 1
     assert "--steps 11: a result needs at least 12" in capsys.readouterr().err
 

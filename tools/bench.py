@@ -154,7 +154,7 @@ def add_quality(subjects: argparse._SubParsersAction) -> None:
     quality.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=list(PROGRAMS))
     quality.add_argument("--settings", nargs="+", metavar="NAME", help="those of them to run (default: all)")
     quality.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
-    quality.add_argument("--steps", type=count, metavar="N", help="not what fits into --minutes, but what another rate took")
+    quality.add_argument("--steps", type=count, metavar="N", help="how many to take (default: as many as fit into --minutes)")
     quality.add_argument("--work", type=Path, required=True, metavar="DIR", help="a folder for the text, which is kept")
     quality.add_argument(
         "--json", type=Path, required=True, metavar="FILE", help="results; those that it has are not run again"
@@ -300,6 +300,8 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
     known = [name for program in arguments.programs for name in settings[program]]
     if unknown := set(arguments.settings or ()) - set(known):
         raise DataError(f"--settings {' '.join(sorted(unknown))}: there are {', '.join(known)}")
+    if arguments.steps and arguments.steps < FEW:
+        raise DataError(f"--steps {arguments.steps}: a result needs at least {FEW}")
     arguments.work.mkdir(parents=True, exist_ok=True)
     options = Options(arguments.work, scale=arguments.scale)
     text = prepare_text(options)
@@ -312,7 +314,6 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
         for setting in settings[program]
         if not arguments.settings or setting in arguments.settings
     ]
-    cases = [case for case in cases if [*case, text.digest, settings[case[0]][case[1]]] not in done]
     # Rows of other seeds say how many steps fit. What is not known is timed.
     steps = {
         (line["program"], line["setting"], line["minutes"]): line["steps"]
@@ -320,9 +321,13 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
         if line.get("text_sha256") == text.digest and line.get("values") == settings[line["program"]].get(line["setting"])
     }
     if arguments.steps:
-        if arguments.steps < FEW:
-            raise DataError(f"--steps {arguments.steps}: a result needs at least {FEW}")
-        steps = {case[:3]: arguments.steps for case in cases}
+        others = {case[:2]: steps[case[:3]] for case in cases if steps.get(case[:3], arguments.steps) != arguments.steps}
+        for names, taken in others.items():
+            raise DataError(
+                f"--steps {arguments.steps}: in {arguments.json} {', '.join(names)} took {taken}; name another --json"
+            )
+        steps |= {case[:3]: arguments.steps for case in cases}
+    cases = [case for case in cases if [*case, text.digest, settings[case[0]][case[1]]] not in done]
     pace_of = paces(list(dict.fromkeys(case[:2] for case in cases if case[:3] not in steps)), text, options)
     steps |= {case[:3]: pace_of[case[:2]].steps(arguments.minutes) for case in cases if case[:3] not in steps}
     for case in cases:

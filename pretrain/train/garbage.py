@@ -13,13 +13,17 @@ from collections.abc import Iterator
 EVERY_STEPS = 50
 
 
-@contextlib.contextmanager
-def first_import() -> Iterator[None]:
-    """For the first import of torch and what needs it. Python collects neither meanwhile nor, later, from what modules made, which stays anyway.
+_modules_are_frozen = False
 
-    A start becomes half a second shorter. Does nothing after torch was imported, while collections are off, or when a script has frozen
-    objects of its own.
+
+@contextlib.contextmanager
+def first_import(until: contextlib.ExitStack) -> Iterator[None]:
+    """Open it around the first import of torch and of what needs torch. Python would search thousands of times there, for half a second.
+
+    What exists when it closes is not searched until `until` closes or a `GarbageCollection` does. Does nothing when torch was imported before,
+    when collections are off, or when a script has frozen objects of its own.
     """
+    global _modules_are_frozen
     if "torch" in sys.modules or not gc.isenabled() or gc.get_freeze_count():
         yield
         return
@@ -27,18 +31,24 @@ def first_import() -> Iterator[None]:
     try:
         yield
         gc.freeze()
+        _modules_are_frozen = True
+        until.callback(_unfreeze)
     finally:
         gc.enable()
 
 
-class GarbageCollection:
-    """While it is open, Python collects after every so many steps and at no other time.
+def _unfreeze() -> None:
+    global _modules_are_frozen
+    gc.unfreeze()
+    _modules_are_frozen = False
 
-    It does not search what was frozen before: modules (`first_import`) or objects of a script. If nothing was, it freezes all that exists.
-    """
+
+class GarbageCollection:
+    """While it is open, Python collects after every so many steps and at no other time. What exists when it opens is not searched."""
 
     def __enter__(self) -> GarbageCollection:
-        self._was_enabled, self._freezes = gc.isenabled(), not gc.get_freeze_count()
+        # Objects that a script has frozen are left to it.
+        self._was_enabled, self._freezes = gc.isenabled(), _modules_are_frozen or not gc.get_freeze_count()
         if self._freezes:
             gc.collect()
             gc.freeze()
@@ -47,7 +57,7 @@ class GarbageCollection:
 
     def __exit__(self, *error: object) -> None:
         if self._freezes:
-            gc.unfreeze()
+            _unfreeze()
         if self._was_enabled:
             gc.enable()
 

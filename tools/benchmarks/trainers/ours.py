@@ -1,5 +1,6 @@
 """pretrain on the task."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from benchmarks.trainers.clock import Clock, Task  # noqa: E402
 from pretrain.run import main  # noqa: E402
 from pretrain.train.garbage import first_import  # noqa: E402
 
-with first_import():  # as pretrain/run.py does
+end = contextlib.ExitStack()
+with first_import(until=end):  # as pretrain/run.py does
     from pretrain.train.callbacks import Callback
 
 task = Task.given()

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 EVERY_STEPS = 50
 
-
 _modules_are_frozen = False
 
 

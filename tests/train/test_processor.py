@@ -137,10 +137,7 @@ def two_sockets(tmp_path, monkeypatch):
 
 
 def test_processes_share_a_host_by_sockets_and_whole_cores(two_sockets, monkeypatch):
-    assert [share_of_cores(set(range(16)), place, 2) for place in (0, 1)] == [
-        {0, 1, 2, 3, 8, 9, 10, 11},
-        {4, 5, 6, 7, 12, 13, 14, 15},
-    ]
+    assert [share_of_cores(set(range(16)), place, 2) for place in (0, 1)] == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
     shares = [share_of_cores(set(range(16)), place, 8) for place in range(8)]
     assert shares == [{core, core + 8} for core in range(8)]
     uneven = [share_of_cores({1, 2, 3, 4, 5}, place, 3) for place in range(3)]

@@ -16,8 +16,9 @@ def keep_freed_memory() -> bool:
     """Tell glibc's malloc to give no freed memory back to the system. Returns whether it took the settings.
 
     By default each large tensor is mapped anew, and the system fills every page with zeros at its first use, which takes a tenth of a step in
-    bf16 (docs/benchmarks.md). This is for the main thread, which trains: other threads have heaps of 64 MB, and map what is larger. The peak stays the same where
-    steps do. Other allocators (jemalloc, tcmalloc, musl) take no notice, and settings in the environment hold.
+    bf16 (docs/benchmarks.md). This is for the main thread, which trains: other threads have heaps of 64 MB, and map what is larger. The peak
+    stays the same where steps do; glibc before 2.38 may place tensors of the largest size up to four times before it finds their room again.
+    Other allocators (jemalloc, tcmalloc, musl) take no notice, and settings in the environment hold.
     """
     if any(name in os.environ for name in SETTINGS) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False

@@ -296,7 +296,9 @@ class Trainer:
         def tell(share: float) -> None:
             self.reporting.communication[number] = share
 
-        return profiled(Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers, means, tell))
+        return profiled(
+            Recorded(self.directory.path, number, ranks.rank, ranks.device, waited, weights, optimizers, means, tell)
+        )
 
     @contextmanager
     def _explaining_memory(self, number: int) -> Iterator[None]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The typed arguments. Ends the process with a line and exit code 2 where they cannot go together."""
     parser = argparse.ArgumentParser(prog="pretrain/run.py", description="Train a language model.")
     parser.add_argument("--config", required=True, help="YAML file; see docs/configuration.md")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
@@ -77,12 +78,14 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = (), sink
 
 
 def tell_others(error: UserError) -> None:
+    """Send the error to the other ranks, so that each ends with the same line."""
     from pretrain.distributed.joining import tell
 
     tell(error)
 
 
 def run(arguments: argparse.Namespace, callbacks: Sequence[Callback], sinks: Sequence[Sink]) -> int:
+    """Print the configuration, check it or train, as the arguments say. Returns the exit code; raises UserError."""
     from pretrain.config.load import load_config
     from pretrain.config.written import to_yaml
     from pretrain.train.garbage import first_import

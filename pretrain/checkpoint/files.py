@@ -29,10 +29,12 @@ _UNFINISHED = re.compile(r"\.((writing|replaced)-step-\d{8,}|removing-step-\d{8,
 
 
 def directory_of(step: int) -> str:
+    """The name of the directory of a step's checkpoint: `step-00000100`."""
     return f"step-{step:08d}"
 
 
 def writing_directory_of(target: Path) -> Path:
+    """Where a checkpoint is written until it is complete and takes the name of `target`."""
     return target.with_name(f".writing-{target.name}")
 
 

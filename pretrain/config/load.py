@@ -248,6 +248,7 @@ def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -
 
 
 def names_of(kind: type) -> list[str]:
+    """The names of the keys of a section, in the order in which they are declared."""
     return [f.name for f in dataclasses.fields(kind)]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 
 def main() -> None:
+    """Read the task as JSON from standard input, and carry it out."""
     task: dict[str, Any] = json.load(sys.stdin)
     convert(load_converter(Path(task["llama_cpp"])), task)
 
@@ -67,6 +68,7 @@ def teach(model_base: Any, text_model: Any, task: dict[str, Any]) -> None:
 
 
 def set_vocab(model: Any, vocabulary: dict[str, Any]) -> None:
+    """Let llama.cpp's converter write the tokenizer, with the reader for its kind."""
     if vocabulary["model"] == "gpt2":
         model._set_vocab_gpt2()
     else:

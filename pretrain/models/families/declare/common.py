@@ -45,10 +45,12 @@ GPT_BLOCK = {
 
 
 def tied(default: bool) -> Field:
+    """Whether the output head shares the embedding; `default` where config.json does not say."""
     return Field("tie_embeddings", "tie_word_embeddings", default)
 
 
 def eps(default: float, name: str = "rms_norm_eps") -> Field:
+    """The constant of norms; `name` is its field in config.json."""
     return Field("norm_eps", name, default)
 
 
@@ -123,6 +125,7 @@ def _base(value: float, exponent: float) -> float:
 
 
 def attention_bias() -> Field:
+    """Biases of all projections of attention, which config.json states as one."""
     return Field("attention.bias", "attention_bias", False, *projections("query", "key", "value", "output"))
 
 
@@ -225,10 +228,12 @@ GEMMA_CONSTANTS: dict[str, Any] = {
 
 
 def query_scalar(default: int) -> Field:
+    """The number whose inverse square root scales scores; a whole one in config.json."""
     return Field("attention.query_scalar", "query_pre_attn_scalar", default, lambda scalar, model: int(scalar))
 
 
 def gemma_refuses(model: Model) -> str | None:
+    """Why transformers' Gemma models would not take the model, or None."""
     if model.attention.query_scalar % 1:
         return f"model.attention.query_scalar={model.attention.query_scalar} is no whole number, as transformers demands"
     return refuse_uneven_heads(model)

@@ -63,6 +63,7 @@ DERIVED = {"kv_heads", "head_dim", "ffn_dim"}
 
 
 def same(value: Any, other: Any) -> Any:
+    """The value as it is: for fields that mean the same on both sides."""
     return value
 
 
@@ -341,6 +342,7 @@ BALANCE = "router_aux_loss_coef"
 
 
 def layers_with_experts(model: Model) -> int:
+    """The number of layers whose MLP has experts."""
     return model.layers - len(model.experts.dense_layers)
 
 

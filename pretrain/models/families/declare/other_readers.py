@@ -31,10 +31,12 @@ _SIZES = {
 
 
 def anything(value: Any, model: Model) -> bool:
+    """Allows every value."""
     return True
 
 
 def one_of(*values: Any) -> Allowed:
+    """Allows these values, and no other."""
     return lambda value, model: value in values
 
 

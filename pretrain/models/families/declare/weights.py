@@ -143,6 +143,7 @@ def entry(
     layout: TensorLayout = SAME,
     when: Callable[[Model], bool] | None = None,
 ) -> Entry:
+    """An `Entry`; a single name may be given as it is."""
     return Entry(*((names,) if isinstance(names, str) else tuple(names) for names in (ours, theirs)), layout, when)
 
 

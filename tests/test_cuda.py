@@ -9,12 +9,16 @@ import torch
 from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, state_of, train
 
 from pretrain.config.model_schema import Model
+from pretrain.config.optim_schema import Optim
 from pretrain.errors import TrainingError
 from pretrain.models import build_network
 from pretrain.models.families import complete
 from pretrain.models.loss import Losses
 from pretrain.observe.flops import PEAKS_BF16
 from pretrain.observe.metrics import read_metrics
+from pretrain.optim.adamw import AdamW
+from pretrain.optim.guarded import Formats
+from pretrain.optim.optimizer import OptimizerSet
 from pretrain.optim.rounding import round_at_random
 from pretrain.parallel.activation_offload import offload_activations
 from pretrain.parallel.blocks import recompute_blocks
@@ -271,6 +275,48 @@ def test_products_in_fp8_are_those_of_a_cpu(scaling):
 def test_a_nan_of_a_gpu_stays_one_when_weights_are_rounded():
     bad = torch.zeros(4, 4, device="cuda") / 0
     assert round_at_random(bad, torch.full((4, 4), 0xFFFF, dtype=torch.int32, device="cuda")).isnan().all()
+
+
+@pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
+def test_stages_whose_matrices_are_on_the_host_are_clipped_together(pool, config_file):
+    options = (CUDA, "run.steps=4", "optim.clip=0.05", "batch.micro_sequences=2")
+    layout = ("parallel.strategy=fsdp", "parallel.pipeline=2", "parallel.offload=true")
+    one = train(pool, 1, config_file, "run.name=one", *options)
+    four = train(pool, 4, config_file, "run.name=four", *options, *layout)
+    assert largest_relative_difference(losses(four), losses(one)) <= 1e-4
+
+
+def test_a_step_that_is_left_out_leaves_matrices_on_the_host_as_they_are():
+    on_host, on_gpu = torch.nn.Parameter(torch.ones(8, 8)), torch.nn.Parameter(torch.ones(8, device="cuda"))
+    part = torch.nn.Module()
+    part.matrix, part.vector = on_host, on_gpu
+    optimizer = OptimizerSet([part], Optim())
+    for number in range(1, 4):
+        on_host.grad, on_gpu.grad = torch.ones(8, 8), torch.ones(8, device="cuda")
+        torch.cuda._sleep(10**8) if not hasattr(torch.cuda, "rehearsed_kernels") else None
+        optimizer.clip(0.1)
+        optimizer.step(1e-2, torch.zeros((), dtype=torch.bool, device="cuda"), number)
+    assert bool((on_host == 1).all()) and bool((on_gpu == 1).all())
+    assert all(float(state["step"]) == 0 for state in optimizer.optimizers[0].state.values())
+
+
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])
+def test_updates_of_weights_in_bf16_are_those_of_a_cpu(moments):
+    """They are compiled there; a number whose last bit in fp32 differs may be rounded to its neighbour."""
+    drawn = torch.Generator().manual_seed(1)
+    start, *gradients = (torch.randn(96, 64, generator=drawn).to(torch.bfloat16) for _ in range(4))
+    ends = []
+    for device in ("cpu", "cuda"):
+        weight = torch.nn.Parameter(start.to(device, copy=True))
+        optimizer = AdamW([{"params": [weight], "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, Formats(moments, {weight: "w"}))
+        for optimizer.step_number, gradient in enumerate(gradients, 1):
+            weight.grad = gradient.to(device)
+            optimizer.step()
+        state = optimizer.state[weight]
+        ends.append([tensor.detach().cpu().double() for tensor in (weight, state["exp_avg"], state["exp_avg_sq"])])
+    for on_cpu, on_gpu in zip(*ends):
+        assert float((on_cpu != on_gpu).double().mean()) < 0.01
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=0.02 if moments == torch.bfloat16 else 0, atol=1e-6 if moments == torch.bfloat16 else 1.0)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

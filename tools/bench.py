@@ -196,6 +196,9 @@ def add_checkpoint(subjects: argparse._SubParsersAction) -> None:
         "--model", type=Path, metavar="FILE", default=TOOLS.parent / "configs" / "models" / "llama-25m.yaml",
         help="the configuration that gives the size (default: llama-25m)",
     )  # fmt: skip
+    checkpoint.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default: %(default)s)"
+    )
     checkpoint.add_argument("--work", type=Path, metavar="DIR", help="where files are written: the storage that is measured")
     add_keeping(checkpoint, 5.0)
     checkpoint.set_defaults(measure=compare_checkpoints)
@@ -358,7 +361,7 @@ def compare_collectives(arguments: argparse.Namespace, typed: str) -> None:
 def compare_checkpoints(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.saving import saving
 
-    measure_and_keep(arguments, typed, lambda options: saving(arguments.model, options))
+    measure_and_keep(arguments, typed, lambda options: saving(arguments.model, arguments.device, options))
 
 
 def compare_formats(arguments: argparse.Namespace, typed: str) -> None:

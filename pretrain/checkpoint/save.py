@@ -105,11 +105,19 @@ class Saving:
     def hold(self, copies: HostCopies) -> None:
         """Copy what this rank writes to the host's memory."""
         self.copies = copies
+        # torch would otherwise write what is on the host by a stream of the GPU, and wait for all that training has queued there.
+        self.writer.per_thread_copy_ahead = 0
         self.planner.held = copies.take({item.index: self.planner.resolve_data(item).detach() for item in self.plan.items})
 
     def write_beside(self) -> None:
         """`write` in a thread."""
-        self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
+
+        def write() -> None:
+            if self.ranks.device.type == "cuda":
+                torch.cuda.set_device(self.ranks.device)  # a new thread's is the first one
+            self.write()
+
+        self.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self.thread.start()
 
     def write_now(self) -> None:

@@ -175,6 +175,8 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= count > 0 and config.parallel.backend == "gloo":
+        return torch.device("cuda", local_rank % count)  # NCCL would refuse two processes on one GPU
     if local_rank >= count:
         remedy = (
             f"start at most {count} processes here"

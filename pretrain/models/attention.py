@@ -94,13 +94,13 @@ class Cache:
 SHORT = 128
 """Positions up to which plain matrix products are the fastest in bf16 on a CPU. torch's fused kernel takes 7 times as long at 16 positions."""
 
-_products_on_cpu = True
+_asked = "auto"
 
 
-def use_fused_kernel_on_cpu(always: bool) -> None:
-    """Whether attention in bf16 on a CPU is always torch's fused kernel, also where training is faster with matrix products."""
-    global _products_on_cpu
-    _products_on_cpu = not always
+def ask_for_kernel(name: str) -> None:
+    """The kernel that `run.attention_kernel` names. On a CPU `flash` is torch's fused one, also where training is faster with matrix products."""
+    global _asked
+    _asked = name
 
 
 def attend(
@@ -118,15 +118,15 @@ def attend(
     """
     if isinstance(mask, BlockMask):
         return _flex(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
-    products = _products_on_cpu and q_BHTG.device.type == "cpu" and q_BHTG.dtype == torch.bfloat16 and torch.is_grad_enabled()
+    products = _asked != "flash" and q_BHTG.device.type == "cpu" and q_BHTG.dtype == torch.bfloat16 and torch.is_grad_enabled()
     if soft_cap or sinks_H is not None or (products and q_BHTG.shape[2] * k_BKSG.shape[2] <= SHORT**2):
         return _plain(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
     if products and mask is None and q_BHTG.shape[2] == k_BKSG.shape[2]:
         return causal_attention(q_BHTG, k_BKSG, v_BKSG, scale)[0]
     grouped = q_BHTG.shape[1] != k_BKSG.shape[1]
-    if mask is not None and grouped and q_BHTG.is_cuda:
-        # On CUDA the one fused kernel that takes a mask knows no groups: with them torch would fall back to plain
-        # matrix products and keep all H x T x T scores (notes of torch's scaled_dot_product_attention).
+    if grouped and q_BHTG.is_cuda and (mask is not None or q_BHTG.dtype == torch.float32 or _asked == "efficient"):
+        # On CUDA the memory-efficient kernel knows no groups, and it alone takes a mask or fp32: with groups torch would fall
+        # back to plain matrix products and keep all H x T x T scores (sdp_utils.cpp, notes of scaled_dot_product_attention).
         repeats = q_BHTG.shape[1] // k_BKSG.shape[1]
         k_BKSG, v_BKSG = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSG, v_BKSG))
         grouped = False

@@ -19,11 +19,14 @@ from torch import Tensor
 
 
 class _Codes(NamedTuple):
-    """Codes 1 to `last` are the upper bits of consecutive fp32 numbers, from the one with the bits (1 + `offset`) << `shift`; 0 is 0."""
+    """Codes 1 to `last` are the upper bits of consecutive fp32 numbers, from the one with the bits (1 + `offset`) << `shift`, which is `smallest`;
+    0 is 0.
+    """
 
     shift: int
     offset: int
     last: int
+    smallest: float
 
     def encode(self, values: Tensor, bits: Tensor) -> Tensor:
         """`values`: fp32, none below 0. `bits`: random numbers below 2^16, int32. What is beyond the last code becomes that one."""
@@ -35,14 +38,9 @@ class _Codes(NamedTuple):
         """`codes`: int32; returns fp32."""
         return ((codes + self.offset) << self.shift).view(torch.float32) * (codes > 0)
 
-    @property
-    def smallest(self) -> float:
-        """The value of code 1."""
-        return float(self.decode(torch.ones((), dtype=torch.int32, device="cpu")))
 
-
-_SQUARES = _Codes(21, ((127 - 56) << 2), 255)
-_RATIOS = _Codes(20, ((127 - 11) << 3), 127)
+_SQUARES = _Codes(21, ((127 - 56) << 2), 255, 1.25 * 2**-56)
+_RATIOS = _Codes(20, ((127 - 11) << 3), 127, 1.125 * 2**-11)
 LEAST_ROOT = math.sqrt(_SQUARES.smallest)
 """The root of the least mean of squares above 0, 4e-9."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pretrain.distributed.shards import place_of
-from pretrain.optim.rounding import random_bits, round_at_random
-
-EVERYTHING = slice(None)
+from pretrain.models.compiling import compile_strictly
+from pretrain.optim.rounding import random_bits, round_at_random, seed_of
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,46 @@ class GuardedOptimizer(torch.optim.Optimizer):
             return widest(parameter)
         return self.formats.moments
 
-    def write(self, parameter: Tensor, tensors: Sequence[Tensor], values: Sequence[Tensor], chunk: slice = EVERYTHING) -> None:
-        """Give this rank's parts of a parameter and its state new values, in these rows, unless the step is left out.
-
-        Where bf16 is stored, fp32 is rounded at random.
+    def write(self, parameter: Tensor, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Give this rank's parts of a parameter and its state new values, unless the step is left out. Where bf16 is stored, fp32 is rounded at
+        random.
         """
-        for number, (tensor, value) in enumerate(zip(tensors, values)):
-            old = tensor[chunk]
-            if old.dtype == torch.bfloat16 and value.dtype == torch.float32:
-                value = round_at_random(value, self.random_bits(parameter, number, chunk, value.device))
-            old.copy_(value if self.found_inf is None else torch.where(self.found_inf.to(tensor.device) > 0, old, value))
+        starts, seeds = self.starts(parameter), self.seeds(parameter, len(tensors))
+        for tensor, value, seed in zip(tensors, values, seeds):
+            in_one_kernel(store, tensor)(tensor.data, value, self.left_out(tensor), starts, seed)
 
-    def random_bits(self, parameter: Tensor, number: int, chunk: slice, device: torch.device) -> Tensor:
-        """Random numbers below 2^16 for these rows of tensor `number` of a parameter and its state, the same in every layout."""
-        rows, *others = place_of(parameter)
-        first, last, _ = chunk.indices(rows.stop - rows.start)
-        place = (slice(rows.start + first, rows.start + last), *others)
-        return random_bits(place, f"{self.formats.names[parameter]}.{number}", self.step_number, device)
+    def left_out(self, like: Tensor) -> Tensor | None:
+        """`found_inf` where a tensor is."""
+        return None if self.found_inf is None else self.found_inf.to(like.device)
+
+    def starts(self, parameter: Tensor, row: int = 0) -> tuple[int, ...]:
+        """Where this rank's part of a parameter begins in the whole, from this row of the part on."""
+        rows, *others = (part.start for part in place_of(parameter)) if parameter.dim() else (0,)
+        return rows + row, *others
+
+    def seeds(self, parameter: Tensor, count: int) -> tuple[int, ...]:
+        """For the random numbers of a parameter and its state."""
+        return tuple(seed_of(f"{self.formats.names.get(parameter)}.{number}", self.step_number) for number in range(count))
+
+
+def store(old: Tensor, value: Tensor, left_out: Tensor | None, starts: Sequence[int], seed: int) -> None:
+    """Give a tensor new values unless `left_out` is 1. In bf16, fp32 is rounded at random: see `random_bits` for `starts` and `seed`."""
+    if old.dtype == torch.bfloat16 and value.dtype == torch.float32:
+        value = round_at_random(value, random_bits(value.shape, starts, seed, value.device))
+    old.copy_(value if left_out is None else torch.where(left_out > 0, old, value))
+
+
+def in_one_kernel(function: Callable[..., None], like: Tensor) -> Callable[..., None]:
+    """The function, compiled where the tensor is on a GPU. Operator by operator, rounding alone would be dozens of kernels, each of which moves whole
+    tensors. Numbers that change from step to step have to be tensors, or int; of a parameter it takes `data`, since torch.compile knows no gradient of
+    another format.
+    """
+    return _compiled(function) if like.is_cuda else function
+
+
+@functools.cache
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    return compile_strictly(function, dynamic=True, fullgraph=True)
 
 
 def widest(tensor: Tensor) -> torch.dtype:

@@ -123,11 +123,16 @@ class OptimizerSet:
         random rounding.
         """
         self._create_means()
+        found_inf = None if taken is None else (~taken).float()
+        if found_inf is not None and any(local(p).device.type == "cpu" for p in self.parameters.values()):
+            found_inf = (
+                found_inf.cpu()
+            )  # `parallel.offload`: torch's fused AdamW would read its own copy before that has arrived
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["rate_scale"]
             # torch's own way to leave out a step without asking the device (`_step_supports_amp_scaling`).
-            optimizer.grad_scale, optimizer.found_inf = None, None if taken is None else (~taken).float()
+            optimizer.grad_scale, optimizer.found_inf = None, found_inf
             optimizer.step_number = number
             optimizer.step()
         self._average(taken)
@@ -228,16 +233,18 @@ def clip_gradients(
     gradients = [p.grad for p in parameters if p.grad is not None]
     uncounted = {id(p.grad) for p in copies}
     parts = [local(gradient) for gradient in gradients]
-    squares: dict[object, list[Tensor]] = {}
+    squares: dict[tuple, list[Tensor]] = {}
     for gradient, norm in zip(gradients, norms(parts)):
-        squares.setdefault(_sharding_of(gradient), []).append(norm.square() * (id(gradient) not in uncounted))
+        alike = _sharding_of(gradient), norm.device
+        squares.setdefault(alike, []).append(norm.square() * (id(gradient) not in uncounted))
     total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
-    for sharding, values in squares.items():
+    for (sharding, _), values in squares.items():
         total += added_over_shards(torch.stack(values).sum(), sharding).to(total.device)
     total = sum_over_layers(total).sqrt()
     if max_norm > 0:
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(parts, factor.to(widest(parts[0])))
+        for device in {part.device for part in parts}:  # with `parallel.offload` there are two
+            torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device, widest(parts[0])))
     return total
 
 
@@ -246,15 +253,19 @@ def norms(parts: list[Tensor]) -> list[Tensor]:
 
     In matrices on a CPU, numbers below 1e-19 count as zeros, and above 1e19 as infinite, because of their squares in fp32.
     """
-    if any(part.is_cuda for part in parts):
-        return torch._foreach_norm(parts, 2, dtype=torch.float64)
-    return [
-        torch.linalg.vector_norm(
-            torch.linalg.vector_norm(part, dim=-1, dtype=widest(part)) if part.dim() > 1 and part.numel() else part,
-            dtype=torch.float64,
-        )
-        for part in parts
-    ]
+    found: dict[int, Tensor] = {}
+    for dtype in {
+        part.dtype for part in parts if part.is_cuda
+    }:  # of several formats at once, it would copy each tensor to fp64
+        places = [place for place, part in enumerate(parts) if part.is_cuda and part.dtype == dtype]
+        found |= zip(places, torch._foreach_norm([parts[place] for place in places], 2, dtype=torch.float64))
+    return [found[place] if part.is_cuda else _norm_by_rows(part) for place, part in enumerate(parts)]
+
+
+def _norm_by_rows(part: Tensor) -> Tensor:
+    if part.dim() > 1 and part.numel():
+        part = torch.linalg.vector_norm(part, dim=-1, dtype=widest(part))
+    return torch.linalg.vector_norm(part, dtype=torch.float64)
 
 
 def _sharding_of(gradient: Tensor) -> tuple | None:

@@ -26,15 +26,19 @@ def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
     return torch.where(values.isnan(), values, rounded).to(torch.bfloat16)
 
 
-def random_bits(place: Sequence[slice], name: str, step: int, device: torch.device) -> Tensor:
-    """Numbers below 2^16 for this part of a tensor of two or more dimensions, int32, of the part's shape."""
-    seed = zlib.crc32(f"{name} {step}".encode())
-    *leading, columns = (torch.arange(part.start, part.stop, device=device) for part in place)
+def seed_of(name: str, step: int) -> int:
+    """What the random numbers of a tensor in a step begin with, for `random_bits`."""
+    return zlib.crc32(f"{name} {step}".encode())
+
+
+def random_bits(shape: Sequence[int], starts: Sequence[int], seed: int, device: torch.device) -> Tensor:
+    """Numbers below 2^16 for a part of a tensor, int32, of the part's shape. `starts`: where the part begins in each dimension of the whole."""
+    *leading, columns = (torch.arange(size, device=device) + start for size, start in zip(shape, starts))
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for number, index in enumerate(leading):
         rows = _hashed(rows[..., None] + index, seed + number)
     # A sum of hashes alone would repeat its differences; two rounds of mixing leave nothing of them.
-    mixed = _signed(rows)[..., None] ^ _signed(_hashed(columns, ~seed & _MASK))
+    mixed = _signed(rows)[..., None] ^ _signed(_hashed(columns, _MASK - seed))
     for factor in (0x7FEB352D, 0x2C1B3C6D):
         mixed = (mixed ^ (mixed >> 15)).mul_(factor)
     return (mixed >> 16).bitwise_and_(0xFFFF)

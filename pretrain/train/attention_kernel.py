@@ -6,7 +6,7 @@ import torch
 
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
-from pretrain.models.attention import SHORT, use_fused_kernel_on_cpu
+from pretrain.models.attention import SHORT, ask_for_kernel
 from pretrain.models.families import family_of
 from pretrain.train.resolve import needs_masks
 
@@ -31,6 +31,10 @@ def check_attention_kernel(config: Config, device: torch.device) -> None:
                 f"run.attention_kernel={asked} has no effect on a CPU for this model and its data; set it to auto"
             )
         return
+    if asked in ("flash", "cudnn", *_OTHERS) and config.precision.compute == "fp32":
+        raise ConfigError(
+            f"run.attention_kernel={asked} does not compute in fp32; set precision.compute=bf16, or use efficient"
+        )
     if asked in ("flash", *_OTHERS) and needs_masks(config) and config.model.attention_backend != "flex":
         raise ConfigError(
             f"run.attention_kernel={asked} takes no masks, and this model or its data need them; use cudnn or efficient"
@@ -56,6 +60,6 @@ def set_attention_kernel(asked: str) -> None:
             raise ConfigError(
                 f"run.attention_kernel={asked}: {str(error).splitlines()[0]}; install its package, or use flash"
             ) from error
-    use_fused_kernel_on_cpu(asked == "flash")
+    ask_for_kernel(asked)
     for name, switch in _SWITCHES.items():
         switch(asked in ("auto", name) or (name == "flash" and asked in _OTHERS))

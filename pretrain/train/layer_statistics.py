@@ -161,5 +161,14 @@ def _sizes(name: str, gradient: Tensor) -> Tensor:
     for part in local(gradient).detach().flatten().split(AT_ONCE):
         exponents = (torch.frexp(part.float()).exponent - 1).clamp(FIRST_EXPONENT, LAST_EXPONENT - 1).float()
         exponents = exponents.masked_fill(part == 0, LAST_EXPONENT + 1)  # outside of what is counted
-        counts += torch.histc(exponents, LAST_EXPONENT - FIRST_EXPONENT, FIRST_EXPONENT, LAST_EXPONENT)
+        counts += _histogram(exponents)
     return counts
+
+
+def _histogram(exponents: Tensor) -> Tensor:
+    """How many are each of the numbers from FIRST_EXPONENT to LAST_EXPONENT - 1."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return torch.histc(exponents, LAST_EXPONENT - FIRST_EXPONENT, FIRST_EXPONENT, LAST_EXPONENT)
+    # `run.deterministic`: on a GPU, histc of floating-point numbers is an error then.
+    edges = torch.arange(FIRST_EXPONENT, LAST_EXPONENT + 1, dtype=exponents.dtype, device=exponents.device)
+    return torch.searchsorted(exponents.sort().values, edges).diff()

@@ -132,11 +132,16 @@ def measured_gain() -> float:
     return best[torch.float32] / max(best[torch.bfloat16], 1e-9)
 
 
+def drawn(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers on the default device, from a generator of their own. A GPU multiplies ones with less power, and so faster."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+    return torch.randn(rows, columns, dtype=dtype, generator=generator)
+
+
 def training_product(tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> Callable[[], None]:
-    """A function that makes one product forward, and the two of its backward pass. It draws no random numbers."""
-    x = torch.ones(tokens, inputs, dtype=dtype, requires_grad=True)
-    weight = torch.ones(outputs, inputs, dtype=dtype, requires_grad=True)
-    gradient = torch.ones(tokens, outputs, dtype=dtype)
+    """A function that makes one product forward, and the two of its backward pass."""
+    x, weight = (drawn(rows, inputs, dtype).requires_grad_() for rows in (tokens, outputs))
+    gradient = drawn(tokens, outputs, dtype)
 
     def run() -> None:
         x.grad = weight.grad = None

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrain.models import attention, causal_blocks
-from pretrain.models.attention import attend, use_fused_kernel_on_cpu
+from pretrain.models.attention import ask_for_kernel, attend
 from pretrain.models.causal_blocks import causal_attention
 
 SHAPES = {
@@ -158,7 +158,7 @@ def test_it_trains_in_bf16_on_a_cpu_where_it_is_the_fastest(monkeypatch):
     with torch.no_grad():
         assert took(length, torch.bfloat16) == "fused"
     try:
-        use_fused_kernel_on_cpu(True)
+        ask_for_kernel("flash")
         assert took(length, torch.bfloat16) == took(short, torch.bfloat16) == "fused"
     finally:
-        use_fused_kernel_on_cpu(False)
+        ask_for_kernel("auto")

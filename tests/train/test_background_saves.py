@@ -23,6 +23,7 @@ from running import run_directory, run_main, some_slow, state_of, train
 from pretrain.checkpoint import files
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.save import Saving
+from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.optim.optimizer import OptimizerSet
 from pretrain.run import main
@@ -59,6 +60,18 @@ LAYOUTS = {
     "ddp": (2, "parallel.strategy=ddp"),
     "fsdp x tensor": (4, "parallel={strategy: fsdp, tensor: 2}"),
 }
+
+
+def test_a_save_beside_training_waits_for_nothing_that_training_has_queued(tmp_path, monkeypatch):
+    """On a host with a GPU, torch would write what is on the host by way of the GPU's current stream."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dcp.filesystem, "_OverlappingCpuLoader", None)  # not to be called
+    saving = Saving(tmp_path / "step-00000001", {"w": torch.ones(3, 4)}, {}, {}, Ranks(0, 0, 1, torch.device("cpu")))
+    saving.begin()
+    saving.hold(HostCopies())
+    saving.write_beside()
+    saving.finish()
+    assert files.complete_checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"fsdp x tensor"}))

@@ -12,7 +12,7 @@ from pretrain.checkpoint.payload import Payload
 from pretrain.models.attention import largest_score
 from pretrain.models.masks import attention_mask
 from pretrain.observe.metrics import FIRST_EXPONENT, LAST_EXPONENT, read_metrics
-from pretrain.train.layer_statistics import layer_of
+from pretrain.train.layer_statistics import _sizes, layer_of
 
 SHORT = ("run.steps=2", "schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=1", "log.gradients_at=[1,2]", "log.layers_every_steps=2")  # fmt: skip
 SCALARS = ("gradient_norms", "weight_norms", "update_norms", "activations", "largest_activations", "attention_scores")
@@ -51,6 +51,18 @@ QUICK = [("plain", layout) for layout in ("ddp", "context", "ring", "pipeline")]
 def alone(request, trained_run, config_file):
     """The overrides of a model, and its run in one process."""
     return MODELS[request.param], trained_run(1, config_file, *SHORT, *MODELS[request.param], "run.name=alone")
+
+
+def test_sizes_of_gradients_are_counted_alike_where_results_must_be_reproducible():
+    """On a GPU, torch's histogram is an error then."""
+    numbers = torch.randn(50, 40, generator=torch.Generator().manual_seed(1)) * torch.logspace(-14, 6, 40)
+    numbers[0] = 0
+    counted = _sizes("w", numbers)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(_sizes("w", numbers), counted) and int(counted.sum()) == 49 * 40
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def close(one: dict[str, float], other: dict[str, float], tolerance: float) -> bool:

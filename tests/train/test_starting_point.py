@@ -21,6 +21,8 @@ from pretrain.config.load import load_config
 from pretrain.config.optim_schema import Optim, ParameterGroup, RateStage, Schedule
 from pretrain.config.read import read_file
 from pretrain.config.schema import Config, Run
+from pretrain.distributed.ranks import choose_device
+from pretrain.errors import LaunchError
 from pretrain.optim.schedule import learning_rate
 from pretrain.run import main
 from pretrain.train.identity import differences, setting_changes
@@ -314,6 +316,16 @@ def test_a_run_on_gpus_that_are_not_there_is_told_what_to_set(config_file, capsy
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["--config", str(config_file), "run.device=cuda", "--check"]) == 2
     assert "run.device=cuda, but torch sees no GPU on this host; set run.device=auto" in capsys.readouterr().err
+
+
+def test_processes_share_a_gpu_by_gloo_and_not_by_nccl(config_file, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    options = ["run.device=cuda", "parallel.strategy=ddp"]
+    by_gloo, _ = load_config(config_file, [*options, "parallel.backend=gloo"])
+    assert [choose_device(by_gloo, rank).index for rank in range(4)] == [0, 1, 0, 1]
+    with pytest.raises(LaunchError, match="torch sees 2 GPUs on this host; start at most 2 processes here"):
+        choose_device(load_config(config_file, options)[0], 2)
 
 
 def test_a_checkpoint_takes_twelve_bytes_per_parameter(trained_run, config_file):

@@ -16,7 +16,7 @@ from torch import nn
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.observe.flops import peak_flops
-from pretrain.train.number_format import training_product
+from pretrain.train.number_format import drawn, training_product
 from pretrain.train.plan import network_without_values
 from pretrain.train.resolve import resolve
 
@@ -86,7 +86,7 @@ def layer_products(config: Config, tokens: int, scale: float = 1.0) -> list[Prod
 
 
 def _square(size: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    left, right = (drawn(size, size, dtype) for _ in "lr")
     return lambda: left @ right
 
 

@@ -24,19 +24,20 @@ from pretrain.train.plan import network_without_values
 from pretrain.train.resolve import resolve
 
 
-def run_state(model: Path, options: Options) -> dict[str, torch.Tensor]:
-    """Weights and AdamW's state of a model configuration, on the CPU. A scale below 1 takes layers and vocabulary away."""
+def run_state(model: Path, device: str, options: Options) -> dict[str, torch.Tensor]:
+    """Weights and AdamW's state of a model configuration, on this device. A scale below 1 takes layers and vocabulary away."""
     whole = resolve(load_config(model, [])[0]).model
     smaller = [f"model.layers={options.scaled(whole.layers)}", f"model.vocab_size={options.scaled(whole.vocab_size, 64)}"]
     config = resolve(load_config(model, smaller if options.scale < 1 else [])[0])
-    network = network_without_values(config).to_empty(device="cpu")
+    network = network_without_values(config).to_empty(device=device)
     initialise(network, 0)
     return model_tensors(network) | optimizer_tensors(OptimizerSet([network], config.optim))
 
 
-def saving(model: Path, options: Options) -> list[Row]:
+def saving(model: Path, device: str, options: Options) -> list[Row]:
     """Every file is on the disk before its clock stops. What is read was written before, so that it comes from the page cache."""
-    tensors, ranks = run_state(model, options), Ranks(0, 0, 1, torch.device("cpu"))
+    require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU; leave --device out")
+    tensors, ranks = run_state(model, device, options), Ranks(0, 0, 1, torch.device(device))
     size = sum(tensor.nbytes for tensor in tensors.values())
     policy, numbers = load_config(model, ["checkpoint.keep_last=1"])[0].checkpoint, itertools.count(1)
     folder, plain, flat = options.work / "checkpoints", options.work / "plain.pt", options.work / "flat.safetensors"
@@ -69,7 +70,10 @@ def saving(model: Path, options: Options) -> list[Row]:
     }
     loads = in_turns(ways, options, time.perf_counter)
     for what, loaded in {"ours": read, **kept}.items():
-        require(all(torch.equal(tensors[name], loaded[name]) for name in tensors), f"{what} reads other values than were saved")
+        require(
+            all(torch.equal(tensors[name], loaded[name].to(device)) for name in tensors),
+            f"{what} reads other values than were saved",
+        )
     rows = [
         _row("stall of a save", saves["ours"], saves["torch.save"], None, "training waits for all of it; baseline: torch.save"),
         _row("stall of a save in the background", beside, saves["torch.save"], None, "checkpoint.background: a copy in memory"),

@@ -21,4 +21,5 @@ row run_compiled 90 "$PY" "${run[@]}" run.name=gpu_compiled run.steps=$steps sch
 layouts=("strategy=ddp replicate=1" "strategy=fsdp shard=1")
 row equal_alone 80 "$PY" tools/check_equivalence.py --config configs/equivalence.yaml --layouts "${layouts[@]}" --formats fp32 bf16 --output build/equal_alone run.device=$device
 row equal_two 100 "$PY" tools/check_equivalence.py --config configs/equivalence.yaml --layouts strategy=ddp strategy=fsdp --ranks 2 --formats fp32 bf16 --output build/equal_two run.device=$device parallel.backend=gloo
-row tests 240 "$PY" -m pytest -q -p no:cacheprovider -m cuda --maxfail=12 tests/test_cuda.py
+row tests 240 "$PY" -m pytest -v -p no:cacheprovider -m cuda --maxfail=12 tests/models/test_losses_cuda.py tests/models/test_document_mask_cuda.py \
+  tests/models/test_experts_cuda.py tests/train/test_attention_kernel.py tests/test_cuda.py

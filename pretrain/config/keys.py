@@ -163,6 +163,11 @@ def is_met(wanted: Condition, value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return "{" + ", ".join(f"{name}: {_shown(own)}" for name, own in fields.items() if own is not None) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -237,8 +237,11 @@ def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -
         return f"{origin_of(full, origins)}: unknown key {full}; YAML wants a space after a colon: {name.replace(':', ': ', 1)}"
     near = difflib.get_close_matches(name, names_of(kind), n=1, cutoff=0.5)
     section = full.rpartition(".")[0]
+    longer = [own for own in names_of(kind) if own.startswith(f"{name}_")]
     elsewhere = [p for p in _all_paths(Config) if p.rpartition(".")[2] == name]
-    if elsewhere:
+    if len(longer) == 1:
+        hint = f"the nearest valid name is {section + '.' if section else ''}{longer[0]}"
+    elif elsewhere:
         hint = f"the nearest valid name is {elsewhere[0]}"
     elif near:
         hint = f"the nearest valid name is {section + '.' if section else ''}{near[0]}"

@@ -85,7 +85,7 @@ class Optim:
     eps: float = key(
         1e-8,
         "Added to the root of the mean square that a step is divided by.",
-        gt=0,
+        ge=1e-37,  # the least that fp32 holds without loss
         le=1,
         when={"optim.name": ("adamw", "muon")},
     )

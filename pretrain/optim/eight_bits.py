@@ -43,6 +43,8 @@ _SQUARES = _Codes(21, ((127 - 56) << 2), 255, 1.25 * 2**-56)
 _RATIOS = _Codes(20, ((127 - 11) << 3), 127, 1.125 * 2**-11)
 LEAST_ROOT = math.sqrt(_SQUARES.smallest)
 """The root of the least mean of squares above 0, 4e-9."""
+LARGEST_RATIO = 30.0
+"""The value of the last code of m / sqrt(v)."""
 
 
 def encode_means(mean: Tensor, square: Tensor, bits: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

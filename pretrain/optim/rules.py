@@ -101,6 +101,11 @@ def describe(model: nn.Module, config: Optim) -> list[str]:
         optimizers = sorted({rule.optimizer for rule in found.values()}, key=lambda name: name != config.name)
         shares = [f"{name} for {sized([n for n, rule in found.items() if rule.optimizer == name])}" for name in optimizers]
         lines.append(f"optim    {', '.join(shares)}")
+        stacked = [
+            n for n, rule in found.items() if config.name == "muon" and rule.optimizer != "muon" and parameters[n].dim() > 2
+        ]
+        if stacked:
+            lines.append(f"optim    stacked matrices that muon leaves to adamw: {sized(stacked)}, such as {stacked[0]}")
     left = list(found)
     for group in config.groups:
         own = [name for name in left if fnmatchcase(name, group.pattern)]

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """The progress of a run: optimizer steps, training samples and target tokens so far, and how many steps were skipped.
+    """The progress of a run: optimizer steps, training samples and target tokens so far, and how many steps were skipped, the last of them in a
+    row.
 
     `loads`: positions that each expert of each layer got in the last step, if a balancing loss needs them. `record`: the numbers
     of the last step, for a log of metrics that lacks them. `useful_seconds`: time in these steps, times the devices that made them.
@@ -43,6 +44,7 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     skipped: int = 0
+    skipped_in_a_row: int = 0
     loads: list[list[int]] | None = None
     record: dict[str, Any] | None = None
     useful_seconds: float = 0.0
@@ -209,9 +211,14 @@ class Continuation:
             step, samples, layout = state["step"], state["samples"], state["layout"]
             log.info("resumed from %s: step %d, %d samples, saved as %s", checkpoint, step, samples, layout)
         # Earlier versions of this program did not count skipped steps or seconds. Those of another run do not count here.
-        skipped, useful = state.get("skipped", 0), state.get("useful_seconds", 0.0) if self.origin.own else 0.0
+        useful = state.get("useful_seconds", 0.0) if self.origin.own else 0.0
         return Progress(
-            state["step"], state["samples"], state["tokens"], skipped, state.get("loads"), state.get("record"), useful
+            **{name: state[name] for name in ("step", "samples", "tokens")},
+            skipped=state.get("skipped", 0),
+            skipped_in_a_row=state.get("skipped_in_a_row", 0),
+            loads=state.get("loads"),
+            record=state.get("record"),
+            useful_seconds=useful,
         )
 
     def _check_means(self, payload: Payload) -> None:

@@ -7,6 +7,7 @@ slower. So products are measured.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from torch import nn
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.layers import Linear
+from pretrain.optim.eight_bits import LARGEST_RATIO
 
 SIZES = ((1024, 256, 1024), (1024, 1024, 256))
 """Tokens, inputs and outputs of the products in a block of the quickstart."""
@@ -31,7 +33,9 @@ def check_formats(config: Config) -> None:
     """Raise ConfigError for stored weights that are coarser than what is computed."""
     precision = config.precision
     if precision.master == "bf16" and precision.compute == "fp32":
-        raise ConfigError("precision.master=bf16 needs precision.compute=bf16, but that is fp32; set one of them")
+        raise ConfigError(
+            "precision.master=bf16 needs precision.compute=bf16, and this run computes in fp32 (`auto` may have come to it); set one of them"
+        )
     if precision.moments != "fp32" and config.optim.name == "adafactor":
         raise ConfigError(
             f"precision.moments={precision.moments}: optim.name=adafactor keeps a number per row and column, in fp32; remove the key"
@@ -40,11 +44,22 @@ def check_formats(config: Config) -> None:
         raise ConfigError(
             f"precision.moments=8bit is for optim.name=adamw, whose mean of squares says how large its other mean can be; for {config.optim.name} use bf16"
         )
+    if precision.moments == "8bit" and (ratio := _largest_ratio(*config.optim.betas)) > LARGEST_RATIO:
+        raise ConfigError(
+            f"optim.betas={list(config.optim.betas)} with precision.moments=8bit: the mean of gradients may come to {ratio:.3g} times the root of the mean "
+            f"of squares, and 8 bits end at {LARGEST_RATIO:g}; take betas nearer to [0.9, 0.95], or set precision.moments=bf16"
+        )
     if precision.moments == "8bit" and config.optim.eps < LEAST_EPS:
         raise ConfigError(
             f"optim.eps={config.optim.eps:g} with precision.moments=8bit: gradients below 4e-9 cannot be told from 0 in 8 bits, and only an eps "
             f"of {LEAST_EPS:g} or more keeps them from mattering; raise it, or set precision.moments=bf16"
         )
+
+
+def _largest_ratio(first: float, second: float) -> float:
+    """The largest that AdamW's mean of gradients can be, as a multiple of the root of its mean of squares: by the inequality of Cauchy and Schwarz."""
+    falling = first**2 / second if first else 0.0
+    return (1 - first) / math.sqrt((1 - second) * (1 - falling)) if falling < 1 else math.inf
 
 
 def check_fp8(config: Config, network: nn.Module, device: torch.device) -> list[str]:

@@ -131,6 +131,7 @@ def _lay_out(
     if needs_masks(config):
         attention_backend(config.model, device, training=True)
     check_attention_kernel(config, device)
+    _check_lengths(config)
     if device.type == "cpu" and config.precision.tf32:
         raise ConfigError("precision.tf32=true has no effect on a CPU; set it to false")
     if device.type != "cpu" and config.run.threads is not None:
@@ -153,6 +154,17 @@ def _lay_out(
     return layout, parameters, count_moments(network, optim), describe(network, optim), notes
 
 
+def _check_lengths(config: Config) -> None:
+    """Raise ConfigError for rows in which no token is as far ahead as the model predicts."""
+    ahead = config.model.predict_ahead
+    for i, stage in enumerate(config.batch.lengths):
+        if stage.length <= ahead:
+            raise ConfigError(
+                f"batch.lengths.{i}.length={stage.length} is not above model.predict_ahead={ahead}, whose last block would have nothing to learn; "
+                "raise it"
+            )
+
+
 def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
     resolved = resolved_switches(config.model) | {
         "parallel.strategy": layout.strategy,
@@ -165,7 +177,7 @@ def _notes(given: Config, config: Config, layout: Layout) -> list[str]:
     ]
     notes += unreached_stages(counted)
     if config.schedule != counted.schedule:
-        shortened = f"{config.schedule.warmup_steps} steps of warmup"
+        shortened = f"{config.schedule.warmup_steps} step{'s' if config.schedule.warmup_steps != 1 else ''} of warmup"
         if config.schedule.decay_steps is not None:
             shortened += f" and {config.schedule.decay_steps} of decay"
         notes.append(

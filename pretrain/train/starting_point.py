@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.choose import Choice, choose_checkpoint, choose_weights
-from pretrain.checkpoint.files import resolve
+from pretrain.checkpoint.files import complete_checkpoints, resolve
 from pretrain.checkpoint.payload import Payload
 from pretrain.config.model_schema import Model
 from pretrain.config.read import read_file
@@ -79,9 +79,10 @@ def agreed_format(config: Config, device: torch.device, meeting: Meeting) -> For
 
 def _format_begun_in(config: Config) -> str | None:
     """The number format that the run to go on with has computed in, by what it recorded; None for a new run."""
-    resume, path = config.run.resume, RunDirectory(directory_of(config.run), config.run.lock).config()
+    resume, own = config.run.resume, RunDirectory(directory_of(config.run), config.run.lock)
     if resume == "never":
         return None
+    path = own.config() if resume == "auto" or complete_checkpoints(own.checkpoints) else None
     if path is None and resume != "auto":
         path = resolve(Path(resume))[-1] / "config.yaml"
     recorded = _config_of(path).get("precision", {}).get("compute") if path is not None else None

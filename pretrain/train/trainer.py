@@ -71,7 +71,6 @@ class Trainer:
         self.reporting = Reporting(
             plan, ranks, directory, extensions, self.mesh, self.strategy, self.evaluation, self.measurements
         )
-        self.skipped_in_a_row = 0
         # On a GPU a step is settled when the next one is queued, so that the device never waits for the host. Callbacks are asked at once.
         self.runs_ahead = runs_ahead(ranks.device) and not extensions.callbacks
         self.ahead: TakenStep | None = None
@@ -163,7 +162,7 @@ class Trainer:
         self.settled_samples = step.samples
         if step.is_finite(figures):
             router_loss = self.expert_loads.settle(figures)
-            self.skipped_in_a_row = 0
+            self.progress.skipped_in_a_row = 0
             self.measurements.count_sources(step, figures)
         else:
             self._skip_step(step, figures)
@@ -192,9 +191,9 @@ class Trainer:
             f"step {step.number}: loss {float(figures['objective'])}, gradient norm {float(figures['grad_norm'])} "
             f"({where or 'every loss is finite'})"
         )
-        self.skipped_in_a_row += 1
+        self.progress.skipped_in_a_row += 1
         allowed = self.config.optim.skip_nonfinite
-        if self.skipped_in_a_row > allowed:
+        if self.progress.skipped_in_a_row > allowed:
             self._finish_save()  # it is of a good step
             row = f", after {allowed} in a row that were skipped" if allowed else ""
             raise TrainingError(
@@ -203,7 +202,7 @@ class Trainer:
             )
         self.progress.skipped += 1
         if self.ranks.is_main:
-            log.warning("%s: skipped, %d in a row of at most %d", what, self.skipped_in_a_row, allowed)
+            log.warning("%s: skipped, %d in a row of at most %d", what, self.progress.skipped_in_a_row, allowed)
 
     # ---- the loop -----------------------------------------------------------------------------------------------------
 

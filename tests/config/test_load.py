@@ -61,6 +61,7 @@ def test_an_unknown_key_in_a_list_item_is_named_with_its_index(write):
         ("model.dmi=1", "model.dmi", "the nearest valid name is model.dim"),
         ("modle.dim=1", "modle", "the nearest valid name is model"),
         ('optim.groups=[{pattern:"a.*"}]', 'optim.groups.0.pattern:"a.*"', 'YAML wants a space after a colon: pattern: "a.*"'),
+        ('optim.groups=[{pattern: "*", lr: 2}]', "optim.groups.0.lr", "the nearest valid name is optim.groups.0.lr_scale"),
         ("data.sources=[{paht: a}]", "data.sources.0.paht", "the nearest valid name is data.sources.0.path"),
         ("model.foo.bar=1", "model.foo", "valid names here: family, hf_config, dim, layers"),
         ("sequence_length=1", "sequence_length", "the nearest valid name is data.sequence_length"),

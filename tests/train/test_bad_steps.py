@@ -100,6 +100,16 @@ def test_one_step_more_than_may_be_skipped_ends_the_run_which_can_then_go_on_wit
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
 
 
+def test_steps_in_a_row_are_counted_over_restarts(pool, config_file):
+    """A launcher that restarts would otherwise read all the data, two steps at a time, and train nothing."""
+    for _ in range(2):
+        options = ("optim.skip_nonfinite=2", "checkpoint.keep_last=1")
+        [(code, printed)] = pool.launch(1, with_bad_steps, list(range(3, 20)), str(config_file), *STEADY, *options, "run.steps=12")
+        assert code == 1 and "step 5: loss nan" in printed and "step 6" not in printed
+    [(code, printed)] = pool.launch(1, with_bad_steps, [7, 8], str(config_file), *STEADY, "optim.skip_nonfinite=2", "run.steps=9")
+    assert code == 0  # a good step begins the count anew
+
+
 def test_a_first_step_that_is_not_finite_says_that_there_is_no_checkpoint(pool, config_file):
     """T-D4: it said "the last checkpoint is of step None"."""
     code, printed = pool.launch(1, with_bad_steps, [1], str(config_file), "checkpoint.every_steps=5")[0]

@@ -61,6 +61,12 @@ def test_a_run_keeps_its_choice_though_another_start_would_choose_otherwise(pool
     checkpoint = run_directory(config_file) / "checkpoints" / "step-00000002"
     [(code, printed)] = pool.launch(1, on_a_cpu_with, [0.5], str(config_file), *longer, "run.name=branch", f"run.resume={checkpoint}")
     assert code == 0 and "precision.compute=auto: bf16, because the run began in it" in printed
+    (run_directory(config_file).parent / "branch").rename(run_directory(config_file).parent / "elsewhere")
+    branch = run_directory(config_file).parent / "branch"  # a start that failed has recorded another format, and no checkpoint
+    branch.mkdir()
+    (branch / "config.yaml").write_text((run_directory(config_file) / "config.yaml").read_text().replace("compute: bf16", "compute: fp32"))
+    [(code, printed)] = pool.launch(1, on_a_cpu_with, [0.5], str(config_file), *longer, "run.name=branch", f"run.resume={checkpoint}")
+    assert code == 0 and "precision.compute=auto: bf16, because the run began in it" in printed, printed
     [(code, printed)] = pool.launch(1, on_a_cpu_with, [0.5], str(config_file), *longer)
     assert code == 0 and "precision.compute=auto: bf16, because the run began in it" in printed
     straight = train(pool, 1, config_file, "run.name=straight", "precision.compute=bf16", *longer[1:])

@@ -57,7 +57,22 @@ def test_stages_that_outlast_the_run_are_named_and_the_head_counts_what_is_read(
     assert "note     batch.lengths.0 lasts until 5000 tokens, and the run until 2880: it never comes to 32 tokens per sequence" in printed
     assert "note     batch.ramp.2 lasts until 99999 tokens, and the run until 2880: it never comes to 16 sequences" in printed
     code, printed = run_main(str(config_file), "--check", "batch.micro_sequences=2", stages.replace("99999", "2879"))
-    assert code == 0 and "never comes to" not in printed
+    assert code == 0 and "never comes to" not in printed and "has no step" not in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        # The first step of 64 samples has 2,048 tokens.
+        (["batch.ramp=[{until_tokens: 100, sequences: 64}, {until_tokens: 1500, sequences: 32}]"], "batch.ramp.1 has no step, because none begins between 100 and 1500 tokens"),
+        (["batch.lengths=[{until_tokens: 520, length: 8}, {until_tokens: 900, length: 16}]", "batch.sequences=32"], "batch.lengths.1 has no step, because none begins between 520 and 900 tokens"),
+        (["schedule={name: piecewise, warmup_steps: 0, stages: [{steps: 100, ratio: 0.1}]}"], "schedule.stages.0 lasts until step 100, and the run until 20: it never comes to 0.1 of the rate"),
+        (["schedule={name: wsd, warmup_steps: 20}"], "schedule.warmup_steps=20 of 20 leaves 0 for a decay, which would take 2"),
+    ],
+)  # fmt: skip
+def test_stages_that_cannot_come_are_named(config_file, options, said):
+    code, printed = run_main(str(config_file), "--check", "run.steps=20", *options)
+    assert code == 0 and f"note     {said}" in printed, printed
 
 
 SHORT_FIRST = (
@@ -106,10 +121,12 @@ def test_a_run_in_a_stage_of_shorter_sequences_goes_on_as_if_never_interrupted(p
         ("[{until_tokens: 100, length: 8}, {until_tokens: 200, length: 8}]", "batch.lengths.0 has no effect, because batch.lengths.1, which follows it, has the same size"),
         ("[{until_tokens: 100, length: 32}]", "batch.lengths.0 has no effect, because data.sequence_length=32, which follows it, has the same size"),
         ("[{until_tokens: 100, length: 8}, {until_tokens: 90, length: 16}]", "batch.lengths.1.until_tokens=90 is not beyond the stage before it, 100"),
+        ("[{until_tokens: 100, length: 2}]", "batch.lengths.0.length=2 is not above model.predict_ahead=2, whose last block would have nothing to learn"),
     ],
 )  # fmt: skip
 def test_stages_of_lengths_that_cannot_be_are_refused(config_file, written, problem):
-    code, printed = run_main(str(config_file), "--check", f"batch.lengths={written}")
+    ahead = ["model.family=custom", "model.predict_ahead=2"] if "predict_ahead" in problem else []
+    code, printed = run_main(str(config_file), "--check", f"batch.lengths={written}", *ahead)
     assert code == 2 and problem in printed
 
 

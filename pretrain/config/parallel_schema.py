@@ -158,7 +158,9 @@ class Parallel:
         when={"parallel.strategy": ("single",)},
     )
     backend: Literal["auto", "gloo", "nccl"] = key(
-        "auto", "Library for communication; `auto`: NCCL on CUDA, gloo on CPU.", when={"parallel.strategy": Except("single")}
+        "auto",
+        "Library for communication; `auto`: NCCL on CUDA, gloo on CPU. With gloo, processes may share a GPU, for tests.",
+        when={"parallel.strategy": Except("single")},
     )
     timeout_seconds: int = key(
         600, "Longest wait for another rank in a collective before the run fails, naming it.", ge=1, le=30 * 86400

@@ -124,7 +124,7 @@ class OptimizerSet:
         """
         self._create_means()
         found_inf = None if taken is None else (~taken).float()
-        if found_inf is not None and any(local(p).device.type == "cpu" for p in self.parameters.values()):
+        if found_inf is not None and found_inf.is_cuda and any(local(p).device.type == "cpu" for p in self.parameters.values()):
             found_inf = (
                 found_inf.cpu()
             )  # `parallel.offload`: torch's fused AdamW would read its own copy before that has arrived

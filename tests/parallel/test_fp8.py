@@ -170,7 +170,7 @@ def test_runs_learn_as_in_bf16_and_layouts_agree(pool, config_file, names):
     ("world_size", "options", "message"),
     [
         (1, ["precision.fp8=tensorwise"], "precision.fp8=tensorwise has no effect with precision.compute=fp32; set precision.compute=bf16"),
-        (1, ["precision.fp8_modules=[layers.0.*]", "precision.compute=bf16"], "precision.fp8_modules=['layers.0.*'] has no effect"),
+        (1, ["precision.fp8_modules=[layers.0.*]", "precision.compute=bf16"], "precision.fp8_modules=[layers.0.*] has no effect"),
         (1, [*FP8, *SIZES, "precision.fp8_modules=[]"], "precision.fp8_modules=[] leaves no projection for fp8; set precision.fp8=none"),
         (1, [*FP8, "model.dim=24", "model.heads=3", "model.kv_heads=3"], "is 24 x 24, and fp8 needs multiples of 16; leave it out of precision.fp8_modules"),
         (2, [*FP8, *SIZES, "parallel.strategy=fsdp", "parallel.pipeline=2", "parallel.pipeline_schedule=zero_bubble"], "parallel.pipeline_schedule=zero_bubble puts off gradients of weights in bf16; use 1f1b"),

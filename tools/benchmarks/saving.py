@@ -64,7 +64,7 @@ def saving(model: Path, device: str, options: Options) -> list[Row]:
     kept: dict[str, dict[str, torch.Tensor]] = {}
     ways = {
         "ours": lambda: Payload(newest[0]).load(read, ranks),
-        "torch.save": lambda: kept.update({"torch.load": torch.load(plain, weights_only=True)}),
+        "torch.save": lambda: kept.update({"torch.load": torch.load(plain, map_location="cpu", weights_only=True)}),
         "safetensors": lambda: kept.update({"safetensors": _copied(flat)}),
         "verification": lambda: files.verify(newest[0]),
     }

@@ -237,7 +237,8 @@ def _unknown_key(kind: type, name: str, full: str, origins: dict[str, Origin]) -
         return f"{origin_of(full, origins)}: unknown key {full}; YAML wants a space after a colon: {name.replace(':', ': ', 1)}"
     near = difflib.get_close_matches(name, names_of(kind), n=1, cutoff=0.5)
     section = full.rpartition(".")[0]
-    longer = [own for own in names_of(kind) if own.startswith(f"{name}_")]
+    in_list = any(part.isdigit() for part in full.split("."))  # whose keys are nowhere else
+    longer = [own for own in names_of(kind) if in_list and own.startswith(f"{name}_")]
     elsewhere = [p for p in _all_paths(Config) if p.rpartition(".")[2] == name]
     if len(longer) == 1:
         hint = f"the nearest valid name is {section + '.' if section else ''}{longer[0]}"

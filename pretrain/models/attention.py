@@ -125,8 +125,8 @@ def attend(
         return causal_attention(q_BHTG, k_BKSG, v_BKSG, scale)[0]
     grouped = q_BHTG.shape[1] != k_BKSG.shape[1]
     if grouped and q_BHTG.is_cuda and (mask is not None or q_BHTG.dtype == torch.float32 or _asked == "efficient"):
-        # On CUDA the memory-efficient kernel knows no groups, and it alone takes a mask or fp32: with groups torch would fall
-        # back to plain matrix products and keep all H x T x T scores (sdp_utils.cpp, notes of scaled_dot_product_attention).
+        # On CUDA the memory-efficient kernel knows no groups. Where others cannot compute (fp32; a mask, but for cuDNN's), torch would fall back to
+        # plain matrix products and keep all H x T x T scores (sdp_utils.cpp, notes of scaled_dot_product_attention).
         repeats = q_BHTG.shape[1] // k_BKSG.shape[1]
         k_BKSG, v_BKSG = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSG, v_BKSG))
         grouped = False

@@ -31,7 +31,7 @@ ROWS, COLUMNS = -2, -1
 
 
 class Adafactor(GuardedOptimizer):
-    """A step of it is that of torch.optim.Adafactor without the bound 1/sqrt(step) on the rate, which is for schedules, and with the paper's epsilon 1."""
+    """A step of it is that of torch.optim.Adafactor without the bound 1/sqrt(step) on the rate, which is for schedules, and with an `eps1` of 1e-30."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: AdafactorOptions, formats: Formats) -> None:
         super().__init__(groups, lr, formats)

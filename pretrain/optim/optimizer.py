@@ -125,9 +125,8 @@ class OptimizerSet:
         self._create_means()
         found_inf = None if taken is None else (~taken).float()
         if found_inf is not None and found_inf.is_cuda and any(local(p).device.type == "cpu" for p in self.parameters.values()):
-            found_inf = (
-                found_inf.cpu()
-            )  # `parallel.offload`: torch's fused AdamW would read its own copy before that has arrived
+            # `parallel.offload`: torch's fused AdamW would read its own copy before that has arrived.
+            found_inf = found_inf.cpu()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["rate_scale"]
@@ -254,9 +253,8 @@ def norms(parts: list[Tensor]) -> list[Tensor]:
     In matrices on a CPU, numbers below 1e-19 count as zeros, and above 1e19 as infinite, because of their squares in fp32.
     """
     found: dict[int, Tensor] = {}
-    for dtype in {
-        part.dtype for part in parts if part.is_cuda
-    }:  # of several formats at once, it would copy each tensor to fp64
+    # Of several formats at once, torch would copy each tensor to fp64.
+    for dtype in {part.dtype for part in parts if part.is_cuda}:
         places = [place for place, part in enumerate(parts) if part.is_cuda and part.dtype == dtype]
         found |= zip(places, torch._foreach_norm([parts[place] for place in places], 2, dtype=torch.float64))
     return [found[place] if part.is_cuda else _norm_by_rows(part) for place, part in enumerate(parts)]

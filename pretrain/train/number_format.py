@@ -45,9 +45,10 @@ def check_formats(config: Config) -> None:
             f"precision.moments=8bit is for optim.name=adamw, whose mean of squares says how large its other mean can be; for {config.optim.name} use bf16"
         )
     if precision.moments == "8bit" and (ratio := _largest_ratio(*config.optim.betas)) > LARGEST_RATIO:
+        size = f"{ratio:.3g} times" if ratio < math.inf else "any multiple of"
         raise ConfigError(
-            f"optim.betas={list(config.optim.betas)} with precision.moments=8bit: the mean of gradients may come to {ratio:.3g} times the root of the mean "
-            f"of squares, and 8 bits end at {LARGEST_RATIO:g}; take betas nearer to [0.9, 0.95], or set precision.moments=bf16"
+            f"optim.betas={list(config.optim.betas)} with precision.moments=8bit: the mean of gradients may come to {size} the root of the mean "
+            f"of squares, and 8 bits end at {LARGEST_RATIO:g} times; take betas nearer to [0.9, 0.95], or set precision.moments=bf16"
         )
     if precision.moments == "8bit" and config.optim.eps < LEAST_EPS:
         raise ConfigError(
@@ -58,7 +59,7 @@ def check_formats(config: Config) -> None:
 
 def _largest_ratio(first: float, second: float) -> float:
     """The largest that AdamW's mean of gradients can be, as a multiple of the root of its mean of squares: by the inequality of Cauchy and Schwarz."""
-    falling = first**2 / second if first else 0.0
+    falling = (first**2 / second if second else math.inf) if first else 0.0
     return (1 - first) / math.sqrt((1 - second) * (1 - falling)) if falling < 1 else math.inf
 
 

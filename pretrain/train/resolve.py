@@ -93,30 +93,32 @@ def tokens_as_steps(config: Config) -> Config:
 def unreached_stages(config: Config) -> Iterator[str]:
     """Lines on stages of the batch, of the length and of the learning rate that the run does not come to, or not to their end."""
     batch, length, batches, schedule = config.batch, config.data.sequence_length, batch_schedule(config), config.schedule
-    tokens = batches.after(0, config.run.steps) * length
-    sizes = {
-        "batch.ramp": [*(s.sequences for s in batch.ramp), batch.sequences],
-        "batch.lengths": [*(s.length for s in batch.lengths), length],
-    }
-    for key, stages in (("batch.ramp", batch.ramp), ("batch.lengths", batch.lengths)):
-        first = 0
-        for i, stage in enumerate(stages):
-            end = -(-stage.until_tokens // length)
-            if first and first * length < tokens and batches.after(0, batches.step_of(first - 1)) >= end:
-                yield f"{key}.{i} has no step, because none begins between {stages[i - 1].until_tokens} and {stage.until_tokens} tokens"
-            first = end
-        i = next((i for i, stage in enumerate(stages) if stage.until_tokens >= tokens), None)
-        if i is not None:
-            missed, what = sizes[key][i + 1 :], "sequences" if key == "batch.ramp" else "tokens per sequence"
-            yield f"{key}.{i} lasts until {stages[i].until_tokens} tokens, and the run until {tokens}: it never comes to {' or '.join(map(str, missed))} {what}"
+    last = batches.after(0, config.run.steps - 1)  # samples before the last step, which decide its size
+    for key, stages, sizes, what in (
+        ("batch.ramp", batch.ramp, [*(stage.sequences for stage in batch.ramp), batch.sequences], "sequences"),
+        ("batch.lengths", batch.lengths, [*(stage.length for stage in batch.lengths), length], "tokens per sequence"),
+    ):
+        ends = [-(-stage.until_tokens // length) for stage in stages]
+        begins = [0, *(batches.after(0, batches.step_of(end - 1)) for end in ends)]  # of the first step after the stage before
+        reached = [begin <= last for begin in begins]
+        empty = [i for i, end in enumerate(ends) if reached[i] and begins[i] >= end]
+        for i in empty:
+            yield f"{key}.{i} has no step, because none begins between {stages[i - 1].until_tokens} and {stages[i].until_tokens} tokens"
+        missed = [str(size) for size, is_reached in zip(sizes, reached) if not is_reached]
+        if missed:
+            i = max(i for i, is_reached in enumerate(reached) if is_reached and i not in empty)
+            yield (
+                f"{key}.{i} lasts until {stages[i].until_tokens} tokens, and the last step begins after {last * length}: the run never comes to "
+                f"{' or '.join(missed)} {what}"
+            )
     end = schedule.warmup_steps
     for i, rate in enumerate(schedule.stages if schedule.name == "piecewise" else ()):
         end += rate.steps
         if end > config.run.steps and rate.shape != "constant":
             yield f"schedule.stages.{i} lasts until step {end}, and the run until {config.run.steps}: it never comes to {rate.ratio:g} of the rate"
     left, usual = config.run.steps - schedule.warmup_steps, max(1, config.run.steps // 10)
-    if schedule.name == "wsd" and schedule.decay_steps is None and left < usual:
-        yield f"schedule.warmup_steps={schedule.warmup_steps} of {config.run.steps} leaves {max(0, left)} for a decay, which would take {usual}"
+    if schedule.name == "wsd" and schedule.decay_steps is None and 0 <= left < usual:
+        yield f"schedule.name=wsd: the warmup leaves {left} of {config.run.steps} steps for the decay, which would take {usual}"
 
 
 def usual_values(given: Config, model: Model | None = None) -> dict[str, list[Any]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from running import (
     cut_after,
     gradients,
@@ -14,7 +18,10 @@ from running import (
     train,
 )
 
+from pretrain.config.data_schema import Data
+from pretrain.config.schema import Batch, BatchStage, Config, Run
 from pretrain.observe.metrics import read_metrics
+from pretrain.train.resolve import unreached_stages
 
 
 def test_a_run_counted_in_tokens_with_a_piecewise_rate_goes_on_as_if_never_interrupted(pool, config_file):
@@ -54,10 +61,32 @@ def test_stages_that_outlast_the_run_are_named_and_the_head_counts_what_is_read(
     code, printed = run_main(str(config_file), "--check", "batch.micro_sequences=2", stages, "batch.lengths=[{until_tokens: 5000, length: 8}]")
     assert code == 0, printed
     assert "run: 20 steps, 2,880 tokens, in rows of 8 until 5,000 tokens" in printed
-    assert "note     batch.lengths.0 lasts until 5000 tokens, and the run until 2880: it never comes to 32 tokens per sequence" in printed
-    assert "note     batch.ramp.2 lasts until 99999 tokens, and the run until 2880: it never comes to 16 sequences" in printed
-    code, printed = run_main(str(config_file), "--check", "batch.micro_sequences=2", stages.replace("99999", "2879"))
+    assert "note     batch.lengths.0 lasts until 5000 tokens, and the last step begins after 2624: the run never comes to 32 tokens per sequence" in printed
+    assert "note     batch.ramp.2 lasts until 99999 tokens, and the last step begins after 2624: the run never comes to 16 sequences" in printed
+    code, printed = run_main(str(config_file), "--check", "batch.micro_sequences=2", stages.replace("99999", "2624"))
     assert code == 0 and "never comes to" not in printed and "has no step" not in printed
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=4), st.integers(1, 12), st.integers(1, 30))
+def test_the_sizes_that_are_named_are_those_that_no_step_has(ramp, sequences, steps):
+    until, stages = 0, []
+    for more, size in ramp:
+        until += more
+        stages.append(BatchStage(until_tokens=8 * until, sequences=size))
+    sizes = [*(stage.sequences for stage in stages), sequences]
+    if any(a == b for a, b in zip(sizes, sizes[1:])):
+        return  # refused
+    config = Config(batch=Batch(sequences=sequences, ramp=stages), data=Data(sequence_length=8), run=Run(steps=steps))
+    consumed, taken = 0, set()
+    for _ in range(steps):
+        taken.add(next((i for i, stage in enumerate(stages) if 8 * consumed < stage.until_tokens), len(stages)))
+        consumed += sizes[max(taken)]
+    lines = list(unreached_stages(config))
+    named = {int(re.match(r"batch.ramp.(\d+) has no step", line)[1]) for line in lines if "has no step" in line}
+    missed = [line.partition("never comes to ")[2].removesuffix(" sequences") for line in lines if "never" in line]
+    assert named == set(range(max(taken))) - taken
+    assert (missed[0].split(" or ") if missed else []) == [str(size) for size in sizes[max(taken) + 1 :]]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +96,7 @@ def test_stages_that_outlast_the_run_are_named_and_the_head_counts_what_is_read(
         (["batch.ramp=[{until_tokens: 100, sequences: 64}, {until_tokens: 1500, sequences: 32}]"], "batch.ramp.1 has no step, because none begins between 100 and 1500 tokens"),
         (["batch.lengths=[{until_tokens: 520, length: 8}, {until_tokens: 900, length: 16}]", "batch.sequences=32"], "batch.lengths.1 has no step, because none begins between 520 and 900 tokens"),
         (["schedule={name: piecewise, warmup_steps: 0, stages: [{steps: 100, ratio: 0.1}]}"], "schedule.stages.0 lasts until step 100, and the run until 20: it never comes to 0.1 of the rate"),
-        (["schedule={name: wsd, warmup_steps: 20}"], "schedule.warmup_steps=20 of 20 leaves 0 for a decay, which would take 2"),
+        (["schedule={name: wsd, warmup_steps: 20}"], "schedule.name=wsd: the warmup leaves 0 of 20 steps for the decay, which would take 2"),
     ],
 )  # fmt: skip
 def test_stages_that_cannot_come_are_named(config_file, options, said):

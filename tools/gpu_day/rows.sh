@@ -32,7 +32,7 @@ trap pack EXIT
 
 # row NAME SECONDS COMMAND...
 row() {
-  local name=$1 limit=$2 begin=$SECONDS rc=0
+  local name=$1 limit=$2 begin=$SECONDS rc=0 commit=${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null)}
   shift 2
   if [ -n "${TRY:-}" ]; then
     limit=$((limit * 10))
@@ -41,16 +41,16 @@ row() {
   fi
   if [ "$limit" -lt 20 ]; then
     printf '\n== %s: left out, because the part has taken %s s\n' "$name" "$SECONDS"
-    printf '{"row": "%s", "rc": null, "seconds": 0}\n' "$name" >> "$OUT/rows.jsonl"
+    printf '{"row": "%s", "rc": null, "seconds": 0, "commit": "%s"}\n' "$name" "$commit" >> "$OUT/rows.jsonl"
     return
   fi
   printf '\n== %s (at most %s s, %s s into this part): %s\n' "$name" "$limit" "$SECONDS" "$*"
   timeout --signal=INT --kill-after=10 "$limit" "$@" > "$OUT/$name.log" 2>&1 || rc=$?
   tail -n 12 "$OUT/$name.log" | cut -c1-300
-  printf '{"row": "%s", "rc": %s, "seconds": %s, "commit": "%s"}\n' "$name" "$rc" $((SECONDS - begin)) "${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null)}" >> "$OUT/rows.jsonl"
+  printf '{"row": "%s", "rc": %s, "seconds": %s, "commit": "%s"}\n' "$name" "$rc" $((SECONDS - begin)) "$commit" >> "$OUT/rows.jsonl"
 }
 
-# speed NAME SECONDS PRESET LENGTH MICRO ACCUMULATION [--profile DIR] KEY=VALUE...
+# speed NAME SECONDS PRESET LENGTH MICRO ACCUMULATION [--profile DIR] [--steps N] KEY=VALUE...
 speed() {
   local name=$1 limit=$2 preset=$3 length=$4 micro=$5 accumulation=$6 tiny=()
   shift 6

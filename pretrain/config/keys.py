@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pretrain.config.read import dump
 from pretrain.errors import ConfigError
 
 AtResume = Literal["free", "accept", "schedule", "content", "never"]
@@ -163,12 +164,8 @@ def is_met(wanted: Condition, value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return "{" + ", ".join(f"{name}: {_shown(own)}" for name, own in fields.items() if own is not None) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    items = value if isinstance(value, list) else []
+    return dump([dataclasses.asdict(item) if dataclasses.is_dataclass(item) else item for item in items] or value, flow=True)
 
 
 def describe_when(when: When) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ class Formats:
     parameters, for rounding.
     """
 
-    moments: torch.dtype = torch.float32
-    names: dict[Tensor, str] = field(default_factory=dict)
+    moments: torch.dtype
+    names: dict[Tensor, str]
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
@@ -80,7 +80,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     def seeds(self, parameter: Tensor, count: int) -> tuple[int, ...]:
         """For the random numbers of a parameter and its state."""
-        return tuple(seed_of(f"{self.formats.names.get(parameter)}.{number}", self.step_number) for number in range(count))
+        return tuple(seed_of(f"{self.formats.names[parameter]}.{number}", self.step_number) for number in range(count))
 
 
 def store(old: Tensor, value: Tensor, left_out: Tensor | None, starts: Sequence[int], seed: int) -> None:

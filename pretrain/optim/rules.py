@@ -105,7 +105,9 @@ def describe(model: nn.Module, config: Optim) -> list[str]:
             n for n, rule in found.items() if config.name == "muon" and rule.optimizer != "muon" and parameters[n].dim() > 2
         ]
         if stacked:
-            lines.append(f"optim    stacked matrices that muon leaves to adamw: {sized(stacked)}, such as {stacked[0]}")
+            lines.append(
+                f"optim    muon leaves what has more than two dimensions to adamw: {sized(stacked)}, such as {stacked[0]}"
+            )
     left = list(found)
     for group in config.groups:
         own = [name for name in left if fnmatchcase(name, group.pattern)]

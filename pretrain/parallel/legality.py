@@ -21,7 +21,7 @@ def ranks_of_a_sample(config: Config) -> int:
 
 
 def axes_of_a_sample(config: Config) -> str:
-    """The axes over which ranks share samples, as `key=size`; empty where there are none."""
+    """The axes over which ranks share samples, as `key=size`. Empty if ranks share none."""
     sizes = {axis: getattr(config.parallel, axis) for axis in ("context", "tensor", "pipeline")}
     return ", ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
 

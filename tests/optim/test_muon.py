@@ -143,6 +143,17 @@ def test_the_documentation_says_who_updates_the_quickstart_with_muon():
     assert f"{line}\n" in (root / "docs" / "optimizers.md").read_text()
 
 
+def test_what_muon_cannot_take_in_a_network_of_another_library_is_named():
+    network = torch.nn.Module()
+    network.query, network.experts = torch.nn.Linear(4, 4, bias=False), torch.nn.Module()
+    network.experts.gate_up = torch.nn.Parameter(torch.zeros(2, 3, 4))
+    lines = describe(network, Optim(name="muon"))
+    assert lines == [
+        "optim    muon for 1 tensor of 16 parameters, adamw for 1 tensor of 24 parameters",
+        "optim    muon leaves what has more than two dimensions to adamw: 1 tensor of 24 parameters, such as experts.gate_up",
+    ]
+
+
 # ---- steps that are left out --------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +186,10 @@ def order_of_a_step(count: int) -> tuple[list[str], bool]:
         dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     draw = torch.Generator().manual_seed(0)
+
+    def named(parameters):
+        return Formats(torch.float32, {parameter: str(i) for i, parameter in enumerate(parameters)})
+
     # Of different shapes, so that none share a batch.
     whole = [torch.randn(8 + 2 * i, 6, generator=draw) for i in range(count)]
     alone, shared = ([torch.nn.Parameter(make(w)) for w in whole] for make in (torch.clone, lambda w: distribute_tensor(w, mesh, [Shard(0)])))
@@ -186,8 +201,8 @@ def order_of_a_step(count: int) -> tuple[list[str], bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "begin_exchange", lambda x, mesh, shape, *rest: seen.append(f"send {shape[1] // 2 - 4}") or travels(x, mesh, shape, *rest))
         patch.setattr(muon, "orthogonalize", lambda x, *rest: seen.append(f"multiply {x.shape[1] // 2 - 4}") or multiply(x, *rest))
-        Muon([{"params": shared, "weight_decay": 0.0}], 0.1, MuonOptions(), torch.float32, Formats()).step()
-    Muon([{"params": alone, "weight_decay": 0.0}], 0.1, MuonOptions(), torch.float32, Formats()).step()
+        Muon([{"params": shared, "weight_decay": 0.0}], 0.1, MuonOptions(), torch.float32, named(shared)).step()
+    Muon([{"params": alone, "weight_decay": 0.0}], 0.1, MuonOptions(), torch.float32, named(alone)).step()
     return seen, all(torch.allclose(one, other.full_tensor(), atol=1e-6) for one, other in zip(alone, shared))
 
 

@@ -151,7 +151,7 @@ def test_adafactor_follows_its_formula_also_where_squares_are_too_small_to_be_mu
     draw, options = torch.Generator().manual_seed(1), AdafactorOptions()
     weight = torch.nn.Parameter(torch.randn(24, 16, generator=draw))
     expected, rows, columns = weight.detach().double(), torch.zeros(24, 1), torch.zeros(1, 16)
-    optimizer = Adafactor([{"params": [weight], "weight_decay": 0.0}], 1e-2, options, Formats())
+    optimizer = Adafactor([{"params": [weight], "weight_decay": 0.0}], 1e-2, options, Formats(torch.float32, {weight: "w"}))
     for number in range(1, 5):
         weight.grad = size * torch.randn(24, 16, generator=draw)
         optimizer.step()

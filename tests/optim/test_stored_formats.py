@@ -182,7 +182,7 @@ def test_adamw_in_eight_bits_moves_as_adamw_does():
 
 def test_adamw_of_our_own_is_torchs():
     ours, theirs = ([torch.nn.Parameter(torch.randn(9, 7, generator=torch.Generator().manual_seed(i))) for i in range(2)] for _ in "12")
-    own = AdamW([{"params": ours, "weight_decay": 0.3}], 1e-2, (0.9, 0.99), 1e-6, Formats())
+    own = AdamW([{"params": ours, "weight_decay": 0.3}], 1e-2, (0.9, 0.99), 1e-6, Formats(torch.float32, dict(zip(ours, "ab"))))
     reference = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.3)
     for step in range(5):
         for one, other in zip(ours, theirs):

@@ -9,6 +9,7 @@ from typing import Any
 from pretrain.config.data_schema import Text
 from pretrain.config.keys import check_effects
 from pretrain.config.model_schema import Model
+from pretrain.config.optim_schema import Schedule
 from pretrain.config.schema import Config
 from pretrain.data.sources import batch_schedule, check_data
 from pretrain.data.stream import check_micro_steps
@@ -92,7 +93,12 @@ def tokens_as_steps(config: Config) -> Config:
 
 def unreached_stages(config: Config) -> Iterator[str]:
     """Lines on stages of the batch, of the length and of the learning rate that the run does not come to, or not to their end."""
-    batch, length, batches, schedule = config.batch, config.data.sequence_length, batch_schedule(config), config.schedule
+    yield from _unreached_sizes(config)
+    yield from _unreached_rates(config.schedule, config.run.steps)
+
+
+def _unreached_sizes(config: Config) -> Iterator[str]:
+    batch, length, batches = config.batch, config.data.sequence_length, batch_schedule(config)
     last = batches.after(0, config.run.steps - 1)  # samples before the last step, which decide its size
     for key, stages, sizes, what in (
         ("batch.ramp", batch.ramp, [*(stage.sequences for stage in batch.ramp), batch.sequences], "sequences"),
@@ -111,14 +117,17 @@ def unreached_stages(config: Config) -> Iterator[str]:
                 f"{key}.{i} lasts until {stages[i].until_tokens} tokens, and the last step begins after {last * length}: the run never comes to "
                 f"{' or '.join(missed)} {what}"
             )
+
+
+def _unreached_rates(schedule: Schedule, steps: int) -> Iterator[str]:
     end = schedule.warmup_steps
     for i, rate in enumerate(schedule.stages if schedule.name == "piecewise" else ()):
         end += rate.steps
-        if end > config.run.steps and rate.shape != "constant":
-            yield f"schedule.stages.{i} lasts until step {end}, and the run until {config.run.steps}: it never comes to {rate.ratio:g} of the rate"
-    left, usual = config.run.steps - schedule.warmup_steps, max(1, config.run.steps // 10)
+        if end > steps and rate.shape != "constant":
+            yield f"schedule.stages.{i} lasts until step {end}, and the run until {steps}: it never comes to {rate.ratio:g} of the rate"
+    left, usual = steps - schedule.warmup_steps, max(1, steps // 10)
     if schedule.name == "wsd" and schedule.decay_steps is None and 0 <= left < usual:
-        yield f"schedule.name=wsd: the warmup leaves {left} of {config.run.steps} steps for the decay, which would take {usual}"
+        yield f"schedule.name=wsd: the warmup leaves {left} of {steps} steps for the decay, which would take {usual}"
 
 
 def usual_values(given: Config, model: Model | None = None) -> dict[str, list[Any]]:

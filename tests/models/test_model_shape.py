@@ -150,7 +150,7 @@ def test_switches_that_have_no_meaning_together_are_refused(model, message):
         ),
         ({"encoder.decoder_start_id": 0}, "model.encoder.decoder_start_id=0 has no effect with model.encoder.layers=0"),
         ({"latent.query_rank": 8}, "model.latent.query_rank=8 has no effect with model.latent.kv_rank=0"),
-        ({"latent.norm_eps": 1e-5}, "model.latent.norm_eps=1e-05 has no effect with model.latent.kv_rank=0"),
+        ({"latent.norm_eps": 1e-5}, "model.latent.norm_eps=1.0e-05 has no effect with model.latent.kv_rank=0"),
         ({"experts.count": 4, "experts.active": 2, "experts.active_groups": 2}, "has no effect with model.experts.groups=1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

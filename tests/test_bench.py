@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import statistics
 import subprocess
 import sys
 
@@ -38,6 +39,7 @@ from benchmarks.scaling import LAYOUTS, weak_scaling
 from benchmarks.trainers.quality_task import QualityTask
 from benchmarks.training import IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
 from benchmarks.updates import updates
+from documentation import quality_figure
 from running import tool
 
 from pretrain.config.load import load_config
@@ -199,6 +201,21 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
     with pytest.raises(SystemExit):
         tool("bench").main(["train", "--steps", "0"])
     assert "argument --steps: must be at least 1" in capsys.readouterr().err
+
+
+def test_the_tables_and_the_figure_of_time_to_quality_show_the_results_that_are_kept(tmp_path):
+    lines = [json.loads(line) for line in quality_figure.RESULTS.read_text().splitlines()]
+    seeds = {}
+    for line in lines:
+        seeds.setdefault((line["minutes"], line["program"], line["setting"]), []).append(line)
+    rows = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
+    for (_, program, setting), members in seeds.items():
+        mean = statistics.mean(line["bits_per_byte"] for line in members)
+        each = ", ".join(f"{line['bits_per_byte']:.4f}" for line in sorted(members, key=lambda line: line["seed"]))
+        row = next(row for row in rows if row.startswith(f"| {program} | {setting}") and each in row)
+        assert f"{mean:.3f}" in row and f"| {members[0]['steps']:,} |" in row, row
+    quality_figure.draw(lines, tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

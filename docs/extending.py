@@ -1,6 +1,6 @@
 """A run with code of its own: the same arguments and launchers as pretrain/run.py.
 
-python docs/extending.py --config configs/quickstart.yaml
+python docs/extending.py --config configs/quickstart.yaml run.name=extended parallel.strategy=single
 torchrun --nproc-per-node 8 docs/extending.py --config my.yaml
 """
 

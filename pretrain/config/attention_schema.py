@@ -60,14 +60,14 @@ class Rope:
     )
     low_frequency: float | None = key(
         None,
-        "`llama3`: waves longer than original_length over this are scaled fully.",
+        "`llama3`: waves longer than `original_length` / `low_frequency` are scaled fully.",
         gt=0,
         le=1e6,
         when=LLAMA3,
     )
     high_frequency: float | None = key(
         None,
-        "`llama3`: waves shorter than original_length over this are not.",
+        "`llama3`: waves shorter than `original_length` / `high_frequency` are not scaled.",
         gt=0,
         le=1e6,
         when=LLAMA3,
@@ -125,8 +125,8 @@ class Relative:
 
     buckets: int | None = key(
         None,
-        "Distances are told apart in so many buckets: exactly up to half of them, then by logarithm; an encoder's are halved again, one "
-        "half for each direction. 32 by default.",
+        "Buckets of distances. Short distances, up to half of the buckets, have one each; longer ones share the others, by logarithm. An encoder "
+        "has half of all for each direction. 32 by default.",
         ge=4,
         le=2**20,
     )

@@ -27,7 +27,8 @@ class Source:
     )
     tokens: int | None = key(
         None,
-        "Instead of a weight, for every source: tokens of it in a run that reads the tokens of all sources together.",
+        "Budget of this source, instead of a weight: how many of its tokens a run reads that is as long as all budgets together. If one source has a "
+        "budget, all need one.",
         ge=1,
         le=2**62,
     )
@@ -150,7 +151,7 @@ class Data:
 
     sequence_length: int = key(
         256,
-        "Tokens per sample: so many are read, and each has the token after it as its target. With `objective: span_corruption`, before "
+        "Tokens per sample; the target of each is the token after it. With `objective: span_corruption`, before "
         "corruption: 568 make T5's sources of 512 and targets of 114.",
         ge=1,
         le=2**31 - 1,
@@ -187,7 +188,8 @@ class Data:
     )
     shuffle: Literal["full", "shards"] = key(
         "full",
-        "Order of an epoch: any sample anywhere, or a few shards at a time, mixed among themselves, for remote storage.",
+        "Order of an epoch. `full`: any sample may come at any time. `shards`: a few shards are open at a time, and their samples are mixed; for remote "
+        "storage.",
         when={"data.pairs": UNSET},
     )
     shuffle_shards: int = key(

@@ -73,7 +73,7 @@ class ExpertsConfig:
     )
     shared: int | None = key(
         None,
-        "Experts that every token passes through, as one MLP of so many times `ffn_dim`.",
+        "How many experts every token passes through. Together they are one MLP, whose width is this number times `ffn_dim`.",
         ge=0,
         le=10_000,
     )

@@ -45,7 +45,7 @@ class AdafactorOptions:
 
     decay: float = key(
         0.8,
-        "The mean of squares takes in a share of step^-decay of the new ones: all of them at first, less and less later.",
+        "At step t new squares enter the mean of squares with the weight t^-decay: 1 at step 1, less and less later.",
         gt=0,
         le=1,
     )
@@ -76,8 +76,8 @@ class Optim:
     )
     betas: tuple[float, float] = key(
         (0.9, 0.95),
-        "Decay rates of the running means: of the gradient and of its square. Lion has one mean, of the gradient, with the second of these rates; "
-        "the first is the share of that mean in an update.",
+        "AdamW, and what Muon leaves to AdamW: decay rates of the running means of the gradient and of its square. Lion has one mean, of the gradient: "
+        "the second number is its decay rate, the first its weight in an update.",
         ge=0,
         lt=1,
         when={"optim.name": ("adamw", "lion", "muon")},

@@ -79,8 +79,8 @@ class Parallel:
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipev"] = key(
         "1f1b",
         "In which order a rank takes micro-batches: `1f1b`, one forward, one backward; `gpipe`, all forward, then all backward, which needs more "
-        "memory; `interleaved`, as 1f1b with `pipeline_chunks` stages per rank, which waits less and sends more; `zero_bubble`, gradients of "
-        "weights while others would wait; `zero_bubble_v` and `dualpipev`, so too with two stages per rank, which waits least and sends more.",
+        "memory; `interleaved`, as 1f1b with `pipeline_chunks` stages per rank, which waits less and sends more; `zero_bubble` computes gradients "
+        "of weights when the rank would wait; so do `zero_bubble_v` and `dualpipev`, with two stages per rank, which wait least and send more.",
         when={"parallel.pipeline": Except(1)},
     )
     pipeline_chunks: int = key(
@@ -104,8 +104,8 @@ class Parallel:
     reshard_after_forward: Literal["always", "never", "last_block_kept"] | int = key(
         "always",
         "What becomes of gathered weights after forward: `always` frees them (ZeRO-3), `never` keeps them for backward (ZeRO-2), "
-        "`last_block_kept` keeps those of the last block, whose backward comes first. A number frees all but this rank's part among so many "
-        "neighbours, for instance the GPUs of a host, so that backward gathers inside the host.",
+        "`last_block_kept` keeps those of the last block, whose backward comes first. With a number n, every n neighbouring "
+        "ranks keep one whole copy, 1/n each: if n is the number of GPUs of a host, backward gathers inside the host.",
         ge=2,
         le=10_000_000,
         when={"parallel.strategy": ("fsdp",)},
@@ -216,6 +216,7 @@ class Precision:
     )
     moments: Literal["fp32", "bf16", "8bit"] = key(
         "fp32",
-        "Format in which the optimizer's running means for matrices are stored; bf16 and 8bit are rounded at random. 8bit is for AdamW.",
+        "Format in which the optimizer's running means for matrices are stored; bf16 and 8bit are rounded at random. 8bit is for AdamW; Adafactor has fp32 "
+        "only.",
         resume="never",
     )

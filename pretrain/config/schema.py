@@ -65,22 +65,22 @@ class Run:
     )
     threads: int | None = key(
         None,
-        "Threads that a process computes with on a CPU. By default as OMP_NUM_THREADS says, which torchrun sets to 1 for several processes, "
-        "else all cores.",
+        "Threads that a process computes with on a CPU. By default OMP_NUM_THREADS if it is set, else all cores; torchrun sets it to 1 if it starts "
+        "several processes.",
         ge=1,
         le=4096,
         resume="free",
     )
     affinity: Literal["none", "cores"] = key(
         "none",
-        "`cores`: keep each process on cores of its own, by NUMA node: on a CPU its share of the host's, on GPUs those near its GPU, which ranks on "
-        "one node share.",
+        "`cores`: keep each process on cores of its own, by NUMA node. On a CPU processes divide the host's cores; with GPUs a process gets those near "
+        "its GPU, shared with other ranks near them.",
         resume="free",
     )
     attention_kernel: Literal["auto", "cudnn", "flash", "efficient", "math", "FA3", "FA4"] = key(
         "auto",
-        "The kernel of attention. On GPUs it is that of scaled_dot_product_attention: `auto` is torch's choice by shape; another is the only one that is "
-        "used, and inputs that it cannot take are an error. `FA3` and `FA4`: those packages in place of torch's flash kernel; they have to be installed. "
+        "The kernel of attention. On GPUs it is that of scaled_dot_product_attention: `auto` is torch's choice by shape. Any other value is the only "
+        "kernel that is used, and inputs that it cannot take are an error. `FA3` and `FA4`: those packages in place of torch's flash kernel; they have to be installed. "
         "On CPUs in bf16, `auto` trains with blocks of matrix products, which are faster; `flash` is torch's fused kernel.",
         resume="free",
     )
@@ -171,7 +171,7 @@ class Translation:
 
     every_steps: int = key(
         0,
-        "Optimizer steps between them; 0: never.",
+        "Optimizer steps between translations of the validation pairs; 0: never.",
         ge=0,
         when={"data.pairs": SET, "data.validation": SET},
         le=MOST_STEPS,
@@ -206,7 +206,7 @@ class Translation:
     )
     max_extra: int = key(
         10,
-        "Tokens that a translation may have beyond that.",
+        "Tokens that a translation may have beyond `max_ratio` times those of its source.",
         ge=1,
         when={"validation.translation.every_steps": SET},
         le=1_000_000,

@@ -24,7 +24,7 @@ def configuration_page() -> str:
         "that names the key, the file and the line.",
         "```\npython pretrain/run.py --config configs/quickstart.yaml --print-config           # resolved, loads back\n"
         "python pretrain/run.py --config configs/quickstart.yaml --print-config --origins # with the origin of every value\n"
-        "python pretrain/run.py --config configs/quickstart.yaml --check optim.lr=1e-3    # validate and stop\n```",
+        "python pretrain/run.py --config configs/quickstart.yaml --check run.name=try optim.lr=1e-3 # validate and stop\n```",
         "`null`: the value is derived, as the key's text says. Numbers are YAML 1.2's: `1e-4` is a number, and `010` in a "
         "number's place is refused. `${run.seed}` refers to another key; nothing else is read that way.",
         "The last column says what happens at a resume if the value differs from the checkpoint's. Every difference is printed; "

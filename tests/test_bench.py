@@ -6,11 +6,14 @@ import dataclasses
 import json
 import math
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from benchmarks import loading, preparing, quality
@@ -92,12 +95,13 @@ def test_speed_counts_the_tokens_that_ranks_train_together(tmp_path):
         tmp_path / "rows.jsonl",
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     )
-    options = ["speed", "--length", "32", "--micro", "2", "--steps", "1", "--json", str(file)]
+    options = ["speed", "--length", "32", "--micro", "2", "--accumulation", "2", "--steps", "1", "--json", str(file)]
     model = ["model={dim: 32, layers: 1, heads: 2, ffn_dim: 64, vocab_size: 257}", "run.device=cpu", "parallel.strategy=fsdp"]
-    for layout in ("parallel.shard=2", "parallel.tensor=2"):  # 4 samples of 32 tokens in each step, by 2 ranks and by 1
+    for layout in ("parallel.shard=2", "parallel.tensor=2"):  # the ranks see different samples, and the same ones
         typed = [*start, str(ROOT / "tools" / "bench.py"), *options, *model, layout]
         subprocess.run(typed, check=True, env=environment(1), capture_output=True)
-    assert ["steps of 128 tokens" in row["note"] for row in read_lines(file)] == [True, True]
+    counted = [re.search(r"steps of (\d+) tokens in (\d+) micro-steps", row["note"]).groups() for row in read_lines(file)]
+    assert counted == [("256", "2"), ("128", "2")]
 
 
 @pytest.mark.slow
@@ -107,7 +111,7 @@ def test_programs_are_compared_on_the_same_task(options, tmp_path, ranks):
     programs = [name for name in PROGRAMS if name != IN_ANOTHER_ENVIRONMENT]
     rows = compare_trainers([case], programs, 2, dataclasses.replace(options, work=tmp_path, scale=0.05))
     assert [row.name for row in rows] == programs and {row.part for row in rows} == {case.name}
-    assert all(row.value > 0 and row.baseline == rows[0].value and "MB" in row.note for row in rows)
+    assert all(row.value > 0 and row.baseline == rows[0].value and "MiB" in row.note for row in rows)
 
 
 def test_programs_are_tried_as_often_and_each_setting_of_ours_is_one():
@@ -194,13 +198,74 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
     (tmp_path / "megabytes").write_text("46")
     assert tool("bench").main([*quality_of, "--scale", "0.05"]) == 1
     assert f"{tmp_path} holds a text of 46 MB, not of 2: name another --work" in capsys.readouterr().err
-    unusable = {"no/such/python": "cannot be started: No such file or directory", sys.executable: "has no LitGPT: install it there"}
+    unusable = {
+        "no/such/python": "cannot be started: No such file or directory",
+        sys.executable: "has no LitGPT: install it there",
+        "/bin/true": "has no LitGPT: install it there",
+    }
     for python, why in unusable.items():
         assert tool("bench").main(["peers", "--litgpt", python]) == 1
         assert f"error: --litgpt {python} {why}" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        tool("bench").main(["train", "--steps", "0"])
-    assert "argument --steps: must be at least 1" in capsys.readouterr().err
+    for words, problem in {
+        ("train", "--steps", "0"): "argument --steps: must be at least 1",
+        ("train", "--scale", "nan"): "argument --scale: must be a positive number",
+        ("data", "--seconds", "inf"): "argument --seconds: must be a number that is not negative",
+        (*quality_of, "--minutes", "0"): "argument --minutes: must be a positive number",
+        ("train", "--comp", "rows.jsonl"): "unrecognized arguments: --comp",
+    }.items():
+        with pytest.raises(SystemExit):
+            tool("bench").main(list(words))
+        assert problem in capsys.readouterr().err
+    for words, problem in {
+        ("collectives", "--ranks", "2", "1"): "--ranks 1: collectives need two ranks",
+        ("checkpoint", "--work", f"{tmp_path}/none"): f"--work {tmp_path}/none: no such directory; make it first",
+        ("speed", "batch.sequences=4"): "batch.sequences=4: --micro, --accumulation and --steps decide it; remove it",
+        (*quality_of[:3], "--json", f"{tmp_path}/none/a.jsonl"): f"{tmp_path}/none/a.jsonl: No such file or directory",
+    }.items():
+        assert tool("bench").main(list(words)) != 0
+        assert problem in capsys.readouterr().err
+    (tmp_path / "found.jsonl").write_text("[1]\n")
+    assert tool("bench").main(quality_of) == 1
+    assert "found.jsonl: line 1 is no row that --json wrote for this subject: it lacks program" in capsys.readouterr().err
+
+
+def test_a_text_whose_preparation_was_interrupted_is_prepared_to_its_end(options, tmp_path, monkeypatch):
+    """Its tokenizer was there and nothing behind it, and every later start was refused."""
+    options = dataclasses.replace(options, work=tmp_path, scale=0.002)
+    done, tools = quality._tool, []
+
+    def interrupted(name, *arguments):
+        tools.append(name)
+        if name == "prepare_data.py" and len(tools) == 3:
+            raise KeyboardInterrupt
+        done(name, *arguments)
+
+    monkeypatch.setattr(quality, "_tool", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quality.prepare_text(options)
+    text = quality.prepare_text(options)
+    assert tools == ["collect_source.py", "train_tokenizer.py", "prepare_data.py", "prepare_data.py"]
+    assert quality.prepare_text(options) == text and (tmp_path / "train.bin").stat().st_size > 100_000
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_benchmark_that_is_stopped_leaves_no_process_behind(tmp_path, by):
+    script = (
+        "import sys; sys.path.insert(0, 'tools'); import bench; from benchmarks.measure import run_alone\n"
+        "child = 'import subprocess, sys, time; subprocess.Popen([sys.executable, \"-c\", \"import time; time.sleep(600)  # grandchild\"]); "
+        "open(sys.argv[1], \"w\").close(); time.sleep(600)'\n"
+        "bench.compare_formats = lambda *_: run_alone([sys.executable, '-c', child, sys.argv[1]])\n"
+        "raise SystemExit(bench.main(['formats']))"
+    )
+    started = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "runs")], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "runs").exists():
+        assert started.poll() is None
+        time.sleep(0.05)
+    family = psutil.Process(started.pid).children(recursive=True)
+    assert len(family) == 2
+    started.send_signal(by)
+    assert "interrupted" in started.communicate(timeout=60)[1] and started.returncode == 130
+    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_the_tables_and_the_figure_of_time_to_quality_show_the_results_that_are_kept(tmp_path):
@@ -279,8 +344,14 @@ def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
         "A: other: 1 s, before 1 s: not compared, because that is - time, and this wall time",
     ]
     assert changes(now, read_rows(file), f"{typed} --compare {file}") == expected
+    assert changes(now, read_rows(file), f"{typed} --compare={file} --seconds=3") == expected
     [line, *_] = changes(now, read_rows(file), f"{typed} --scale 0.1")
     assert line == f"{expected[0]}; then command: {typed}"
+    before = {**read_rows(file)[0], "value": 0.0, "machine": {**machine(), "cores": 1000, "versions": {"torch": "1.0"}}}
+    [line, *_] = changes(now, [before], typed)
+    assert line == "A: pretrain: 3 µs/token, before 0 µs/token: no ratio to 0, worse; then cores: 1000; then torch: 1.0"
+    [line, *_] = changes(now, [before | {"unit": "ms/token"}], typed)
+    assert line.endswith(": not compared, because the units differ")
     file.write_text("{")
     with pytest.raises(DataError, match="no file that --json wrote"):
         read_rows(file)

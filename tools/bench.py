@@ -1,7 +1,11 @@
 """Measure training, data, products, collectives, checkpoints, layouts and optimizers, each number beside its comparison."""
 
 import argparse
+import dataclasses
+import functools
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +35,9 @@ from pretrain.errors import DataError, run_tool  # noqa: E402
 def parser() -> argparse.ArgumentParser:
     """What the tool is asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    subjects = parser.add_subparsers(dest="subject", required=True)
+    # A shortened option would make another command of the same measurement.
+    whole = functools.partial(argparse.ArgumentParser, allow_abbrev=False)
+    subjects = parser.add_subparsers(dest="subject", required=True, parser_class=whole)
     for add in (
         add_data,
         add_formats,
@@ -51,7 +57,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser().parse_args(argv)
-    return run_tool(lambda: arguments.measure(arguments, command(["tools/bench.py", *argv])))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started, as after Ctrl-C
+    try:
+        return run_tool(lambda: arguments.measure(arguments, command(["tools/bench.py", *argv])))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def add_data(subjects: argparse._SubParsersAction) -> None:
@@ -150,7 +160,7 @@ def add_quality(subjects: argparse._SubParsersAction) -> None:
     quality = subjects.add_parser(
         "quality", help="bits per byte after minutes of training, beside other programs; results add up in a file"
     )
-    quality.add_argument("--minutes", type=float, default=5.0, help="of training, start-up included (default: 5)")
+    quality.add_argument("--minutes", type=size, default=5.0, help="of training, start-up included (default: 5)")
     quality.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=list(PROGRAMS))
     quality.add_argument("--settings", nargs="+", metavar="NAME", help="those of them to run (default: all)")
     quality.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
@@ -227,8 +237,8 @@ def part_of_data(text: str) -> str:
 
 
 def seconds(text: str) -> float:
-    if float(text) < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError("must be a number that is not negative")
     return float(text)
 
 
@@ -239,8 +249,8 @@ def count(text: str) -> int:
 
 
 def size(text: str) -> float:
-    if float(text) <= 0:
-        raise argparse.ArgumentTypeError("must be positive")
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError("must be a positive number")
     return float(text)
 
 
@@ -250,25 +260,27 @@ def measure_and_keep(arguments: argparse.Namespace, typed: str, rows_of: Callabl
     if arguments.json:
         arguments.json.open("a").close()  # before something is measured and could not be kept
     given = {name: value for name, value in vars(arguments).items() if name in ("seconds", "scale")}
-    start = machine()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=getattr(arguments, "work", None)) as work:
+    place, start = getattr(arguments, "work", None), machine()
+    if place is not None and not place.is_dir():
+        raise DataError(f"--work {place}: no such directory; make it first")
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=place) as work:
         rows = rows_of(Options(Path(work), source=tuple(getattr(arguments, "source", ())), **given))
     if int(os.environ.get("RANK", "0")) != 0:
         return
     end = machine()
     print(heading(start, end, typed), table(rows), sep="\n\n")
-    if arguments.compare:
-        print("", *changes(rows, earlier, typed), sep="\n")
     if arguments.json:
         with arguments.json.open("a", encoding="utf-8") as file:
             file.write(as_lines(rows, start, end, typed))
+    if arguments.compare:
+        print("", *changes(rows, earlier, typed), sep="\n")
 
 
 def look_for_litgpt(python: str) -> None:
     """Raise DataError now, not after the first programs, if this is no Python that has LitGPT."""
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('litgpt') is None)"
+    code = "import importlib.util; print('LitGPT', importlib.util.find_spec('litgpt') is not None)"
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+        found = subprocess.run([python, "-c", code], capture_output=True).stdout.split() == [b"LitGPT", b"True"]
     except OSError as error:
         raise DataError(f"--litgpt {python} cannot be started: {error.strerror}; name the Python of an environment") from error
     if not found:
@@ -297,7 +309,7 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
 
 
 def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
-    from benchmarks.quality import FEW, all_settings, as_line, paces, prepare_text, summary, train
+    from benchmarks.quality import FEW, Result, all_settings, as_line, paces, prepare_text, summary, train
 
     settings = all_settings()
     known = [name for program in arguments.programs for name in settings[program]]
@@ -305,11 +317,19 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
         raise DataError(f"--settings {' '.join(sorted(unknown))}: there are {', '.join(known)}")
     if arguments.steps and arguments.steps < FEW:
         raise DataError(f"--steps {arguments.steps}: a result needs at least {FEW}")
+    arguments.json.open("a").close()  # before something is measured and could not be kept
+    fields = (*(field.name for field in dataclasses.fields(Result)), "text_sha256", "values")
+    kept = read_lines(arguments.json, *fields)
     arguments.work.mkdir(parents=True, exist_ok=True)
     options = Options(arguments.work, scale=arguments.scale)
     text = prepare_text(options)
-    kept = read_lines(arguments.json) if arguments.json.exists() else []
-    done = [[line.get(name) for name in ("program", "setting", "minutes", "seed", "text_sha256", "values")] for line in kept]
+    done = [[line[name] for name in ("program", "setting", "minutes", "seed", "text_sha256", "values")] for line in kept]
+
+    def is_of_today(line: dict) -> bool:
+        """Whether a result is of this text and of a setting as it is now."""
+        values = settings.get(line["program"], {}).get(line["setting"])
+        return line["text_sha256"] == text.digest and line["values"] == values
+
     cases = [
         (program, setting, arguments.minutes, seed)
         for seed in arguments.seeds
@@ -318,11 +338,7 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
         if not arguments.settings or setting in arguments.settings
     ]
     # Rows of other seeds say how many steps fit. What is not known is timed.
-    steps = {
-        (line["program"], line["setting"], line["minutes"]): line["steps"]
-        for line in kept
-        if line.get("text_sha256") == text.digest and line.get("values") == settings[line["program"]].get(line["setting"])
-    }
+    steps = {(line["program"], line["setting"], line["minutes"]): line["steps"] for line in kept if is_of_today(line)}
     if arguments.steps:
         others = {case[:2]: steps[case[:3]] for case in cases if steps.get(case[:3], arguments.steps) != arguments.steps}
         for names, taken in others.items():
@@ -337,8 +353,7 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
         result = train(*case, steps[case[:3]], text)
         with arguments.json.open("a", encoding="utf-8") as file:
             file.write(as_line(result, text, typed) + "\n")
-    of_today = [line for line in read_lines(arguments.json) if line["text_sha256"] == text.digest]
-    print(summary([line for line in of_today if line.get("values") == settings[line["program"]].get(line["setting"])]))
+    print(summary([line for line in read_lines(arguments.json, *fields) if is_of_today(line)]))
 
 
 def compare_products(arguments: argparse.Namespace, typed: str) -> None:

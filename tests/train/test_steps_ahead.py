@@ -89,29 +89,33 @@ def test_a_step_that_is_refused_is_noticed_one_step_later_and_nothing_of_it_stay
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a GPU: numbers that are brought to Python, and sizes that depend on values."""
+    """Counts what would make the host wait for a GPU (numbers that are brought to Python, and sizes that depend on values), and collectives."""
 
     WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.collectives = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._opname
         if any(name.startswith(part) for part in self.WAITING):
             self.counts[name] += 1
+        self.collectives += function.namespace in ("c10d", "_c10d_functional")
         return function(*args, **(kwargs or {}))
 
 
-def counted(config_file: str, *overrides: str) -> tuple[list[dict], list[int], str]:
-    """What made the host wait in each step of a run, and how often the ranks agreed between the ends of two steps."""
+def counted(config_file: str, *overrides: str) -> tuple[list[dict], list[int], list[int], str]:
+    """What made the host wait from the end of a step to that of the next one, but for the reading of figures, in each step of a run; its
+    collectives; and how often the ranks agreed.
+    """
     from pretrain.distributed.ranks import Ranks
     from pretrain.train.trainer import Trainer
 
-    taken, waits, agreements, calls = Trainer.step, [], [], Counter()
+    taken, waits, collectives, agreements, calls = Trainer._advance, [], [], [], Counter()
 
-    def step(self, batch, *of_all):
+    def advance(self, *of_all):
         reads, own_thread = HostReads(), threading.get_ident()
         with contextlib.ExitStack() as stack:
             for name in ("tolist", "numpy", "cpu"):
@@ -122,9 +126,19 @@ def counted(config_file: str, *overrides: str) -> tuple[list[dict], list[int], s
                     return _whole(tensor, *args, **named)
 
                 stack.enter_context(patch.object(torch.Tensor, name, reading))
+            settle = self.settle
+
+            def settling(step):
+                before = reads.counts.copy()
+                record = settle(step)
+                reads.counts = before  # the figures of the step before are here by now
+                return record
+
+            stack.enter_context(patch.object(self, "settle", settling))
             stack.enter_context(reads)
-            found = taken(self, batch, *of_all)
+            found = taken(self, *of_all)
         waits.append({name: count for name, count in reads.counts.items() if count})
+        collectives.append(reads.collectives)
         agreements.append(calls["agree"])
         return found
 
@@ -136,25 +150,30 @@ def counted(config_file: str, *overrides: str) -> tuple[list[dict], list[int], s
         return call
 
     with (
-        patch.object(Trainer, "step", step),
+        patch.object(Trainer, "_advance", advance),
         patch.object(Ranks, "_reduce", agreeing(Ranks._reduce)),
         patch.object(Ranks, "gather", agreeing(Ranks.gather)),
     ):
         _, printed = settled_late("plain", config_file, *overrides)
-    return waits, [b - a for a, b in zip(agreements, agreements[1:])], printed
+    return waits, collectives, [b - a for a, b in zip(agreements, agreements[1:])], printed
 
 
+# Micro-steps of FSDP2 gather four units (embedding, two blocks, head), two of them again, and scatter four; once per step gradients of vectors are added.
 @pytest.mark.parametrize(
     "layout",
     [
-        (1, "parallel.strategy=single"), (2, "parallel.strategy=ddp"), (2, "parallel.strategy=fsdp"),
-        pytest.param((4, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.tensor=2"), marks=pytest.mark.slow),
-        pytest.param((4, "parallel.strategy=fsdp", "parallel.context=2", "parallel.pipeline=2"), marks=pytest.mark.slow),
+        (1, 0, "parallel.strategy=single"), (2, 1 + 1, "parallel.strategy=ddp"), (2, 4 * 10 + 1 + 2, "parallel.strategy=fsdp"),
+        pytest.param((4, None, "parallel.strategy=fsdp", "parallel.replicate=2", "parallel.tensor=2"), marks=pytest.mark.slow),
+        pytest.param((4, None, "parallel.strategy=fsdp", "parallel.context=2", "parallel.pipeline=2"), marks=pytest.mark.slow),
     ],
+    ids=str,
 )  # fmt: skip
 def test_no_step_waits_for_the_device_and_ranks_agree_once(pool, config_file, layout):
-    """They stand for a GPU, for which the host waits whenever it reads a number. In a step it read two, and the ranks agreed twice."""
-    ranks, *options = layout
+    """They stand for a GPU, for which the host waits whenever it reads a number. In a step it read two, and the ranks agreed twice.
+
+    Collectives beside those of gradients and weights: one for the loss, and under FSDP2 one for the norm.
+    """
+    ranks, exchanges, *options = layout
     run = (
         "run.steps=8",
         "schedule.warmup_steps=2",
@@ -164,7 +183,9 @@ def test_no_step_waits_for_the_device_and_ranks_agree_once(pool, config_file, la
         "log.every_steps=50",
         *options,
     )
-    for waits, agreements, printed in pool.launch(ranks, counted, str(config_file), *run):
+    for waits, collectives, agreements, printed in pool.launch(ranks, counted, str(config_file), *run):
         assert len(waits) == 8, printed
-        assert waits[1:] == [{}] * 7  # the first creates the optimizer's state
+        # The first step creates the optimizer's state; its line is written behind the second, and that of the last behind the last.
+        assert len(set(collectives[2:-1])) == 1 and exchanges in (None, collectives[2]), collectives
+        assert waits[2:-1] == [{}] * 5
         assert agreements[2:6] == [1] * 4  # without the lines of the first and the last step

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from benchmarks.measure import Options, Row, environment, require
+from benchmarks.measure import Options, Row, require, run_alone
 
 SIZES = (4096, 65_536, 1 << 20, 1 << 24)
 _WORKER = Path(__file__).resolve().parent / "exchange.py"
@@ -57,7 +56,7 @@ def exchanges(ranks: int, sizes: Sequence[int], backend: str, options: Options) 
     seconds = options.seconds / (6 * len(rounded) * options.turns)
     task = {"backend": backend, "sizes": rounded, "seconds": seconds, "turns": options.turns, "result": str(result)}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run([*start, str(_WORKER), json.dumps(task)], capture_output=True, text=True, env=environment(1))
+    done = run_alone([*start, str(_WORKER), json.dumps(task)])
     wrong = [line for line in done.stderr.splitlines() if "Error" in line or "wrong result" in line] or done.stderr.splitlines()
     require(done.returncode == 0, f"{ranks} ranks fail: {' '.join(wrong[:1])}")
     found = json.loads(result.read_text())
@@ -79,8 +78,8 @@ def fit_ring(found: Sequence[Exchange]) -> tuple[float, float]:
 def collectives(ranks: Sequence[int], sizes: Sequence[int], backend: str, options: Options) -> list[Row]:
     """Milliseconds of each operation beside the formula: hops x latency + bytes / bandwidth."""
     rows = []
+    require(min(ranks) > 1, f"--ranks {min(ranks)}: collectives need two ranks")
     for count in ranks:
-        require(count > 1, f"--ranks {count}: collectives need two ranks")
         options.say(f"{count} ranks")
         found = exchanges(count, sizes, backend, options)
         hop, byte = fit_ring(found)

@@ -8,6 +8,7 @@ average.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -15,6 +16,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -133,6 +135,28 @@ def environment(threads: int = 1) -> dict[str, str]:
     return {**os.environ, **offline, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
 
 
+def run_alone(typed: Sequence[str], threads: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, as `subprocess.run` does. If this process is interrupted, all that the program has started ends as well."""
+    import psutil
+
+    with subprocess.Popen(
+        typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(threads)
+    ) as process:
+        try:
+            out, err = process.communicate()
+        except BaseException:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started = psutil.Process(process.pid)
+                family = [started, *started.children(recursive=True)]
+                for one in family:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.terminate()
+                for one in psutil.wait_procs(family, timeout=10)[1]:
+                    one.kill()
+            raise
+    return subprocess.CompletedProcess(typed, process.returncode, out, err)
+
+
 def machine() -> dict[str, Any]:
     """The machine that the numbers were measured on."""
     versions = {name: importlib.metadata.version(name) for name in _VERSIONS if _is_installed(name)}
@@ -238,28 +262,33 @@ def _change(row: Row, before: dict[str, Any] | None, typed: str) -> str:
     if before is None:
         return f"{now}, not measured before"
     then = f"{now}, before {_number(before['value'])} {before['unit']}"
-    if (before["unit"], before["clock"]) != (row.unit, row.clock):
+    if before["unit"] != row.unit:
+        return f"{then}: not compared, because the units differ"
+    if before["clock"] != row.clock:
         return f"{then}: not compared, because that is {before['clock']} time, and this {row.clock} time"
     others = [
         f"then {name}: {old}"
         for name, old, new in (
             ("command", _what(before["command"]), _what(typed)),
             ("CPU", before["machine"]["cpu"], _cpu_model()),
+            ("cores", before["machine"]["cores"], len(os.sched_getaffinity(0))),
+            ("torch", before["machine"]["versions"].get("torch"), importlib.metadata.version("torch")),
         )
         if old != new
     ]
     gained = (row.value > before["value"]) == (row.better == "higher")
     judged = "" if row.value == before["value"] else ", better" if gained else ", worse"
-    return "; ".join([f"{then}: {row.value / before['value']:.3f} x{judged}", *others])
+    ratio = f"{row.value / before['value']:.3f} x" if before["value"] else "no ratio to 0"
+    return "; ".join([f"{then}: {ratio}{judged}", *others])
 
 
 def _what(typed: str) -> str:
     """A command without the options that change neither what is measured nor how."""
-    words = iter(shlex.split(typed))
+    words, without = iter(shlex.split(typed)), ("--json", "--compare", "--seconds")
     kept = []
     for word in words:
-        if word in ("--json", "--compare", "--seconds"):
+        if word in without:
             next(words, None)
-        else:
+        elif word.partition("=")[0] not in without:
             kept.append(word)
     return shlex.join(kept)

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from benchmarks.measure import TOOLS, Options, environment, machine, require
+from benchmarks.measure import TOOLS, Options, machine, require, run_alone
 from benchmarks.trainers.quality_task import QualityTask
 from omegaconf import OmegaConf
 
@@ -75,17 +74,17 @@ def prepare_text(options: Options) -> Text:
     if (work / "megabytes").exists():
         found = (work / "megabytes").read_text()
         require(found == size, f"{work} holds a text of {found} MB, not of {size}: name another --work, or the same --scale")
-    else:
+    (work / "megabytes").write_text(size)
+    if not (work / "tokenizer").exists():  # it is written at once, and after the corpus
         _tool("collect_source.py", "--output", str(corpus), "--root", str(root), "--max-mb", size)
         _tool(
             "train_tokenizer.py", "--input", str(corpus), "--vocab-size", str(VOCABULARY), "--model-type", "bpe",
             "--output", str(work / "tokenizer"),
         )  # fmt: skip
-        _tool(
-            "prepare_data.py", "--input", str(corpus), "--tokenizer", str(work / "tokenizer"), "--output", str(work / "data"),
-            "--validation-fraction", str(min(0.2, 0.02 / options.scale)),
-        )  # fmt: skip
-        (work / "megabytes").write_text(size)
+    _tool(  # goes on where it was interrupted, and does nothing when it was done
+        "prepare_data.py", "--input", str(corpus), "--tokenizer", str(work / "tokenizer"), "--output", str(work / "data"),
+        "--validation-fraction", str(min(0.2, 0.02 / options.scale)),
+    )  # fmt: skip
     opened = {name: PreparedData.open(work / "data" / name) for name in ("train", "validation")}
     for name, data in opened.items():
         data.read_joined(np.array([0]), np.array([data.tokens])).astype(np.uint16).tofile(work / f"{name}.bin")
@@ -93,7 +92,7 @@ def prepare_text(options: Options) -> Text:
 
 
 def _tool(name: str, *arguments: str) -> None:
-    done = subprocess.run([sys.executable, str(TOOLS / name), *arguments], env=environment(2), capture_output=True, text=True)
+    done = run_alone([sys.executable, str(TOOLS / name), *arguments], threads=2)
     require(done.returncode == 0, f"{name} fails: {' '.join(done.stderr.splitlines()[-1:])}")
 
 
@@ -174,7 +173,7 @@ def _run(program: str, setting: str, steps: int, seed: int, text: Text) -> tuple
     task = QualityTask(all_settings()[program][setting], steps, seed, VOCABULARY, str(text.work), str(result))
     typed = [sys.executable, str(TOOLS / "benchmarks" / "trainers" / PROGRAMS[program]), json.dumps(dataclasses.asdict(task))]
     started = time.time()
-    done = subprocess.run(typed, capture_output=True, text=True, env=environment(2))
+    done = run_alone(typed, threads=2)
     require(done.returncode == 0, f"{program} fails: {' '.join(done.stderr.splitlines()[-1:])}")
     found = json.loads(Path(f"{result}-0.json").read_text())
     require(len(found["stamps"]) == steps, f"{program} took {len(found['stamps'])} steps, not {steps}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import resource
 import time
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from benchmarks.measure import Options, Row, require
 
 from pretrain.config.load import load_config
 from pretrain.distributed import ranks as distributed
+from pretrain.errors import ConfigError
 from pretrain.observe.flops import peak_flops
 from pretrain.observe.profile import Recorded, profiled
+from pretrain.parallel.layout import take_rest
 from pretrain.train.attention_kernel import set_attention_kernel
 from pretrain.train.plan import make_plan
 from pretrain.train.run_directory import RunDirectory
@@ -35,6 +38,7 @@ class Speed:
     micro: int
     """Sequences of a micro-step of a rank."""
     accumulation: int
+    """Micro-steps of a step."""
     steps: int
     overrides: tuple[str, ...] = ()
     profile: Path | None = None
@@ -44,10 +48,15 @@ class Speed:
 def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     """A row of this rank; of all ranks together but for the memory, which is this rank's."""
     _, local_rank, world_size = distributed.launched_ranks()
-    samples = (WARM_UP + asked.steps + 1) * asked.micro * asked.accumulation * world_size
+    if decided := [word for word in asked.overrides if re.match(r"(batch|run\.steps)\b", word)]:
+        raise ConfigError(f"{' '.join(decided)}: --micro, --accumulation and --steps decide it; remove it")
     folder = options.work / f"rank-{local_rank}"
+    parallel = take_rest(load_config(asked.config, list(asked.overrides))[0], world_size).parallel
+    data_ranks = max(1, world_size // (parallel.tensor * parallel.context * parallel.pipeline))
+    sequences = asked.micro * asked.accumulation * data_ranks
+    samples = (WARM_UP + asked.steps + 1) * sequences
     write_tokens(folder / "tokens", byte_tokenizer(folder), (samples + 1) * (asked.length + 1), 1 << 24)
-    config, _ = load_config(asked.config, [*_own_keys(asked, folder, world_size), *asked.overrides])
+    config, _ = load_config(asked.config, [*_own_keys(asked, folder, sequences), *asked.overrides])
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
@@ -70,7 +79,7 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     peak = peak_flops(device, plan.config.precision.compute)
     share = f"MFU {100 * rate * plan.flops_per_token(0) / (peak * world_size):.1f}%, " if peak else ""
     note = f"{share}peak {_peak_gb(device):.1f} GB, built in {built:.1f} s, first step {first:.1f} s, loss {loss:.3f}"
-    note += f"; steps of {tokens // asked.steps:,} tokens"
+    note += f"; steps of {tokens // asked.steps:,} tokens in {plan.layout.micro_steps} micro-steps"
     return [
         Row(
             "speed", name, rate, "tokens/s", "wall", note=f"{note}; {plan.parameters / 1e9:.2f}B parameters, {plan.layout.name}"
@@ -78,11 +87,11 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     ]
 
 
-def _own_keys(asked: Speed, folder: Path, world_size: int) -> list[str]:
+def _own_keys(asked: Speed, folder: Path, sequences: int) -> list[str]:
     return [
         f"run={{dir: {folder}, name: run, steps: {WARM_UP + asked.steps + 1}, resume: never}}",
         f"data={{sequence_length: {asked.length}, sources: [{{path: {folder}/tokens}}]}}",
-        f"batch={{sequences: {asked.micro * asked.accumulation * world_size}, micro_sequences: {asked.micro}}}",
+        f"batch={{sequences: {sequences}, micro_sequences: {asked.micro}}}",
         f"model.max_sequence_length={asked.length}",
         "schedule.warmup_steps=1",
         "checkpoint.export_check=false",

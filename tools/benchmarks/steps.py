@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from benchmarks.corpora import byte_tokenizer, write_tokens
-from benchmarks.measure import ROOT, Options, Row, environment, require
+from benchmarks.measure import ROOT, Options, Row, require, run_alone
 
 from pretrain.observe.metrics import read_metrics
 
@@ -91,13 +90,13 @@ def _train(options: Options) -> Path:
         "checkpoint.export_check=false",
     ]
     typed = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(_QUICKSTART), *values]
-    done = subprocess.run(typed, capture_output=True, text=True, env=environment(_THREADS))
+    done = run_alone(typed, threads=_THREADS)
     require(done.returncode == 0, f"training fails: {' '.join(done.stderr.splitlines()[-1:])}")
     return run
 
 
 def _seconds(arguments: list[str]) -> float:
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment())
+    done = run_alone([sys.executable, *arguments])
     require(done.returncode == 0, f"{Path(arguments[0]).name} fails: {' '.join(done.stderr.splitlines()[-1:])}")
     return time.monotonic() - begin

@@ -46,15 +46,16 @@ class Task:
 
 
 class Clock:
-    """CPU and wall time after each step of this process. `write` leaves them for the benchmark."""
+    """CPU and wall time after each step of this process, and its largest memory by then. `write` leaves them for the benchmark."""
 
     def __init__(self, result: str) -> None:
         self.path = Path(f"{result}-{os.environ.get('RANK', '0')}.json")
         self.stamps: list[tuple[float, float]] = []
+        self.peak_kib = 0
 
     def stamp(self) -> None:
         self.stamps.append((time.process_time(), time.time()))
+        self.peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    def write(self, loss: float) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        self.path.write_text(json.dumps({"stamps": self.stamps, "peak_kib": peak, "loss": loss}))
+    def write(self, loss: float | None) -> None:
+        self.path.write_text(json.dumps({"stamps": self.stamps, "peak_kib": self.peak_kib, "loss": loss}))

@@ -1,6 +1,7 @@
 """pretrain on the task."""
 
 import contextlib
+import json
 import sys
 from pathlib import Path
 
@@ -25,29 +26,29 @@ class Stamp(Callback):
     def evaluate(self, run, step):
         if step <= task.steps:
             clock.stamp()
-        if step == task.steps:
-            clock.write(0.0)
         return {}
 
 
-config = Path(f"{task.result}.yaml")
+config, name = Path(f"{task.result}.yaml"), Path(task.result).name
 config.write_text("{}\n")
-raise SystemExit(
-    main(
-        [
-            "--config",
-            str(config),
-            f"run={{dir: {task.work}/runs, name: {Path(task.result).name}, steps: {task.steps + 1}, resume: never, device: cpu}}",
-            f"data={{sources: [{{path: {task.work}/tokens}}], sequence_length: {task.length}}}",
-            f"model={{family: gpt2, dim: {task.dim}, layers: {task.layers}, heads: {task.heads}, vocab_size: {task.vocabulary}}}",
-            f"batch={{sequences: {task.micro * task.accumulation * task.ranks}, micro_sequences: {task.micro}}}",
-            f"precision.compute={task.format}",
-            f"parallel.compile={'blocks' if task.compiled else 'none'}",
-            *(["parallel.strategy=ddp"] if task.ranks > 1 else []),
-            "schedule={name: cosine, warmup_steps: 2}",
-            "log={every_steps: 1, tensorboard: false}",
-            "checkpoint={every_steps: 0, export_check: false}",
-        ],
-        callbacks=[Stamp()],
-    )
+code = main(
+    [
+        "--config",
+        str(config),
+        f"run={{dir: {task.work}/runs, name: {name}, steps: {task.steps + 1}, resume: never, device: cpu}}",
+        f"data={{sources: [{{path: {task.work}/tokens}}], sequence_length: {task.length}}}",
+        f"model={{family: gpt2, dim: {task.dim}, layers: {task.layers}, heads: {task.heads}, vocab_size: {task.vocabulary}}}",
+        f"batch={{sequences: {task.micro * task.accumulation * task.ranks}, micro_sequences: {task.micro}}}",
+        f"precision.compute={task.format}",
+        f"parallel.compile={'blocks' if task.compiled else 'none'}",
+        *(["parallel.strategy=ddp"] if task.ranks > 1 else []),
+        "schedule={name: cosine, warmup_steps: 2}",
+        "log={every_steps: 1, tensorboard: false}",
+        "checkpoint={every_steps: 0, export_check: false}",
+    ],
+    callbacks=[Stamp()],
 )
+if code == 0:
+    lines = (Path(task.work) / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    clock.write(json.loads(lines[task.steps - 1])["loss"])
+raise SystemExit(code)

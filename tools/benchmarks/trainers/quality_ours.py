@@ -47,6 +47,7 @@ code = main(
     ],
     callbacks=[Stamp()],
 )
-lines = (Path(task.work) / "runs" / name / "metrics.jsonl").read_text().splitlines()
-clock.write(json.loads(lines[-1])["validation"]["text"])
+if code == 0:
+    lines = (Path(task.work) / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    clock.write(json.loads(lines[-1])["validation"]["text"])
 raise SystemExit(code)

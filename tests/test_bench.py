@@ -251,10 +251,10 @@ def test_a_text_whose_preparation_was_interrupted_is_prepared_to_its_end(options
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_a_benchmark_that_is_stopped_leaves_no_process_behind(tmp_path, by):
     script = (
-        "import sys; sys.path.insert(0, 'tools'); import bench; from benchmarks.measure import run_alone\n"
+        "import sys; sys.path.insert(0, 'tools'); import bench; from benchmarks.measure import run_program\n"
         "child = 'import subprocess, sys, time; subprocess.Popen([sys.executable, \"-c\", \"import time; time.sleep(600)  # grandchild\"]); "
         "open(sys.argv[1], \"w\").close(); time.sleep(600)'\n"
-        "bench.compare_formats = lambda *_: run_alone([sys.executable, '-c', child, sys.argv[1]])\n"
+        "bench.compare_formats = lambda *_: run_program([sys.executable, '-c', child, sys.argv[1]])\n"
         "raise SystemExit(bench.main(['formats']))"
     )
     started = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "runs")], cwd=ROOT, stderr=subprocess.PIPE, text=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from benchmarks.measure import Options, Row, require, run_alone
+from benchmarks.measure import Options, Row, require, run_program
 
 SIZES = (4096, 65_536, 1 << 20, 1 << 24)
 _WORKER = Path(__file__).resolve().parent / "exchange.py"
@@ -56,7 +56,7 @@ def exchanges(ranks: int, sizes: Sequence[int], backend: str, options: Options) 
     seconds = options.seconds / (6 * len(rounded) * options.turns)
     task = {"backend": backend, "sizes": rounded, "seconds": seconds, "turns": options.turns, "result": str(result)}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = run_alone([*start, str(_WORKER), json.dumps(task)])
+    done = run_program([*start, str(_WORKER), json.dumps(task)])
     wrong = [line for line in done.stderr.splitlines() if "Error" in line or "wrong result" in line] or done.stderr.splitlines()
     require(done.returncode == 0, f"{ranks} ranks fail: {' '.join(wrong[:1])}")
     found = json.loads(result.read_text())

@@ -135,7 +135,7 @@ def environment(threads: int = 1) -> dict[str, str]:
     return {**os.environ, **offline, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
 
 
-def run_alone(typed: Sequence[str], threads: int = 1) -> subprocess.CompletedProcess[str]:
+def run_program(typed: Sequence[str], threads: int = 1) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, as `subprocess.run` does. If this process is interrupted, all that the program has started ends as well."""
     import psutil
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from benchmarks.measure import TOOLS, Options, machine, require, run_alone
+from benchmarks.measure import TOOLS, Options, machine, require, run_program
 from benchmarks.trainers.quality_task import QualityTask
 from omegaconf import OmegaConf
 
@@ -92,7 +92,7 @@ def prepare_text(options: Options) -> Text:
 
 
 def _tool(name: str, *arguments: str) -> None:
-    done = run_alone([sys.executable, str(TOOLS / name), *arguments], threads=2)
+    done = run_program([sys.executable, str(TOOLS / name), *arguments], threads=2)
     require(done.returncode == 0, f"{name} fails: {' '.join(done.stderr.splitlines()[-1:])}")
 
 
@@ -173,7 +173,7 @@ def _run(program: str, setting: str, steps: int, seed: int, text: Text) -> tuple
     task = QualityTask(all_settings()[program][setting], steps, seed, VOCABULARY, str(text.work), str(result))
     typed = [sys.executable, str(TOOLS / "benchmarks" / "trainers" / PROGRAMS[program]), json.dumps(dataclasses.asdict(task))]
     started = time.time()
-    done = run_alone(typed, threads=2)
+    done = run_program(typed, threads=2)
     require(done.returncode == 0, f"{program} fails: {' '.join(done.stderr.splitlines()[-1:])}")
     found = json.loads(Path(f"{result}-0.json").read_text())
     require(len(found["stamps"]) == steps, f"{program} took {len(found['stamps'])} steps, not {steps}")

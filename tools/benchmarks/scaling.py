@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.corpora import byte_tokenizer, write_tokens
-from benchmarks.measure import ROOT, Options, Row, require, run_alone
+from benchmarks.measure import ROOT, Options, Row, require, run_program
 
 from pretrain.observe.metrics import read_metrics
 
@@ -65,7 +65,7 @@ def _tokens_per_second(name: str, turn: int, options: Options) -> float:
     config = options.work / "scaling.yaml"
     config.write_text("{}\n")
     typed = [*start, str(ROOT / "pretrain" / "run.py"), "--config", str(config), *values]
-    done = run_alone(typed)
+    done = run_program(typed)
     require(done.returncode == 0, f"{name} fails: {' '.join(done.stderr.splitlines()[-1:])}")
     speeds = sorted(record["step_tokens_per_second"] for record in read_metrics(run)[2:])
     return speeds[len(speeds) // 2]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from benchmarks.corpora import byte_tokenizer, write_tokens
-from benchmarks.measure import ROOT, Options, Row, require, run_alone
+from benchmarks.measure import ROOT, Options, Row, require, run_program
 
 from pretrain.observe.metrics import read_metrics
 
@@ -90,13 +90,13 @@ def _train(options: Options) -> Path:
         "checkpoint.export_check=false",
     ]
     typed = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(_QUICKSTART), *values]
-    done = run_alone(typed, threads=_THREADS)
+    done = run_program(typed, threads=_THREADS)
     require(done.returncode == 0, f"training fails: {' '.join(done.stderr.splitlines()[-1:])}")
     return run
 
 
 def _seconds(arguments: list[str]) -> float:
     begin = time.monotonic()
-    done = run_alone([sys.executable, *arguments])
+    done = run_program([sys.executable, *arguments])
     require(done.returncode == 0, f"{Path(arguments[0]).name} fails: {' '.join(done.stderr.splitlines()[-1:])}")
     return time.monotonic() - begin

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from benchmarks.corpora import byte_tokenizer, write_tokens
-from benchmarks.measure import Options, Row, require, run_alone
+from benchmarks.measure import Options, Row, require, run_program
 from benchmarks.trainers.clock import Task
 
 TRAINERS = Path(__file__).resolve().parent / "trainers"
@@ -102,7 +102,7 @@ def _turn(case: Case, name: str, steps: int, options: Options, python: str) -> M
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
     typed = [*start, str(TRAINERS / PROGRAMS[name]), json.dumps(dataclasses.asdict(task))]
     launched = time.time()
-    done = run_alone(typed)
+    done = run_program(typed)
     require(done.returncode == 0, f"{name} fails: {' '.join(done.stderr.splitlines()[-1:])}")
     ranks = [json.loads(Path(f"{result}-{rank}.json").read_text()) for rank in range(case.ranks)]
     require(all(len(rank["stamps"]) == task.steps for rank in ranks), f"{name} took other steps than {task.steps}")

@@ -22,9 +22,9 @@ class Windows(torch.utils.data.Dataset):
         return 1 << 20
 
     def __getitem__(self, index: int) -> dict:
-        # Trainer's model shifts the targets itself; the last position has none, so a window has one token more.
         window = torch.from_numpy(task.windows(index)[0])
-        return {"input_ids": window, "labels": window}
+        # Without `shift_labels` the model would shift the labels itself, and compute a position more than other programs for as many targets.
+        return {"input_ids": window[:-1], "labels": window[1:], "shift_labels": window[1:]}
 
 
 class Stamp(TrainerCallback):
@@ -34,7 +34,7 @@ class Stamp(TrainerCallback):
 
 model = GPT2LMHeadModel(
     GPT2Config(
-        vocab_size=task.vocabulary, n_positions=task.length + 1, n_embd=task.dim, n_layer=task.layers, n_head=task.heads,
+        vocab_size=task.vocabulary, n_positions=task.length, n_embd=task.dim, n_layer=task.layers, n_head=task.heads,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )
 )  # fmt: skip
@@ -42,7 +42,7 @@ arguments = TrainingArguments(
     output_dir=f"{task.result}.out", per_device_train_batch_size=task.micro, gradient_accumulation_steps=task.accumulation,
     max_steps=task.steps, learning_rate=3e-4, weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0, optim="adamw_torch_fused",
     lr_scheduler_type="cosine", warmup_steps=2, bf16=task.format == "bf16", torch_compile=task.compiled, use_cpu=True, save_strategy="no", logging_strategy="no",
-    report_to=[], disable_tqdm=True, ddp_backend="gloo" if task.ranks > 1 else None, ddp_find_unused_parameters=False,
+    report_to=[], disable_tqdm=True, remove_unused_columns=False, ddp_backend="gloo" if task.ranks > 1 else None, ddp_find_unused_parameters=False,
 )  # fmt: skip
 found = Trainer(model=model, args=arguments, train_dataset=Windows(), callbacks=[Stamp()]).train()
 clock.write(found.training_loss)

@@ -292,7 +292,8 @@ def test_each_program_learns_the_text_in_its_time(options, tmp_path, monkeypatch
     for program, tries in all_settings().items():
         case = (program, next(iter(tries)))
         found = quality.train(*case, 0.5, 1, quality.paces([case], text, options)[case].steps(0.5), text)
-        assert 1.0 < found.bits_per_byte < 3.0 and found.steps >= quality.FEW and found.seconds < 45, found
+        assert 1.0 < found.bits_per_byte < 3.0 and found.steps >= quality.FEW, found
+        assert found.seconds * (1 - found.others) < 45, found  # what the machine had left for it
 
 
 def test_pretrain_is_scored_on_all_windows_of_the_validation_text_like_the_others(tmp_path):

@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -276,19 +275,8 @@ def measure_and_keep(arguments: argparse.Namespace, typed: str, rows_of: Callabl
         print("", *changes(rows, earlier, typed), sep="\n")
 
 
-def look_for_litgpt(python: str) -> None:
-    """Raise DataError now, not after the first programs, if this is no Python that has LitGPT."""
-    code = "import importlib.util; print('LitGPT', importlib.util.find_spec('litgpt') is not None)"
-    try:
-        found = subprocess.run([python, "-c", code], capture_output=True).stdout.split() == [b"LitGPT", b"True"]
-    except OSError as error:
-        raise DataError(f"--litgpt {python} cannot be started: {error.strerror}; name the Python of an environment") from error
-    if not found:
-        raise DataError(f"--litgpt {python} has no LitGPT: install it there with `{python} -m pip install litgpt`")
-
-
 def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
-    from benchmarks.training import ALONE, IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
+    from benchmarks.training import ALONE, IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers, look_for_litgpt
 
     cases = [
         Case(shape, number_format, ranks, accumulation, arguments.compiled)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ import numpy as np
 from benchmarks.corpora import byte_tokenizer, write_tokens
 from benchmarks.measure import Options, Row, require, run_program
 from benchmarks.trainers.clock import Task
+
+from pretrain.errors import DataError
 
 TRAINERS = Path(__file__).resolve().parent / "trainers"
 PROGRAMS = {
@@ -64,6 +67,17 @@ class Measured:
     """Seconds from the start of the program to the end of its first step."""
     peak_mib: float
     """Of all ranks together."""
+
+
+def look_for_litgpt(python: str) -> None:
+    """Raise DataError now, not after the first programs, if this is no Python that has LitGPT."""
+    code = "import importlib.util; print('LitGPT', importlib.util.find_spec('litgpt') is not None)"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True).stdout.split() == [b"LitGPT", b"True"]
+    except OSError as error:
+        raise DataError(f"--litgpt {python} cannot be started: {error.strerror}; name the Python of an environment") from error
+    if not found:
+        raise DataError(f"--litgpt {python} has no LitGPT: install it there with `{python} -m pip install litgpt`")
 
 
 def compare_trainers(

@@ -49,7 +49,7 @@ def draw(results: list[dict], path: Path) -> None:
 
 
 def rows(results: list[dict]) -> int:
-    """Of the figure."""
+    """How many rows the figure has for these results."""
     return len({(result["minutes"], result["program"], result["setting"]) for result in results})
 
 

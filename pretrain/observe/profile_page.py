@@ -32,6 +32,7 @@ class Usage:
     collectives: float
     """Seconds in which a collective was under way, hidden behind other work or not."""
     memory: dict[str, int]
+    peak: int
 
 
 def usage_of(events: Sequence[Event], waited: float, held: Held) -> Usage:
@@ -47,7 +48,7 @@ def usage_of(events: Sequence[Event], waited: float, held: Held) -> Usage:
     groups[WAITING] = waited
     named = {key: (seconds, took.calls[key]) for key, seconds in operators.items()}
     collectives = sum(end - start for start, end in took.collectives) / 1e6
-    return Usage(whole + waited, groups, named, collectives, _memory(events, took.start, took.end, held))
+    return Usage(whole + waited, groups, named, collectives, _memory(events, took.start, took.end, held), held.peak)
 
 
 def _memory(events: Iterable[Event], start: float, end: float, held: Held) -> dict[str, int]:
@@ -98,6 +99,11 @@ def page(step: int, trace: str, usage: Usage) -> str:
         shown = name.replace("|", "/").replace("\n", " ")[:80]
         lines.append(f"| `{shown}` | {group} | {calls} | {seconds * 1e3:.2f} | {seconds / usage.seconds:.1%} |")
     whole = sum(usage.memory.values())
+    if whole > usage.peak:
+        lines += [
+            "",
+            f"At most {usage.peak / 1e6:.1f} MB were in use. The parts add up to more: memory of a tensor that is never written to is not used.",
+        ]
     lines += ["", "| memory at the peak | MB | share |", "|---|---:|---:|"]
     lines += [f"| {name} | {size / 1e6:.1f} | {size / whole:.1%} |" for name, size in usage.memory.items()]
     return "\n".join(lines) + "\n"

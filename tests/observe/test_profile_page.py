@@ -81,6 +81,14 @@ def test_gradients_and_activations_are_told_apart_at_the_peak():
         "weights": 1000, "gradients": 111, "optimizer state": 2000, "activations and temporary tensors": 700, "other": 1189,
     }  # fmt: skip
     assert sum(usage.memory.values()) == 5000
+    assert "in use" not in page(1, "a.json.gz", usage)
+
+
+def test_parts_of_the_memory_that_add_up_to_more_than_was_used_are_said_to_do_so():
+    events = [span(STEP, 0, 100, "user_annotation"), allocation(10, 4_000_000, 1)]
+    usage = usage_of(events, 0.0, Held(1_000_000, 2_000_000, {}, 5_500_000, False))
+    assert sum(usage.memory.values()) == 7_000_000
+    assert "At most 5.5 MB were in use." in page(1, "a.json.gz", usage)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,11 @@ class PackIndex:
         first, last = bisect.bisect_right(pieces, start, key=start_of) - 1, bisect.bisect_left(pieces, end, key=start_of)
         return np.arange(first, last) if self.mode == "padded" else np.unique(self._numbers("places.idx", first, last - first))
 
+    @property
+    def pieces_to_verify(self) -> int:
+        """The number of files."""
+        return len(self.sha256)
+
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Hash the files i with i % parts == part. Raises DataError naming the first damaged file."""
         for name, expected in sorted(self.sha256.items())[part::parts]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -361,9 +362,12 @@ def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksO
         return False
 
     def verify() -> None:
+        dealt: dict[tuple[int, ...], int] = defaultdict(int)
         for number, (_, holding) in enumerate(held):
-            together = [rank for rank, (_, _, seen) in enumerate(everywhere) if seen[number] == places[number]]
-            holding.verify(together.index(ranks.rank), len(together))
+            together = tuple(rank for rank, (_, _, seen) in enumerate(everywhere) if seen[number] == places[number])
+            # Each directory goes on where the one before it ended: many small ones would all begin with the first ranks.
+            holding.verify((together.index(ranks.rank) - dealt[together]) % len(together), len(together))
+            dealt[together] += holding.pieces_to_verify
 
     ranks.attempt("hashes of the data", verify, DataError)
     return bool(held)

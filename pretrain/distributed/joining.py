@@ -67,6 +67,7 @@ class Meeting:
         if world_size == 1:
             return
         self.point = MeetingPoint.of_environment()
+        allow_connections(world_size)
         if rank == 0:
             self.switchboard = _start_switchboard(self.point, world_size)
         _open = self
@@ -377,12 +378,15 @@ def tell(error: UserError) -> None:
         Meeting(rank, local_rank, world_size, TELL_SECONDS, TELL_SECONDS).leave(error)
 
 
-def _start_switchboard(point: MeetingPoint, world_size: int) -> Switchboard:
-    # Every rank connects to the main rank's process, for the switchboard, torch's store and gloo; 1,024 files is a common limit.
+def allow_connections(world_size: int) -> None:
+    """Allow this process more open files, as far as the system lets it: the switchboard and gloo connect ranks, and 1,024 is a common limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1024 + 16 * world_size
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def _start_switchboard(point: MeetingPoint, world_size: int) -> Switchboard:
     port = point.port if point.attempt is None else 0
     try:
         switchboard = Switchboard(world_size, port)

@@ -33,6 +33,11 @@ T = TypeVar("T")
 
 _ABORT_SECONDS = 120
 """Seconds after `parallel.timeout_seconds` at which NCCL gives up by itself."""
+LAZY_RANKS = 64
+"""From so many ranks on, gloo connects two of them when they first exchange something. Else each group would connect every rank with every other
+one: a million connections of 1,024 ranks. Fewer are all connected at the start, because a first exchange with a rank that hangs has no time limit
+(pytorch/gloo issue 520).
+"""
 EXIT_PAUSE_SECONDS = 0.1
 """Seconds between the last collective and the end of a process, see `stop`."""
 
@@ -216,6 +221,7 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
     # If a collective takes too long, NCCL ends the process without a message. The monitor comes first, and has one.
     patience = timeout + timedelta(seconds=_ABORT_SECONDS) if backend == "nccl" else timeout
     _limit_groups(patience)
+    connect_lazily(world_size)
     ranks = Ranks(rank, local_rank, world_size, device, None, monitor)
     with ranks.part("connection of the ranks"):
         dist.init_process_group(
@@ -233,6 +239,12 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
 def _limit_groups(limit: timedelta) -> None:
     """Give groups that are made from now on this time limit. Device meshes pass none on, and torch's own is 30 minutes on gloo, 10 on NCCL."""
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
+
+
+def connect_lazily(world_size: int) -> None:
+    """Let gloo connect ranks when they need it, if they are many and TORCH_GLOO_LAZY_INIT does not say otherwise."""
+    if world_size >= LAZY_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def forget_meshes() -> None:

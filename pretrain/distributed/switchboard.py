@@ -225,6 +225,9 @@ class Switchboard(threading.Thread):
     def _on_ready(self, standing: Standing, message: dict[str, Any]) -> None:
         standing.ready = True
         self._machines[standing.rank] = message["machine"]
+        self._go_if_all_are_ready()
+
+    def _go_if_all_are_ready(self) -> None:
         if not self.went and all(s.ready and not s.is_lost for s in self._standings):
             self.went = True
             hosts = [s.host for s in self._standings]
@@ -256,6 +259,7 @@ class Switchboard(threading.Thread):
         self._called.discard(standing.rank)
         if message["call"] == self._calls:
             self._answered.add(standing.rank)
+        self._go_if_all_are_ready()  # it may have been silent for a moment when the last one became ready
 
     def _on_ask(self, standing: Standing, message: dict[str, Any]) -> None:
         """Answer who is awaited: at control operation `number`, or for the start (`number` 0)."""

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,6 +85,18 @@ def write(path: Path, tokenizer: Path, lengths: list[int], shard_tokens: int = 1
 def opened(path: Path, cache: Path | None = None):
     data = PreparedData.open(path)
     return Windows("a", data, 16) if cache is None else Packed("a", data, 16, open_index(data, "best_fit", 16, cache))
+
+
+def test_small_sources_are_shared_evenly(tmp_path, byte_tokenizer, monkeypatch):
+    """The first shard of every source was the first rank's: with many sources of few shards, most ranks hashed nothing."""
+    sources = [write(tmp_path / f"source-{number}", byte_tokenizer, [20, 20]) for number in range(7)]
+    hashed: dict[int, set[Path]] = defaultdict(set)
+    monkeypatch.setattr(
+        "pretrain.data.shards.reader.check_content", lambda file, sha256: hashed[threading.get_ident()].add(file.parent)
+    )
+    streams = [stream_of(*[Windows("a", PreparedData.open(path), 16) for path in sources]) for _ in range(3)]
+    assert on_ranks(streams) == [True] * 3
+    assert sorted(map(len, hashed.values())) == [2, 2, 3] and set.union(*hashed.values()) == set(sources)
 
 
 def flip(file: Path, place: int = 8) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,12 @@ import pytest
 from launch_pool import RankProcess, start_ranks
 from running import run_changed
 
+from pretrain.distributed import ranks
 from pretrain.distributed.channel import Channel, hello
+from pretrain.distributed.joining import allow_connections
 from pretrain.distributed.launcher import launched_ranks
 from pretrain.distributed.monitor import Monitor
+from pretrain.distributed.ranks import LAZY_RANKS, connect_lazily
 from pretrain.distributed.switchboard import Switchboard
 from pretrain.errors import LaunchError
 
@@ -307,3 +311,67 @@ def test_what_a_rank_should_not_say_is_logged_and_what_a_stranger_says_is_not(ca
         assert "rank 1 sent a message that cannot be understood" in record.getMessage() and "machine" in caplog.text
     finally:
         switchboard.close()
+
+
+def test_all_start_when_a_rank_that_was_silent_for_a_moment_answers_again():
+    """The last rank became ready while another one had not answered for three seconds: nobody looked again, and all waited for ever."""
+    switchboard = Switchboard(3, 0)
+    switchboard.start()
+    ranks = [Channel(socket.create_connection(("localhost", switchboard.port))) for _ in range(3)]
+    try:
+        for number, rank in enumerate(ranks):
+            hello(rank, number, 3, switchboard.token)
+        where = {"name": "work", "number": 0, "waiting": False, "device": False, "storage": False, "exchanges": False}
+        ranks[0].send("facts", digest="1", facts={}, torch=None)
+        for rank in ranks[:2]:
+            rank.send("ready", machine="a")
+        ranks[0].send("ask", number=0)
+        calls = [message for rank in ranks for message in _until(rank, "call")]
+        for rank in (0, 2):  # rank 1 does not answer
+            ranks[rank].send("at", mark=where, seconds=0.0, idle=0.0, step=None, own="", call=calls[rank]["call"])
+        assert "rank 1" in _until(ranks[0], "awaited")[0]["late"]  # 3 seconds later
+        ranks[2].send("ready", machine="a")
+        ranks[1].send("at", mark=where, seconds=0.0, idle=0.0, step=None, own="", call=calls[1]["call"])
+        for rank in ranks:
+            assert len(_until(rank, "go")[0]["hosts"]) == 3
+    finally:
+        for rank in ranks:
+            rank.close()
+        switchboard.close()
+
+
+def _run_as_many(config_file: str) -> int:
+    """A run that counts its three ranks as many. It fails unless they are connected when they need it."""
+    ranks.LAZY_RANKS = 3
+    code = run_changed({}, config_file, "parallel.shard=3", "parallel.strategy=fsdp", "checkpoint.every_steps=1")
+    return code if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1" else 100
+
+
+def test_many_ranks_connect_when_they_need_it_and_few_at_once(tmp_path, config_file, monkeypatch):
+    """Gloo connected every rank with every other one in each group: 1,024 ranks would need two million connections before they start."""
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    connect_lazily(LAZY_RANKS - 1)
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    processes = start_ranks(tmp_path, 3, _run_as_many, str(config_file))
+    assert [rank.wait(120) for rank in processes] == [0, 0, 0], processes[0].printed()
+    assert len(list(tmp_path.rglob("step-00000002/manifest.json"))) == 1
+
+
+def test_a_process_may_open_as_many_connections_as_the_run_has_ranks():
+    """Only the main rank raised the limit, and every rank has connections."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        allow_connections(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(2624, before[1]), before[1])
+        allow_connections(2)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(2624, before[1]), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def _until(rank: Channel, kind: str) -> list[dict]:
+    """The first message of a kind. Raises OSError when none comes."""
+    while True:
+        if found := [message for message in rank.receive() if message["kind"] == kind]:
+            return found[:1]

@@ -60,6 +60,10 @@ class Holding(Protocol):
     @property
     def manifest_file(self) -> Path: ...
 
+    @property
+    def pieces_to_verify(self) -> int:
+        """Into how many parts `verify` can be divided."""
+
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Hash this part of the files. Raises DataError naming the first damaged one."""
 
@@ -286,6 +290,11 @@ class PreparedData:
         sha256 = self.manifest.inputs_sha256
         folder = self._remote.directory_with("inputs.json", sha256) if self._remote is not None else self.path
         return read_inputs(folder, sha256)
+
+    @property
+    def pieces_to_verify(self) -> int:
+        """The number of shards."""
+        return len(self.manifest.shards)
 
     def verify(self, part: int = 0, parts: int = 1, fetch: bool = False) -> None:
         """Compare the shards i with i % parts == part (so that ranks can share the work) with their hashes, and check their documents.

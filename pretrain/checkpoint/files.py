@@ -8,6 +8,7 @@ checkpoints/abandoned-step-00000100/    is one, of a time line that the run has 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -159,8 +160,20 @@ def verify(
             raise CheckpointError(f"{path}: its content does not match its sha256")
 
 
-def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) -> list[Path]:
-    """Remove the checkpoints that need not be kept; the removed ones. `newest`, just committed, always stays.
+def remove(path: Path) -> bool:
+    """Remove a directory, or the link to one: what a link points at is somebody's own. Whether it is gone."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+    return not os.path.lexists(path)
+
+
+def retire(
+    folder: Path, newest: Path, keep_last: int, keep_every_steps: int, remove: Callable[[Path], object] = remove
+) -> list[Path]:
+    """Remove the checkpoints that need not be kept; the removed ones. `newest`, just committed, always stays. `remove`: see `discard`.
 
     Later ones are no part of this run's past: they neither count nor are removed. Raises OSError where one cannot be removed.
     """
@@ -172,24 +185,15 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) ->
         keep |= {p for p in found if step_of(p) % keep_every_steps == 0}
     removed = [p for p in found if p not in keep]
     for path in removed:
-        discard(path)
+        discard(path, remove)
     return removed
 
 
-def discard(path: Path) -> None:
-    """Remove a checkpoint directory. From the first moment on it is no checkpoint any more."""
+def discard(path: Path, remove: Callable[[Path], object] = remove) -> None:
+    """Remove a checkpoint directory. From the first moment on it is no checkpoint any more: it is renamed, and `remove` may take its time."""
     aside = _free(path.with_name(f".removing-{path.name}"))
     os.rename(path, aside)
-    _remove(aside)
-
-
-def _remove(path: Path) -> bool:
-    """Remove a directory, or the link to one: what a link points at is somebody's own. Whether it is gone."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-    return not os.path.lexists(path)
+    remove(aside)
 
 
 def set_aside(checkpoint: Path, why: str) -> Path:
@@ -221,9 +225,14 @@ def put_in_place(writing: Path, target: Path) -> Path | None:
 
 
 def discard_unfinished(folder: Path) -> list[str]:
-    """Remove what a crashed save left behind; the names that are gone. Only for the one who holds the run directory.
+    """Remove what a crashed save left behind; the names that are gone. Only for the one who holds the run directory."""
+    return sorted(path.name for path in unfinished(folder) if remove(path))
 
-    A hidden directory that is not named exactly as a save names its own is somebody's, and stays.
+
+def unfinished(folder: Path) -> list[Path]:
+    """What a crashed save left behind, and what is being removed. Only for the one who holds the run directory.
+
+    A hidden directory that is not named exactly as a save names its own is somebody's, and is not among them.
     """
     names = [name for name in _names(folder) if _UNFINISHED.fullmatch(name)]
     leftovers = [name for name in names if (folder / name).is_dir() or (folder / name).is_symlink()]
@@ -232,7 +241,7 @@ def discard_unfinished(folder: Path) -> list[str]:
         if not exists(target):  # the crash came between the two renames
             os.rename(folder / name, target)
             leftovers.remove(name)
-    return sorted(name for name in leftovers if _remove(folder / name))
+    return [folder / name for name in leftovers]
 
 
 def incomplete_checkpoints(folder: Path) -> list[Path]:

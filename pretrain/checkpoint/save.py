@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ PIECES, PIECE_BYTES = 64, 2**20
 FILE_BYTES = 4 * 10**9  # of a payload file that is written tensor by tensor
 
 
+@dataclass
+class AgreedPlan:
+    """Which rank writes what. Kept from one save to the next, because the main rank finds it for all: of 1,024 ranks that takes minutes."""
+
+    own: SavePlan | None = None
+    """What this rank has."""
+    share: SavePlan | None = None
+    """What of that it writes."""
+    metadata: Metadata | None = None
+    """The table of contents, without the places in files; on the main rank only."""
+
+
 class Saving:
     """A checkpoint on its way to the disk.
 
@@ -52,8 +65,9 @@ class Saving:
         finish   all ranks together: manifest and rename
 
     `state` becomes state.json, `attachments` are files or directories copied in under their names, or texts. With `read`, the tensors have
-    shapes only, and it gives their values one by one, in their order, to a process that never holds them all. After a failure on any rank
-    every rank raises CheckpointError, nothing of this save is visible and earlier checkpoints are untouched.
+    shapes only, and it gives their values one by one, in their order, to a process that never holds them all. `agreed` is that of an earlier
+    save, if there was one. After a failure on any rank every rank raises CheckpointError, nothing of this save is visible and earlier
+    checkpoints are untouched.
     """
 
     def __init__(
@@ -64,7 +78,9 @@ class Saving:
         attachments: dict[str, Path | str],
         ranks: Ranks,
         read: Callable[[str], Tensor] | None = None,
+        agreed: AgreedPlan | None = None,
     ) -> None:
+        self.agreed = agreed or AgreedPlan()
         self.target, self.tensors, self.state, self.attachments, self.ranks = target, tensors, state, attachments, ranks
         self.writing = files.writing_directory_of(target)
         if read is not None:
@@ -72,7 +88,6 @@ class Saving:
         else:
             options = {"single_file_per_rank": True, "sync_files": True, "thread_count": 1}
             self.writer, self.planner = dcp.FileSystemWriter(self.writing, **options), HoldingPlanner()
-        self.metadata: Metadata | None = None
         self.results: list[WriteResult] = []
         self.hashes: dict[str, dict[str, Any]] = {}
         self.problem: CheckpointError | None = CheckpointError("its files were not written to the end")
@@ -84,10 +99,16 @@ class Saving:
         with self._cleaned():
             self.ranks.on_main("start of a save", lambda: _start(self.writing, self.tensors), CheckpointError, storage=True)
             own = self.ranks.attempt("plan of a checkpoint", self._plan_own, CheckpointError, storage=True)
-            plans = self.ranks.collect("plans of a checkpoint", own)
-            shared = self.ranks.attempt("plan of all ranks", lambda: plans and self._plan_all(plans), CheckpointError)
-            self.plan = self.planner.finish_plan(self.ranks.hand_out("shares of a checkpoint", shared))
+            if self.ranks.largest("comparison of a checkpoint's plan", int(own != self.agreed.own)):
+                self._agree(own)
+            self.plan = self.planner.finish_plan(self.agreed.share)
             self.tensors = {}
+
+    def _agree(self, own: SavePlan) -> None:
+        plans = self.ranks.collect("plans of a checkpoint", own)
+        shared = self.ranks.attempt("plan of all ranks", lambda: plans and self._plan_all(plans), CheckpointError)
+        self.agreed.share = self.ranks.hand_out("shares of a checkpoint", shared)
+        self.agreed.own = own
 
     def _plan_own(self) -> SavePlan:
         meta = self.writer.storage_meta()
@@ -97,7 +118,7 @@ class Saving:
 
     def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
         try:
-            plans, self.metadata = self.planner.create_global_plan(plans)
+            plans, self.agreed.metadata = self.planner.create_global_plan(plans)
         except ValueError as error:  # torch: the parts of a tensor do not make the whole of it
             raise CheckpointError(str(error).splitlines()[0]) from error
         return self.writer.prepare_global_plan(plans)
@@ -166,7 +187,8 @@ class Saving:
             raise self.problem
 
     def _commit(self, hashes: dict[str, dict[str, Any]], results: list[list[WriteResult]]) -> str:
-        self.writer.finish(self.metadata, results)
+        self.writer.finish(self.agreed.metadata, results)
+        self.agreed.metadata.storage_data = None
         return _commit(self.writing, self.target, hashes, self.state, self.attachments)
 
     @contextmanager
@@ -180,18 +202,21 @@ class Saving:
             raise CheckpointError(f"{self.writing}: {error}") from error
 
 
-def retire(target: Path, policy: Checkpoint, ranks: Ranks) -> None:
-    """Remove the checkpoints beside this new one that the policy no longer keeps. Main rank only.
+def retire(target: Path, policy: Checkpoint) -> threading.Thread:
+    """Give up the checkpoints beside this new one that the policy no longer keeps. The thread removes their files. Main rank only.
 
-    What cannot be removed is warned of: the run needs the new checkpoint, not the room of the old one.
+    They are none any more when this returns. The thread may take minutes on storage for many ranks, which need not wait for it; the next save
+    should, for the room. What cannot be removed is warned of: the run needs the new checkpoint, not the room of the old one.
     """
-    folder = target.parent
+    folder, left = target.parent, list[Path]()
     try:
-        with ranks.part("removal of older checkpoints", storage=True):
-            files.discard_unfinished(folder)  # what an earlier removal could not remove
-            files.retire(folder, target, policy.keep_last, policy.keep_every_steps)
+        files.retire(folder, target, policy.keep_last, policy.keep_every_steps, remove=left.append)
+        left = files.unfinished(folder)  # also what an earlier removal could not remove
     except OSError as error:
         log.warning("an older checkpoint could not be removed, which is tried again at the next save: %s", reason_of(error))
+    thread = threading.Thread(target=lambda: [files.remove(path) for path in left], name="removal of older checkpoints")
+    thread.start()
+    return thread
 
 
 def write_checkpoint(

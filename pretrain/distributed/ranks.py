@@ -159,7 +159,11 @@ class Ranks:
 
     def on_main(self, name: str, action: Callable[[], T], kind: type[UserError], storage: bool = False) -> T:
         """Run `action` on the main rank alone and return its result on every rank. A failure is raised on all (see `attempt`)."""
-        return self.gather(name, self.attempt(name, lambda: action() if self.is_main else None, kind, storage))[0]
+        result = [self.attempt(name, lambda: action() if self.is_main else None, kind, storage)]
+        if self.control is not None:
+            with self._together(name):
+                dist.broadcast_object_list(result, src=0, group=self.control)
+        return result[0]
 
     def agree(self, name: str, problem: str | None, kind: type[UserError]) -> None:
         """Raise `kind` on every rank if any rank has a problem; the message names the first one's rank."""

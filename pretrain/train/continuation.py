@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from pretrain.checkpoint.files import directory_of
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
-from pretrain.checkpoint.save import Saving, retire
+from pretrain.checkpoint.save import AgreedPlan, Saving, retire
 from pretrain.config.written import to_yaml
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, TrainingError
@@ -69,8 +70,9 @@ class Continuation:
         self.model, self.optimizer = model, optimizer
         self.last = origin.resumed and origin.resumed.path
         self.saved_at = self._started = time.monotonic()
-        self.copies = HostCopies()
+        self.copies, self._agreed = HostCopies(), AgreedPlan()
         self._saving: Saving | None = None
+        self._removal: threading.Thread | None = None
         self._held_up = ""
         source = origin.resumed or origin.weights
         self._saved_step = origin.step if origin.own else None
@@ -95,6 +97,9 @@ class Continuation:
         if self._saved_step == progress.step:
             return
         started = time.monotonic()
+        if self._removal is not None:
+            with self.ranks.part("removal of older checkpoints", storage=True):
+                self._removal.join()
         if self.ranks.is_main:
             self.directory.restore_record()
         tensors = model_tensors(self.model) | optimizer_tensors(self.optimizer)
@@ -102,7 +107,7 @@ class Continuation:
         # The file in the run directory is not used: somebody may be editing it for the next start.
         attachments = {"config.yaml": to_yaml(self.plan.config), **self.plan.data.attachments}
         state, target = self._state(progress), self.directory.checkpoints / directory_of(progress.step)
-        saving = Saving(target, tensors | rng_tensors(self.ranks), state, attachments, self.ranks)
+        saving = Saving(target, tensors | rng_tensors(self.ranks), state, attachments, self.ranks, agreed=self._agreed)
         with self._explained(progress.step):
             saving.begin()
             if self.plan.config.checkpoint.background:
@@ -119,9 +124,10 @@ class Continuation:
         return self._saving is not None and not self._saving.is_written
 
     def wait(self) -> None:
-        """Let what this rank still writes come to an end. A process that ends while it writes would be aborted by torch's threads."""
-        if self._saving is not None and self._saving.thread is not None:
-            self._saving.thread.join(self.plan.config.parallel.timeout_seconds)
+        """Let what this rank still writes or removes come to an end. A process that ends while it writes would be aborted by torch's threads."""
+        for thread in (self._saving and self._saving.thread, self._removal):
+            if thread is not None:
+                thread.join(self.plan.config.parallel.timeout_seconds)
 
     @property
     def is_saving(self) -> bool:
@@ -141,7 +147,7 @@ class Continuation:
         self.last = saving.target
         self._parent, self.directory.newest = _identify(self.last, step, manifest), self.last.name
         if self.ranks.is_main:
-            retire(self.last, self.plan.config.checkpoint, self.ranks)
+            self._removal = retire(self.last, self.plan.config.checkpoint)
             log.info("saved %s (%s%s)", self.last, duration(time.monotonic() - self._started), self._held_up)
         return step
 

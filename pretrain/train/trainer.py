@@ -216,6 +216,7 @@ class Trainer:
             self.garbage = stack.enter_context(GarbageCollection())
             batches = stack.enter_context(closing(self.loader.batches(self.progress.samples)))
             self.reporting.open(stack, self.progress, self.continuation.origin.own)
+            stack.callback(self.continuation.wait)
             try:
                 outcome = self._take_steps(batches, stop, export, evaluated)
             except Exception as error:
@@ -348,7 +349,6 @@ class Trainer:
                 self._finish_save()
         except CheckpointError as another:
             log.error("%s", another)
-        self.continuation.wait()
 
     def _wishes(self, stop: StopRequest) -> Wishes:
         run = self.reporting.run

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 from unittest.mock import patch
 
@@ -237,6 +238,20 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path):
     removed = files.retire(tmp_path, tmp_path / "step-00000400", policy.keep_last, policy.keep_every_steps)
     assert [p.name for p in removed] == ["step-00000100", "step-00000300"]
     assert [p.name for p in files.complete_checkpoints(tmp_path)] == ["step-00000200", "step-00000400"]
+
+
+def test_files_of_older_checkpoints_are_removed_beside_training(tmp_path, monkeypatch):
+    """All ranks waited while the main rank removed terabytes. Now the older one is no checkpoint at once, and its files go by and by."""
+    for step in (1, 2):
+        (tmp_path / files.directory_of(step)).mkdir()
+        files.write_json(tmp_path / files.directory_of(step) / files.MANIFEST, {})
+    gate, remove = threading.Event(), files.remove
+    monkeypatch.setattr(files, "remove", lambda path: gate.wait(20) and remove(path))
+    thread = save.retire(tmp_path / files.directory_of(2), Checkpoint(keep_last=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".removing-step-00000001", "step-00000002"]
+    gate.set()
+    thread.join(20)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_what_a_crashed_save_left_is_ignored_and_removed(pool, config_file, run):

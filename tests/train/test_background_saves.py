@@ -22,7 +22,8 @@ from running import run_directory, run_main, some_slow, state_of, train
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.host_copies import HostCopies
-from pretrain.checkpoint.save import Saving
+from pretrain.checkpoint.payload import Payload
+from pretrain.checkpoint.save import AgreedPlan, Saving
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, DataError
 from pretrain.optim.optimizer import OptimizerSet
@@ -72,6 +73,35 @@ def test_a_save_beside_training_waits_for_nothing_that_training_has_queued(tmp_p
     saving.write_beside()
     saving.finish()
     assert files.complete_checkpoints(tmp_path)
+
+
+def counted(config_file: str, *overrides: str) -> tuple[int, int]:
+    """A run's exit code, and how often its ranks agreed on who writes what."""
+    calls, real = [], dcp.DefaultSavePlanner.create_global_plan
+    dcp.DefaultSavePlanner.create_global_plan = lambda self, plans: calls.append(1) or real(self, plans)
+    try:
+        return run_main(config_file, *overrides)[0], len(calls)
+    finally:
+        dcp.DefaultSavePlanner.create_global_plan = real
+
+
+def test_ranks_agree_once_on_who_writes_what(pool, config_file):
+    """At each save the main rank planned for all ranks while they waited: a minute or more for 1,024."""
+    ranks = pool.launch(2, counted, str(config_file), "run.name=counted", *SHORT, "parallel.strategy=fsdp")
+    assert ranks == [(0, 1), (0, 0)]
+    folder = run_directory(config_file, "run.name=counted") / "checkpoints"
+    assert [path.name for path in files.complete_checkpoints(folder)] == [files.directory_of(step) for step in (3, 6, 9)]
+
+
+def test_other_tensors_are_agreed_on_anew(tmp_path):
+    agreed, ranks = AgreedPlan(), Ranks(0, 0, 1, torch.device("cpu"))
+    for step, tensors in enumerate([{"w": torch.ones(3, 4)}, {"w": torch.full((3, 4), 2.0)}, {"w": torch.ones(5), "v": torch.zeros(2)}]):
+        saving = Saving(tmp_path / files.directory_of(step), tensors, {}, {}, ranks, agreed=agreed)
+        saving.begin()
+        saving.write_now()
+        saving.finish()
+        read = Payload(saving.target).whole("")
+        assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"fsdp x tensor"}))

@@ -47,7 +47,7 @@ def saving(model: Path, device: str, options: Options) -> list[Row]:
         require(first_nonfinite(tensors) is None, "a value is not finite")
         newest[:] = [folder / files.directory_of(next(numbers))]
         write_checkpoint(newest[0], tensors, {}, {}, ranks)
-        retire(newest[0], policy, ranks)
+        retire(newest[0], policy).join()
 
     def save_plainly() -> None:
         torch.save(tensors, plain)

@@ -15,6 +15,8 @@ _LONGEST = 8 << 20  # bytes of a message
 LONGEST_HELLO = 8 << 10
 """Bytes of a message from a peer that has not said hello yet, for example a port scanner."""
 _SEND_SECONDS = 10.0
+VANISHED_SECONDS = 120
+"""After so long without a sign from the other host its connection counts as broken."""
 
 
 class Channel:
@@ -27,9 +29,13 @@ class Channel:
         self.longest = longest
         connection.settimeout(_SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Some firewalls drop idle connections. Keep-alive also notices, in the end, a host that vanished.
+        # Some firewalls drop idle connections. And a host that vanished is noticed, whether it was to be sent something or not, before
+        # a collective has waited for it for ten minutes.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 60), ("TCP_KEEPCNT", 20)):
+        idle, every = 30, 15
+        count, milliseconds = (VANISHED_SECONDS - idle) // every, 1000 * VANISHED_SECONDS
+        options = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": every, "TCP_KEEPCNT": count, "TCP_USER_TIMEOUT": milliseconds}
+        for name, value in options.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.connection = connection

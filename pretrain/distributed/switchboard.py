@@ -47,7 +47,8 @@ class _Inquiry:
 
     deadline: float
     conclude: Callable[[], None]
-    is_enough: Callable[[], bool]
+    is_enough: Callable[[], bool] | None
+    """None: when all have answered."""
 
 
 class Switchboard(threading.Thread):
@@ -324,7 +325,7 @@ class Switchboard(threading.Thread):
             self._answered.clear()
             self._broadcast("call", call=self._calls)
         deadline = time.monotonic() + ANSWER_SECONDS
-        self._inquiries.append(_Inquiry(deadline, conclude, is_enough or self._all_answered))
+        self._inquiries.append(_Inquiry(deadline, conclude, is_enough))
 
     def _all_answered(self) -> bool:
         return all(s.rank in self._answered for s in self._standings if self._is_expected(s))
@@ -353,9 +354,11 @@ class Switchboard(threading.Thread):
             self._send(0, "ranks", roll=roll(self._standings, now))
 
     def _conclude(self) -> None:
+        # Once for all of them: a thousand ranks that wait ask at the same time.
+        have_all_answered = bool(self._inquiries) and self._all_answered()
         for inquiry in list(self._inquiries):
             is_over = time.monotonic() >= inquiry.deadline
-            if is_over or inquiry.is_enough():
+            if is_over or (inquiry.is_enough() if inquiry.is_enough else have_all_answered):
                 self._inquiries.remove(inquiry)
                 for standing in self._standings:
                     if is_over and self._is_expected(standing) and standing.rank not in self._answered:

@@ -17,12 +17,14 @@ The exchanges are asynchronous, so that they travel while the matrices of anothe
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from itertools import chain, islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -163,20 +165,52 @@ class Muon(GuardedOptimizer):
         """`orthogonalize` of a batch that ranks share; its part of the result on this rank."""
         # Ranks that hold other matrices of the batch have nothing to give each other. A strided shard is no `Shard` for torch's `is_shard`.
         axes = [axis for axis, placement in enumerate(placements) if getattr(placement, "dim", None) != 0]
-        if not axes:
-            return orthogonalize(part, self.polynomials, self.dtype)
-        if len(axes) < mesh.ndim:
-            mesh, placements = mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)], tuple(placements[axis] for axis in axes)
-        # With as many for every rank, torch's exchange is right on several axes at once as well.
-        count, missing = len(part), -len(part) % mesh.size()
-        shape = torch.Size((count + missing, *shape[1:]))
-        part, dealt = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, missing)), [Shard(0)] * mesh.ndim
-        arrival = begin_exchange(part, mesh, shape, placements, dealt)
+        copies = [axis for axis in axes if isinstance(placements[axis], Replicate)]
+        # Dealt out, they are padded to as many for every rank. Of a few, 1,024 ranks with copies would hold 10 GB of zeros each.
+        are_few = bool(copies) and 2 * len(part) <= math.prod(mesh.size(axis) for axis in axes)
+        if are_few:
+            axes = [axis for axis in axes if axis not in copies]
+        count = len(part)
+        if axes:
+            inner, placements = _on_axes(mesh, placements, axes)
+            # With as many for every rank, torch's exchange is right on several axes at once as well.
+            missing, dealt = -count % inner.size(), [Shard(0)] * inner.ndim
+            shape = torch.Size((count + missing, *shape[1:]))
+            arrival = begin_exchange(torch.nn.functional.pad(part, (0, 0, 0, 0, 0, missing)), inner, shape, placements, dealt)
+            yield
+            part = arrival()
+        if are_few:
+            part = yield from self._among_copies(part, mesh, copies)
+        else:
+            part = orthogonalize(part, self.polynomials, self.dtype)
+        if axes:
+            arrival = begin_exchange(part, inner, shape, dealt, placements)
+            if not are_few:  # else it has stopped twice
+                yield
+            part = arrival()
+        return part[:count]
+
+    def _among_copies(self, whole: Tensor, mesh: DeviceMesh, axes: list[int]) -> Generator[None, None, Tensor]:
+        """`orthogonalize` of matrices that the ranks of these axes all have. Each makes some of them, and they add up the parts."""
+        place, places = 0, 1
+        for axis in axes:
+            place, places = place * mesh.size(axis) + mesh.get_local_rank(axis), places * mesh.size(axis)
+        made, mine = torch.zeros_like(whole), slice(place, None, places)
+        if len(whole[mine]):
+            made[mine] = orthogonalize(whole[mine], self.polynomials, self.dtype)
+        first, *others = (mesh.get_group(axis) for axis in axes)
+        work = dist.all_reduce(made, group=first, async_op=True)
         yield
-        part = orthogonalize(arrival(), self.polynomials, self.dtype)
-        arrival = begin_exchange(part, mesh, shape, dealt, placements)
-        yield
-        return arrival()[:count]
+        work.wait()
+        for group in others:
+            dist.all_reduce(made, group=group)
+        return made
+
+
+def _on_axes(mesh: DeviceMesh, placements: tuple[Placement, ...], axes: list[int]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    if len(axes) == mesh.ndim:
+        return mesh, placements
+    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)], tuple(placements[axis] for axis in axes)
 
 
 def _beside_a_batch(placement: Placement) -> Placement:

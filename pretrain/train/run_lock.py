@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 15.0
 STALE_SECONDS = 60.0
 """How long an owner on another host must show no sign of life before it counts as gone."""
-SIGHT_SECONDS = 30.0
+SIGHT_SECONDS = 90.0
 """How long a rank looks for the main rank's lock: another node may see it a moment later."""
 _CONFIRM_SECONDS = 2.0
 _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}

@@ -15,7 +15,7 @@ from launch_pool import RankProcess, start_ranks
 from running import run_changed
 
 from pretrain.distributed import ranks
-from pretrain.distributed.channel import Channel, hello
+from pretrain.distributed.channel import VANISHED_SECONDS, Channel, hello, listen
 from pretrain.distributed.joining import allow_connections
 from pretrain.distributed.launcher import launched_ranks
 from pretrain.distributed.monitor import Monitor
@@ -311,6 +311,19 @@ def test_what_a_rank_should_not_say_is_logged_and_what_a_stranger_says_is_not(ca
         assert "rank 1 sent a message that cannot be understood" in record.getMessage() and "machine" in caplog.text
     finally:
         switchboard.close()
+
+
+def test_a_host_that_vanishes_is_noticed_before_a_collective_has_waited_for_ten_minutes():
+    """Keep-alive gave up after 21 minutes, and data that was under way after a quarter of an hour."""
+    server = listen(0)
+    channel = Channel(socket.create_connection(("localhost", server.getsockname()[1])))
+    idle, every, count, limit = (
+        channel.connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+        for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+    )
+    assert idle + every * count == VANISHED_SECONDS == limit / 1000 == 120
+    channel.close()
+    server.close()
 
 
 def test_all_start_when_a_rank_that_was_silent_for_a_moment_answers_again():

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.config.optim_schema import MuonOptions, Optim, ParameterGroup
@@ -233,3 +235,43 @@ def test_an_exchange_gives_each_rank_what_torch_would(pool, ranks):
     """Also where the last rank has fewer rows than the others, or none."""
     shapes = [(ranks, 4, 6), (2 * ranks, 5, 7), (ranks, 1, 3), (ranks, 7, 1)]
     assert pool.launch(ranks, exchanged, shapes) == [[]] * ranks
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor has had."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        made = function(*arguments, **(keywords or {}))
+        self.numbers = max(self.numbers, *(x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor)), 0)
+        return made
+
+
+def largest_tensors() -> list[int]:
+    """The largest tensor of a step of four matrices [64, 32], on a rank of 1,024 that only it believes in: with copies, and with shards too."""
+    dist.init_process_group("fake", rank=0, world_size=1024, store=dist.HashStore())
+    found = []
+    for sizes, names, placements in (
+        ((1024,), ("replicate",), None),
+        ((128, 8), ("replicate", "shard"), [Replicate(), Shard(0)]),
+    ):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        own = [torch.randn(64 if placements is None else 8, 32) for _ in range(4)]
+        matrices = [torch.nn.Parameter(x if placements is None else DTensor.from_local(x, mesh, placements)) for x in own]
+        for one in matrices:
+            one.grad = torch.ones_like(one)
+        formats = Formats(torch.float32, {one: str(number) for number, one in enumerate(matrices)})
+        replicas = mesh if placements is None else None
+        optimizer = Muon([{"params": matrices, "weight_decay": 0.0}], 0.1, MuonOptions(), torch.float32, formats, replicas)
+        with Largest() as largest:
+            optimizer.step()
+        found.append(largest.numbers)
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_thousand_ranks_hold_no_more_than_the_matrices(pool):
+    """They were padded to one for each rank: 1,024 of [2048, 8192] are 69 GB."""
+    [(copied, sharded)] = pool.launch(1, largest_tensors)
+    assert copied == 4 * 64 * 32 and sharded <= 8 * 64 * 32

@@ -21,6 +21,7 @@ LAYOUTS = {
     "single": (1,),
     "ddp 2": (2, "parallel.strategy=ddp"),
     "ddp 3": (3, "parallel.strategy=ddp", "batch={sequences: 12, micro_sequences: 2}"),
+    "ddp 4": (4, "parallel.strategy=ddp"),  # a part of the ranks has a matrix to make
     "fsdp 2": (2, FSDP),
     "fsdp 3": (3, FSDP, "batch={sequences: 12, micro_sequences: 2}"),
     "fsdp 4": (4, FSDP),

@@ -215,7 +215,11 @@ def _lock(path: Path) -> Iterator[int]:
         raise DataError(f"data.cache.dir: {path} cannot be written: {error.strerror}") from error
     _locked.add(descriptor)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            reason = f"{path} cannot be locked: {error.strerror}; name a folder on each node's own disk"
+            raise DataError(f"data.cache.dir: {reason}") from error
         yield descriptor
     finally:
         _locked.discard(descriptor)

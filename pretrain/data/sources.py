@@ -82,6 +82,7 @@ def open_sources(config: Config) -> list[Samples]:
         )
     sources = open_each("data.sources", data.sources, lambda source: open_samples(source, data))
     check_tokenizers(sources)
+    _check_room(data, sources)
     fingerprints = [source.data.fingerprint for source in sources]
     for i, fingerprint in enumerate(fingerprints):
         if fingerprint in fingerprints[:i]:
@@ -95,6 +96,16 @@ def open_sources(config: Config) -> list[Samples]:
             f"batch.sequences={largest}; prepare more data, or lower one of the two"
         )
     return sources
+
+
+def _check_room(data: Data, sources: Sequence[Samples]) -> None:
+    """Raise ConfigError if an order that needs any shard at any time would download shards without end."""
+    remote = sum(s.data.tokens * s.data.dtype.itemsize for source, s in zip(data.sources, sources) if is_url(source.path))
+    if data.shuffle == "full" and remote > data.cache.limit_gb * 1e9:
+        raise ConfigError(
+            f"data.shuffle=full reads all shards at any time, and data.cache.limit_gb={data.cache.limit_gb:g} holds less than the {remote / 1e9:.3g} GB of "
+            "the sources behind URLs: a step would download shards anew; set data.shuffle=shards, or raise data.cache.limit_gb"
+        )
 
 
 def open_each(key: str, sources: Sequence[Any], open_one: Callable[[Any], Opened]) -> list[Opened]:

@@ -31,13 +31,12 @@ def every_row(x_BTX: Tensor) -> Tensor:
 
 class Dropout:
     """Dropout of one forward pass. `keys_B`: an int64 per sample (`conventions.sample_keys`). `rate`: share of elements that become zero, rounded to
-    a multiple of 2^-16. `dim`: width of the hidden states. `places_R`: the positions of their rows.
+    a multiple of 2^-16. `dim`: width of the hidden states. `steps_R`: of the positions of their rows (`position_steps`).
     """
 
-    def __init__(self, rate: float, keys_B: Tensor, dim: int, places_R: Tensor) -> None:
+    def __init__(self, rate: float, keys_B: Tensor, dim: int, steps_R: Tensor) -> None:
         self.dropped = max(1, min(_LEVELS - 1, round(rate * _LEVELS)))  # a rate is never nothing, nor everything
-        self.keys_B, self.dim = keys_B, dim
-        self.steps_R = places_R * _STEP
+        self.keys_B, self.dim, self.steps_R = keys_B, dim, steps_R
 
     def at(self, name: str) -> DropoutMask:
         """The mask of one place in the network. Every place has a name of its own."""
@@ -88,7 +87,7 @@ def make_dropout(
     """Dropout in sequences of a length. None where nothing is dropped: at rate 0, and without keys, which is how a network is evaluated."""
     if not rate or keys_B is None:
         return None
-    return Dropout(rate, keys_B, dim, rows_at_hand(torch.arange(length, device=keys_B.device)[None])[0])
+    return Dropout(rate, keys_B, dim, rows_at_hand(position_steps(length, keys_B.device)[None])[0])
 
 
 def _finalise(z: Tensor) -> Tensor:
@@ -101,6 +100,17 @@ def _finalise(z: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result  # a compiler cannot trace it
 def _hash_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@torch.compiler.assume_constant_result  # compiled for a GPU, a product with a position would be made in 32 bits
+def position_steps(length: int, device: torch.device) -> Tensor:
+    """A number per position, int64."""
+    return _multiplied_positions(length, device)
+
+
+@functools.cache  # for ever, as _drawn_columns
+def _multiplied_positions(length: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.arange(length, dtype=np.int64) * np.int64(_STEP)).to(device)
 
 
 @torch.compiler.assume_constant_result  # a compiler cannot trace the hash

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B1 - (1 << 32)
+"""2^32 / golden ratio. Like the seeds it is signed: compiled for a GPU, places are computed in 32 bits, which have no larger numbers. All this is mod
+2^32, so the bits are the same.
+"""
 
 
 def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
@@ -27,8 +31,9 @@ def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def seed_of(name: str, step: int) -> int:
-    """What the random numbers of a tensor in a step begin with, for `random_bits`."""
-    return zlib.crc32(f"{name} {step}".encode())
+    """What the random numbers of a tensor in a step begin with, for `random_bits`: a signed number of 32 bits."""
+    seed = zlib.crc32(f"{name} {step}".encode())
+    return seed - (seed >> 31 << 32)
 
 
 def random_bits(shape: Sequence[int], starts: Sequence[int], seed: int, device: torch.device) -> Tensor:
@@ -38,7 +43,7 @@ def random_bits(shape: Sequence[int], starts: Sequence[int], seed: int, device: 
     for number, index in enumerate(leading):
         rows = _hashed(rows[..., None] + index, seed + number)
     # A sum of hashes alone would repeat its differences; two rounds of mixing leave nothing of them.
-    mixed = _signed(rows)[..., None] ^ _signed(_hashed(columns, _MASK - seed))
+    mixed = _signed(rows)[..., None] ^ _signed(_hashed(columns, -1 - seed))
     for factor in (0x7FEB352D, 0x2C1B3C6D):
         mixed = (mixed ^ (mixed >> 15)).mul_(factor)
     return (mixed >> 16).bitwise_and_(0xFFFF)
@@ -46,7 +51,7 @@ def random_bits(shape: Sequence[int], starts: Sequence[int], seed: int, device: 
 
 def _hashed(index: Tensor, seed: int) -> Tensor:
     """MurmurHash3's finalizer: numbers below 2^32 as int64."""
-    x = (index * 0x9E3779B1 + seed) & _MASK
+    x = (index * _GOLDEN + seed) & _MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = ((x ^ (x >> shift)) * factor) & _MASK
     return x ^ (x >> 16)

@@ -11,7 +11,7 @@ from pretrain.config.model_schema import ExpertsConfig, Model, Norm
 from pretrain.conventions import sample_keys
 from pretrain.data.tasks import NextToken
 from pretrain.models import build_network
-from pretrain.models.dropout import Dropout, make_dropout
+from pretrain.models.dropout import Dropout, make_dropout, position_steps
 from pretrain.models.families import complete
 from pretrain.parallel.blocks import compile_blocks, recompute_blocks
 from pretrain.parallel.initialise import initialise
@@ -21,7 +21,7 @@ SAMPLES, LENGTH, DIM = 400, 24, 64
 
 def zeroed(rate: float, name: str = "layer", seed: int = 0, samples: int = SAMPLES, length: int = LENGTH, dim: int = DIM):
     keys = torch.from_numpy(sample_keys(seed, np.arange(samples)))
-    return (~Dropout(rate, keys, dim, torch.arange(length)).at(name).kept(dim)).double()
+    return (~Dropout(rate, keys, dim, position_steps(length, torch.device("cpu"))).at(name).kept(dim)).double()
 
 
 def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -35,7 +35,7 @@ def test_the_rate_is_kept_and_the_mean_too(rate):
     mask = zeroed(rate)
     error = (rate * (1 - rate) / mask.numel()) ** 0.5
     assert abs(float(mask.mean()) - rate) < 4 * error
-    dropout = Dropout(rate, torch.from_numpy(sample_keys(0, np.arange(SAMPLES))), DIM, torch.arange(LENGTH)).at("layer")
+    dropout = Dropout(rate, torch.from_numpy(sample_keys(0, np.arange(SAMPLES))), DIM, position_steps(LENGTH, torch.device("cpu"))).at("layer")
     assert dropout.scale == pytest.approx(1 / (1 - rate), rel=2e-4)
     mean = dropout(torch.ones(SAMPLES, LENGTH, DIM)).double().mean()
     assert abs(float(mean) - 1) < 4 * error / (1 - rate) + 1e-6
@@ -71,7 +71,7 @@ def test_the_mask_does_not_depend_on_padding_or_on_the_other_samples():
 def test_gradients_pass_where_values_do():
     keys = torch.from_numpy(sample_keys(3, np.arange(2)))
     x = torch.randn(2, 3, 8, requires_grad=True)
-    mask = Dropout(0.5, keys, 8, torch.arange(3)).at("a")
+    mask = Dropout(0.5, keys, 8, position_steps(3, torch.device("cpu"))).at("a")
     y = mask(x)
     y.sum().backward()
     assert torch.equal(x.grad, mask.kept(8) * 2.0) and torch.equal(y, x * x.grad)
@@ -125,7 +125,7 @@ def gradients(network, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 def test_a_decoder_drops_embeddings_and_what_sublayers_add_and_nothing_else(name):
     """The network written out, with masks times 1 / (1 - rate) where GPT-2 has embd_pdrop and resid_pdrop."""
     network, tokens = decoder_of(name), tokens_of()["tokens_BT"]
-    dropout, place = Dropout(0.25, KEYS, 32, torch.arange(20)), torch.arange(20)
+    dropout, place = Dropout(0.25, KEYS, 32, position_steps(20, torch.device("cpu"))), torch.arange(20)
 
     def dropped(x, name):
         return x * dropout.at(name).kept(32) / 0.75

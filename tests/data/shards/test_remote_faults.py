@@ -18,12 +18,14 @@ from faulty_server import FaultyServer, faulty_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pretrain.config.load import load_config
 from pretrain.data.shards import open_files
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.remote_files import open_remote
 from pretrain.data.shards.shard_cache import ShardCache
 from pretrain.data.shards.transfer import Patience, Remote, is_url, join, shown
-from pretrain.errors import DataError
+from pretrain.data.sources import open_sources
+from pretrain.errors import ConfigError, DataError
 
 QUICK = Patience(stall=20, first_delay=0.02, longest_delay=0.1, give_up=20)
 SHORT = Patience(stall=1.0, first_delay=0.02, longest_delay=0.1, give_up=1.0)
@@ -67,6 +69,17 @@ def test_any_backend_reads_what_lies_in_the_folder(folder, cache):
         assert np.array_equal(whole(data), expected)
         assert [data.document_span(i) for i in (0, 299)] == [PreparedData.open(folder).document_span(i) for i in (0, 299)]
         assert sorted(f.name for f in data.tokenizer_path.iterdir()) == sorted(f.name for f in (folder / "tokenizer").iterdir())
+
+
+def test_an_order_that_needs_any_shard_is_refused_for_more_than_the_cache_holds(folder, tmp_path):
+    """Each sample would have downloaded a shard, and dropped another one."""
+    kept = f"data.cache={{dir: {tmp_path / 'cache'}, limit_gb: 1.0e-6}}"
+    short = ["data.sequence_length=16", "batch={sequences: 4, micro_sequences: 4}", kept]
+    remote, local = (f"data.sources=[{{path: '{path}'}}]" for path in (f"file://{folder}", folder))
+    with pytest.raises(ConfigError, match=r"data.shuffle=full .*limit_gb=1e-06 holds less .* set data.shuffle=shards, or raise data.cache.limit_gb"):
+        open_sources(load_config(None, [*short, remote])[0])
+    for allowed in ([remote, "data.shuffle=shards"], [local]):
+        assert len(open_sources(load_config(None, [*short, *allowed])[0])) == 1
 
 
 def test_reading_a_local_folder_imports_no_fsspec(folder):

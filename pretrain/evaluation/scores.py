@@ -25,6 +25,7 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import identity_of
 from pretrain.errors import ConfigError, DataError
 from pretrain.huggingface.open_model import Opened
+from pretrain.models.attention import changing_shapes
 
 Window = tuple[list[int], list[int]]
 """Context, which is not empty, and the tokens after it that are predicted."""
@@ -81,6 +82,7 @@ class Scorer:
             yield text[max(0, end - self.length - 1) : first], text[first:end]
 
     @torch.no_grad()
+    @changing_shapes()
     def log_likelihoods(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
         """By window, the log-likelihood of its predicted tokens in nats, and whether each is the likeliest one."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(windows)

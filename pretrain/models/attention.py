@@ -13,7 +13,8 @@ Its cache holds the latent and the turned key, which is all that keys and values
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,6 +102,17 @@ def ask_for_kernel(name: str) -> None:
     """The kernel that `run.attention_kernel` names. On a CPU `flash` is torch's fused one, also where training is faster with matrix products."""
     global _asked
     _asked = name
+
+
+@contextmanager
+def changing_shapes() -> Iterator[None]:
+    """Where nearly every call of attention has another shape. torch prefers cuDNN's kernel on an H100, which takes about a second to plan each new one."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled and _asked != "auto")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def attend(

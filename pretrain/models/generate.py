@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.errors import GenerationError
-from pretrain.models.attention import Cache
+from pretrain.models.attention import Cache, changing_shapes
 from pretrain.models.decoder import Decoder
 from pretrain.models.encoder_decoder import DecodingCache
 
@@ -69,6 +69,7 @@ def generate(
 
 
 @torch.no_grad()
+@changing_shapes()
 def generate_batch(
     model: nn.Module,
     prompts: Sequence[list[int]],
@@ -206,6 +207,7 @@ class _Hypotheses:
 
 
 @torch.no_grad()
+@changing_shapes()
 def translate(
     call: Callable[..., Tensor],
     source_BS: Tensor,

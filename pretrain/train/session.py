@@ -143,7 +143,7 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
     torch.use_deterministic_algorithms(config.run.deterministic)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    set_attention_kernel(config.run.attention_kernel)
+    set_attention_kernel(config.run.attention_kernel, shapes_change=bool(config.data.pairs))
     meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
     try:
         device = distributed.choose_device(config, local_rank)

@@ -9,8 +9,13 @@ import torch
 from running import run_main
 
 from pretrain.config.load import load_config
+from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError
-from pretrain.models.attention import attend
+from pretrain.models import build_network
+from pretrain.models.attention import attend, changing_shapes
+from pretrain.models.families import complete
+from pretrain.models.generate import generate
+from pretrain.parallel.initialise import initialise
 from pretrain.train.attention_kernel import check_attention_kernel, set_attention_kernel
 
 ENABLED = {
@@ -55,6 +60,48 @@ def test_a_kernel_without_effect_or_without_masks_is_refused(pool, config_file):
         check_attention_kernel(config, torch.device("cuda"))
     free = dataclasses.replace(config, run=dataclasses.replace(config.run, attention_kernel="efficient"))
     check_attention_kernel(free, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "values", "said"),
+    [
+        ("flash", ["parallel.context=2"], "takes no masks, and parallel.context needs them; use efficient"),
+        ("FA3", ["model.encoder.layers=2"], "takes no masks, and an encoder-decoder needs them; use efficient"),
+        ("flash", ["model.positions=relative"], "takes no masks, and model.positions=relative needs them; use efficient"),
+        ("flash", ["model.latent.kv_rank=16"], "needs keys and values of one width, which model.latent has not; use efficient"),
+        ("cudnn", ["model.positions=relative"], "trains no bias, and model.positions=relative has one; use efficient"),
+        ("cudnn", ["run.deterministic=true"], "is not deterministic in backward; set run.deterministic=false, or use efficient"),
+        ("cudnn", ["parallel.context=2", "parallel.context_method=ring"], "has no effect with parallel.context_method=ring, which has the efficient kernel; set it to auto"),
+    ],
+)  # fmt: skip
+def test_what_a_kernel_of_a_gpu_cannot_compute_is_refused_before_the_first_step(config_file, asked, values, said):
+    """torch ended in "No available kernel" at the first step."""
+    common = ["model.family=custom", "parallel.strategy=fsdp", "precision.compute=bf16"]
+    config, _ = load_config(config_file, [*common, *values, f"run.attention_kernel={asked}"])
+    with pytest.raises(ConfigError) as caught:
+        check_attention_kernel(config, torch.device("cuda"))
+    assert str(caught.value) == f"run.attention_kernel={asked} {said}"
+    check_attention_kernel(load_config(config_file, [*common, *values, "run.attention_kernel=efficient"])[0], torch.device("cuda"))
+
+
+def test_cudnn_plans_no_kernel_where_shapes_change(tmp_path):
+    """It takes about a second to plan a kernel for each new shape, and is what torch prefers on an H100."""
+    try:
+        set_attention_kernel("auto", shapes_change=True)
+        assert {name for name, enabled in ENABLED.items() if enabled()} == set(ENABLED) - {"cudnn"}
+        for asked, stays in (("auto", False), ("cudnn", True)):
+            set_attention_kernel(asked)
+            with changing_shapes():
+                assert ENABLED["cudnn"]() == stays
+            assert ENABLED["cudnn"]()
+    finally:
+        set_attention_kernel("auto")
+    network = build_network(complete(Model(dim=8, layers=1, heads=1, ffn_dim=8, vocab_size=16), 8))
+    initialise(network, 0)
+    seen, forward = [], network.forward
+    network.forward = lambda *given, **named: (seen.append(ENABLED["cudnn"]()), forward(*given, **named))[1]
+    generate(network, [1, 2], 3)
+    assert seen and not any(seen) and ENABLED["cudnn"]()
 
 
 @pytest.mark.cuda

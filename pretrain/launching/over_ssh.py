@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,11 +153,11 @@ class HostRun:
         """Wait for all hosts. When too many have failed, the others are asked to stop. Return the exit code of the whole."""
         running, failed = list(self.hosts), 0
         while running:
-            for host in list(running):
-                try:
-                    code = host.process.wait(0.2)
-                except subprocess.TimeoutExpired:
-                    continue
+            ended = [host for host in running if host.process.poll() is not None]
+            if not ended:
+                time.sleep(0.2)
+            for host in ended:
+                code = host.process.returncode
                 host.reader.join(READ_SECONDS)  # what ssh left behind may hold its output open
                 running.remove(host)
                 failed += code != 0

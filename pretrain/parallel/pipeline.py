@@ -26,7 +26,18 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.shards import local
 from pretrain.models.loss import Losses
 from pretrain.parallel.pipeline_messages import Mail, Passed
-from pretrain.parallel.pipeline_order import BACKWARD, DEFERRING, FORWARD, WEIGHT, Action, cut, order, stage_ranks, stages_of
+from pretrain.parallel.pipeline_order import (
+    BACKWARD,
+    DEFERRING,
+    FORWARD,
+    WEIGHT,
+    Action,
+    cut,
+    order,
+    places,
+    stage_ranks,
+    stages_of,
+)
 from pretrain.parallel.weight_gradients import WeightGradients
 
 
@@ -86,11 +97,11 @@ class PipelineAxis:
 
         `call` is the network's forward; `inputs` gives a micro-batch; `backward(last, run)` runs a backward pass, `last`: of its stage.
         """
-        orders = order(self.schedule, self.ranks, self.stages, micro_batches)
-        own = orders[self.rank]
+        schedule = self.schedule, self.ranks, self.stages, micro_batches
+        own = order(*schedule)[self.rank]
         waiting: dict[tuple[int, int], Passed] = {}
         losses: dict[int, Losses] = {}
-        mail = Mail(self, orders)
+        mail = Mail(self, places(*schedule))
         taken: dict[int, dict[str, Any]] = {}
         for place, action in enumerate(own):
             kind, stage, number = action

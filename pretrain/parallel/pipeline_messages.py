@@ -37,13 +37,12 @@ class Passed(NamedTuple):
 class Mail:
     """The messages of a step. Those that come in are asked for one action ahead, so that they travel while the rank computes.
 
-    `orders`: what each rank computes. What was sent is let go once its receiver is known to have it: a message that comes from there was
+    `places`: when each rank computes what (pipeline_order.py); none if nothing is to be let go. What was sent is let go once its receiver is known to have it: a message that comes from there was
     computed later. Else the hidden states of all micro-batches would be kept until the end of the step.
     """
 
-    def __init__(self, axis: Stages, orders: list[list[Action]]) -> None:
-        self.axis = axis
-        self.places = [{action: place for place, action in enumerate(own)} for own in orders]
+    def __init__(self, axis: Stages, places: list[dict[Action, int]]) -> None:
+        self.axis, self.places = axis, places
         self.sent: list[tuple[int, Action, dist.Work, Tensor]] = []
         """Of each message: the receiver, and the action that takes it."""
         self.kept: dict[Action, tuple[Tensor, ...]] = {}

@@ -51,6 +51,12 @@ def loss_rank(parallel: Parallel) -> int:
 
 
 @functools.cache
+def places(schedule: str, ranks: int, stages: int, micro_batches: int) -> list[dict[Action, int]]:
+    """Which one of its actions each one is for the rank that computes it, by rank."""
+    return [{action: place for place, action in enumerate(own)} for own in order(schedule, ranks, stages, micro_batches)]
+
+
+@functools.cache
 def order(schedule: str, ranks: int, stages: int, micro_batches: int) -> list[list[Action]]:
     """What each rank of a pipeline computes, one after the other."""
     if schedule == "interleaved" or schedule in _V_SHAPED:

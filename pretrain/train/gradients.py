@@ -21,16 +21,18 @@ def write_gradients(directory: Path, step: int, model: nn.Module, mesh: Mesh) ->
     """
     # It warns that tensors that are sharded twice are gathered in two steps, as they are.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    own = {}
+    own, keeps = {}, mesh.is_source("replicate", "shard", "context", "tensor")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             gradient = parameter.grad
-            own[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().contiguous()
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            if keeps:  # each other rank of a host would fill its memory too
+                own[name] = whole.detach().cpu().contiguous()
     path = directory / "gradients" / f"step-{step:08d}.safetensors"
     parts = [path.with_suffix(f".part-{stage}") for stage in range(1, mesh.sizes["pipeline"])]
 
     def save() -> None:
-        if mesh.is_source("replicate", "shard", "context", "tensor"):
+        if keeps:
             stage = mesh.coordinates["pipeline"]
             _write(parts[stage - 1] if stage else path, own)
 

@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.device_mesh import DeviceMesh
 
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.shards import local
@@ -114,14 +117,22 @@ class Payload:
         """All tensors whose names start with `prefix`: see `read`."""
         return self.read(self.names(prefix))
 
-    def load(self, tensors: dict[str, Tensor], ranks: Ranks, converts: bool = False) -> None:
-        """Read into `tensors` in place, on all ranks together. A rank reads the pieces that its shards of them need.
+    def load(
+        self, tensors: dict[str, Tensor], ranks: Ranks, converts: bool = False, replicas: DeviceMesh | None = None
+    ) -> None:
+        """Read into `tensors` in place, on all ranks together. A rank reads the pieces that its shards of them need. Of `replicas`, which hold equal
+        parts of all these tensors, the first one reads, and the others get them from it: storage would be read by each node anew.
 
         Raises CheckpointError on all ranks before anything is read if a name is missing, a shape differs, or a number format does, unless
         the load `converts` (DCP itself does silently).
         """
         ranks.attempt("contents of a checkpoint", lambda: self._check_fit(tensors, converts), CheckpointError)
-        ranks.attempt("loading of a checkpoint", lambda: self._fill(tensors), CheckpointError)
+        reads = replicas is None or replicas.get_local_rank() == 0
+        ranks.attempt("loading of a checkpoint", lambda: self._fill(tensors) if reads else None, CheckpointError)
+        if replicas is not None:
+            with ranks.part("state from the replica that read it", device=True):
+                for tensor in tensors.values():
+                    _hand_on(tensor, replicas.get_group())
 
     def _check_fit(self, tensors: dict[str, Tensor], converts: bool) -> None:
         for name, tensor in tensors.items():
@@ -151,6 +162,17 @@ class Payload:
     @functools.cached_property
     def _metadata(self) -> Metadata:
         return read_metadata(self.checkpoint)
+
+
+@torch.no_grad()
+def _hand_on(tensor: Tensor, group: ProcessGroup) -> None:
+    """The first rank's values for all ranks of a group, in place, in whatever format."""
+    own = local(tensor)
+    if own.numel():
+        sent = own.contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
+        if sent.data_ptr() != own.data_ptr():
+            own.copy_(sent)
 
 
 class _TensorPlanner(dcp.DefaultLoadPlanner):

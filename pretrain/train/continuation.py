@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pretrain.checkpoint.files import directory_of
 from pretrain.checkpoint.host_copies import HostCopies
@@ -65,8 +66,9 @@ class Continuation:
         origin: StartingPoint,
         model: nn.Module,
         optimizer: OptimizerSet,
+        replicas: DeviceMesh | None = None,
     ) -> None:
-        self.plan, self.ranks, self.directory, self.origin = plan, ranks, directory, origin
+        self.plan, self.ranks, self.directory, self.origin, self.replicas = plan, ranks, directory, origin, replicas
         self.model, self.optimizer = model, optimizer
         self.last = origin.resumed and origin.resumed.path
         self.saved_at = self._started = time.monotonic()
@@ -193,7 +195,7 @@ class Continuation:
         if resumed is not None:
             return self._resume(resumed.path, resumed.state)
         if weights is not None:
-            Payload(weights.path).load(model_tensors(self.model), self.ranks, converts=True)
+            Payload(weights.path).load(model_tensors(self.model), self.ranks, converts=True, replicas=self.replicas)
         if self.ranks.is_main:
             log.info("starting at step 0%s", f" with the weights of {weights.path}" if weights else "")
         return Progress()
@@ -211,7 +213,8 @@ class Continuation:
         rng = self.ranks.attempt(
             "generators of a checkpoint", lambda: self._generators(payload, state["world_size"]), CheckpointError
         )
-        payload.load(model_tensors(self.model) | optimizer_tensors(self.optimizer) | rng, self.ranks)
+        payload.load(model_tensors(self.model) | optimizer_tensors(self.optimizer), self.ranks, replicas=self.replicas)
+        payload.load(rng, self.ranks)
         restore_rng(rng, self.ranks)
         if self.ranks.is_main:
             step, samples, layout = state["step"], state["samples"], state["layout"]

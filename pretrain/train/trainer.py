@@ -62,7 +62,7 @@ class Trainer:
         self.config = plan.config
         self._build()
         data_rank, data_size = self.mesh.data_rank, self.mesh.data_size
-        self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer)
+        self.continuation = Continuation(plan, ranks, directory, origin, self.model, self.optimizer, self.mesh.replicas)
         self.progress = self.continuation.restore()
         self.expert_loads.restore(self.progress.loads)
         self.loader = plan.data.loader(data_rank, data_size, pin=ranks.device.type == "cuda")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from running import cut_after, largest_relative_difference, losses, run_main, some_slow, state_of, train
 
+from pretrain.checkpoint.payload import Payload
+
 EVERY = ("log.every_steps=1", "checkpoint.keep_last=0")
 DDP2 = (2, "parallel.strategy=ddp")
 LAYOUTS = {
@@ -53,6 +55,27 @@ def test_a_checkpoint_resumes_bit_equal_under_another_layout_and_sees_the_same_s
         == [ends[1][k] for k in ("step", "samples", "tokens")]
         == [10, 240, 7680]
     )
+
+
+def reading(config_file: str, *overrides: str) -> tuple[int, int]:
+    """A run's exit code, and how many tensors of the state this rank read."""
+    read, fill = [], Payload._fill
+    Payload._fill = lambda self, tensors: (read.extend(n for n in tensors if not n.startswith("rng.")), fill(self, tensors))[1]
+    try:
+        return run_main(config_file, *overrides)[0], len(read)
+    finally:
+        Payload._fill = fill
+
+
+@pytest.mark.parametrize("layout", some_slow(["ddp 2", "hsdp 2x2"], ["hsdp 2x2"]))
+def test_one_replica_reads_a_checkpoint_for_the_others(pool, trained_run, config_file, layout):
+    """Each of 128 nodes with a replica read the whole checkpoint."""
+    (world, *options), common = LAYOUTS[layout], (*BATCH, *EVERY, "checkpoint.every_steps=5", "run.name=read")
+    train(pool, world, config_file, *common, "run.steps=5", *options)
+    ranks = pool.launch(world, reading, str(config_file), *common, "run.steps=10", *options)
+    assert [code for code, _ in ranks] == [0] * world
+    own = [count for _, count in ranks]
+    assert own[: world // 2] == [own[0]] * (world // 2) and own[0] > 20 and not any(own[world // 2 :])
 
 
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 2", "ddp 4", "fsdp 2", "fsdp 3", "tensor 2", "fsdp 2 x tensor 2", "fsdp 2 x context 2", "pipeline 2"}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from pretrain.conventions import IGNORED
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.loss import LossOptions, VocabularyShard, loss_dtype
+
+T = TypeVar("T")
 
 CPU_CHUNK_BYTES, CHUNK_BYTES = 256 << 20, 1 << 30
 """Memory that the logits of a chunk may take, on CPU and elsewhere: enough tokens for matrix products at full speed."""
@@ -24,7 +27,7 @@ CPU_CHUNK_TOKENS = 1024
 
 
 def logit_chunks(
-    x_ND: Tensor, weight_VD: Tensor, options: LossOptions, shard: VocabularyShard | None, wants_gradient: bool
+    x_ND: Tensor, weight_VD: Tensor, options: LossOptions, shard: VocabularyShard | None
 ) -> Iterator[tuple[slice, ChunkLogits | CompiledChunkLogits]]:
     """Slices of the tokens, of equal size but for the last, with buffers for their logits. With a `shard` they are the same on all ranks."""
     tokens, vocabulary = len(x_ND), len(weight_VD) if shard is None else shard.largest
@@ -34,7 +37,7 @@ def logit_chunks(
     size = chunk_size(tokens, vocabulary, x_ND.dtype, on_cpu, options, compiled)
     limit = _chunk_bytes(on_cpu, options)
     if compiled:
-        buffers = CompiledChunkLogits(size, weight_VD, options, limit, wants_gradient)
+        buffers = CompiledChunkLogits(size, weight_VD, options, limit)
     else:
         buffers = ChunkLogits(size, weight_VD, options, shard, limit)
     for start in range(0, tokens, size):
@@ -141,10 +144,12 @@ class ChunkLogits:
 
 
 class CompiledChunkLogits:
-    """`ChunkLogits` with its arithmetic compiled. There is one buffer: the gradient takes the place of the products at once."""
+    """`ChunkLogits` with its arithmetic compiled. There is one buffer: the gradient takes the place of the products, in a function of its own.
+    In one that reads and overwrites them, torch 2.11's compiler for CPUs took the gradient for the products, and made other losses of it.
+    """
 
-    def __init__(self, tokens: int, weight_VD: Tensor, options: LossOptions, limit: int, wants_gradient: bool) -> None:
-        self.weight_VD, self.options, self.bytes, self.wants_gradient = weight_VD, options, limit, wants_gradient
+    def __init__(self, tokens: int, weight_VD: Tensor, options: LossOptions, limit: int) -> None:
+        self.weight_VD, self.options, self.bytes = weight_VD, options, limit
         self._raw = torch.empty((tokens, len(weight_VD)), dtype=weight_VD.dtype, device=weight_VD.device)
 
     def project(self, x: Tensor) -> CompiledChunkLogits:
@@ -153,37 +158,29 @@ class CompiledChunkLogits:
         return self
 
     def losses(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        options = self.options
-        switches = options.label_smoothing, options.z_loss, options.logit_scale, options.soft_cap
-        return compiled_chunk_losses()(self.raw, targets, self.wants_gradient, *switches)
+        losses, entropies, self.log_partition = compiled(chunk_losses)(self.raw, targets, *self._switches())
+        return losses, entropies
 
     def gradient(self, targets: Tensor) -> Tensor:
+        compiled(overwrite_with_gradient)(self.raw, targets, self.log_partition, *self._switches())
         return self.raw
+
+    def _switches(self) -> tuple[float, float, float, float | None]:
+        options = self.options
+        return options.label_smoothing, options.z_loss, options.logit_scale, options.soft_cap
 
 
 @functools.cache
-def compiled_chunk_losses() -> Callable[..., tuple[Tensor, Tensor]]:
-    """`chunk_losses`, compiled once in a process for each set of options."""
-    return compile_strictly(chunk_losses)
+def compiled(function: Callable[..., T]) -> Callable[..., T]:
+    """`chunk_losses` or `overwrite_with_gradient`, compiled once in a process for each set of options."""
+    return compile_strictly(function)
 
 
 def chunk_losses(
-    raw_NV: Tensor,
-    targets_N: Tensor,
-    wants_gradient: bool,
-    label_smoothing: float,
-    z_loss: float,
-    logit_scale: float,
-    soft_cap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Token losses and cross-entropies [N] of products with the output weight. With `wants_gradient`, the gradient of the losses' sum with respect
-    to scaled logits before the cap takes the place of the products. fp32 (fp64 from fp64); options as in `LossOptions`.
-    """
-    logits = (raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float()) * logit_scale
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    counted = targets_N != IGNORED
-    columns = targets_N.where(counted, 0)
+    raw_NV: Tensor, targets_N: Tensor, label_smoothing: float, z_loss: float, logit_scale: float, soft_cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token losses, cross-entropies and logsumexp of logits [N] of products with the output weight. fp32 (fp64 from fp64); options as in `LossOptions`."""
+    logits, counted, columns = _scaled(raw_NV, logit_scale, soft_cap), targets_N != IGNORED, _columns_of(targets_N)
     log_partition = torch.logsumexp(logits, dim=1)
     target_logits = logits.gather(1, columns[:, None]).squeeze(1)
     losses = log_partition - (1 - label_smoothing) * target_logits
@@ -191,15 +188,36 @@ def chunk_losses(
         losses = losses - label_smoothing * logits.mean(dim=1)
     if z_loss:
         losses = losses + z_loss * log_partition.square()
-    if wants_gradient:
-        factor = 1 + 2 * z_loss * log_partition if z_loss else torch.ones_like(log_partition)
-        gradient = (logits - log_partition[:, None]).exp() * factor[:, None]
-        if label_smoothing:
-            gradient = gradient - label_smoothing / logits.shape[1]
-        # In the format of the gradient: a Boolean times a number would be of fp32, whatever the rest is.
-        here = (torch.arange(logits.shape[1], device=logits.device) == columns[:, None]).to(gradient.dtype)
-        gradient = (gradient - (1 - label_smoothing) * here) * counted[:, None]
-        if soft_cap is not None:
-            gradient = gradient * (1 - (logits / soft_cap).square())
-        raw_NV.copy_(gradient)
-    return losses.where(counted, 0), (log_partition - target_logits).where(counted, 0)
+    return losses.where(counted, 0), (log_partition - target_logits).where(counted, 0), log_partition
+
+
+def overwrite_with_gradient(
+    raw_NV: Tensor,
+    targets_N: Tensor,
+    log_partition_N: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    logit_scale: float,
+    soft_cap: float | None,
+) -> None:
+    """Put the gradient of the losses' sum with respect to scaled logits before the cap in the place of the products."""
+    logits, counted, columns = _scaled(raw_NV, logit_scale, soft_cap), targets_N != IGNORED, _columns_of(targets_N)
+    factor = 1 + 2 * z_loss * log_partition_N if z_loss else torch.ones_like(log_partition_N)
+    gradient = (logits - log_partition_N[:, None]).exp() * factor[:, None]
+    if label_smoothing:
+        gradient = gradient - label_smoothing / logits.shape[1]
+    # In the format of the gradient: a Boolean times a number would be of fp32, whatever the rest is.
+    here = (torch.arange(logits.shape[1], device=logits.device) == columns[:, None]).to(gradient.dtype)
+    gradient = (gradient - (1 - label_smoothing) * here) * counted[:, None]
+    if soft_cap is not None:
+        gradient = gradient * (1 - (logits / soft_cap).square())
+    raw_NV.copy_(gradient)
+
+
+def _scaled(raw_NV: Tensor, logit_scale: float, soft_cap: float | None) -> Tensor:
+    logits = (raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float()) * logit_scale
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+
+
+def _columns_of(targets_N: Tensor) -> Tensor:
+    return targets_N.where(targets_N != IGNORED, 0)

@@ -112,7 +112,7 @@ def _losses_and_gradients(
     losses_N, entropies_N = (torch.empty(len(x_ND), dtype=dtype, device=x_ND.device) for _ in range(2))
     grad_x_ND = torch.empty_like(x_ND) if needs_x else None
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
-    for rows, logits in logit_chunks(x_ND, weight_VD, options, shard, needs_x or needs_weight):
+    for rows, logits in logit_chunks(x_ND, weight_VD, options, shard):
         x, targets = x_ND[rows], targets_N[rows]
         losses, entropies_N[rows] = logits.project(x).losses(targets)
         if needs_x or needs_weight:

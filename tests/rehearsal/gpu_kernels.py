@@ -110,7 +110,7 @@ def check(what: str, function: Any, *arguments: Any) -> int:
 
 
 def main() -> int:
-    from pretrain.models.loss_chunks import chunk_losses
+    from pretrain.models.loss_chunks import chunk_losses, overwrite_with_gradient
     from pretrain.optim.adamw import _update_part
 
     pretend()
@@ -127,7 +127,8 @@ def main() -> int:
             numbers, seeds = [tensor() for _ in range(8)], (-(2**31), 7, 2**31 - 1)
             failed += check(f"update of {shape}, moments in {moments}", _update_part, *weight, *means, *numbers, (0, 0), seeds)
     logits, targets = tensor(4096, 128256, dtype=torch.bfloat16), tensor(4096, dtype=torch.int64)
-    failed += check("losses", chunk_losses, logits, targets, True, 0.0, 0.0, 1.0, None)
+    failed += check("losses", chunk_losses, logits, targets, 0.0, 0.0, 1.0, None)
+    failed += check("gradient of losses", overwrite_with_gradient, logits, targets, tensor(4096), 0.0, 0.0, 1.0, None)
     return 1 if failed else 0
 
 

@@ -251,7 +251,8 @@ def test_a_text_whose_preparation_was_interrupted_is_prepared_to_its_end(options
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_a_benchmark_that_is_stopped_leaves_no_process_behind(tmp_path, by):
     script = (
-        "import sys; sys.path.insert(0, 'tools'); import bench; from benchmarks.measure import run_program\n"
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell lets what it starts behind it ignore Ctrl-C
+        "sys.path.insert(0, 'tools'); import bench; from benchmarks.measure import run_program\n"
         "child = 'import subprocess, sys, time; subprocess.Popen([sys.executable, \"-c\", \"import time; time.sleep(600)  # grandchild\"]); "
         "open(sys.argv[1], \"w\").close(); time.sleep(600)'\n"
         "bench.compare_formats = lambda *_: run_program([sys.executable, '-c', child, sys.argv[1]])\n"

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import resource
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -92,6 +93,19 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def allow_open_files(wanted: int) -> int:
+    """Raise this process's limit of open files to `wanted`, as far as the system lets it. The limit is often 1,024, for programs that call
+    select(), which no library here does. Returns what it is then.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and raised > soft:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            return raised
+    return soft
 
 
 def exists(path: Path) -> bool:

@@ -170,12 +170,10 @@ def remove(path: Path) -> bool:
     return not os.path.lexists(path)
 
 
-def retire(
-    folder: Path, newest: Path, keep_last: int, keep_every_steps: int, remove: Callable[[Path], object] = remove
-) -> list[Path]:
-    """Remove the checkpoints that need not be kept; the removed ones. `newest`, just committed, always stays. `remove`: see `discard`.
+def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) -> list[Path]:
+    """Give up the checkpoints that need not be kept. They are renamed, and returned so: `remove` has to follow. `newest`, just committed, stays.
 
-    Later ones are no part of this run's past: they neither count nor are removed. Raises OSError where one cannot be removed.
+    Later ones are no part of this run's past: they neither count nor are given up. Raises OSError where one cannot be renamed.
     """
     if keep_last == 0:
         return []
@@ -183,17 +181,18 @@ def retire(
     keep = {newest, *found[-keep_last:]}
     if keep_every_steps:
         keep |= {p for p in found if step_of(p) % keep_every_steps == 0}
-    removed = [p for p in found if p not in keep]
-    for path in removed:
-        discard(path, remove)
-    return removed
+    return [_give_up(path) for path in found if path not in keep]
 
 
-def discard(path: Path, remove: Callable[[Path], object] = remove) -> None:
-    """Remove a checkpoint directory. From the first moment on it is no checkpoint any more: it is renamed, and `remove` may take its time."""
+def discard(path: Path) -> None:
+    """Remove a checkpoint directory. From the first moment on it is no checkpoint any more."""
+    remove(_give_up(path))
+
+
+def _give_up(path: Path) -> Path:
     aside = _free(path.with_name(f".removing-{path.name}"))
     os.rename(path, aside)
-    remove(aside)
+    return aside
 
 
 def set_aside(checkpoint: Path, why: str) -> Path:

@@ -203,15 +203,15 @@ class Saving:
 
 
 def retire(target: Path, policy: Checkpoint) -> threading.Thread:
-    """Give up the checkpoints beside this new one that the policy no longer keeps. The thread removes their files. Main rank only.
+    """Give up the checkpoints beside this new one that the policy no longer keeps. Main rank only.
 
-    They are none any more when this returns. The thread may take minutes on storage for many ranks, which need not wait for it; the next save
-    should, for the room. What cannot be removed is warned of: the run needs the new checkpoint, not the room of the old one.
+    The thread removes their files, which may take minutes. Ranks need not wait for it, and the next save should, for the room. What cannot be
+    removed is warned of: the run needs the new checkpoint, not the room of the old one.
     """
-    folder, left = target.parent, list[Path]()
+    left: list[Path] = []
     try:
-        files.retire(folder, target, policy.keep_last, policy.keep_every_steps, remove=left.append)
-        left = files.unfinished(folder)  # also what an earlier removal could not remove
+        files.retire(target.parent, target, policy.keep_last, policy.keep_every_steps)
+        left = files.unfinished(target.parent)  # also what an earlier removal could not remove
     except OSError as error:
         log.warning("an older checkpoint could not be removed, which is tried again at the next save: %s", reason_of(error))
     thread = threading.Thread(target=lambda: [files.remove(path) for path in left], name="removal of older checkpoints")

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import queue
-import resource
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from pretrain.distributed.launcher import CONNECT_SECONDS, MeetingPoint, address
 from pretrain.distributed.monitor import Monitor
 from pretrain.distributed.switchboard import Switchboard
 from pretrain.errors import LaunchError, LostRankError, UserError, line_of
+from pretrain.storage import allow_open_files
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -67,7 +67,7 @@ class Meeting:
         if world_size == 1:
             return
         self.point = MeetingPoint.of_environment()
-        allow_connections(world_size)
+        allow_open_files(1024 + 16 * world_size)  # the switchboard, torch's store and gloo connect ranks
         if rank == 0:
             self.switchboard = _start_switchboard(self.point, world_size)
         _open = self
@@ -376,14 +376,6 @@ def tell(error: UserError) -> None:
     with contextlib.suppress(UserError):
         rank, local_rank, world_size = launched_ranks()
         Meeting(rank, local_rank, world_size, TELL_SECONDS, TELL_SECONDS).leave(error)
-
-
-def allow_connections(world_size: int) -> None:
-    """Allow this process more open files, as far as the system lets it: the switchboard and gloo connect ranks, and 1,024 is a common limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1024 + 16 * world_size
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def _start_switchboard(point: MeetingPoint, world_size: int) -> Switchboard:

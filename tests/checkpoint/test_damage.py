@@ -236,7 +236,7 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path):
         files.write_json(path / files.MANIFEST, {})
     policy = Checkpoint(keep_last=1, keep_every_steps=200)
     removed = files.retire(tmp_path, tmp_path / "step-00000400", policy.keep_last, policy.keep_every_steps)
-    assert [p.name for p in removed] == ["step-00000100", "step-00000300"]
+    assert [p.name for p in removed] == [".removing-step-00000100", ".removing-step-00000300"]
     assert [p.name for p in files.complete_checkpoints(tmp_path)] == ["step-00000200", "step-00000400"]
 
 

@@ -16,12 +16,12 @@ from running import run_changed
 
 from pretrain.distributed import ranks
 from pretrain.distributed.channel import VANISHED_SECONDS, Channel, hello, listen
-from pretrain.distributed.joining import allow_connections
 from pretrain.distributed.launcher import launched_ranks
 from pretrain.distributed.monitor import Monitor
 from pretrain.distributed.ranks import LAZY_RANKS, connect_lazily
 from pretrain.distributed.switchboard import Switchboard
 from pretrain.errors import LaunchError
+from pretrain.storage import allow_open_files
 
 HERE = os.uname().nodename
 
@@ -375,9 +375,9 @@ def test_a_process_may_open_as_many_connections_as_the_run_has_ranks():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-        allow_connections(100)
+        allow_open_files(2624)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(2624, before[1]), before[1])
-        allow_connections(2)
+        allow_open_files(1056)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(2624, before[1]), before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

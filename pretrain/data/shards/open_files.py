@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import DataError
+from pretrain.storage import allow_open_files
 
 _LEAST, _MOST = 64, 1 << 16
 _SWEEP_SECONDS = 5.0
@@ -151,16 +152,11 @@ def _close_down_to(count: int) -> None:
 
 def _budget(wanted: int) -> int:
     """How many files may be open, if `wanted` are needed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST
     if wanted > soft // 2 and soft < 2 * _MOST:
-        # The soft limit is low for programs that call select(), which no library here does.
-        raised = min(2 * _MOST, 4 * wanted, hard if hard != resource.RLIM_INFINITY else 2 * _MOST)
-        if raised > soft:
-            with contextlib.suppress(OSError, ValueError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-                soft = raised
+        soft = allow_open_files(min(2 * _MOST, 4 * wanted))
     return max(_LEAST, min(_MOST, soft // 2))
 
 

@@ -99,10 +99,10 @@ class PackIndex:
         """The number of files."""
         return len(self.sha256)
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Hash the files i with i % parts == part. Raises DataError naming the first damaged file."""
+    def verify(self, part: int = 0, parts: int = 1, hashes: bool = True) -> None:
+        """Hash the files i with i % parts == part. Raises DataError naming the first damaged file. `open_index` has seen their sizes."""
         for name, expected in sorted(self.sha256.items())[part::parts]:
-            if sha256_of(self.path / name) != expected:
+            if hashes and sha256_of(self.path / name) != expected:
                 raise DataError(f"{self.path / name}: content does not match its hash in manifest.json; remove {self.path}")
 
     def __getstate__(self) -> dict[str, object]:

@@ -349,8 +349,8 @@ class RanksOfRun(Protocol):
 def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksOfRun) -> bool:
     """Check that all ranks read the same, intact data; raise DataError on every rank if not. Return whether files were hashed.
 
-    `held`: the data of the run (`TrainingData.holdings`). With `full` every file is hashed. Ranks that see the same files, on
-    shared storage or on one host, share the work. A copy or packing index on a node's own disk is hashed by the ranks of that node.
+    `held`: the data of the run (`TrainingData.holdings`). The size of every file is compared, and with `full` its hash. Ranks that
+    see the same files, on shared storage or on one host, share the work. The ranks of a node look at what lies on its own disk.
     """
     host = socket.gethostname()
     places = ranks.attempt(
@@ -358,19 +358,21 @@ def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksO
     )
     everywhere = ranks.gather("content of the data", (host, [(str(h.path), h.content) for _, h in held], places))
     _refuse_differences([key for key, _ in held], everywhere)
-    if not full:
-        return False
 
     def verify() -> None:
         dealt: dict[tuple[int, ...], int] = defaultdict(int)
-        for number, (_, holding) in enumerate(held):
+        for number, (key, holding) in enumerate(held):
             together = tuple(rank for rank, (_, _, seen) in enumerate(everywhere) if seen[number] == places[number])
             # Each directory goes on where the one before it ended: many small ones would all begin with the first ranks.
-            holding.verify((together.index(ranks.rank) - dealt[together]) % len(together), len(together))
+            part = (together.index(ranks.rank) - dealt[together]) % len(together)
+            try:
+                holding.verify(part, len(together), hashes=full)
+            except DataError as error:
+                raise DataError(f"{key}: {error}") from error
             dealt[together] += holding.pieces_to_verify
 
-    ranks.attempt("hashes of the data", verify, DataError)
-    return bool(held)
+    ranks.attempt("hashes of the data" if full else "files of the data", verify, DataError)
+    return full and bool(held)
 
 
 def _place(file: Path, host: str) -> tuple[str, int, int, int]:

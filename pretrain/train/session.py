@@ -62,6 +62,7 @@ def check(config: Config, processes: int | None = None, explain: bool = False) -
     device = distributed.choose_device(config, local_rank)
     try:
         plan = make_plan(config, world_size, device, found_format(config, device))
+        verify_everywhere(plan.data.holdings, False, Ranks(0, 0, 1, device))
     except UserError as problem:
         _check_the_rest(config, world_size, device, problem, is_first=rank == 0)
         raise

@@ -83,7 +83,7 @@ def write(path: Path, tokenizer: Path, lengths: list[int], shard_tokens: int = 1
 
 
 def opened(path: Path, cache: Path | None = None):
-    data = PreparedData.open(path)
+    data = PreparedData.open(path, sizes=False)
     return Windows("a", data, 16) if cache is None else Packed("a", data, 16, open_index(data, "best_fit", 16, cache))
 
 
@@ -110,19 +110,49 @@ def test_ranks_that_see_one_directory_share_the_work_and_those_with_copies_do_no
     path = write(tmp_path / "data", byte_tokenizer, [20] * 60)
     shutil.copytree(path, tmp_path / "copy")
     seen = []
-    monkeypatch.setattr(PreparedData, "verify", lambda self, part, parts: seen.append((self.path.name, part, parts)))
+    monkeypatch.setattr(
+        PreparedData, "verify", lambda self, part, parts, hashes: seen.append((self.path.name, part, parts, hashes))
+    )
     monkeypatch.setattr(
         "pretrain.data.packing.PackIndex.verify",
-        lambda self, part, parts: seen.append((self.path.parents[1].name, part, parts)),
+        lambda self, part, parts, hashes: seen.append((self.path.parents[1].name, part, parts, hashes)),
     )
     one = lambda name, cache: stream_of(opened(tmp_path / name, tmp_path / cache))  # noqa: E731
     assert (
         on_ranks([one("data", "cache-a"), one("data", "cache-a"), one("data", "cache-b"), one("copy", "cache-b")]) == [True] * 4
     )
     data = [("copy", 0, 1), ("data", 0, 3), ("data", 1, 3), ("data", 2, 3)]
-    assert sorted(seen) == [("cache-a", 0, 2), ("cache-a", 1, 2), ("cache-b", 0, 2), ("cache-b", 1, 2), *data]
+    parts = [("cache-a", 0, 2), ("cache-a", 1, 2), ("cache-b", 0, 2), ("cache-b", 1, 2), *data]
+    assert sorted(seen) == [(*part, True) for part in parts]
     seen.clear()
-    assert on_ranks([one("data", "cache-a")] * 2, full=False) == [False] * 2 and not seen
+    assert on_ranks([one("data", "cache-a")] * 2, full=False) == [False] * 2
+    assert sorted(seen) == [("cache-a", 0, 2, False), ("cache-a", 1, 2, False), ("data", 0, 2, False), ("data", 1, 2, False)]
+
+
+def test_the_ranks_share_even_the_sizes_of_files(tmp_path, byte_tokenizer, monkeypatch):
+    """Every rank asked for the size of every file: 10^4 shards and 1,024 ranks are 31 million questions to one file system."""
+    path, looked = write(tmp_path / "data", byte_tokenizer, [20] * 60), defaultdict(list)
+    assert not PreparedData.open(path, sizes=False).is_remote
+    monkeypatch.setattr(
+        "pretrain.data.shards.reader.check_size", lambda file, size: looked[threading.get_ident()].append(file.name)
+    )
+    unseen = [Windows("a", PreparedData.open(path, sizes=False), 16) for _ in range(4)]
+    assert not looked
+    assert on_ranks([stream_of(samples) for samples in unseen], full=False) == [False] * 4
+    files = [file.name for file in path.glob("shard-*")]
+    assert len(looked) == 4 and sorted(sum(looked.values(), [])) == sorted(files) and len(files) == 36
+    assert max(map(len, looked.values())) == 9
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_shard_that_is_missing_or_cut_is_named_with_its_key(tmp_path, byte_tokenizer, full):
+    path = write(tmp_path / "data", byte_tokenizer, [20] * 60)
+    streams = [stream_of(Windows("a", PreparedData.open(path, sizes=False), 16)) for _ in range(3)]
+    (path / "shard-00001.idx").write_bytes((path / "shard-00001.idx").read_bytes()[:-1])
+    named = f"rank 1: data.sources.0: {path}/shard-00001.idx: "
+    assert on_ranks(streams, full) == [named + "truncated: 39 bytes where manifest.json says 40"] * 3
+    (path / "shard-00001.idx").unlink()
+    assert on_ranks(streams, full) == [named + "missing, though manifest.json lists it"] * 3
 
 
 def test_a_damaged_copy_on_one_node_is_found(tmp_path, byte_tokenizer):
@@ -132,7 +162,7 @@ def test_a_damaged_copy_on_one_node_is_found(tmp_path, byte_tokenizer):
     for shard in ("shard-00001.bin", "shard-00002.idx"):
         flip(tmp_path / "copy" / shard)
         outcomes = on_ranks([stream_of(opened(path)), stream_of(opened(path)), stream_of(opened(tmp_path / "copy"))])
-        assert len(set(outcomes)) == 1 and outcomes[0].startswith(f"rank 2: {tmp_path}/copy/{shard}: ")
+        assert len(set(outcomes)) == 1 and outcomes[0].startswith(f"rank 2: data.sources.0: {tmp_path}/copy/{shard}: ")
         flip(tmp_path / "copy" / shard)
 
 
@@ -144,7 +174,7 @@ def test_a_damaged_packing_index_is_found_on_the_node_that_has_it(tmp_path, byte
     index = next((tmp_path / "b" / "packing").glob("*/pieces.idx"))
     flip(index)
     assert set(on_ranks(streams)) == {
-        f"rank 2: {index}: content does not match its hash in manifest.json; remove {index.parent}"
+        f"rank 2: data.sources.0: {index}: content does not match its hash in manifest.json; remove {index.parent}"
     }
 
 

@@ -75,10 +75,12 @@ class PreparedPairs:
 
     @classmethod
     def open(cls, path: str | Path, name: str | None = None) -> PreparedPairs:
-        """Read the manifests and check that the two sides belong together. Raises DataError naming a file that does not."""
+        """Read the manifests and check that the two sides belong together. Raises DataError naming a file that does not. No shard is
+        looked at (see `training_data.verify_everywhere`).
+        """
         path = Path(path)
         content = _read_pairs(path)
-        sides = [PreparedData.open(path / side) for side in SIDES]
+        sides = [PreparedData.open(path / side, sizes=False) for side in SIDES]
         for side, data in zip(SIDES, sides):
             if data.documents != content["pairs"]:
                 raise DataError(f"{path / NAME}: pairs is {content['pairs']!r}, but {side} has {data.documents} documents")

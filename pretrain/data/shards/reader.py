@@ -64,8 +64,8 @@ class Holding(Protocol):
     def pieces_to_verify(self) -> int:
         """Into how many parts `verify` can be divided."""
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Hash this part of the files. Raises DataError naming the first damaged one."""
+    def verify(self, part: int = 0, parts: int = 1, hashes: bool = True) -> None:
+        """Look at this part of the files: at their sizes, and with `hashes` at their content. Raises DataError naming the first damaged one."""
 
 
 class PreparedData:
@@ -91,8 +91,10 @@ class PreparedData:
         self._files = OpenFiles(self._open) if remote is None else CachedFiles(self._open)
 
     @classmethod
-    def open(cls, path: str | Path, cache: ShardCache | None = None) -> PreparedData:
+    def open(cls, path: str | Path, cache: ShardCache | None = None, sizes: bool = True) -> PreparedData:
         """Read the manifest of the directory `path` and check that every file exists with the right size; open none yet.
+
+        Without `sizes` only the manifest is read, and the caller looks at the files (`verify`). A thousand ranks share that work.
 
         `path` may be a URL that fsspec reads (s3://, gs://, hf://, https://, ...). Then the manifest and the tokenizer are
         downloaded now, and each shard when it is first read or prefetched. They are kept in `cache` (by default ShardCache(), 100
@@ -106,16 +108,10 @@ class PreparedData:
 
             remote, manifest = open_remote(str(path), cache)
             return cls(shown(str(path)), manifest, remote)
-        path = Path(path)
-        manifest = read_manifest(path)
-        with os.scandir(path) as entries:  # one listing, because 10^4 shards are 3 * 10^4 files
-            sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        dtype = DTYPES[manifest.dtype]
-        for shard in manifest.shards:
-            for file in shard.stored(dtype):
-                if sizes.get(file.name) != file.size:
-                    check_size(path / file.name, file.size)
-        return cls(path, manifest)
+        data = cls(Path(path), read_manifest(path))
+        if sizes:
+            data.verify(hashes=False)
+        return data
 
     def __reduce__(self):
         # Open files are not pickled; path and manifest are enough.
@@ -296,23 +292,28 @@ class PreparedData:
         """The number of shards."""
         return len(self.manifest.shards)
 
-    def verify(self, part: int = 0, parts: int = 1, fetch: bool = False) -> None:
+    def verify(self, part: int = 0, parts: int = 1, hashes: bool = True, fetch: bool = False) -> None:
         """Compare the shards i with i % parts == part (so that ranks can share the work) with their hashes, and check their documents.
 
-        Behind a URL, every file is checked when it is downloaded. So only the copies in the cache are hashed here, and damaged
-        ones evicted. `fetch` downloads the rest too, which checks the present files.
+        Without `hashes` only the sizes of their files are compared. Behind a URL, every file is checked when it is downloaded. So
+        only the copies in the cache are hashed here, and damaged ones evicted. `fetch` downloads the rest too, which checks the
+        present files.
 
         Raises DataError naming the first damaged file.
         """
         shards = range(part, len(self.manifest.shards), parts)
         if self._remote is not None:
-            self._remote.verify((file for shard in shards for file in self.manifest.shards[shard].stored(self.dtype)), fetch)
+            if hashes:
+                self._remote.verify((file for shard in shards for file in self.manifest.shards[shard].stored(self.dtype)), fetch)
             return
         for shard in shards:
-            for name, sha256 in self.manifest.shards[shard].files:
-                check_content(self.path / name, sha256)
-            self._check_documents(shard)
-            self._check_end(shard)
+            for file in self.manifest.shards[shard].stored(self.dtype):
+                check_size(self.path / file.name, file.size)
+                if hashes:
+                    check_content(self.path / file.name, file.sha256)
+            if hashes:
+                self._check_documents(shard)
+                self._check_end(shard)
 
     def verify_documents(self) -> None:
         """Hash and check the document index of every shard. Call it before anything lasting is built from them.

@@ -24,6 +24,8 @@ BARS = "▁▂▃▄▅▆▇█"
 EVENT = re.compile(r"^(?P<time>\S+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)$")
 EVENT_BYTES = 1 << 16
 """The end of a rank's log that is looked through for warnings."""
+MOST_LOGS = 64
+"""Logs that are looked through: those that were written to last. A thousand would be read every few seconds."""
 SILENT_LINES = 20
 """A run is shown as silent if its last line is older than this many lines take."""
 
@@ -154,9 +156,10 @@ def _count_starts(run: Path) -> int:
 def _events(run: Path, most: int = 6) -> Iterable[RenderableType]:
     """The newest warnings and errors of all ranks. Late and lost ranks are among them: the main rank names them."""
     found = []
-    for log in sorted((run / "logs").glob("rank-*.log")):
+    states = {log: log.stat() for log in (run / "logs").glob("rank-*.log")}
+    for log in sorted(states, key=lambda log: states[log].st_mtime_ns)[-MOST_LOGS:]:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - EVENT_BYTES))
+            file.seek(max(0, states[log].st_size - EVENT_BYTES))
             found += [match for line in file.read().decode("utf-8", "replace").splitlines() if (match := EVENT.match(line))]
     for match in sorted(found, key=lambda event: event["time"])[-most:]:
         colour = "yellow" if match["level"] == "WARNING" else "red"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from running import tool
 from test_report_page import write_run
 
 from pretrain.errors import DataError
-from pretrain.observe.watch import page
+from pretrain.observe.watch import MOST_LOGS, page
 
 
 def shown(run, width: int = 100, height: int | None = None) -> str:
@@ -86,6 +87,20 @@ def test_warnings_of_all_ranks_are_shown_in_order_of_time(run):
         text.index("rank 1 a [bold]shard[/bold] is damaged") < text.index("rank 0 waiting 10 s at")
         and " no" not in text.split("damaged")[1]
     )
+
+
+def test_of_many_logs_those_are_read_that_were_written_last(run, monkeypatch):
+    write_status(run, updated=now())
+    (run / "logs").mkdir()
+    for rank in range(200):
+        log = run / "logs" / f"rank-{rank}.log"
+        log.write_text(f"2026-11-23 10:00:00,{rank:03} WARNING rank {rank} pretrain.x: from rank {rank}\n")
+        os.utime(log, (1e9 + (rank + 50) % 200, 1e9 + (rank + 50) % 200))  # rank 149 was the last one
+    read, own = [], Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *mode, **more: (read.append(self.name), own(self, *mode, **more))[1])
+    text = shown(run, 120)
+    assert [f"from rank {rank}" in text for rank in (143, 144, 149, 150, 199)] == [False, True, True, False, False]
+    assert len([name for name in read if name.startswith("rank-")]) == MOST_LOGS
 
 
 def test_a_run_that_has_logged_nothing_yet_is_shown_and_a_folder_without_a_run_is_an_error(run, tmp_path, capsys):

@@ -304,7 +304,9 @@ class PreparedData:
         shards = range(part, len(self.manifest.shards), parts)
         if self._remote is not None:
             if hashes:
-                self._remote.verify((file for shard in shards for file in self.manifest.shards[shard].stored(self.dtype)), fetch)
+                self._remote.verify(
+                    (file for shard in shards for file in self.manifest.shards[shard].stored(self.dtype)), fetch
+                )
             return
         for shard in shards:
             for file in self.manifest.shards[shard].stored(self.dtype):

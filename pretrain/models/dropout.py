@@ -22,6 +22,7 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as an int64: what
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)  # splitmix64
 _THIRD, _FOURTH = 0x7FEB352D, 0x846CA68B - (1 << 32)  # lowbias32 (Wellons, "Prospecting for Hash Functions", 2018)
 _LEVELS = 1 << 16
+_TABLE = 1 << 12
 
 
 def every_row(x_BTX: Tensor) -> Tensor:
@@ -102,15 +103,22 @@ def _hash_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-@torch.compiler.assume_constant_result  # compiled for a GPU, a product with a position would be made in 32 bits
 def position_steps(length: int, device: torch.device) -> Tensor:
-    """A number per position, int64."""
-    return _multiplied_positions(length, device)
+    """A number per position, int64: the position times `_STEP`."""
+    high, low = _multiples(device)
+    return (high[: -(-length // _TABLE), None] + low).flatten()[:length]
+
+
+@torch.compiler.assume_constant_result  # compiled for a GPU, a product with a position would be made in 32 bits
+def _multiples(device: torch.device) -> Tensor:
+    """Numbers of positions 0, `_TABLE`, 2 `_TABLE`, ... and of 0, 1, 2, ..., int64 [2, _TABLE]. Their sums are those of all positions up to `_TABLE` squared."""
+    return _multiplied(device)
 
 
 @functools.cache  # for ever, as _drawn_columns
-def _multiplied_positions(length: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.arange(length, dtype=np.int64) * np.int64(_STEP)).to(device)
+def _multiplied(device: torch.device) -> Tensor:
+    positions = np.arange(_TABLE, dtype=np.int64) * np.array([[_TABLE], [1]])
+    return torch.from_numpy(positions * np.int64(_STEP)).to(device)
 
 
 @torch.compiler.assume_constant_result  # a compiler cannot trace the hash

@@ -65,7 +65,9 @@ def check(schedule: Schedule, steps: int, written: Schedule) -> None:
             + (f"the decay may take at most {most} steps" if most > 0 else "shorten the warmup, or raise run.steps")
         )
     if schedule.name == "wsd" and math.isclose(schedule.min_ratio, 1):
-        raise ConfigError("schedule.min_ratio=1 with schedule.name=wsd never decays; use schedule.name=constant")
+        raise ConfigError(
+            "schedule.min_ratio=1 with schedule.name=wsd never decays; lower it, or set schedule.name=constant and remove schedule.min_ratio and what else belongs to a decay"
+        )
     if schedule.name == "wsd" and schedule.decay_shape == "exponential" and not schedule.min_ratio:
         raise ConfigError("schedule.decay_shape=exponential never reaches schedule.min_ratio=0; use 0.01, or another shape")
     if schedule.name == "piecewise":
@@ -81,7 +83,7 @@ def _check_stages(schedule: Schedule, steps: int) -> None:
         raise ConfigError("schedule.name=piecewise has no schedule.stages; write them, or use schedule.name=constant")
     first, ratio = schedule.warmup_steps, 1.0
     for i, stage in enumerate(schedule.stages):
-        if first >= steps:
+        if i and first >= steps > schedule.warmup_steps:  # a run may be all warmup, as with other schedules
             raise ConfigError(
                 f"schedule.stages.{i} begins after step {first}, the end of the run (run.steps={steps}); shorten the stages before it, "
                 "or raise run.steps"

@@ -8,6 +8,8 @@ from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models.attention import SHORT, ask_for_kernel
 from pretrain.models.families import family_of
+from pretrain.models.masks import attention_backend
+from pretrain.models.shape import has_windows
 from pretrain.train.resolve import needs_masks
 
 _SWITCHES = {
@@ -18,6 +20,7 @@ _SWITCHES = {
 }
 _OTHERS = ("FA3", "FA4")
 """Packages that take the place of torch's flash kernel."""
+_WIDEST = 256  # head of torch's flash kernel
 
 
 def check_attention_kernel(config: Config, device: torch.device) -> None:
@@ -31,30 +34,72 @@ def check_attention_kernel(config: Config, device: torch.device) -> None:
                 f"run.attention_kernel={asked} has no effect on a CPU for this model and its data; set it to auto"
             )
         return
-    if reason := _refusal(config, asked):
-        raise ConfigError(f"run.attention_kernel={asked} {reason}")
+    if reason := _without_effect(config, device, asked):
+        raise ConfigError(f"run.attention_kernel={asked} has no effect {reason}; set it to auto")
+    if reason := _refusal(config, device, asked):
+        raise ConfigError(f"run.attention_kernel={asked} {reason}; {_advice(config, device)}")
 
 
-def _refusal(config: Config, asked: str) -> str | None:
+def _without_effect(config: Config, device: torch.device, asked: str) -> str | None:
+    """Why a GPU computes this run's attention otherwise whatever the key says; None where it has an effect."""
+    if config.parallel.context > 1 and config.parallel.context_method == "ring" and asked != "efficient":
+        return "with parallel.context_method=ring, which has the efficient kernel"
+    if not needs_masks(config) or not _are_all_masked(config):
+        return None
+    if attention_backend(config.model, device, training=True) == "flex":
+        return "where FlexAttention computes all layers (model.attention_backend)"
+    switches = config.model.attention
+    if switches.soft_cap or switches.sinks:
+        return f"with model.attention.{'soft_cap' if switches.soft_cap else 'sinks'}, which no kernel of torch's computes"
+    return None
+
+
+def _are_all_masked(config: Config) -> bool:
+    """Whether no layer is plainly causal, where some are not."""
+    switches = config.model.attention
+    return bool(config.data.document_mask or switches.soft_cap or switches.sinks) or all(has_windows(config.model))
+
+
+def _refusal(config: Config, device: torch.device, asked: str) -> str | None:
     """Why a GPU's kernel cannot compute this run's attention. torch would say so at the first step, without the key."""
-    model, parallel, is_flash = config.model, config.parallel, asked in ("flash", *_OTHERS)
-    has_bias, shares_positions = model.positions == "relative", parallel.context > 1
+    model, is_flash = config.model, asked in ("flash", *_OTHERS)
+    has_bias, shares_positions = model.positions == "relative", config.parallel.context > 1
     if config.precision.compute == "fp32" and (is_flash or asked == "cudnn"):
-        return "does not compute in fp32; set precision.compute=bf16, or use efficient"
-    if shares_positions and parallel.context_method == "ring" and asked != "efficient":
-        return "has no effect with parallel.context_method=ring, which has the efficient kernel; set it to auto"
-    if is_flash and needs_masks(config) and model.attention_backend != "flex":
-        return "takes no masks, and this model or its data need them; use cudnn or efficient"
+        return "does not compute in fp32"
+    if is_flash and needs_masks(config) and attention_backend(model, device, training=True) != "flex":
+        return "takes no masks, and this model or its data need them"
     if is_flash and (model.encoder.layers or has_bias or shares_positions):
         what = "an encoder-decoder" if model.encoder.layers else "model.positions=relative" if has_bias else "parallel.context"
-        return f"takes no masks, and {what} needs them; use efficient"
-    if is_flash and model.latent.kv_rank:
-        return "needs keys and values of one width, which model.latent has not; use efficient"
+        return f"takes no masks, and {what} needs them"
     if asked == "cudnn" and has_bias:
-        return "trains no bias, and model.positions=relative has one; use efficient"
+        return "trains no bias, and model.positions=relative has one"
     if asked == "cudnn" and config.run.deterministic:
-        return "is not deterministic in backward; set run.deterministic=false, or use efficient"
+        return "is not deterministic in backward, as run.deterministic asks"
+    return _refusal_of_widths(config, asked) if family_of(model.family).masks else None
+
+
+def _refusal_of_widths(config: Config, asked: str) -> str | None:
+    """Likewise, for the widths of keys and values of a head (torch's sdp_utils.cpp)."""
+    latent = config.model.latent
+    key, value = (latent.plain_dim + latent.rope_dim, latent.value_dim) if latent.kv_rank else (config.model.head_dim,) * 2
+    unit = 4 if config.precision.compute == "fp32" else 8
+    if asked in ("flash", *_OTHERS):
+        if key != value:
+            return f"needs keys and values of one width, and those of model.latent have {key} and {value}"
+        if key > _WIDEST:
+            return f"computes heads of at most {_WIDEST}, and this model's have {key}"
+    elif asked in ("cudnn", "efficient") and (key % unit or value % unit):
+        return f"computes heads of multiples of {unit}, and this model's have {key if key % unit else value}"
     return None
+
+
+def _advice(config: Config, device: torch.device) -> str:
+    possible = [
+        name
+        for name in ("cudnn", "efficient")
+        if not _without_effect(config, device, name) and not _refusal(config, device, name)
+    ]
+    return f"use {' or '.join(possible)}" if possible else "set it to auto"
 
 
 def _has_products(config: Config) -> bool:
@@ -62,7 +107,8 @@ def _has_products(config: Config) -> bool:
     switches = config.model.attention
     if config.precision.compute != "bf16" or not family_of(config.model.family).splits or switches.soft_cap or switches.sinks:
         return False
-    return config.data.sequence_length <= SHORT or not needs_masks(config)
+    is_short = config.data.pairs is not None or config.data.sequence_length <= SHORT  # some pairs are
+    return is_short or (config.model.positions != "relative" and not (needs_masks(config) and _are_all_masked(config)))
 
 
 def set_attention_kernel(asked: str, shapes_change: bool = False) -> None:

@@ -139,10 +139,11 @@ def usual_values(given: Config, model: Model | None = None) -> dict[str, list[An
 
 
 def needs_masks(config: Config) -> bool:
-    """Whether attention is more than causal: with document masks, a window, sinks or a soft-cap."""
+    """Whether attention is more than causal: with document masks, a window that is shorter than a sample, sinks or a soft-cap."""
     switches = config.model.attention
+    is_cut = 0 < (switches.window or 0) < config.data.sequence_length
     return family_of(config.model.family).masks and bool(
-        config.data.document_mask or switches.window or switches.soft_cap or switches.sinks
+        config.data.document_mask or is_cut or switches.soft_cap or switches.sinks
     )
 
 
@@ -155,7 +156,7 @@ def _check_masks(config: Config) -> None:
             )
     elif model.attention_backend != "auto" and not needs_masks(config):
         raise ConfigError(
-            f"model.attention_backend={model.attention_backend} has no effect without data.document_mask or a sliding window; remove it"
+            f"model.attention_backend={model.attention_backend} has no effect without data.document_mask or a window below data.sequence_length; remove it"
         )
 
 

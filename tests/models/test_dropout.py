@@ -13,7 +13,7 @@ from pretrain.data.tasks import NextToken
 from pretrain.models import build_network
 from pretrain.models.dropout import Dropout, make_dropout, position_steps
 from pretrain.models.families import complete
-from pretrain.parallel.blocks import compile_blocks, recompute_blocks
+from pretrain.parallel.blocks import compile_blocks, compile_model, recompute_blocks
 from pretrain.parallel.initialise import initialise
 
 SAMPLES, LENGTH, DIM = 400, 24, 64
@@ -195,6 +195,29 @@ def test_compiled_blocks_drop_the_same_and_are_compiled_once():
     torch.testing.assert_close(compiled, losses, rtol=1e-6, atol=0)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_model_drops_the_same_at_any_length_and_stays_one_graph():
+    """torch 2.11 ended in an internal error at the second length, and 2.13 broke the graph: the table of positions was made for one length."""
+    network = decoder_of("llama")
+    compiled = copy.deepcopy(network)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_model(compiled, backend="eager")
+    for length in (20, 12, 8, 6):
+        batch = {name: values[:, :length] for name, values in tokens_of().items()}
+        found, expected = (gradients(model, **batch, keys_B=KEYS)[0] for model in (compiled, network))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert all("fused_loss" in reason for reason in breaks), breaks  # a CPU's loss is not compiled
+
+
+@pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 10_000])
+def test_a_positions_number_is_its_multiple(length):
+    steps = position_steps(length, torch.device("cpu"))
+    assert steps.shape == (length,) and all(
+        int(steps[p]) % 2**64 == p * 0x9E3779B97F4A7C15 % 2**64 for p in (0, length // 2, length - 1)
+    )
 
 
 def test_samples_carry_keys_in_training_with_dropout_only():

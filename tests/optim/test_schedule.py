@@ -15,7 +15,7 @@ from pretrain.config.data_schema import Data
 from pretrain.config.optim_schema import RateStage, Schedule
 from pretrain.config.schema import Batch, BatchStage, Config, Run
 from pretrain.errors import ConfigError
-from pretrain.optim.schedule import check, learning_rate
+from pretrain.optim.schedule import check, fit, learning_rate
 from pretrain.train.resolve import tokens_as_steps
 
 PEAK, STEPS = 2e-3, 1000
@@ -129,7 +129,7 @@ def test_stages_follow_each_other():
     [
         ({"name": "wsd", "warmup_steps": 4, "decay_steps": 997}, "schedule.warmup_steps=4 and schedule.decay_steps=997 do not fit in run.steps=1000; the decay may take at most 996 steps"),
         ({"name": "wsd", "warmup_steps": 1000, "decay_steps": 1}, "schedule.warmup_steps=1000 and schedule.decay_steps=1 .*; shorten the warmup, or raise run.steps"),  # F13: "at most 0", which the schema refuses
-        ({"name": "wsd", "min_ratio": 1}, "schedule.min_ratio=1 with schedule.name=wsd never decays; use schedule.name=constant"),
+        ({"name": "wsd", "min_ratio": 1}, "schedule.min_ratio=1 with schedule.name=wsd never decays; lower it, or set schedule.name=constant and remove schedule.min_ratio"),
         ({"name": "wsd", "decay_shape": "exponential", "min_ratio": 0.0}, "schedule.decay_shape=exponential never reaches schedule.min_ratio=0"),
         ({"name": "piecewise"}, "schedule.name=piecewise has no schedule.stages"),
         ({"name": "piecewise", "warmup_steps": 10, "stages": [RateStage(990, 0.5), RateStage(1, 0.1)]}, "schedule.stages.1 begins after step 1000, the end of the run"),
@@ -142,8 +142,17 @@ def test_schedules_that_cannot_be_are_refused(written, message):
 
 
 def test_a_schedule_that_just_fits_is_taken():
-    for schedule in (Schedule(name="wsd", warmup_steps=4, decay_steps=996), Schedule(warmup_steps=STEPS)):
+    all_warmup = Schedule(name="piecewise", warmup_steps=STEPS, stages=[RateStage(5, 0.5), RateStage(5, 0.1)])
+    for schedule in (Schedule(name="wsd", warmup_steps=4, decay_steps=996), Schedule(warmup_steps=STEPS), all_warmup):
         check(schedule, STEPS, schedule)
+
+
+def test_a_smoke_run_of_a_recipe_with_stages_is_all_warmup():
+    """It was told to shorten the stages before the first one. Other schedules shorten their warmup."""
+    recipe = Schedule(name="piecewise", warmup_steps=500, stages=[RateStage(5, 0.5)])
+    shortened = fit(recipe, 20)
+    check(shortened, 20, recipe)
+    assert shortened.warmup_steps == 20 and learning_rate(shortened, 1.0, 20, 20) == 1.0
 
 
 @settings(deadline=None)

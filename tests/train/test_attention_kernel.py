@@ -9,7 +9,7 @@ import torch
 from running import run_main
 
 from pretrain.config.load import load_config
-from pretrain.config.model_schema import Model
+from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.attention import attend, changing_shapes
@@ -17,6 +17,7 @@ from pretrain.models.families import complete
 from pretrain.models.generate import generate
 from pretrain.parallel.initialise import initialise
 from pretrain.train.attention_kernel import check_attention_kernel, set_attention_kernel
+from pretrain.train.resolve import resolve
 
 ENABLED = {
     "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
@@ -42,46 +43,105 @@ def test_a_package_that_is_not_there_is_named():
     assert all(enabled() for enabled in ENABLED.values())
 
 
-def test_a_kernel_without_effect_or_without_masks_is_refused(pool, config_file):
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_a_kernel_without_effect_on_a_cpu_is_refused(pool, config_file):
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "--check", "run.attention_kernel=cudnn")
     assert code == 2 and "run.attention_kernel=cudnn has no effect on a CPU for this model and its data; set it to auto" in printed
-    cpu, flash = torch.device("cpu"), ["run.attention_kernel=flash", "precision.compute=bf16"]
-    for effective in ([], ["data.sequence_length=300"], ["data.document_mask=true", "data.sequence_length=128"]):
-        check_attention_kernel(load_config(config_file, [*flash, *effective])[0], cpu)
-    for without in (["precision.compute=fp32"], ["model.attention.soft_cap=30"], ["data.document_mask=true", "data.sequence_length=300"]):
+    flash = ["run.attention_kernel=flash", "precision.compute=bf16"]
+    effective = [
+        [],
+        ["data.sequence_length=300"],
+        ["data.document_mask=true", "data.sequence_length=128"],
+        ["data.sequence_length=300", "model.attention={window: 300}"],
+        ["data.sequence_length=300", "model.attention={window: 30, window_pattern: [true, false]}"],
+    ]
+    for values in effective:
+        check_attention_kernel(resolve(load_config(config_file, [*flash, *FAMILY, *values])[0]), CPU)
+    without = [
+        ["precision.compute=fp32"],
+        ["model.attention.soft_cap=30"],
+        ["data.document_mask=true", "data.sequence_length=300"],
+        ["data.sequence_length=300", "model.attention={window: 30}"],
+    ]
+    for values in without:
         with pytest.raises(ConfigError, match="run.attention_kernel=flash has no effect on a CPU"):
-            check_attention_kernel(load_config(config_file, [*flash, *without])[0], cpu)
-    for asked in ("flash", "cudnn", "FA3"):
-        config, _ = load_config(config_file, [f"run.attention_kernel={asked}", "precision.compute=fp32"])
-        with pytest.raises(ConfigError, match=f"run.attention_kernel={asked} does not compute in fp32"):
-            check_attention_kernel(config, torch.device("cuda"))
-    config, _ = load_config(config_file, ["run.attention_kernel=flash", "precision.compute=bf16", "data.document_mask=true"])
-    with pytest.raises(ConfigError, match="run.attention_kernel=flash takes no masks"):
-        check_attention_kernel(config, torch.device("cuda"))
-    free = dataclasses.replace(config, run=dataclasses.replace(config.run, attention_kernel="efficient"))
-    check_attention_kernel(free, torch.device("cuda"))
+            check_attention_kernel(resolve(load_config(config_file, [*flash, *FAMILY, *values])[0]), CPU)
+
+
+FAMILY = ["model.family=custom", "parallel.strategy=fsdp"]
+SDPA, MASK = "model.attention_backend=sdpa", "data.document_mask=true"
+WINDOW, SOME = "model.attention.window=8", "model.attention={window: 8, window_pattern: [true, false]}"
+FLEX = "model.head_dim=16"  # of which FlexAttention compiles its kernels, so that `auto` takes it
+RING = ["parallel.context=2", "parallel.context_method=ring"]
+WIDE = ["model.head_dim=264"]
+LATENT = "model.latent={kv_rank: 16, plain_dim: %d, rope_dim: 8, value_dim: 16}"
 
 
 @pytest.mark.parametrize(
     ("asked", "values", "said"),
     [
-        ("flash", ["parallel.context=2"], "takes no masks, and parallel.context needs them; use efficient"),
-        ("FA3", ["model.encoder.layers=2"], "takes no masks, and an encoder-decoder needs them; use efficient"),
-        ("flash", ["model.positions=relative"], "takes no masks, and model.positions=relative needs them; use efficient"),
-        ("flash", ["model.latent.kv_rank=16"], "needs keys and values of one width, which model.latent has not; use efficient"),
-        ("cudnn", ["model.positions=relative"], "trains no bias, and model.positions=relative has one; use efficient"),
-        ("cudnn", ["run.deterministic=true"], "is not deterministic in backward; set run.deterministic=false, or use efficient"),
-        ("cudnn", ["parallel.context=2", "parallel.context_method=ring"], "has no effect with parallel.context_method=ring, which has the efficient kernel; set it to auto"),
+        ("flash", ["precision.compute=fp32"], "does not compute in fp32; use efficient"),
+        ("cudnn", ["precision.compute=fp32"], "does not compute in fp32; use efficient"),
+        ("FA3", ["precision.compute=fp32"], "does not compute in fp32; use efficient"),
+        ("flash", [MASK, SDPA], "takes no masks, and this model or its data need them; use cudnn or efficient"),
+        ("flash", [MASK, SDPA, "run.deterministic=true"], "takes no masks, and this model or its data need them; use efficient"),
+        ("flash", [SOME, SDPA], "takes no masks, and this model or its data need them; use cudnn or efficient"),
+        ("flash", ["parallel.context=2"], "takes no masks, and parallel.context needs them; use cudnn or efficient"),
+        ("cudnn", ["run.deterministic=true"], "is not deterministic in backward, as run.deterministic asks; use efficient"),
+        ("cudnn", RING, "has no effect with parallel.context_method=ring, which has the efficient kernel; set it to auto"),
+        ("flash", [MASK, FLEX], "has no effect where FlexAttention computes all layers (model.attention_backend); set it to auto"),
+        ("efficient", [WINDOW, FLEX], "has no effect where FlexAttention computes all layers (model.attention_backend); set it to auto"),
+        ("math", ["model.attention.soft_cap=30", SDPA], "has no effect with model.attention.soft_cap, which no kernel of torch's computes; set it to auto"),
+        ("cudnn", ["model.attention.sinks=true", SDPA], "has no effect with model.attention.sinks, which no kernel of torch's computes; set it to auto"),
+        ("cudnn", ["model.head_dim=12"], "computes heads of multiples of 8, and this model's have 12; set it to auto"),
+        ("efficient", ["model.head_dim=12"], "computes heads of multiples of 8, and this model's have 12; set it to auto"),
+        ("efficient", ["model.head_dim=6", "precision.compute=fp32"], "computes heads of multiples of 4, and this model's have 6; set it to auto"),
+        ("flash", WIDE, "computes heads of at most 256, and this model's have 264; use cudnn or efficient"),
+        ("flash", [LATENT % 16, "model.kv_heads=4"], "needs keys and values of one width, and those of model.latent have 24 and 16; use cudnn or efficient"),
     ],
 )  # fmt: skip
 def test_what_a_kernel_of_a_gpu_cannot_compute_is_refused_before_the_first_step(config_file, asked, values, said):
-    """torch ended in "No available kernel" at the first step."""
-    common = ["model.family=custom", "parallel.strategy=fsdp", "precision.compute=bf16"]
-    config, _ = load_config(config_file, [*common, *values, f"run.attention_kernel={asked}"])
+    """torch ended in "No available kernel" at the first step, or the key did nothing."""
+    common = ["precision.compute=bf16", *FAMILY, f"run.attention_kernel={asked}"]
     with pytest.raises(ConfigError) as caught:
-        check_attention_kernel(config, torch.device("cuda"))
+        check_attention_kernel(resolve(load_config(config_file, [*common, *values])[0]), GPU)
     assert str(caught.value) == f"run.attention_kernel={asked} {said}"
-    check_attention_kernel(load_config(config_file, [*common, *values, "run.attention_kernel=efficient"])[0], torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "values"),
+    [
+        ("flash", ["model.attention.window=100000"]),  # no sample is so long, and no mask is built
+        ("flash", [SOME, FLEX]),  # FlexAttention computes the layers with a window
+        ("flash", ["model.head_dim=12"]),  # torch fills its rows up
+        ("flash", [LATENT % 8, "model.kv_heads=4"]),
+        ("efficient", [MASK, SDPA]),
+        ("efficient", ["precision.compute=fp32", "model.head_dim=12"]),
+        ("efficient", RING),
+        ("math", []),
+        ("cudnn", [SOME, FLEX]),
+    ],
+)
+def test_a_kernel_that_computes_some_attention_is_taken(config_file, asked, values):
+    common = ["precision.compute=bf16", *FAMILY, f"run.attention_kernel={asked}"]
+    check_attention_kernel(resolve(load_config(config_file, [*common, *values])[0]), GPU)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("FA3", "takes no masks, and an encoder-decoder needs them; use efficient"),
+        ("cudnn", "trains no bias, and model.positions=relative has one; use efficient"),
+    ],
+)
+def test_kernels_without_biases_cannot_train_t5(config_file, asked, said):
+    given = load_config(config_file, ["precision.compute=bf16", f"run.attention_kernel={asked}"])[0]
+    model = complete(Model(family="t5", dim=32, layers=1, heads=2, vocab_size=64, encoder=EncoderConfig(layers=1)), 32)
+    with pytest.raises(ConfigError) as caught:
+        check_attention_kernel(dataclasses.replace(given, model=model), GPU)
+    assert str(caught.value) == f"run.attention_kernel={asked} {said}"
 
 
 def test_cudnn_plans_no_kernel_where_shapes_change(tmp_path):

@@ -170,10 +170,9 @@ def remove(path: Path) -> bool:
     return not os.path.lexists(path)
 
 
-def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) -> list[Path]:
-    """Give up the checkpoints that need not be kept. They are renamed, and returned so: `remove` has to follow. `newest`, just committed, stays.
-
-    Later ones are no part of this run's past: they neither count nor are given up. Raises OSError where one cannot be renamed.
+def outdated(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) -> list[Path]:
+    """The checkpoints that need not be kept. `newest`, just committed, stays. Later ones are no part of this run's past: they neither count nor
+    are among them.
     """
     if keep_last == 0:
         return []
@@ -181,15 +180,16 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every_steps: int) ->
     keep = {newest, *found[-keep_last:]}
     if keep_every_steps:
         keep |= {p for p in found if step_of(p) % keep_every_steps == 0}
-    return [_give_up(path) for path in found if path not in keep]
+    return [path for path in found if path not in keep]
 
 
 def discard(path: Path) -> None:
     """Remove a checkpoint directory. From the first moment on it is no checkpoint any more."""
-    remove(_give_up(path))
+    remove(give_up(path))
 
 
-def _give_up(path: Path) -> Path:
+def give_up(path: Path) -> Path:
+    """Rename a checkpoint, so that it is none any more; its new name. `remove` has to follow. Raises OSError where it cannot be renamed."""
     aside = _free(path.with_name(f".removing-{path.name}"))
     os.rename(path, aside)
     return aside

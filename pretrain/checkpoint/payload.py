@@ -37,6 +37,8 @@ from pretrain.errors import CheckpointError
 from pretrain.optim.optimizer import OptimizerSet
 
 METADATA_FILE = ".metadata"
+PORTION_BYTES = 1 << 30
+"""What a rank reads of a checkpoint before all ranks hear of it. They wait for one portion at most `parallel.timeout_seconds`."""
 
 
 # ---- names ------------------------------------------------------------------------------------------------------------
@@ -123,16 +125,21 @@ class Payload:
         """Read into `tensors` in place, on all ranks together. A rank reads the pieces that its shards of them need. Of `replicas`, which hold equal
         parts of all these tensors, the first one reads, and the others get them from it: storage would be read by each node anew.
 
+        It goes portion by portion: those that wait for storage that is slow, or for another's, wait for one portion and not for a whole state.
+
         Raises CheckpointError on all ranks before anything is read if a name is missing, a shape differs, or a number format does, unless
         the load `converts` (DCP itself does silently).
         """
         ranks.attempt("contents of a checkpoint", lambda: self._check_fit(tensors, converts), CheckpointError)
-        reads = replicas is None or replicas.get_local_rank() == 0
-        ranks.attempt("loading of a checkpoint", lambda: self._fill(tensors) if reads else None, CheckpointError)
-        if replicas is not None:
-            with ranks.part("state from the replica that read it", device=True):
-                for tensor in tensors.values():
-                    _hand_on(tensor, replicas.get_group())
+        reads, portions = replicas is None or replicas.get_local_rank() == 0, _portions(tensors)
+        for number in range(ranks.largest("portions of a checkpoint", len(portions))):
+            portion = portions[number] if number < len(portions) else {}  # stages of a pipeline differ
+            own = portion if reads else {}
+            ranks.attempt("loading of a checkpoint", lambda own=own: own and self._fill(own), CheckpointError, storage=True)
+            if replicas is not None:
+                with ranks.part("state from the replica that read it", device=True):
+                    for tensor in portion.values():
+                        _hand_on(tensor, replicas.get_group())
 
     def _check_fit(self, tensors: dict[str, Tensor], converts: bool) -> None:
         for name, tensor in tensors.items():
@@ -162,6 +169,20 @@ class Payload:
     @functools.cached_property
     def _metadata(self) -> Metadata:
         return read_metadata(self.checkpoint)
+
+
+def _portions(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The tensors in portions of which this rank's parts have `PORTION_BYTES` at most, but for a larger tensor, which is one of its own."""
+    portions: list[dict[str, Tensor]] = []
+    room = 0
+    for name, tensor in tensors.items():
+        size = local(tensor).nbytes
+        if not portions or size > room:
+            portions.append({})
+            room = PORTION_BYTES
+        portions[-1][name] = tensor
+        room -= size
+    return portions
 
 
 @torch.no_grad()

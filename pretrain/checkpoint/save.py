@@ -209,14 +209,30 @@ def retire(target: Path, policy: Checkpoint) -> threading.Thread:
     removed is warned of: the run needs the new checkpoint, not the room of the old one.
     """
     left: list[Path] = []
-    try:
-        files.retire(target.parent, target, policy.keep_last, policy.keep_every_steps)
+    for path in files.outdated(target.parent, target, policy.keep_last, policy.keep_every_steps):
+        with _tried_again():
+            files.give_up(path)
+    with _tried_again():
         left = files.unfinished(target.parent)  # also what an earlier removal could not remove
-    except OSError as error:
-        log.warning("an older checkpoint could not be removed, which is tried again at the next save: %s", reason_of(error))
-    thread = threading.Thread(target=lambda: [files.remove(path) for path in left], name="removal of older checkpoints")
+
+    def remove() -> None:
+        for path in left:
+            if not files.remove(path):
+                log.warning(
+                    "an older checkpoint could not be removed, which is tried again at the next save: %s is still there", path
+                )
+
+    thread = threading.Thread(target=remove, name="removal of older checkpoints")
     thread.start()
     return thread
+
+
+@contextmanager
+def _tried_again() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        log.warning("an older checkpoint could not be removed, which is tried again at the next save: %s", reason_of(error))
 
 
 def write_checkpoint(

@@ -126,10 +126,11 @@ class Continuation:
         return self._saving is not None and not self._saving.is_written
 
     def wait(self) -> None:
-        """Let what this rank still writes or removes come to an end. A process that ends while it writes would be aborted by torch's threads."""
-        for thread in (self._saving and self._saving.thread, self._removal):
-            if thread is not None:
-                thread.join(self.plan.config.parallel.timeout_seconds)
+        """Let what this rank still writes come to an end. A process that ends while it writes would be aborted by torch's threads. (Python itself
+        waits for a removal, and the other ranks need not.)
+        """
+        if self._saving is not None and self._saving.thread is not None:
+            self._saving.thread.join(self.plan.config.parallel.timeout_seconds)
 
     @property
     def is_saving(self) -> bool:

@@ -196,6 +196,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
         ranks.monitor.keep_record(directory.path / "logs", end)
     rank_file = RankFile(directory.path)
     try:
+        verify_everywhere(plan.data.holdings, False, ranks)  # before a directory is made for a run that cannot start
         _claim(directory, ranks)
         ranks.tell_of_ranks(rank_file.put)
         origin = find_starting_point(plan, directory, ranks)
@@ -208,7 +209,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
             ]
             for line in [*lines, *origin.lines]:
                 log.info(line)
-        _verify_data(plan, ranks)
+        _hash_data(plan, ranks)
         with ranks.part("construction of the model", device=True):
             trainer = Trainer(plan, ranks, directory, origin, extensions)
         evaluated = ranks.on_main("status of the run", lambda: directory.status().get("state") == "finished", CheckpointError)
@@ -273,10 +274,9 @@ def _record_start(directory: RunDirectory, plan: Plan, ranks: Ranks, trainer: Tr
     directory.write_status("running", trainer.progress.step)
 
 
-def _verify_data(plan: Plan, ranks: Ranks) -> None:
+def _hash_data(plan: Plan, ranks: Ranks) -> None:
     started = time.monotonic()
-    hashed = verify_everywhere(plan.data.holdings, plan.config.data.verify == "full", ranks)
-    if ranks.is_main and hashed:
+    if plan.config.data.verify == "full" and verify_everywhere(plan.data.holdings, True, ranks) and ranks.is_main:
         log.info("data: every shard matches its sha256 (%s)", duration(time.monotonic() - started))
 
 

@@ -235,7 +235,8 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path):
         path.mkdir()
         files.write_json(path / files.MANIFEST, {})
     policy = Checkpoint(keep_last=1, keep_every_steps=200)
-    removed = files.retire(tmp_path, tmp_path / "step-00000400", policy.keep_last, policy.keep_every_steps)
+    old = files.outdated(tmp_path, tmp_path / "step-00000400", policy.keep_last, policy.keep_every_steps)
+    removed = [files.give_up(path) for path in old]
     assert [p.name for p in removed] == [".removing-step-00000100", ".removing-step-00000300"]
     assert [p.name for p in files.complete_checkpoints(tmp_path)] == ["step-00000200", "step-00000400"]
 
@@ -252,6 +253,42 @@ def test_files_of_older_checkpoints_are_removed_beside_training(tmp_path, monkey
     gate.set()
     thread.join(20)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def saved(folder: Path, *steps: int) -> None:
+    for step in steps:
+        (folder / files.directory_of(step)).mkdir()
+        files.write_json(folder / files.directory_of(step) / files.MANIFEST, {})
+
+
+def test_an_old_checkpoint_that_stays_is_named_at_each_save(tmp_path, monkeypatch, caplog):
+    """Its files were left behind under a hidden name, without a word."""
+    saved(tmp_path, 1, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda path, **options: None)  # as with a read-only folder
+        for _ in range(2):
+            save.retire(tmp_path / files.directory_of(2), Checkpoint(keep_last=1)).join(20)
+    said = f"an older checkpoint could not be removed, which is tried again at the next save: {tmp_path}/.removing-step-00000001 is still there"
+    assert [record.message for record in caplog.records] == [said] * 2
+    save.retire(tmp_path / files.directory_of(2), Checkpoint(keep_last=1)).join(20)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"] and len(caplog.records) == 2
+
+
+def test_one_checkpoint_that_cannot_be_renamed_does_not_keep_all_others(tmp_path, monkeypatch, caplog):
+    """It ended retention for all, as well as the removal of what was left before, so that the disk filled up."""
+    saved(tmp_path, 1, 2, 3, 4)
+    (tmp_path / ".removing-step-00000000").mkdir()
+    rename = os.rename
+
+    def pinned(source, target):
+        if Path(source).name == files.directory_of(1):
+            raise PermissionError(1, "Operation not permitted", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", pinned)
+    save.retire(tmp_path / files.directory_of(4), Checkpoint(keep_last=1)).join(20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
+    assert "step-00000001" in caplog.text and caplog.text.count("could not be removed") == 1
 
 
 def test_what_a_crashed_save_left_is_ignored_and_removed(pool, config_file, run):

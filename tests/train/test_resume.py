@@ -1,12 +1,15 @@
 """A run that was interrupted and continued is the run that was not: same samples, same numbers, on any layout."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
 from running import cut_after, largest_relative_difference, losses, run_main, some_slow, state_of, train
 
+from pretrain.checkpoint import payload
 from pretrain.checkpoint.payload import Payload
+from pretrain.distributed.shards import local
 
 EVERY = ("log.every_steps=1", "checkpoint.keep_last=0")
 DDP2 = (2, "parallel.strategy=ddp")
@@ -76,6 +79,33 @@ def test_one_replica_reads_a_checkpoint_for_the_others(pool, trained_run, config
     assert [code for code, _ in ranks] == [0] * world
     own = [count for _, count in ranks]
     assert own[: world // 2] == [own[0]] * (world // 2) and own[0] > 20 and not any(own[world // 2 :])
+
+
+def in_portions(config_file: str, *overrides: str) -> tuple[int, list[list[int]]]:
+    """A run's exit code, and the bytes of the tensors that this rank read, by portion of at most 3,000."""
+    portions, fill = [], Payload._fill
+
+    def recorded(self, tensors):
+        portions.append([local(tensor).nbytes for tensor in tensors.values()])
+        fill(self, tensors)
+
+    with patch.object(Payload, "_fill", recorded), patch.object(payload, "PORTION_BYTES", 3_000):
+        return run_main(config_file, *overrides)[0], portions
+
+
+@pytest.mark.parametrize("layout", some_slow(["ddp 2", "fsdp 2 x pipeline 2"], ["ddp 2"]))
+def test_a_state_is_read_in_portions_so_that_no_rank_waits_long_for_another(pool, trained_run, config_file, layout):
+    """Replicas waited for the one that reads in one collective, whose limit ended the start where storage was slow."""
+    world, *options = LAYOUTS[layout]
+    short = (*BATCH, *EVERY, "run.steps=5", "schedule.warmup_steps=1")
+    origin = trained_run(2, config_file, "run.name=origin", *short, "parallel.strategy=fsdp")
+    resumed = (*short, "run.name=again", f"run.resume={origin / 'checkpoints' / 'step-00000005'}", *options)
+    ranks = pool.launch(world, in_portions, str(config_file), *resumed)
+    assert [code for code, _ in ranks] == [0] * world
+    counts = [len(portions) for _, portions in ranks]
+    assert counts[0] > 10 and (len(set(counts)) > 1 or "pipeline" not in layout)
+    assert all(sum(portion) <= 3_000 or len(portion) == 1 for _, portions in ranks for portion in portions)
+    assert equal(state_of(config_file.parent / "runs" / "again", 5), state_of(origin, 5))
 
 
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS, {"ddp 2", "ddp 4", "fsdp 2", "fsdp 3", "tensor 2", "fsdp 2 x tensor 2", "fsdp 2 x context 2", "pipeline 2"}))

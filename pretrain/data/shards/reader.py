@@ -322,11 +322,13 @@ class PreparedData:
 
         Behind a URL this downloads those that are not in the cache. Raises DataError naming the first damaged one.
         """
-        for shard, entry in enumerate(self.manifest.shards):
+        for shard in range(len(self.manifest.shards)):
             if self._remote is not None:
                 self._remote.verify([self._file((shard, True))], fetch=True)
             else:
-                check_content(self.path / entry.index_file, entry.index_sha256)
+                file = self._file((shard, True))
+                check_size(self.path / file.name, file.size)
+                check_content(self.path / file.name, file.sha256)
             self._check_documents(shard)
 
     def _check_documents(self, shard: int) -> None:

@@ -161,7 +161,7 @@ def _budget(wanted: int) -> int:
     return max(_LEAST, min(_MOST, soft // 2))
 
 
-def check_size(file: Path, expected: int) -> None:
+def check_size(file: Path | str, expected: int) -> None:
     """Raise DataError unless `file` exists and has this many bytes."""
     try:
         found = os.stat(file)  # one question, because 10^4 shards are 3 * 10^4 files

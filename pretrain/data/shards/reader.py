@@ -310,7 +310,7 @@ class PreparedData:
             return
         for shard in shards:
             for file in self.manifest.shards[shard].stored(self.dtype):
-                check_size(self.path / file.name, file.size)
+                check_size(self._place(file.name), file.size)
                 if hashes:
                     check_content(self.path / file.name, file.sha256)
             if hashes:

@@ -102,7 +102,7 @@ def page(step: int, trace: str, usage: Usage) -> str:
     if whole > usage.peak:
         lines += [
             "",
-            f"At most {usage.peak / 1e6:.1f} MB were in use. The parts add up to more: memory of a tensor that is never written to is not used.",
+            f"At most {usage.peak / 1e6:.1f} MB were in use. The parts add up to more: not all were there at once, or some memory was never written to.",
         ]
     lines += ["", "| memory at the peak | MB | share |", "|---|---:|---:|"]
     lines += [f"| {name} | {size / 1e6:.1f} | {size / whole:.1%} |" for name, size in usage.memory.items()]

@@ -195,7 +195,8 @@ class Trainer:
         allowed = self.config.optim.skip_nonfinite
         if self.progress.skipped_in_a_row > allowed:
             self._finish_save()  # it is of a good step
-            row = f", after {allowed} in a row that were skipped" if allowed else ""
+            before = self.progress.skipped_in_a_row - 1
+            row = f", after {before} in a row that were skipped" if before else ""
             raise TrainingError(
                 f"{what}: the step was not taken{row}; {self.continuation.describe_last()}: lower optim.lr or look at the samples, then run "
                 "again; optim.skip_nonfinite=N leaves out up to N such steps in a row"

@@ -8,7 +8,7 @@ While the main thread waits in a collective it can neither speak nor look at a s
     told to stop, no progress for 15 s    the stacks of all threads go to the log; where it is certain that a rank hangs, the run ends
 
 It is certain when each rank that the others wait for is gone, does not answer, or has not computed, read or written for a minute. A
-busy rank is never ended, however long it takes. A rank that saves counts as busy for `timeout_seconds`, because storage may let it
+busy rank is never ended, however long it takes. A rank that saves or loads counts as busy for `timeout_seconds`, because storage may let it
 wait without a sign.
 """
 

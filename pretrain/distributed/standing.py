@@ -22,7 +22,7 @@ class Mark:
 
     `number` counts the control operations that it has begun; every rank has the same order. `device`: the ranks exchange gradients or
     weights in this part, so it may wait for another rank without saying so. `exchanges`: on a CPU it sleeps only to wait for them.
-    `storage`: this part writes or removes files, and may wait for storage without a sign.
+    `storage`: this part reads, writes or removes files, and may wait for storage without a sign.
     """
 
     number: int = 0

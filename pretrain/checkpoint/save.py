@@ -208,8 +208,11 @@ def retire(target: Path, policy: Checkpoint) -> threading.Thread:
     The thread removes their files, which may take minutes. Ranks need not wait for it, and the next save should, for the room. What cannot be
     removed is warned of: the run needs the new checkpoint, not the room of the old one.
     """
+    old: list[Path] = []
     left: list[Path] = []
-    for path in files.outdated(target.parent, target, policy.keep_last, policy.keep_every_steps):
+    with _tried_again():
+        old = files.outdated(target.parent, target, policy.keep_last, policy.keep_every_steps)
+    for path in old:
         with _tried_again():
             files.give_up(path)
     with _tried_again():

@@ -100,7 +100,7 @@ class PackIndex:
         return len(self.sha256)
 
     def verify(self, part: int = 0, parts: int = 1, hashes: bool = True) -> None:
-        """Hash the files i with i % parts == part. Raises DataError naming the first damaged file. `open_index` has seen their sizes."""
+        """With `hashes`, hash the files i with i % parts == part; `open_index` has seen their sizes. Raises DataError naming the first damaged file."""
         for name, expected in sorted(self.sha256.items())[part::parts]:
             if hashes and sha256_of(self.path / name) != expected:
                 raise DataError(f"{self.path / name}: content does not match its hash in manifest.json; remove {self.path}")

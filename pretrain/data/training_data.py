@@ -343,7 +343,7 @@ class RanksOfRun(Protocol):
 
     def gather(self, name: str, value: Any) -> list[Any]: ...
 
-    def attempt(self, name: str, action: Callable[[], Any], kind: type[UserError]) -> Any: ...
+    def attempt(self, name: str, action: Callable[[], Any], kind: type[UserError], storage: bool = False) -> Any: ...
 
 
 def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksOfRun) -> bool:
@@ -371,7 +371,7 @@ def verify_everywhere(held: list[tuple[str, Holding]], full: bool, ranks: RanksO
                 raise DataError(f"{key}: {error}") from error
             dealt[together] += holding.pieces_to_verify
 
-    ranks.attempt("hashes of the data" if full else "files of the data", verify, DataError)
+    ranks.attempt("hashes of the data" if full else "files of the data", verify, DataError, storage=True)
     return full and bool(held)
 
 

@@ -301,7 +301,7 @@ class Monitor(threading.Thread):
     def _idle(self) -> float:
         """Seconds for which this process has done nothing. Work on a GPU cannot be seen, nor can an interruptible wait for storage
         (FUSE, Lustre), so both count as busy. A wait for storage does so for `timeout_seconds` at most: no rank waits longer for a
-        save.
+        save or a load.
         """
         if self.mark.device and self.busy_elsewhere:
             return 0.0

@@ -122,7 +122,7 @@ class Ranks:
         """Name a part of this rank's work. Ranks that wait can see the name, and a collective that fails in the part is explained.
 
         `device`: the ranks exchange gradients or weights in it. `exchanges`: on a CPU it sleeps only to wait for them. `storage`: it
-        reads, writes or removes many files. A stop that ends it loses what it wrote.
+        reads, writes or removes files, and may wait for storage without a sign.
         """
         return self.monitor.doing(name, device=device, storage=storage, exchanges=exchanges) if self.monitor else nullcontext()
 

@@ -154,7 +154,7 @@ def _count_starts(run: Path) -> int:
 
 
 def _events(run: Path, most: int = 6) -> Iterable[RenderableType]:
-    """The newest warnings and errors of all ranks. Late and lost ranks are among them: the main rank names them."""
+    """The newest warnings and errors in the logs that were written to last. Late and lost ranks are among them: the main rank names them."""
     found = []
     states = {log: log.stat() for log in (run / "logs").glob("rank-*.log")}
     for log in sorted(states, key=lambda log: states[log].st_mtime_ns)[-MOST_LOGS:]:

@@ -66,7 +66,7 @@ def check(schedule: Schedule, steps: int, written: Schedule) -> None:
         )
     if schedule.name == "wsd" and math.isclose(schedule.min_ratio, 1):
         raise ConfigError(
-            "schedule.min_ratio=1 with schedule.name=wsd never decays; lower it, or set schedule.name=constant and remove schedule.min_ratio and what else belongs to a decay"
+            "schedule.min_ratio=1 with schedule.name=wsd never decays; lower it, or set schedule.name=constant and remove schedule.min_ratio and schedule.decay_*"
         )
     if schedule.name == "wsd" and schedule.decay_shape == "exponential" and not schedule.min_ratio:
         raise ConfigError("schedule.decay_shape=exponential never reaches schedule.min_ratio=0; use 0.01, or another shape")

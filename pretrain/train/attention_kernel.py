@@ -68,6 +68,8 @@ def _refusal(config: Config, device: torch.device, asked: str) -> str | None:
         return "does not compute in fp32"
     if is_flash and needs_masks(config) and attention_backend(model, device, training=True) != "flex":
         return "takes no masks, and this model or its data need them"
+    if is_flash and config.validation.prompts:
+        return "takes no masks, and generation (validation.prompts) needs them"
     if is_flash and (model.encoder.layers or has_bias or shares_positions):
         what = "an encoder-decoder" if model.encoder.layers else "model.positions=relative" if has_bias else "parallel.context"
         return f"takes no masks, and {what} needs them"
@@ -75,7 +77,7 @@ def _refusal(config: Config, device: torch.device, asked: str) -> str | None:
         return "trains no bias, and model.positions=relative has one"
     if asked == "cudnn" and config.run.deterministic:
         return "is not deterministic in backward, as run.deterministic asks"
-    return _refusal_of_widths(config, asked) if family_of(model.family).masks else None
+    return _refusal_of_widths(config, asked) if family_of(model.family).splits else None
 
 
 def _refusal_of_widths(config: Config, asked: str) -> str | None:
@@ -90,7 +92,14 @@ def _refusal_of_widths(config: Config, asked: str) -> str | None:
             return f"computes heads of at most {_WIDEST}, and this model's have {key}"
     elif asked in ("cudnn", "efficient") and (key % unit or value % unit):
         return f"computes heads of multiples of {unit}, and this model's have {key if key % unit else value}"
+    elif asked == "cudnn" and max(key, value) > (widest := _widest_of_cudnn()):
+        return f"computes heads of at most {widest}, and this model's have {max(key, value)}"
     return None
+
+
+def _widest_of_cudnn() -> int:
+    """Width of the widest head that cuDNN trains on this GPU: twice as wide on Hopper. A check without a GPU assumes one."""
+    return 128 if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9 else 256
 
 
 def _advice(config: Config, device: torch.device) -> str:

@@ -126,11 +126,14 @@ class Continuation:
         return self._saving is not None and not self._saving.is_written
 
     def wait(self) -> None:
-        """Let what this rank still writes come to an end. A process that ends while it writes would be aborted by torch's threads. (Python itself
-        waits for a removal, and the other ranks need not.)
-        """
+        """Let what this rank still writes come to an end. A process that ends while it writes would be aborted by torch's threads."""
         if self._saving is not None and self._saving.thread is not None:
             self._saving.thread.join(self.plan.config.parallel.timeout_seconds)
+
+    def wait_for_removal(self) -> None:
+        """Let the removal of older checkpoints come to an end, before another start may find them. No other rank has to wait for it."""
+        if self._removal is not None:
+            self._removal.join()
 
     @property
     def is_saving(self) -> bool:

@@ -226,10 +226,10 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
             outcome = trainer.fit(stop, export, evaluated)
             ranks.barrier("end of the run")
             if ranks.is_main:
-                reason = trainer.end_reason or _REASONS.get(outcome)
-                directory.write_status(outcome, trainer.progress.step, reason)
+                directory.write_status(outcome, trainer.progress.step, trainer.end_reason or _REASONS.get(outcome))
                 said = f" ({trainer.end_reason})" if trainer.end_reason else ""
                 log.info("%s at step %d: %s%s", outcome, trainer.progress.step, directory.path, said)
+            trainer.continuation.wait_for_removal()
     except BaseException as error:
         record(error)
         raise

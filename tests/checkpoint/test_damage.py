@@ -289,6 +289,9 @@ def test_one_checkpoint_that_cannot_be_renamed_does_not_keep_all_others(tmp_path
     save.retire(tmp_path / files.directory_of(4), Checkpoint(keep_last=1)).join(20)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
     assert "step-00000001" in caplog.text and caplog.text.count("could not be removed") == 1
+    monkeypatch.setattr(os, "listdir", lambda path: (_ for _ in ()).throw(OSError(116, "Stale file handle", str(path))))
+    save.retire(tmp_path / files.directory_of(4), Checkpoint(keep_last=1)).join(20)  # the run goes on
+    assert caplog.text.count("Stale file handle") == 2
 
 
 def test_what_a_crashed_save_left_is_ignored_and_removed(pool, config_file, run):

@@ -134,7 +134,7 @@ def test_the_ranks_share_even_the_sizes_of_files(tmp_path, byte_tokenizer, monke
     path, looked = write(tmp_path / "data", byte_tokenizer, [20] * 60), defaultdict(list)
     assert not PreparedData.open(path, sizes=False).is_remote
     monkeypatch.setattr(
-        "pretrain.data.shards.reader.check_size", lambda file, size: looked[threading.get_ident()].append(file.name)
+        "pretrain.data.shards.reader.check_size", lambda file, size: looked[threading.get_ident()].append(os.path.basename(file))
     )
     unseen = [Windows("a", PreparedData.open(path, sizes=False), 16) for _ in range(4)]
     assert not looked

@@ -98,7 +98,9 @@ LATENT = "model.latent={kv_rank: 16, plain_dim: %d, rope_dim: 8, value_dim: 16}"
         ("cudnn", ["model.head_dim=12"], "computes heads of multiples of 8, and this model's have 12; set it to auto"),
         ("efficient", ["model.head_dim=12"], "computes heads of multiples of 8, and this model's have 12; set it to auto"),
         ("efficient", ["model.head_dim=6", "precision.compute=fp32"], "computes heads of multiples of 4, and this model's have 6; set it to auto"),
-        ("flash", WIDE, "computes heads of at most 256, and this model's have 264; use cudnn or efficient"),
+        ("flash", WIDE, "computes heads of at most 256, and this model's have 264; use efficient"),
+        ("cudnn", WIDE, "computes heads of at most 256, and this model's have 264; use efficient"),
+        ("flash", ["validation.prompts=[a]", "validation.every_steps=1", "data.validation=[{path: x}]"], "takes no masks, and generation (validation.prompts) needs them; use cudnn or efficient"),
         ("flash", [LATENT % 16, "model.kv_heads=4"], "needs keys and values of one width, and those of model.latent have 24 and 16; use cudnn or efficient"),
     ],
 )  # fmt: skip

@@ -166,7 +166,7 @@ class PreparedData:
         """Tokens [start, start + count) of the stream, as a fresh int64 array.
 
         Finding the shard is O(log shards), and only the needed pages are read from disk. Raises IndexError outside the stream,
-        and DataError if a shard has changed its size since `open` or cannot be read.
+        and DataError if a shard has not the manifest's size or cannot be read.
         """
         if count < 0 or start < 0 or start + count > self.tokens:
             raise IndexError(f"{self.path}: tokens {start}..{start + count} are outside 0..{self.tokens}")

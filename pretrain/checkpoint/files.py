@@ -189,7 +189,7 @@ def discard(path: Path) -> None:
 
 
 def give_up(path: Path) -> Path:
-    """Rename a checkpoint, so that it is none any more; its new name. `remove` has to follow. Raises OSError where it cannot be renamed."""
+    """Rename a checkpoint to a hidden name, and return that. The run has it no more; `remove` has to follow. Raises OSError."""
     aside = _free(path.with_name(f".removing-{path.name}"))
     os.rename(path, aside)
     return aside

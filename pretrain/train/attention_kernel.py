@@ -55,7 +55,7 @@ def _without_effect(config: Config, device: torch.device, asked: str) -> str | N
 
 
 def _are_all_masked(config: Config) -> bool:
-    """Whether no layer is plainly causal, where some are not."""
+    """Whether every layer has more than the causal mask, given that some layer has (`needs_masks`)."""
     switches = config.model.attention
     return bool(config.data.document_mask or switches.soft_cap or switches.sinks) or all(has_windows(config.model))
 

@@ -29,7 +29,7 @@ def calls_of(part: Path, folder: Path) -> list[list[str]]:
     recorder.chmod(0o755)
     text = folder / "tinyshakespeare.txt"
     text.write_text("To be, or not to be\n")
-    environment = {**os.environ, "OUT": str(folder / "out"), "PY": str(recorder), "CALLS": str(calls), "TEXT": str(text), "TRY": ""}
+    environment = {**os.environ, "OUT": str(folder / "out"), "PY": str(recorder), "CALLS": str(calls), "TEXT": str(text), "TRY": "", "SECONDS_LEFT": "9999"}
     done = subprocess.run(["bash", str(part)], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / "out" / "rows.jsonl").read_text().splitlines()]
@@ -49,6 +49,8 @@ def test_every_row_is_a_command_that_exists(part, tmp_path):
         asked = bench.parser().parse_args(arguments) if program == "tools/bench.py" else None
         if asked is not None and asked.subject == "speed":
             config, _ = load_config(ROOT / asked.config, [f"data.sequence_length={asked.length}", *asked.overrides])
+        elif program == "tools/check_equivalence.py":
+            config, _ = load_config(ROOT / arguments[1], [argument for argument in arguments if argument.startswith(("run.", "parallel."))])
         elif program == "pretrain/run.py":
             config, _ = load_config(ROOT / arguments[1], [argument for argument in arguments[2:] if argument != "--check"])
         else:
@@ -58,9 +60,9 @@ def test_every_row_is_a_command_that_exists(part, tmp_path):
     assert checked >= 3
 
 
-def test_limits_of_rows_add_up_to_what_a_part_may_take():
-    """Ten minutes are all that a command gets there. Rows seldom take their limits, so these may add up to more."""
-    for part in PARTS:
-        lines = part.read_text().splitlines()
-        limits = [int(line.split()[2]) for line in lines if line.strip().startswith(("row ", "speed ", "[ -n")) and line.split()[2].isdigit()]
-        assert limits and sum(limits) < 900, part.name
+def test_a_row_without_time_is_left_out_with_a_line(tmp_path):
+    environment = {**os.environ, "OUT": str(tmp_path / "out"), "PY": "false", "SECONDS_LEFT": "19", "TRY": ""}
+    done = subprocess.run(["bash", str(PARTS[-1])], env=environment, capture_output=True, text=True, timeout=120)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) > 5 and all(row["rc"] is None for row in rows)
+    assert done.stdout.count("left out, because the part has taken") == len(rows)

@@ -1,35 +1,46 @@
 #!/usr/bin/env bash
-# Part 2 of a day on a GPU, at most 9 minutes: tokens per second, MFU and memory of the sizes that everyone asks for.
-#   bash tools/gpu_day/part2.sh
+# Part 2 of a day on a GPU, at most ten minutes, one row after the other: tokens per second, MFU and memory; fp8, quality on a text, the Hugging
+# Face Trainer, checkpoints, CUDA graphs. What matters most comes first: a row that finds less than 20 seconds left is left out.
+#   bash tools/gpu_day/part2.sh            (after part 1: put its compiled-* into build/, and nothing is compiled twice;
+#                                           TEXT=tinyshakespeare.txt, default build/tinyshakespeare.txt)
 
 source "$(dirname "$0")/rows.sh"
 
-bf16=precision.compute=bf16
-pure="precision={compute: bf16, master: bf16, moments: bf16}"
-row products 30 "$PY" - << 'PY'
-import os, time, torch
-device = "cuda" if torch.cuda.is_available() else "cpu"
-for size in (256,) if os.environ.get("TRY") else (1024, 2048, 4096, 8192):
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in "ab")
-    for turn in range(2):
-        begin = time.perf_counter()
-        for _ in range(20):
-            a @ b
-        torch.cuda.synchronize() if device == "cuda" else None
-    print(size, round(20 * 2 * size**3 / (time.perf_counter() - begin) / 1e12, 1), "TFLOP/s in bf16")
-PY
 profile=(--profile "$OUT")
 [ -z "${REHEARSAL_LIBRARY:-}" ] || profile=() # torch's profiler knows no pretended GPU
-# What matters most comes first: a part has ten minutes, and what is left of them decides whether a later row is measured.
-speed 1b_blocks 90 llama3.2-1b 4096 4 2 "${profile[@]}" $bf16 parallel.compile=blocks
-# KempnerForge's published shape: 10,471 tokens/s on one H200 (54.5% by our count of FLOPs).
-# 32 layers that are compiled one by one would take the whole limit, so blocks are: one for all of them.
-speed 8b_blocks 120 llama3.1-8b 4096 1 8 --steps 3 "$pure" parallel.compile=blocks
-speed 3b_blocks 80 llama3.2-3b 4096 2 4 --steps 5 $bf16 parallel.compile=blocks
-speed 1b_eager 60 llama3.2-1b 4096 4 2 $bf16
-speed 8b_recomputed 90 llama3.1-8b 4096 2 4 --steps 3 "$pure" parallel.compile=blocks parallel.activation_checkpointing=full
-speed 1b_fsdp 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks parallel.strategy=fsdp parallel.shard=1
-for kernel in flash efficient; do # torch's own choice is cuDNN's
-  [ -n "${TRY:-}" ] || speed "1b_$kernel" 60 llama3.2-1b 4096 4 2 $bf16 parallel.compile=blocks run.attention_kernel=$kernel
-done
+speed 3b_blocks 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks
+speed 3b_fp8 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks precision.fp8=tensorwise
+text=${TEXT:-build/tinyshakespeare.txt}
+if [ -f "$text" ]; then
+  head -c 1003854 "$text" > build/train.txt
+  tail -c +1003855 "$text" > build/validation.txt
+  row characters 20 "$PY" tools/train_tokenizer.py --input "$text" --model-type char --output quickstart/shakespeare/tokenizer
+  for part in train validation; do
+    row "characters_$part" 30 "$PY" tools/prepare_data.py --input build/$part.txt --tokenizer quickstart/shakespeare/tokenizer --output quickstart/shakespeare/$part
+  done
+  # nanoGPT's GPU size: 6 layers, 6 heads, width 384, context 256, batch 64; in 5,000 steps with dropout 0.2 it comes to 1.4697 at its best.
+  steps=${TRY:+4} warmup=${TRY:+2}
+  row shakespeare 100 "$PY" pretrain/run.py --config configs/shakespeare_char.yaml run.device=$device run.name=shakespeare_gpu "run.steps=${steps:-1500}" \
+    model.dim=384 model.layers=6 model.heads=6 model.ffn_dim=1024 model.dropout=0.25 data.sequence_length=256 batch.sequences=64 batch.micro_sequences=64 \
+    optim.lr=1e-3 "schedule.warmup_steps=${warmup:-100}" validation.every_steps=250 checkpoint.export_check=false $bf16 $blocks
+fi
+row hf_trainer 60 "$PY" tools/gpu_day/hf_trainer.py ${TRY:+--tiny}
+# How long training stands still for a checkpoint of 3 GB. A scale: of layers and of the vocabulary.
+scale=${TRY:+0.01}
+row checkpoint 120 "$PY" tools/bench.py checkpoint --model configs/models/llama3.2-1b.yaml --device $device --work build --json "$OUT/checkpoint.jsonl" --scale ${scale:-0.2}
+speed 1b_fsdp 60 llama3.2-1b 4096 4 2 $bf16 $blocks parallel.strategy=fsdp parallel.shard=1
+# A model whose kernels are short: where its milliseconds go, and what launching kernels together gains.
+speed small 50 llama-10m 256 64 1 --steps 20 "${profile[@]}" $bf16 $blocks
+[ $device = cpu ] || speed small_recorded 50 llama-10m 256 64 1 --steps 20 $bf16 $blocks parallel.cuda_graph=true
+# About the shape of autoresearch, which reports 1.665 million tokens/s on an H100.
+speed 50m 50 llama-10m 2048 128 2 --steps 5 model.dim=512 model.layers=8 model.heads=4 model.kv_heads=4 model.ffn_dim=1408 model.vocab_size=8192 $bf16 $blocks
+speed 8b_fp8 80 llama3.1-8b 4096 2 4 --steps 3 "$pure_fp8" $blocks
+# KempnerForge's published shape, as it ran it.
+speed 8b_recomputed 80 llama3.1-8b 4096 2 4 --steps 3 "$pure" $blocks parallel.activation_checkpointing=full
 speed 1b_model 80 llama3.2-1b 4096 4 2 $bf16 parallel.compile=model
+[ -n "${TRY:-}" ] || speed 1b_flash 50 llama3.2-1b 4096 4 2 $bf16 $blocks run.attention_kernel=flash # torch's own choice is cuDNN's
+speed 1b_eager 50 llama3.2-1b 4096 4 2 $bf16
+speed 1b_muon 50 llama3.2-1b 4096 4 2 $bf16 $blocks optim.name=muon
+speed 3b_rowwise 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks precision.fp8=rowwise
+# Its compiler works for more than a minute.
+row hf_trainer_compiled 200 "$PY" tools/gpu_day/hf_trainer.py --compile ${TRY:+--tiny}

@@ -1,13 +1,16 @@
 # What the parts of a day on a GPU share: each row has a time limit of its own, and none is stopped by another's failure. To be sourced.
 #
-#   OUT   folder for logs and results (default: build/gpu_day); rows.jsonl has a line per row, speed.jsonl one per measured speed
-#   TRY   set it to try the part with tiny models on a CPU, or on the pretended GPU of a rehearsal (tests/rehearsal), with ten times the limits
-#   PY    the Python to use (default: python3); build/wheels may have packages that it lacks
+#   OUT      folder for logs and results (default: build/gpu_day); rows.jsonl has a line per row, speed.jsonl one per measured speed
+#   SECONDS_LEFT  time that the part may take (default: 570, what a command of ten minutes has); rows get what is left of it
+#   TRY      set it to try the part with tiny models on a CPU, or on the pretended GPU of a rehearsal (tests/rehearsal), with ten times the limits
+#   PY       the Python to use (default: python3); build/wheels may have packages that it lacks
+#   COMMIT   what is measured, where there is no .git
 
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 OUT=${OUT:-build/gpu_day}
 PY=${PY:-python3}
+SECONDS_LEFT=${SECONDS_LEFT:-570}
 mkdir -p "$OUT" build
 if [ -d build/wheels ]; then
   $PY -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target build/site build/wheels/*.whl
@@ -24,29 +27,35 @@ else
   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 fi
 
-# At most eight files come back from a machine that is lent: what is large or many is packed.
+# What was compiled in an earlier part is not compiled again: it comes back as compiled-aa, -ab, ..., which are put into build/ for the next one.
+export TORCHINDUCTOR_CACHE_DIR=$PWD/build/compiled
+! ls build/compiled-* > /dev/null 2>&1 || cat build/compiled-* | tar -C build -xJ
+
+# At most eight files come back from a machine that is lent, each of at most 16 MB: what is large or many is packed.
 pack() {
-  tar -C "$OUT" -czf "$OUT/$(basename "$0" .sh).tgz" --exclude='*.tgz' --exclude='*.jsonl' . && rm -rf "$OUT"/*.log "$OUT"/profile
+  local packed=build/$(basename "$0" .sh).tgz
+  tar -C "$OUT" -czf "$packed" --exclude='*.jsonl' --exclude='*.gz' --exclude='*.tgz' . && rm -rf "$OUT"/*.log "$OUT"/profile && mv "$packed" "$OUT"
+  [ ! -d build/compiled ] || [ -n "${TRY:-}" ] || tar -C build -c compiled | xz -1 -T0 | split -b 15M - "$OUT/compiled-"
 }
 trap pack EXIT
 
 # row NAME SECONDS COMMAND...
 row() {
-  local name=$1 limit=$2 begin=$SECONDS rc=0 commit=${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null)}
+  local name=$1 limit=$2 begin=$SECONDS rc=0 commit=${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null)} shown
   shift 2
   if [ -n "${TRY:-}" ]; then
     limit=$((limit * 10))
-  elif [ $((570 - SECONDS)) -lt "$limit" ]; then
-    limit=$((570 - SECONDS)) # what is left of the ten minutes that a command has there
+  elif [ $((SECONDS_LEFT - SECONDS)) -lt "$limit" ]; then
+    limit=$((SECONDS_LEFT - SECONDS))
   fi
   if [ "$limit" -lt 20 ]; then
     printf '\n== %s: left out, because the part has taken %s s\n' "$name" "$SECONDS"
     printf '{"row": "%s", "rc": null, "seconds": 0, "commit": "%s"}\n' "$name" "$commit" >> "$OUT/rows.jsonl"
     return
   fi
-  printf '\n== %s (at most %s s, %s s into this part): %s\n' "$name" "$limit" "$SECONDS" "$*"
   timeout --signal=INT --kill-after=10 "$limit" "$@" > "$OUT/$name.log" 2>&1 || rc=$?
-  tail -n 12 "$OUT/$name.log" | cut -c1-300
+  shown=$(tail -n $((rc == 0 ? 3 : 12)) "$OUT/$name.log" | cut -c1-260)
+  printf '\n== %s: rc %s, %s s of %s, begun at %s s\n%s\n' "$name" "$rc" $((SECONDS - begin)) "$limit" "$begin" "$shown"
   printf '{"row": "%s", "rc": %s, "seconds": %s, "commit": "%s"}\n' "$name" "$rc" $((SECONDS - begin)) "$commit" >> "$OUT/rows.jsonl"
 }
 
@@ -60,3 +69,8 @@ speed() {
   row "$name" "$limit" "$PY" tools/bench.py speed --config "configs/models/$preset.yaml" --length "$length" --micro "$micro" --accumulation "$accumulation" \
     --name "$name" --json "$OUT/speed.jsonl" "$@" run.device=$device "${tiny[@]}"
 }
+
+bf16=precision.compute=bf16
+pure="precision={compute: bf16, master: bf16, moments: bf16}"
+pure_fp8="precision={compute: bf16, master: bf16, moments: bf16, fp8: tensorwise}"
+blocks=parallel.compile=blocks

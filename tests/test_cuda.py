@@ -12,13 +12,14 @@ from pretrain.config.model_schema import Model
 from pretrain.config.optim_schema import Optim
 from pretrain.errors import TrainingError
 from pretrain.models import build_network
+from pretrain.models.dropout import make_dropout
 from pretrain.models.families import complete
 from pretrain.models.loss import Losses
 from pretrain.observe.flops import PEAKS_BF16
 from pretrain.observe.metrics import read_metrics
 from pretrain.optim.adamw import AdamW
 from pretrain.optim.guarded import Formats
-from pretrain.optim.optimizer import OptimizerSet
+from pretrain.optim.optimizer import OptimizerSet, clip_gradients
 from pretrain.optim.rounding import round_at_random
 from pretrain.parallel.activation_offload import offload_activations
 from pretrain.parallel.blocks import recompute_blocks
@@ -35,12 +36,25 @@ CUDA = "run.device=cuda"
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def test_a_gpu_computes_what_the_cpu_computes_from_the_same_initial_weights(pool, config_file):
-    options = ("log.gradients_at=[1]", "run.steps=10", "optim.lr=3e-4")
+@pytest.mark.parametrize("asked", [(), ("model.dropout=0.2",), ("model.dropout=0.2", "parallel.compile=blocks")], ids=["", "dropout", "compiled"])
+def test_a_gpu_computes_what_the_cpu_computes_from_the_same_initial_weights(pool, config_file, asked):
+    options = ("log.gradients_at=[1]", "run.steps=10", "optim.lr=3e-4", *asked)
     cpu = train(pool, 1, config_file, "run.name=cpu", "run.device=cpu", *options)
     gpu = train(pool, 1, config_file, "run.name=gpu", CUDA, *options)
     assert largest_gradient_difference(gradients(gpu), gradients(cpu)) <= 1e-5
     assert largest_relative_difference(losses(gpu), losses(cpu)) <= 1e-5
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_a_gpu_drops_what_a_cpu_drops(compiled):
+    keys, x = torch.tensor([3, -7, 2**62]), torch.ones(3, 300, 70)
+    kept = {}
+    for device in ("cpu", "cuda"):
+        mask = make_dropout(0.2, keys.to(device), 70, 300).at("block.attention")
+        function = torch.compile(mask) if compiled and device == "cuda" else mask
+        kept[device] = function(x.to(device)).cpu()
+    assert torch.equal(kept["cuda"], kept["cpu"])
+    assert (kept["cuda"] == 0).float().mean().item() == pytest.approx(0.2, abs=0.01)
 
 
 def test_a_gpu_resumes_what_the_cpu_saved(pool, config_file):
@@ -298,6 +312,19 @@ def test_a_step_that_is_left_out_leaves_matrices_on_the_host_as_they_are():
         optimizer.step(1e-2, torch.zeros((), dtype=torch.bool, device="cuda"), number)
     assert bool((on_host == 1).all()) and bool((on_gpu == 1).all())
     assert all(float(state["step"]) == 0 for state in optimizer.optimizers[0].state.values())
+
+
+def test_gradients_in_bf16_are_scaled_as_a_cpu_scales_them():
+    """Operator by operator, a GPU rounds the factor to bf16 first."""
+    values = torch.randn(300, 70).to(torch.bfloat16)
+    scaled = {}
+    for device in ("cpu", "cuda"):
+        parameter = torch.nn.Parameter(values.to(device))
+        parameter.grad = values.to(device, copy=True)
+        norm = clip_gradients([parameter], 0.3)
+        scaled[device] = parameter.grad.cpu()
+        assert norm.item() == pytest.approx(values.double().norm().item(), rel=1e-6)
+    assert torch.equal(scaled["cuda"], scaled["cpu"]) and not torch.equal(scaled["cpu"], values)
 
 
 @pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])

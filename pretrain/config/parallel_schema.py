@@ -159,7 +159,7 @@ class Parallel:
     )
     backend: Literal["auto", "gloo", "nccl"] = key(
         "auto",
-        "Library for communication; `auto`: NCCL on CUDA, gloo on CPU. With gloo, processes may share a GPU, for tests.",
+        "Library for communication; `auto`: NCCL on CUDA, gloo on CPU. With gloo, processes of `strategy: ddp` may share a GPU, for tests.",
         when={"parallel.strategy": Except("single")},
     )
     timeout_seconds: int = key(

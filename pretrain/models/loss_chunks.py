@@ -60,6 +60,15 @@ def _chunk_bytes(on_cpu: bool, options: LossOptions) -> int:
     return options.chunk_bytes or (CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES)
 
 
+def rows_aligned(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty matrix, on a GPU with rows that begin at multiples of 128 bytes. Where rows do not begin at multiples of 16, an H200 takes a kernel for products
+    that has a fifth of the usual speed.
+    """
+    rows, columns = shape
+    unit = 1 if device.type == "cpu" else 128 // dtype.itemsize
+    return torch.empty((rows, -(-columns // unit) * unit), dtype=dtype, device=device)[:, :columns]
+
+
 class ChunkLogits:
     """The logits of one chunk of tokens after another, in buffers that are allocated once.
 
@@ -75,7 +84,7 @@ class ChunkLogits:
         self.vocabulary = len(weight_VD) if shard is None else shard.vocabulary
         dtype = loss_dtype(weight_VD)
         shape, device = (tokens, len(weight_VD)), weight_VD.device
-        self._raw = torch.empty(shape, dtype=weight_VD.dtype, device=device)
+        self._raw = rows_aligned(shape, weight_VD.dtype, device)
         self._logits = self._raw if dtype == weight_VD.dtype else torch.empty(shape, dtype=dtype, device=device)
         self._probabilities = torch.empty(shape, dtype=dtype, device=device)
 
@@ -150,7 +159,7 @@ class CompiledChunkLogits:
 
     def __init__(self, tokens: int, weight_VD: Tensor, options: LossOptions, limit: int) -> None:
         self.weight_VD, self.options, self.bytes = weight_VD, options, limit
-        self._raw = torch.empty((tokens, len(weight_VD)), dtype=weight_VD.dtype, device=weight_VD.device)
+        self._raw = rows_aligned((tokens, len(weight_VD)), weight_VD.dtype, weight_VD.device)
 
     def project(self, x: Tensor) -> CompiledChunkLogits:
         self.raw = self._raw[: len(x)]

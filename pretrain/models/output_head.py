@@ -133,15 +133,18 @@ def _losses_and_gradients(
 def _add_product(total: Tensor, left: Tensor, right: Tensor, limit: int) -> None:
     """total += left @ right, where the total may be of a wider format than the factors.
 
-    Then the sum over chunks rounds no more than a single product would, and the product is formed in blocks of rows, for it
-    is as large as the total.
+    Then the sum over chunks rounds no more than a single product would. A GPU adds in the product; on a CPU that is formed in blocks of
+    rows, for it is as large as the total.
     """
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, out=total)
         return
+    if right.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        return
     rows = max(1, limit // (4 * total.shape[1] * total.element_size()))
     for part, here in zip(total.split(rows), left.split(rows)):
-        part.add_(torch.mm(here, right, out_dtype=total.dtype) if right.is_cuda else torch.mm(here, right))
+        part.add_(torch.mm(here, right))
 
 
 class OutputHead(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 from pretrain.distributed.shards import local
 from pretrain.optim.eight_bits import decode_means, encode_means
 from pretrain.optim.guarded import Formats, GuardedOptimizer, in_one_kernel, store, widened, widest
-from pretrain.optim.rounding import random_bits
+from pretrain.optim.rounding import Hashes, random_bits
 
 CHUNK = 1 << 24
 """Numbers that are updated at once where each operator has a result of its own. It bounds the memory of a step."""
@@ -36,25 +36,38 @@ class AdamW(GuardedOptimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group["lr"], group["weight_decay"])
+            for device in {local(parameter).device for parameter in group["params"]}:
+                parameters = [p for p in group["params"] if p.grad is not None and local(p).device == device]
+                if parameters:
+                    self._update(parameters, group["lr"], group["weight_decay"], device)
 
-    def _update(self, parameter: Tensor, rate: float, decay: float) -> None:
-        stored = [local(parameter), *(local(moment) for moment in self.state_of(parameter))]
-        gradient, steps = local(parameter.grad), self.state[parameter]["step"]
-        steps += 1 if self.found_inf is None else 1 - self.found_inf.to(steps)
-        corrections = [1 - beta**steps for beta in self.betas]
+    def _update(self, parameters: list[Tensor], rate: float, decay: float, device: torch.device) -> None:
+        """What is the same for many parameters is computed for all at once: a GPU would wait for kernels of single numbers."""
+        states = [self.state_of(parameter) for parameter in parameters]
+        steps, left_out = [self.state[parameter]["step"] for parameter in parameters], self.left_out(parameters[0])
+        if left_out is None:
+            torch._foreach_add_(steps, 1)
+        else:
+            torch._foreach_add_(steps, [1 - left_out.to(steps[0])] * len(steps))  # not the tensor itself: the host would wait
         numbers: list[Number] = [*(1 - beta for beta in self.betas), self.eps, rate, 1 - rate * decay]
-        size = max(1, gradient[:1].numel())
-        rows = max(1, CHUNK // size)
-        if gradient.is_cuda:
-            rows, kind = max(1, len(gradient)), widest(gradient)
-            numbers = [torch.full((), number, dtype=kind, device=gradient.device) for number in numbers]
-        update, left_out, seeds = in_one_kernel(_update_part, gradient), self.left_out(gradient), self.seeds(parameter, 3)
-        for first in range(0, len(gradient), rows):
-            parts = [tensor.data[first : first + rows] for tensor in (gradient, *stored)]
-            update(*parts, *corrections, *numbers, left_out, self.starts(parameter, first), seeds)
+        of_kind = {kind: numbers for kind in (widest(local(parameter)) for parameter in parameters)}
+        if device.type == "cuda":
+            of_kind = {kind: [torch.full((), n, dtype=kind, device=device) for n in numbers] for kind in of_kind}
+        for parameter, state, *corrections in zip(parameters, states, *(_corrections(beta, steps) for beta in self.betas)):
+            stored, gradient = [local(parameter), *map(local, state)], local(parameter.grad)
+            rows = len(gradient) if gradient.is_cuda else CHUNK // max(1, gradient[:1].numel())
+            for first in range(0, len(gradient), max(1, rows)):
+                parts = [tensor.data[first : first + max(1, rows)] for tensor in (gradient, *stored)]
+                hashes = self.hashes(parameter, parts[1:], first)
+                in_one_kernel(_update_part, gradient)(*parts, *corrections, *of_kind[widest(gradient)], left_out, hashes)
+
+
+def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
+    """1 - beta^steps of each parameter: what divides a mean that began at zero."""
+    powers = list(torch._foreach_pow(beta, steps))
+    torch._foreach_neg_(powers)
+    torch._foreach_add_(powers, 1.0)
+    return powers
 
 
 def _update_part(
@@ -70,8 +83,7 @@ def _update_part(
     rate: Number,
     kept: Number,
     left_out: Tensor | None,
-    starts: Sequence[int],
-    seeds: Sequence[int],
+    hashes: Sequence[Hashes | None],
 ) -> None:
     """Store what weights and moments are after a step. `kept`: what weight decay leaves of a weight; the others as in the paper, and `store`."""
     stored, is_coded, g = (weight, mean, square), mean.dtype == torch.uint8, widened(gradient)
@@ -80,7 +92,6 @@ def _update_part(
     divisor = (new_square / square_correction).sqrt_().add_(eps)
     updated = (widened(weight) * kept).sub_((new_mean / divisor).mul_(rate / mean_correction))
     if is_coded:
-        bits = tuple(random_bits(g.shape, starts, seed, g.device) for seed in seeds[1:])
-        new_mean, new_square = encode_means(new_mean, new_square, bits)
-    for tensor, value, seed in zip(stored, (updated, new_mean, new_square), seeds):
-        store(tensor, value, left_out, starts, seed)
+        new_mean, new_square = encode_means(new_mean, new_square, (random_bits(hashes[1]), random_bits(hashes[2])))
+    for tensor, value, of_places in zip(stored, (updated, new_mean, new_square), hashes):
+        store(tensor, value, left_out, of_places)

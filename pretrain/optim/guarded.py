@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pretrain.distributed.shards import place_of
 from pretrain.models.compiling import compile_strictly
-from pretrain.optim.rounding import random_bits, round_at_random, seed_of
+from pretrain.optim.rounding import Hashes, hash_places, random_bits, round_at_random, seed_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,42 +67,44 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """Give this rank's parts of a parameter and its state new values, unless the step is left out. Where bf16 is stored, fp32 is rounded at
         random.
         """
-        starts, seeds = self.starts(parameter), self.seeds(parameter, len(tensors))
-        for tensor, value, seed in zip(tensors, values, seeds):
-            in_one_kernel(store, tensor)(tensor.data, value, self.left_out(tensor), starts, seed)
+        for tensor, value, hashes in zip(tensors, values, self.hashes(parameter, tensors)):
+            in_one_kernel(store, tensor)(tensor.data, value, self.left_out(tensor), hashes)
 
     def left_out(self, like: Tensor) -> Tensor | None:
         """`found_inf` where a tensor is."""
         return None if self.found_inf is None else self.found_inf.to(like.device)
 
-    def starts(self, parameter: Tensor, row: int = 0) -> tuple[int, ...]:
-        """Where this rank's part of a parameter begins in the whole, from this row of the part on."""
-        rows, *others = (part.start for part in place_of(parameter)) if parameter.dim() else (0,)
-        return rows + row, *others
+    def hashes(self, parameter: Tensor, tensors: Sequence[Tensor], row: int = 0) -> Sequence[Hashes | None]:
+        """For the random numbers of a parameter and its state, of which `tensors` are parts, from this row of this rank's on. None where none is
+        rounded.
+        """
+        first = tensors[0]
+        if not any(tensor.dtype in (torch.bfloat16, torch.uint8) for tensor in tensors):
+            return [None] * len(tensors)
+        rows, *others = (part.start for part in place_of(parameter))
+        names = (f"{self.formats.names[parameter]}.{number}" for number in range(len(tensors)))
+        seeds = tuple(seed_of(name, self.step_number) for name in names)
+        return in_one_kernel(hash_places, first, dynamic=True)(tuple(first.shape), (rows + row, *others), seeds, first.device)
 
-    def seeds(self, parameter: Tensor, count: int) -> tuple[int, ...]:
-        """For the random numbers of a parameter and its state."""
-        return tuple(seed_of(f"{self.formats.names[parameter]}.{number}", self.step_number) for number in range(count))
 
-
-def store(old: Tensor, value: Tensor, left_out: Tensor | None, starts: Sequence[int], seed: int) -> None:
-    """Give a tensor new values unless `left_out` is 1. In bf16, fp32 is rounded at random: see `random_bits` for `starts` and `seed`."""
+def store(old: Tensor, value: Tensor, left_out: Tensor | None, hashes: Hashes | None) -> None:
+    """Give a tensor new values unless `left_out` is 1. In bf16, fp32 is rounded at random."""
     if old.dtype == torch.bfloat16 and value.dtype == torch.float32:
-        value = round_at_random(value, random_bits(value.shape, starts, seed, value.device))
+        value = round_at_random(value, random_bits(hashes))
     old.copy_(value if left_out is None else torch.where(left_out > 0, old, value))
 
 
-def in_one_kernel(function: Callable[..., None], like: Tensor) -> Callable[..., None]:
+def in_one_kernel(function: Callable[..., T], like: Tensor, dynamic: bool = False) -> Callable[..., T]:
     """The function, compiled where the tensor is on a GPU. Operator by operator, rounding alone would be dozens of kernels, each of which moves whole
-    tensors. Numbers that change from step to step have to be tensors, or int; of a parameter it takes `data`, since torch.compile knows no gradient of
-    another format.
+    tensors. Numbers that change from step to step have to be tensors; of a parameter it takes `data`, since torch.compile knows no gradient of
+    another format. `dynamic`: once for all shapes and values of int. Kernels for one shape need half the instructions, which is what bounds an update.
     """
-    return _compiled(function) if like.is_cuda else function
+    return _compiled(function, dynamic) if like.is_cuda else function
 
 
 @functools.cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    return compile_strictly(function, dynamic=True, fullgraph=True)
+def _compiled(function: Callable[..., T], dynamic: bool) -> Callable[..., T]:
+    return compile_strictly(function, dynamic=dynamic, fullgraph=True)
 
 
 def widest(tensor: Tensor) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from pretrain.config.optim_schema import Optim
 from pretrain.distributed.shards import local
-from pretrain.optim.guarded import Formats, GuardedOptimizer, widened, widest
+from pretrain.optim.guarded import Formats, GuardedOptimizer, in_one_kernel, widened, widest
 from pretrain.optim.rules import Rule, rules
 
 Groups = list[dict[str, Any]]
@@ -244,8 +244,21 @@ def clip_gradients(
     if max_norm > 0:
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for device in {part.device for part in parts}:  # with `parallel.offload` there are two
-            torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device, widest(parts[0])))
+            _scale([part for part in parts if part.device == device], factor.to(device, widest(parts[0])))
     return total
+
+
+def _scale(parts: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors by a number in place. A GPU multiplies bf16 by a number of fp32 four times as slowly as it reads, and rounds that number first."""
+    narrow = [part for part in parts if part.is_cuda and part.dtype != factor.dtype]
+    for part in narrow:
+        in_one_kernel(_scale_widened, part, dynamic=True)(part, factor)
+    if others := [part for part in parts if not part.is_cuda or part.dtype == factor.dtype]:
+        torch._foreach_mul_(others, factor)
+
+
+def _scale_widened(part: Tensor, factor: Tensor) -> None:
+    part.copy_(part.to(factor.dtype) * factor)
 
 
 def norms(parts: list[Tensor]) -> list[Tensor]:

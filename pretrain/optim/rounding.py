@@ -31,19 +31,35 @@ def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def seed_of(name: str, step: int) -> int:
-    """What the random numbers of a tensor in a step begin with, for `random_bits`: a signed number of 32 bits."""
+    """What the random numbers of a tensor in a step begin with, for `hash_places`: a signed number of 32 bits."""
     seed = zlib.crc32(f"{name} {step}".encode())
     return seed - (seed >> 31 << 32)
 
 
-def random_bits(shape: Sequence[int], starts: Sequence[int], seed: int, device: torch.device) -> Tensor:
-    """Numbers below 2^16 for a part of a tensor, int32, of the part's shape. `starts`: where the part begins in each dimension of the whole."""
+Hashes = tuple[Tensor, Tensor]
+"""What random numbers of a part of a tensor are made of: hashes of its rows, int32 [..., 1], and of its columns, int32 [C]."""
+
+
+def hash_places(shape: Sequence[int], starts: Sequence[int], seeds: Sequence[int], device: torch.device) -> tuple[Hashes, ...]:
+    """The hashes of a part of a tensor for each seed. `starts`: where the part begins in each dimension of the whole.
+
+    They are apart from `random_bits` because a compiler would make them anew for every number, in 64 bits, which took a GPU more time than the update.
+    """
     *leading, columns = (torch.arange(size, device=device) + start for size, start in zip(shape, starts))
-    rows = torch.zeros((), dtype=torch.int64, device=device)
-    for number, index in enumerate(leading):
-        rows = _hashed(rows[..., None] + index, seed + number)
+    found = []
+    for seed in seeds:
+        rows = torch.zeros((), dtype=torch.int64, device=device)
+        for number, index in enumerate(leading):
+            rows = _hashed(rows[..., None] + index, seed + number)
+        found.append((_signed(rows)[..., None], _signed(_hashed(columns, -1 - seed))))
+    return tuple(found)
+
+
+def random_bits(hashes: Hashes) -> Tensor:
+    """Numbers below 2^16, int32, of the shape that the hashes are of."""
+    rows, columns = hashes
     # A sum of hashes alone would repeat its differences; two rounds of mixing leave nothing of them.
-    mixed = _signed(rows)[..., None] ^ _signed(_hashed(columns, -1 - seed))
+    mixed = rows ^ columns
     for factor in (0x7FEB352D, 0x2C1B3C6D):
         mixed = (mixed ^ (mixed >> 15)).mul_(factor)
     return (mixed >> 16).bitwise_and_(0xFFFF)

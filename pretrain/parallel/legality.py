@@ -71,6 +71,22 @@ def _check_fp8(config: Config) -> None:
         )
 
 
+def check_backend(config: Config, strategy: str, on_gpu: bool) -> None:
+    """`strategy`: what `parallel.strategy` has come to. torch's gloo adds up and broadcasts tensors of a GPU. If it is to gather some, it ends the process
+    by a signal (pytorch issue 152645).
+    """
+    if config.parallel.backend != "gloo" or not on_gpu or strategy == "single":
+        return
+    shared = axes_of_a_sample(config) or (f"parallel.expert={config.parallel.expert}" if config.parallel.expert > 1 else "")
+    gathers = shared or (f"parallel.strategy={strategy}" if strategy != "ddp" else "")
+    if not gathers and config.optim.name == "muon":
+        gathers = "optim.name=muon"
+    if gathers:
+        raise ConfigError(
+            f"parallel.backend=gloo does not work with {gathers} on GPUs: gloo gathers no tensors of theirs; set it to nccl"
+        )
+
+
 def check_context(config: Config) -> None:
     """Raise ConfigError for a complete configuration whose sequences context-parallel ranks cannot share."""
     model, ranks = config.model, config.parallel.context

@@ -28,7 +28,7 @@ from pretrain.observe.trackers import check_trackers
 from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.cuda_graph import check_cuda_graph
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
-from pretrain.parallel.legality import check_tensor
+from pretrain.parallel.legality import check_backend, check_tensor
 from pretrain.train.attention_kernel import check_attention_kernel
 from pretrain.train.number_format import FormatChoice, check_formats, check_fp8, check_gradients, chosen_format
 from pretrain.train.prompts import check_prompts
@@ -144,6 +144,7 @@ def _lay_out(
     parameters = count_parameters(network)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     layout = plan_layout(config, world_size, parameters, memory)
+    check_backend(config, layout.strategy, device.type == "cuda")
     check_cuda_graph(config, layout.strategy, device)
     check_gradients(config, layout.strategy, layout.replicate)
     optim = config.optim

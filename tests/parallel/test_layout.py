@@ -21,7 +21,7 @@ from pretrain.errors import ConfigError, LaunchError
 from pretrain.parallel import ddp
 from pretrain.parallel.explain import explain_ranks, explain_strategy
 from pretrain.parallel.layout import Layout, expected_world_size, plan_layout, take_rest
-from pretrain.parallel.legality import check_options
+from pretrain.parallel.legality import check_backend, check_options
 from pretrain.train.resolve import resolve
 
 GB = 10**9
@@ -523,3 +523,26 @@ def test_minus_one_takes_the_rest(axis):
     for value in (0, -2):
         with pytest.raises(ConfigError, match="must be at least 1"):
             config(f"parallel.{axis}={value}")
+
+
+@pytest.mark.parametrize(
+    "strategy, options, named",
+    [
+        ("fsdp", [], "parallel.strategy=fsdp"),
+        ("ddp", ["parallel.tensor=2"], "parallel.tensor=2"),
+        ("ddp", ["parallel.pipeline=2"], "parallel.pipeline=2"),
+        ("ddp", ["parallel.expert=2"], "parallel.expert=2"),
+        ("ddp", ["optim.name=muon"], "optim.name=muon"),
+    ],
+)
+def test_gloo_is_refused_where_it_would_gather_tensors_of_a_gpu(strategy, options, named):
+    """Seen on an H200: the first gather ends the process by signal 11."""
+    given = config("parallel.backend=gloo", *options)
+    with pytest.raises(ConfigError, match=f"parallel.backend=gloo does not work with {named} on GPUs"):
+        check_backend(given, strategy, on_gpu=True)
+    check_backend(given, strategy, on_gpu=False)
+    check_backend(config(*options), strategy, on_gpu=True)
+
+
+def test_gloo_takes_ddp_on_a_gpu():
+    check_backend(config("parallel.backend=gloo"), "ddp", on_gpu=True)

@@ -87,7 +87,7 @@ def compiled(name: str, source: str, folder: str) -> str:
     return ""
 
 
-def check(what: str, function: Any, *arguments: Any) -> int:
+def check(what: str, function: Any, *arguments: Any, dynamic: bool = False) -> int:
     """Compile a function as it is compiled for a GPU; the number of kernels that fail."""
     failed = []
 
@@ -102,7 +102,7 @@ def check(what: str, function: Any, *arguments: Any) -> int:
     torch._dynamo.reset()
     GraphLowering.compile_to_module = lower
     try:
-        torch.compile(function, dynamic=True, fullgraph=True)(*arguments)
+        torch.compile(function, dynamic=dynamic, fullgraph=True)(*arguments)
     except Exception as error:
         if "Lowered" not in str(type(error)) + str(error) + str(type(error.__cause__)):
             raise
@@ -112,6 +112,8 @@ def check(what: str, function: Any, *arguments: Any) -> int:
 def main() -> int:
     from pretrain.models.loss_chunks import chunk_losses, overwrite_with_gradient
     from pretrain.optim.adamw import _update_part
+    from pretrain.optim.optimizer import _scale_widened
+    from pretrain.optim.rounding import hash_places
 
     pretend()
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -124,8 +126,12 @@ def main() -> int:
     for moments in (torch.bfloat16, torch.uint8):
         for shape in ((1024, 512), (1, 512), (512, 1)):  # where a side is 1, places are numbers of 32 bits
             weight, means = ([tensor(*shape, dtype=dtype) for _ in "ab"] for dtype in (torch.bfloat16, moments))
-            numbers, seeds = [tensor() for _ in range(8)], (-(2**31), 7, 2**31 - 1)
-            failed += check(f"update of {shape}, moments in {moments}", _update_part, *weight, *means, *numbers, (0, 0), seeds)
+            hashes = [(tensor(shape[0], 1, dtype=torch.int32), tensor(shape[1], dtype=torch.int32)) for _ in "wmv"]
+            failed += check(f"update of {shape}, moments in {moments}", _update_part, *weight, *means, *(tensor() for _ in range(8)), hashes)
+    for shape in ((1024, 512), (1, 512), (512, 1), (8, 512, 256)):
+        seeds, place = (-(2**31), 7, 2**31 - 1), (0,) * len(shape)
+        failed += check(f"hashes of {shape}", hash_places, shape, place, seeds, torch.device("cuda", 0), dynamic=True)
+    failed += check("scaled gradient", _scale_widened, tensor(1024, 512, dtype=torch.bfloat16), tensor(), dynamic=True)
     logits, targets = tensor(4096, 128256, dtype=torch.bfloat16), tensor(4096, dtype=torch.int64)
     failed += check("losses", chunk_losses, logits, targets, 0.0, 0.0, 1.0, None)
     failed += check("gradient of losses", overwrite_with_gradient, logits, targets, tensor(4096), 0.0, 0.0, 1.0, None)

@@ -195,6 +195,12 @@ at::Tensor product_in(const at::Tensor& left, const at::Tensor& right, c10::Scal
   return at::mm(left.to(type), right.to(type));
 }
 
+// With a sum of a wider format than the factors, in place.
+at::Tensor& add_product_in(const at::Tensor& sum, const at::Tensor& left, const at::Tensor& right, at::ScalarType type, const at::Scalar& beta,
+                           const at::Scalar& alpha, at::Tensor& out) {
+  return at::addmm_out(out, sum, left.to(type), right.to(type), beta, alpha);
+}
+
 void record_stream(at::Tensor&, c10::Stream) {}
 
 // Attention made of plain matrix products.
@@ -442,6 +448,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("resize_", at::native::resize_);
   library.impl("_fused_sdp_choice", plain_attention);
   library.impl("mm.dtype", product_in);
+  library.impl("addmm.dtype_out", add_product_in);
   library.impl("record_stream", record_stream);
   // A GPU has a kernel for it; what torch has for all devices asks the host where the groups end.
   library.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>());

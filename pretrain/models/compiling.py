@@ -7,11 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pretrain.errors import TrainingError
 
 MOST_VERSIONS = 64
 """How often torch may compile one function anew, for other shapes, masks, kinds of layers, with and without gradients. Its own limit is 8."""
+
+
+def new_name(result: Tensor) -> Tensor:
+    """What the forward of an autograd Function has computed, for it to return. Where a compiler traces it, it gets a tensor of its own over the same memory.
+
+    From a Function that changes its result in place, or casts it to the format that it has, code compiled by torch 2.11 loses the gradient, and says nothing
+    (pytorch issue 180642).
+    """
+    return result.view_as(result) if torch.compiler.is_compiling() else result
 
 
 def compile_strictly(function: Callable, **options: Any) -> Callable:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pretrain.config.model_schema import Model
+from pretrain.models.compiling import new_name
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -73,7 +74,7 @@ class _LookUp(torch.autograd.Function):
     def forward(ctx, table_VD: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.count = len(table_VD)
-        return F.embedding(ids, table_VD).to(dtype)
+        return new_name(F.embedding(ids, table_VD).to(dtype))
 
     @staticmethod
     @once_differentiable
@@ -119,7 +120,7 @@ class _RMSNorm(torch.autograd.Function):
         y = x.float()
         inverse = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain_D, inverse)
-        return (y * inverse).mul_(gain_D).to(x.dtype)
+        return new_name((y * inverse).mul_(gain_D).to(x.dtype))
 
     @staticmethod
     @once_differentiable

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pretrain.models.compiling import new_name
+
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -61,7 +63,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BRX: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _gather(x_BRX, group)
+        return new_name(_gather(x_BRX, group))
 
     @staticmethod
     def backward(ctx, g_BTX: Tensor) -> tuple[Tensor, None]:
@@ -72,7 +74,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_BTX: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _scatter(y_BTX, group)
+        return new_name(_scatter(y_BTX, group))
 
     @staticmethod
     def backward(ctx, g_BRX: Tensor) -> tuple[Tensor, None]:
@@ -85,7 +87,7 @@ class _Total(torch.autograd.Function):
         ctx.group = group
         x = x.clone()
         dist.all_reduce(x, group=group)
-        return x
+        return new_name(x)
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, None]:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from pretrain.models.compiling import new_name
 from pretrain.models.experts import RouterReport
 from pretrain.models.layers import table_gradient
 from pretrain.parallel.collectives import gather, scatter, total
@@ -166,7 +167,7 @@ class LookUpPart(torch.autograd.Function):
         here = (ids >= first) & (ids < first + len(part))
         ids = (ids - first).where(here, 0)
         ctx.save_for_backward(table_VD, ids, here)
-        return F.embedding(ids, part).to(dtype).mul_(here[..., None])
+        return new_name(F.embedding(ids, part).to(dtype).mul_(here[..., None]))
 
     @staticmethod
     @once_differentiable

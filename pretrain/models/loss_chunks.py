@@ -84,8 +84,11 @@ class ChunkLogits:
         self.vocabulary = len(weight_VD) if shard is None else shard.vocabulary
         dtype = loss_dtype(weight_VD)
         shape, device = (tokens, len(weight_VD)), weight_VD.device
-        self._raw = rows_aligned(shape, weight_VD.dtype, device)
-        self._logits = self._raw if dtype == weight_VD.dtype else torch.empty(shape, dtype=dtype, device=device)
+        if dtype == weight_VD.dtype:
+            self._raw = self._logits = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            self._raw = rows_aligned(shape, weight_VD.dtype, device)
+            self._logits = torch.empty(shape, dtype=dtype, device=device)
         self._probabilities = torch.empty(shape, dtype=dtype, device=device)
 
     def project(self, x: Tensor) -> ChunkLogits:

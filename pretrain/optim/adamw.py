@@ -59,7 +59,8 @@ class AdamW(GuardedOptimizer):
             for first in range(0, len(gradient), max(1, rows)):
                 parts = [tensor.data[first : first + max(1, rows)] for tensor in (gradient, *stored)]
                 hashes = self.hashes(parameter, parts[1:], first)
-                in_one_kernel(_update_part, gradient)(*parts, *corrections, *of_kind[widest(gradient)], left_out, hashes)
+                update = in_one_kernel(_update_part, gradient, by_shape=True)
+                update(*parts, *corrections, *of_kind[widest(gradient)], left_out, hashes)
 
 
 def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:

@@ -84,7 +84,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         rows, *others = (part.start for part in place_of(parameter))
         names = (f"{self.formats.names[parameter]}.{number}" for number in range(len(tensors)))
         seeds = tuple(seed_of(name, self.step_number) for name in names)
-        return in_one_kernel(hash_places, first, dynamic=True)(tuple(first.shape), (rows + row, *others), seeds, first.device)
+        return in_one_kernel(hash_places, first)(tuple(first.shape), (rows + row, *others), seeds, first.device)
 
 
 def store(old: Tensor, value: Tensor, left_out: Tensor | None, hashes: Hashes | None) -> None:
@@ -94,17 +94,29 @@ def store(old: Tensor, value: Tensor, left_out: Tensor | None, hashes: Hashes | 
     old.copy_(value if left_out is None else torch.where(left_out > 0, old, value))
 
 
-def in_one_kernel(function: Callable[..., T], like: Tensor, dynamic: bool = False) -> Callable[..., T]:
+def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: bool = False) -> Callable[..., T]:
     """The function, compiled where the tensor is on a GPU. Operator by operator, rounding alone would be dozens of kernels, each of which moves whole
-    tensors. Numbers that change from step to step have to be tensors; of a parameter it takes `data`, since torch.compile knows no gradient of
-    another format. `dynamic`: once for all shapes and values of int. Kernels for one shape need half the instructions, which is what bounds an update.
+    tensors. Numbers that change from step to step have to be tensors, or int; of a parameter it takes `data`, since torch.compile knows no gradient of
+    another format. `by_shape`: once for each shape, as long as those are few, and without int. Such kernels need half the instructions.
     """
-    return _compiled(function, dynamic) if like.is_cuda else function
+    return _compiled(function, by_shape and _are_few(function, like)) if like.is_cuda else function
+
+
+MOST_SHAPES = 32
+"""Shapes of tensors that a function is compiled for, one by one, in a process; half of `MOST_VERSIONS`."""
+_shapes: dict[Callable, set[tuple]] = {}
+
+
+def _are_few(function: Callable, like: Tensor) -> bool:
+    seen, shape = _shapes.setdefault(function, set()), (like.shape, like.dtype)
+    if len(seen) < MOST_SHAPES:
+        seen.add(shape)
+    return shape in seen
 
 
 @functools.cache
-def _compiled(function: Callable[..., T], dynamic: bool) -> Callable[..., T]:
-    return compile_strictly(function, dynamic=dynamic, fullgraph=True)
+def _compiled(function: Callable[..., T], by_shape: bool) -> Callable[..., T]:
+    return compile_strictly(function, dynamic=not by_shape, fullgraph=True)
 
 
 def widest(tensor: Tensor) -> torch.dtype:

@@ -252,7 +252,7 @@ def _scale(parts: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors by a number in place. A GPU multiplies bf16 by a number of fp32 four times as slowly as it reads, and rounds that number first."""
     narrow = [part for part in parts if part.is_cuda and part.dtype != factor.dtype]
     for part in narrow:
-        in_one_kernel(_scale_widened, part, dynamic=True)(part, factor)
+        in_one_kernel(_scale_widened, part)(part, factor)
     if others := [part for part in parts if not part.is_cuda or part.dtype == factor.dtype]:
         torch._foreach_mul_(others, factor)
 

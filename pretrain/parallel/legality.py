@@ -79,11 +79,11 @@ def check_backend(config: Config, strategy: str, on_gpu: bool) -> None:
         return
     shared = axes_of_a_sample(config) or (f"parallel.expert={config.parallel.expert}" if config.parallel.expert > 1 else "")
     gathers = shared or (f"parallel.strategy={strategy}" if strategy != "ddp" else "")
-    if not gathers and config.optim.name == "muon":
+    if not gathers and config.optim.name == "muon" and config.parallel.replicate != 1:
         gathers = "optim.name=muon"
     if gathers:
         raise ConfigError(
-            f"parallel.backend=gloo does not work with {gathers} on GPUs: gloo gathers no tensors of theirs; set it to nccl"
+            f"parallel.backend=gloo does not work with {gathers} on GPUs: gloo adds up tensors of theirs, and carries no other messages with them; set it to nccl"
         )
 
 

@@ -2,6 +2,7 @@
 # Part 1 of a day on a GPU, about five minutes: does it run, do the tests for GPUs pass, is every layout equal there? All at the same time,
 # because a machine is lent for minutes; models of two layers stand for those that part 2 measures, and fill its cache of compiled kernels.
 # Then, alone, the two speeds that are asked for most.
+# It needs an H200: 8B takes 105 GB.
 #   bash tools/gpu_day/part1.sh
 
 source "$(dirname "$0")/rows.sh"
@@ -73,7 +74,7 @@ for size in (256,) if os.environ.get("TRY") else (1024, 2048, 4096, 8192):
     print(size, round(20 * 2 * size**3 / (time.perf_counter() - begin) / 1e12, 1), "TFLOP/s in bf16")
 PY
 # KempnerForge's published shape, without recomputation; it reports 10,471 tokens/s on one H200 (54.5% by our count of FLOPs).
-profile=(--profile "$OUT")
+profile=(--profile "$logs")
 [ -z "${REHEARSAL_LIBRARY:-}" ] || profile=() # torch's profiler knows no pretended GPU
 speed 8b_blocks 90 llama3.1-8b 4096 2 4 --steps 3 "${profile[@]}" "$pure" $blocks
 speed 1b_blocks 60 llama3.2-1b 4096 4 2 $bf16 $blocks

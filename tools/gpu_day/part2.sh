@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Part 2 of a day on a GPU, at most ten minutes, one row after the other: tokens per second, MFU and memory; fp8, quality on a text, the Hugging
+# Part 2 of a day on an H200, at most ten minutes, one row after the other: tokens per second, MFU and memory; fp8, quality on a text, the Hugging
 # Face Trainer, checkpoints, CUDA graphs. What matters most comes first: a row that finds less than 20 seconds left is left out.
 #   bash tools/gpu_day/part2.sh            (after part 1: put its compiled-* into build/, and nothing is compiled twice;
 #                                           TEXT=tinyshakespeare.txt, default build/tinyshakespeare.txt)
 
 source "$(dirname "$0")/rows.sh"
 
-profile=(--profile "$OUT")
+profile=(--profile "$logs")
 [ -z "${REHEARSAL_LIBRARY:-}" ] || profile=() # torch's profiler knows no pretended GPU
 speed 3b_blocks 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks
 speed 3b_fp8 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks precision.fp8=tensorwise

@@ -1,10 +1,10 @@
 # What the parts of a day on a GPU share: each row has a time limit of its own, and none is stopped by another's failure. To be sourced.
 #
-#   OUT      folder for logs and results (default: build/gpu_day); rows.jsonl has a line per row, speed.jsonl one per measured speed
-#   SECONDS_LEFT  time that the part may take (default: 570, what a command of ten minutes has); rows get what is left of it
-#   TRY      set it to try the part with tiny models on a CPU, or on the pretended GPU of a rehearsal (tests/rehearsal), with ten times the limits
-#   PY       the Python to use (default: python3); build/wheels may have packages that it lacks
-#   COMMIT   what is measured, where there is no .git
+#   OUT           folder for results (default: build/gpu_day): rows.jsonl has a line per row, speed.jsonl one per measured speed; logs and profiles in .tgz
+#   SECONDS_LEFT  time for the rows of the part (default: 570, of a command of ten minutes); packing comes after it
+#   TRY           set it to try the part with tiny models on a CPU, or on the pretended GPU of a rehearsal (tests/rehearsal), with ten times the limits
+#   PY            the Python to use (default: python3); build/wheels may have packages that it lacks
+#   COMMIT        what is measured, where there is no .git
 
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -31,10 +31,15 @@ fi
 export TORCHINDUCTOR_CACHE_DIR=$PWD/build/compiled
 ! ls build/compiled-* > /dev/null 2>&1 || cat build/compiled-* | tar -C build -xJ
 
-# At most eight files come back from a machine that is lent, each of at most 16 MB: what is large or many is packed.
+# At most eight files come back from a machine that is lent, each of at most 16 MB, also where the part is killed. So logs and profiles are written
+# elsewhere, and packed at the end.
+part=$(basename "$0" .sh)
+logs=build/logs/$part
+rm -rf "$logs"
+mkdir -p "$logs"
 pack() {
-  local packed=build/$(basename "$0" .sh).tgz
-  tar -C "$OUT" -czf "$packed" --exclude='*.jsonl' --exclude='*.gz' --exclude='*.tgz' . && rm -rf "$OUT"/*.log "$OUT"/profile && mv "$packed" "$OUT"
+  tar -C "$logs" -czf "$OUT/$part.tgz" --exclude=profile .
+  [ ! -d "$logs/profile" ] || tar -C "$logs" -cz profile | split -b 15M - "$OUT/$part-profile.tgz-"
   [ ! -d build/compiled ] || [ -n "${TRY:-}" ] || tar -C build -c compiled | xz -1 -T0 | split -b 15M - "$OUT/compiled-"
 }
 trap pack EXIT
@@ -53,8 +58,8 @@ row() {
     printf '{"row": "%s", "rc": null, "seconds": 0, "commit": "%s"}\n' "$name" "$commit" >> "$OUT/rows.jsonl"
     return
   fi
-  timeout --signal=INT --kill-after=10 "$limit" "$@" > "$OUT/$name.log" 2>&1 || rc=$?
-  shown=$(tail -n $((rc == 0 ? 3 : 12)) "$OUT/$name.log" | cut -c1-260)
+  timeout --signal=INT --kill-after=10 "$limit" "$@" > "$logs/$name.log" 2>&1 || rc=$?
+  shown=$(tail -n $((rc == 0 ? 3 : 12)) "$logs/$name.log" | cut -c1-260)
   printf '\n== %s: rc %s, %s s of %s, begun at %s s\n%s\n' "$name" "$rc" $((SECONDS - begin)) "$limit" "$begin" "$shown"
   printf '{"row": "%s", "rc": %s, "seconds": %s, "commit": "%s"}\n' "$name" "$rc" $((SECONDS - begin)) "$commit" >> "$OUT/rows.jsonl"
 }

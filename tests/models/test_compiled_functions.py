@@ -4,6 +4,9 @@ cast to the format that it has (pytorch issue 180642): compiled as a whole, a mo
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +35,18 @@ CASES = {
     "fp8": (lambda x, weight, _: _Product.apply(x, weight, "tensorwise"), [((16, 32), NARROW), ((16, 32), WIDE)]),
     "exchange": (lambda x, group: _Exchange.apply(x, [4], [4], group), [((4, 3), WIDE)]),
 }
+
+
+IN_LAYOUTS = {"LookUpPart", "_Ring", "_Project", "_MultiplyRows"}
+"""They need several ranks: tests of layouts compile them."""
+NOT_TRACED = {"_FusedLosses"}
+
+
+def test_no_function_is_forgotten():
+    files = (Path(__file__).resolve().parents[2] / "pretrain").rglob("*.py")
+    found = {name for file in files for name in re.findall(r"class (\w+)\(torch\.autograd\.Function\)", file.read_text())}
+    compiled = {_LookUp, _RMSNorm, _GatherChoices, _Permute, _Gather, _Scatter, _Total, Shared, _Product, _Exchange}
+    assert found == {kind.__name__ for kind in compiled} | IN_LAYOUTS | NOT_TRACED
 
 
 @pytest.fixture(scope="module")

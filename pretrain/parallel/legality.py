@@ -1,4 +1,4 @@
-"""Which layouts are legal: what ranks cannot share, and which keys cannot go together. Pure functions of the configuration.
+"""Which layouts are legal: what ranks cannot share, and which keys cannot go together. Pure functions of the configuration, and of torch's version.
 
 Each raises ConfigError before anything is allocated. The message names the keys and, where there are any, the nearest legal values.
 """
@@ -6,6 +6,8 @@ Each raises ConfigError before anything is allocated. The message names the keys
 from __future__ import annotations
 
 import math
+
+import torch
 
 from pretrain.config.foreign import value_advice
 from pretrain.config.model_schema import Model
@@ -49,6 +51,11 @@ def check_options(config: Config) -> None:
         raise ConfigError(
             f"parallel.activation_memory_budget={config.parallel.activation_memory_budget} does not work with {axes_of_a_sample(config)}: torch's "
             "compiler cannot weigh their collectives; use parallel.activation_checkpointing=full"
+        )
+    if compiled and config.parallel.tensor > 1 and config.model.experts.count and torch.__version__ < "2.13":
+        raise ConfigError(
+            f"parallel.compile={config.parallel.compile} with parallel.tensor={config.parallel.tensor} and model.experts: the compiler of torch "
+            f"{torch.__version__} ends with an error of its own; install torch 2.13, or set parallel.compile=none"
         )
     if config.precision.fp8 != "none":
         _check_fp8(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -546,3 +546,12 @@ def test_gloo_is_refused_where_it_would_gather_tensors_of_a_gpu(strategy, option
 
 def test_gloo_takes_ddp_on_a_gpu():
     check_backend(config("parallel.backend=gloo"), "ddp", on_gpu=True)
+
+
+def test_what_an_older_compiler_cannot_do_is_refused():
+    """torch 2.11's ended with an assertion of its own where tensor-parallel blocks have experts."""
+    given = config("parallel={strategy: fsdp, tensor: 2, compile: blocks}", "model.experts={count: 4}")
+    with patch("torch.__version__", torch.torch_version.TorchVersion("2.11.0+cu130")), pytest.raises(ConfigError, match="install torch 2.13, or set parallel.compile=none"):
+        check_options(given)
+    with patch("torch.__version__", torch.torch_version.TorchVersion("2.13.0")):
+        check_options(given)

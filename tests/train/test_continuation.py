@@ -205,6 +205,41 @@ def test_what_is_compiled_and_recomputed_computes_the_same(pool, config_file, tm
     assert largest_relative_difference(losses(both), losses(plain)) <= 2e-6
 
 
+EXPERTS = ("model.family=qwen3_moe", "model.experts={count: 4, active: 2, ffn_dim: 32}")
+SHARED = {
+    "tensor": ("parallel.tensor=2",),
+    "context": ("parallel.context=2",),
+    "tensor, experts": ("parallel.tensor=2", *EXPERTS),
+    "expert": ("parallel.expert=2", *EXPERTS),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_blocks_that_ranks_share_compute_the_same_compiled(pool, config_file, case):
+    """Compiled by torch 2.11, tensor-parallel blocks had no gradients at all, and nothing said so."""
+    options = ("log.gradients_at=[1]", "run.steps=3", "schedule.warmup_steps=1", "parallel.strategy=fsdp", *SHARED[case])
+    plain = train(pool, 2, config_file, "run.name=plain", *options)
+    results = pool.launch(2, traced, str(config_file), "run.name=traced", "parallel.compile=blocks", *options)
+    assert [code for code, _ in results] == [0, 0], results[0][1]
+    compiled = run_directory(config_file, "run.name=traced")
+    assert largest_gradient_difference(gradients(compiled), gradients(plain)) <= 5e-6
+    assert largest_relative_difference(losses(compiled), losses(plain)) <= 2e-6
+
+
+def traced(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose blocks and loss are traced and differentiated by the compiler, and then run operator by operator."""
+    from unittest.mock import patch
+
+    from pretrain.models.compiling import compile_strictly
+
+    def trace(function, **options):
+        return compile_strictly(function, **{**options, "backend": "aot_eager"})
+
+    torch._dynamo.reset()
+    with patch("pretrain.parallel.blocks.compile_strictly", trace), patch("pretrain.models.loss_chunks.compile_strictly", trace):
+        return run_main(config_file, *overrides)
+
+
 def compile_anew(cache: str, config_file: str, *overrides: str) -> tuple[int, str]:
     """A run of a process that has compiled nothing yet. Each rank has a cache of its own, or a late one finds what another has compiled."""
     from unittest.mock import patch

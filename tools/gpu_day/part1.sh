@@ -77,4 +77,4 @@ PY
 profile=(--profile "$logs")
 [ -z "${REHEARSAL_LIBRARY:-}" ] || profile=() # torch's profiler knows no pretended GPU
 speed 8b_blocks 90 llama3.1-8b 4096 2 4 --steps 3 "${profile[@]}" "$pure" $blocks
-speed 1b_blocks 60 llama3.2-1b 4096 4 2 $bf16 $blocks
+speed 1b_blocks 60 llama3.2-1b 4096 4 2 "${profile[@]}" $bf16 $blocks

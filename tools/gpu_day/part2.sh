@@ -8,7 +8,7 @@ source "$(dirname "$0")/rows.sh"
 
 profile=(--profile "$logs")
 [ -z "${REHEARSAL_LIBRARY:-}" ] || profile=() # torch's profiler knows no pretended GPU
-speed 3b_blocks 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks
+speed 3b_blocks 60 llama3.2-3b 4096 4 2 --steps 5 "${profile[@]}" $bf16 $blocks
 speed 3b_fp8 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks precision.fp8=tensorwise
 text=${TEXT:-build/tinyshakespeare.txt}
 if [ -f "$text" ]; then
@@ -34,6 +34,7 @@ speed small 50 llama-10m 256 64 1 --steps 20 "${profile[@]}" $bf16 $blocks
 [ $device = cpu ] || speed small_recorded 50 llama-10m 256 64 1 --steps 20 $bf16 $blocks parallel.cuda_graph=true
 # About the shape of autoresearch, which reports 1.665 million tokens/s on an H100.
 speed 50m 50 llama-10m 2048 128 2 --steps 5 model.dim=512 model.layers=8 model.heads=4 model.kv_heads=4 model.ffn_dim=1408 model.vocab_size=8192 $bf16 $blocks
+speed 8b_three 80 llama3.1-8b 4096 3 3 --steps 3 "$pure" $blocks
 speed 8b_fp8 80 llama3.1-8b 4096 2 4 --steps 3 "$pure_fp8" $blocks
 # KempnerForge's published shape, as it ran it.
 speed 8b_recomputed 80 llama3.1-8b 4096 2 4 --steps 3 "$pure" $blocks parallel.activation_checkpointing=full

@@ -3,7 +3,8 @@
 #   OUT           folder for results (default: build/gpu_day): rows.jsonl has a line per row, speed.jsonl one per measured speed; logs and profiles in .tgz
 #   SECONDS_LEFT  time for the rows of the part (default: 570, of a command of ten minutes); packing comes after it
 #   TRY           set it to try the part with tiny models on a CPU, or on the pretended GPU of a rehearsal (tests/rehearsal), with ten times the limits
-#   PY            the Python to use (default: python3); build/wheels may have packages that it lacks
+#   PY            the Python to use (default: python3); build/wheels may have packages that it lacks:
+#                 python3 -m pip wheel --no-deps -w build/wheels omegaconf==2.4.0 antlr4-python3-runtime==4.9.3
 #   COMMIT        what is measured, where there is no .git
 
 set -uo pipefail

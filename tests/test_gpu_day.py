@@ -34,6 +34,7 @@ def calls_of(part: Path, folder: Path) -> list[list[str]]:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / "out" / "rows.jsonl").read_text().splitlines()]
     assert len({row["row"] for row in rows}) == len(rows), "two rows of one name"
+    assert (folder / "out" / f"{part.stem}.tgz").is_file(), "logs came back under another name"
     return [json.loads(line) for line in calls.read_text().splitlines()]
 
 

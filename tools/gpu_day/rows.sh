@@ -34,13 +34,13 @@ export TORCHINDUCTOR_CACHE_DIR=$PWD/build/compiled
 
 # At most eight files come back from a machine that is lent, each of at most 16 MB, also where the part is killed. So logs and profiles are written
 # elsewhere, and packed at the end.
-part=$(basename "$0" .sh)
-logs=build/logs/$part
+script=$(basename "$0" .sh)
+logs=build/logs/$script
 rm -rf "$logs"
 mkdir -p "$logs"
 pack() {
-  tar -C "$logs" -czf "$OUT/$part.tgz" --exclude=profile .
-  [ ! -d "$logs/profile" ] || tar -C "$logs" -cz profile | split -b 15M - "$OUT/$part-profile.tgz-"
+  tar -C "$logs" -czf "$OUT/$script.tgz" --exclude=profile .
+  [ ! -d "$logs/profile" ] || tar -C "$logs" -cz profile | split -b 15M - "$OUT/$script-profile.tgz-"
   [ ! -d build/compiled ] || [ -n "${TRY:-}" ] || tar -C build -c compiled | xz -1 -T0 | split -b 15M - "$OUT/compiled-"
 }
 trap pack EXIT

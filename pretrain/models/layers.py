@@ -120,7 +120,7 @@ class _RMSNorm(torch.autograd.Function):
         y = x.float()
         inverse = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain_D, inverse)
-        return new_name((y * inverse).mul_(gain_D).to(x.dtype))
+        return (y * inverse).mul_(gain_D).to(x.dtype)
 
     @staticmethod
     @once_differentiable

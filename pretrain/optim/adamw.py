@@ -55,9 +55,9 @@ class AdamW(GuardedOptimizer):
             of_kind = {kind: [torch.full((), n, dtype=kind, device=device) for n in numbers] for kind in of_kind}
         for parameter, state, *corrections in zip(parameters, states, *(_corrections(beta, steps) for beta in self.betas)):
             stored, gradient = [local(parameter), *map(local, state)], local(parameter.grad)
-            rows = len(gradient) if gradient.is_cuda else CHUNK // max(1, gradient[:1].numel())
-            for first in range(0, len(gradient), max(1, rows)):
-                parts = [tensor.data[first : first + max(1, rows)] for tensor in (gradient, *stored)]
+            rows = max(1, len(gradient) if gradient.is_cuda else CHUNK // max(1, gradient[:1].numel()))
+            for first in range(0, len(gradient), rows):
+                parts = [tensor.data[first : first + rows] for tensor in (gradient, *stored)]
                 hashes = self.hashes(parameter, parts[1:], first)
                 update = in_one_kernel(_update_part, gradient, by_shape=True)
                 update(*parts, *corrections, *of_kind[widest(gradient)], left_out, hashes)

@@ -15,6 +15,9 @@ from pretrain.models.compiling import compile_strictly
 from pretrain.optim.rounding import Hashes, hash_places, random_bits, round_at_random, seed_of
 
 T = TypeVar("T")
+MOST_SHAPES = 32
+"""Shapes of tensors that a function is compiled for, one by one, in a process; half of `MOST_VERSIONS`."""
+_shapes: dict[Callable, set[tuple]] = {}
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,6 @@ def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: bool = Fal
     another format. `by_shape`: once for each shape, as long as those are few, and without int. Such kernels need half the instructions.
     """
     return _compiled(function, by_shape and _are_few(function, like)) if like.is_cuda else function
-
-
-MOST_SHAPES = 32
-"""Shapes of tensors that a function is compiled for, one by one, in a process; half of `MOST_VERSIONS`."""
-_shapes: dict[Callable, set[tuple]] = {}
 
 
 def _are_few(function: Callable, like: Tensor) -> bool:

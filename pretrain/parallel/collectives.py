@@ -63,7 +63,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BRX: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return new_name(_gather(x_BRX, group))
+        return _gather(x_BRX, group)
 
     @staticmethod
     def backward(ctx, g_BTX: Tensor) -> tuple[Tensor, None]:

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pretrain.distributed.mesh import Mesh
 from pretrain.errors import ConfigError
-from pretrain.models.compiling import new_name
 from pretrain.models.experts import Experts, permute
 from pretrain.parallel.collectives import extend
 
@@ -145,7 +144,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RD: Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sent, ctx.got, ctx.group = sent, got, group
-        return new_name(_exchange(x_RD, sent, got, group))
+        return _exchange(x_RD, sent, got, group)
 
     @staticmethod
     @once_differentiable

@@ -79,18 +79,16 @@ def _check_fp8(config: Config) -> None:
 
 
 def check_backend(config: Config, strategy: str, on_gpu: bool) -> None:
-    """`strategy`: what `parallel.strategy` has come to. torch's gloo adds up and broadcasts tensors of a GPU. If it is to gather some, it ends the process
-    by a signal (pytorch issue 152645).
+    """`strategy`: what `parallel.strategy` has come to; all axes but `replicate` need fsdp. torch's gloo adds up and broadcasts tensors of a GPU. FSDP2's
+    first gather of them ended the process by a signal on an H200, and issue 152645 of pytorch is about another that does.
     """
     if config.parallel.backend != "gloo" or not on_gpu or strategy == "single":
         return
-    shared = axes_of_a_sample(config) or (f"parallel.expert={config.parallel.expert}" if config.parallel.expert > 1 else "")
-    gathers = shared or (f"parallel.strategy={strategy}" if strategy != "ddp" else "")
-    if not gathers and config.optim.name == "muon" and config.parallel.replicate != 1:
-        gathers = "optim.name=muon"
-    if gathers:
+    exchanges = config.optim.name == "muon" and config.parallel.replicate != 1
+    if strategy != "ddp" or exchanges:
+        what = "optim.name=muon" if strategy == "ddp" else f"parallel.strategy={strategy}"
         raise ConfigError(
-            f"parallel.backend=gloo does not work with {gathers} on GPUs: gloo adds up tensors of theirs, and carries no other messages with them; set it to nccl"
+            f"parallel.backend=gloo does not work with {what} on GPUs: gloo adds up tensors of theirs, and carries no other messages with them; set it to nccl"
         )
 
 

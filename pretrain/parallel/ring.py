@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretrain.models.attention import largest_score
-from pretrain.models.compiling import new_name
 from pretrain.parallel.context import ContextAxis, OwnQueries
 from pretrain.parallel.ring_parts import Kernel
 
@@ -167,7 +166,7 @@ class _Ring(torch.autograd.Function):
         y = y.to(q.dtype)
         ctx.save_for_backward(q, own, y, lse_BHR, sinks_H)
         ctx.mask, ctx.kernel, ctx.context, ctx.width = mask, kernel, context, width
-        return new_name(y)
+        return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

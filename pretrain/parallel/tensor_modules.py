@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from pretrain.models.compiling import new_name
 from pretrain.models.experts import RouterReport
 from pretrain.models.layers import table_gradient
 from pretrain.parallel.collectives import gather, scatter, total
@@ -167,7 +166,7 @@ class LookUpPart(torch.autograd.Function):
         here = (ids >= first) & (ids < first + len(part))
         ids = (ids - first).where(here, 0)
         ctx.save_for_backward(table_VD, ids, here)
-        return new_name(F.embedding(ids, part).to(dtype).mul_(here[..., None]))
+        return F.embedding(ids, part).to(dtype).mul_(here[..., None])
 
     @staticmethod
     @once_differentiable

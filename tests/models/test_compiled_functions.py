@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from pretrain.models.experts import _GatherChoices, _Permute
-from pretrain.models.layers import _LookUp, _RMSNorm
+from pretrain.models.layers import _LookUp
 from pretrain.parallel.collectives import _Gather, _Scatter, _Total
-from pretrain.parallel.expert import _Exchange
 from pretrain.parallel.fp8 import _Product
 from pretrain.parallel.tensor_modules import Shared
 
@@ -24,8 +23,6 @@ CASES = {
     "rows in fp32": (lambda table, _: _LookUp.apply(table, IDS, WIDE), [((4, 3), WIDE)]),
     "rows in bf16": (lambda table, _: _LookUp.apply(table, IDS, NARROW), [((4, 3), NARROW)]),
     "rows of fp32 in bf16": (lambda table, _: _LookUp.apply(table, IDS, NARROW), [((4, 3), WIDE)]),
-    "norm in fp32": (lambda x, gain, _: _RMSNorm.apply(x, gain, 1e-5), [((2, 4, 8), WIDE), ((8,), WIDE)]),
-    "norm in bf16": (lambda x, gain, _: _RMSNorm.apply(x, gain, 1e-5), [((2, 4, 8), NARROW), ((8,), WIDE)]),
     "choices": (lambda x, _: _GatherChoices.apply(x, ORDER, ORDER.argsort(), 1), [((4, 3), WIDE)]),
     "permutation": (lambda x, _: _Permute.apply(x, ORDER, ORDER.argsort()), [((4, 3), WIDE)]),
     "gather": (lambda x, group: _Gather.apply(x, group), [((2, 4, 3), WIDE)]),
@@ -33,25 +30,30 @@ CASES = {
     "total": (lambda x, group: _Total.apply(x, group), [((2, 4, 3), WIDE)]),
     "shared": (lambda x, _: Shared.apply(x, 2), [((2, 4, 3), WIDE)]),
     "fp8": (lambda x, weight, _: _Product.apply(x, weight, "tensorwise"), [((16, 32), NARROW), ((16, 32), WIDE)]),
-    "exchange": (lambda x, group: _Exchange.apply(x, [4], [4], group), [((4, 3), WIDE)]),
 }
 
 
-IN_LAYOUTS = {"LookUpPart", "_Ring", "_Project", "_MultiplyRows"}
-"""They need several ranks: tests of layouts compile them."""
-NOT_TRACED = {"_FusedLosses"}
+NOT_TRACED = {
+    "_RMSNorm": "takes another way where it is compiled",
+    "_FusedLosses": "left out by torch.compiler.disable",
+    "_Exchange": "left out by torch.compiler.disable",
+    "LookUpPart": "the embedding is no block, and tensor-parallel models are not compiled as a whole",
+    "_Ring": "refused with parallel.compile",
+    "_Project": "of pipelines that are refused with parallel.compile",
+    "_MultiplyRows": "of pipelines that are refused with parallel.compile",
+}
 
 
 def test_no_function_is_forgotten():
     files = (Path(__file__).resolve().parents[2] / "pretrain").rglob("*.py")
     found = {name for file in files for name in re.findall(r"class (\w+)\(torch\.autograd\.Function\)", file.read_text())}
-    compiled = {_LookUp, _RMSNorm, _GatherChoices, _Permute, _Gather, _Scatter, _Total, Shared, _Product, _Exchange}
-    assert found == {kind.__name__ for kind in compiled} | IN_LAYOUTS | NOT_TRACED
+    compiled = {kind.__name__ for kind in (_LookUp, _GatherChoices, _Permute, _Gather, _Scatter, _Total, Shared, _Product)}
+    assert found == compiled | NOT_TRACED.keys()
 
 
 @pytest.fixture(scope="module")
 def group():
-    """Of one rank."""
+    """A process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()

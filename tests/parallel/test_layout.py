@@ -529,9 +529,7 @@ def test_minus_one_takes_the_rest(axis):
     "strategy, options, named",
     [
         ("fsdp", [], "parallel.strategy=fsdp"),
-        ("ddp", ["parallel.tensor=2"], "parallel.tensor=2"),
-        ("ddp", ["parallel.pipeline=2"], "parallel.pipeline=2"),
-        ("ddp", ["parallel.expert=2"], "parallel.expert=2"),
+        ("fsdp", ["parallel.tensor=2"], "parallel.strategy=fsdp"),
         ("ddp", ["optim.name=muon"], "optim.name=muon"),
     ],
 )

@@ -230,14 +230,19 @@ def traced(config_file: str, *overrides: str) -> tuple[int, str]:
     """A run whose blocks and loss are traced and differentiated by the compiler, and then run operator by operator."""
     from unittest.mock import patch
 
+    from pretrain.models import loss_chunks
     from pretrain.models.compiling import compile_strictly
 
     def trace(function, **options):
         return compile_strictly(function, **{**options, "backend": "aot_eager"})
 
     torch._dynamo.reset()
-    with patch("pretrain.parallel.blocks.compile_strictly", trace), patch("pretrain.models.loss_chunks.compile_strictly", trace):
-        return run_main(config_file, *overrides)
+    loss_chunks.compiled.cache_clear()
+    try:
+        with patch("pretrain.parallel.blocks.compile_strictly", trace), patch.object(loss_chunks, "compile_strictly", trace):
+            return run_main(config_file, *overrides)
+    finally:
+        loss_chunks.compiled.cache_clear()  # a later run of this process compiles its loss by inductor
 
 
 def compile_anew(cache: str, config_file: str, *overrides: str) -> tuple[int, str]:

@@ -74,7 +74,5 @@ for size in (256,) if os.environ.get("TRY") else (1024, 2048, 4096, 8192):
     print(size, round(20 * 2 * size**3 / (time.perf_counter() - begin) / 1e12, 1), "TFLOP/s in bf16")
 PY
 # KempnerForge's published shape, without recomputation; it reports 10,471 tokens/s on one H200 (54.5% by our count of FLOPs).
-profile=(--profile "$logs")
-[ -z "${REHEARSAL_LIBRARY:-}" ] || profile=() # torch's profiler knows no pretended GPU
 speed 8b_blocks 90 llama3.1-8b 4096 2 4 --steps 3 "${profile[@]}" "$pure" $blocks
 speed 1b_blocks 60 llama3.2-1b 4096 4 2 "${profile[@]}" $bf16 $blocks

@@ -6,8 +6,6 @@
 
 source "$(dirname "$0")/rows.sh"
 
-profile=(--profile "$logs")
-[ -z "${REHEARSAL_LIBRARY:-}" ] || profile=() # torch's profiler knows no pretended GPU
 speed 3b_blocks 60 llama3.2-3b 4096 4 2 --steps 5 "${profile[@]}" $bf16 $blocks
 speed 3b_fp8 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks precision.fp8=tensorwise
 text=${TEXT:-build/tinyshakespeare.txt}

@@ -80,3 +80,5 @@ bf16=precision.compute=bf16
 pure="precision={compute: bf16, master: bf16, moments: bf16}"
 pure_fp8="precision={compute: bf16, master: bf16, moments: bf16, fp8: tensorwise}"
 blocks=parallel.compile=blocks
+profile=(--profile "$logs")
+[ -z "${REHEARSAL_LIBRARY:-}" ] || profile=() # torch's profiler knows no pretended GPU

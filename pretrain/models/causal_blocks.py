@@ -45,7 +45,7 @@ def causal_attention(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTV: Tensor, scale: floa
         raise ValueError(
             f"{q_BHTG.shape[2]} queries cannot have {k_BKTG.shape[2]} keys here: causal attention is of a sequence to itself"
         )
-    y_BHTV, sums = _empty_heads(q_BHTG, v_BKTV.shape[3]), []
+    y_BHTV, sums = empty_heads(q_BHTG, v_BKTV.shape[3]), []
     for queries, keys in _blocks(q_BHTG, groups):
         q, k = (_rows(x, groups, 2) for x in (q_BHTG[:, :, queries], k_BKTG[:, :, keys]))
         v = _rows(v_BKTV[:, :, keys], groups)
@@ -54,9 +54,9 @@ def causal_attention(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTV: Tensor, scale: floa
         y, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
         power = torch.empty_like(lse)
         for i in _parts(q, k):
-            largest = _hide(torch.bmm(q[i], k[i].mT), later).amax(-1, keepdim=True)
+            largest = hide(torch.bmm(q[i], k[i].mT), later).amax(-1, keepdim=True)
             q[i, :, -2:-1] = largest
-            scores = _hide(_product(q[i], k[i].mT, scale), later)
+            scores = hide(product(q[i], k[i].mT, scale), later)
             rest = scores.amax(-1, keepdim=True)
             weights = scores.sub_(rest).exp_()
             total = weights.sum(-1, keepdim=True, dtype=torch.float32)
@@ -75,7 +75,7 @@ def _backward(
     """Gradients of queries, keys and values."""
     groups = k_BKTG.shape[1]
     heads = q_BHTG.shape[1] // groups
-    g_q_BHTG = _empty_heads(q_BHTG, q_BHTG.shape[3])
+    g_q_BHTG = empty_heads(q_BHTG, q_BHTG.shape[3])
     g_k, g_v = (_rows(torch.zeros_like(x, dtype=torch.float32), groups) for x in (k_BKTG, v_BKTV))
     for queries, keys in _blocks(q_BHTG, groups):
         q, g, y = (_rows(x[:, :, queries], groups) for x in (q_BHTG, g_BHTV, y_BHTV))
@@ -87,13 +87,13 @@ def _backward(
         k_less, v_less = (torch.cat((x, x.new_full((*x.shape[:2], 4), -1)), dim=-1) for x in (k, v))
         later, g_q = _later(q_BHTG, groups, queries, keys), torch.empty_like(q)
         for i in _parts(q, k):
-            weights = _hide(_product(less_lse[i], k_less[i].mT, scale), later).exp_()
+            weights = hide(product(less_lse[i], k_less[i].mT, scale), later).exp_()
             g_v[i, : keys.stop] += torch.bmm(weights.mT, g[i])
             g_scores = torch.bmm(less_mean[i], v_less[i].mT).mul_(weights)
-            g_q[i] = _product(g_scores, k[i], scale)
-            g_k[i, : keys.stop] += _product(g_scores.mT, q[i], scale)
+            g_q[i] = product(g_scores, k[i], scale)
+            g_k[i, : keys.stop] += product(g_scores.mT, q[i], scale)
         _put(g_q_BHTG[:, :, queries], g_q, groups)
-    g_k_BKTG, g_v_BKTV = (_empty_heads(x, x.shape[3]) for x in (k_BKTG, v_BKTV))
+    g_k_BKTG, g_v_BKTV = (empty_heads(x, x.shape[3]) for x in (k_BKTG, v_BKTV))
     _put(g_k_BKTG, g_k, groups)
     _put(g_v_BKTV, g_v, groups)
     return g_q_BHTG, g_k_BKTG, g_v_BKTV
@@ -104,12 +104,12 @@ def _(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTV: Tensor, scale: float) -> tuple[Ten
     batch, heads, length, _ = q_BHTG.shape
     groups = k_BKTG.shape[1]
     lse = q_BHTG.new_empty(batch * groups, length * (heads // groups), 1, dtype=torch.float32)
-    return _empty_heads(q_BHTG, v_BKTV.shape[3]), lse, torch.empty_like(lse)
+    return empty_heads(q_BHTG, v_BKTV.shape[3]), lse, torch.empty_like(lse)
 
 
 @_backward.register_fake
 def _(g_BHTV, q_BHTG, k_BKTG, v_BKTV, y_BHTV, lse, power, scale):
-    return tuple(_empty_heads(x, x.shape[3]) for x in (q_BHTG, k_BKTG, v_BKTV))
+    return tuple(empty_heads(x, x.shape[3]) for x in (q_BHTG, k_BKTG, v_BKTV))
 
 
 def _save(ctx, inputs, output) -> None:
@@ -126,7 +126,7 @@ def _gradients(ctx, g_BHTV: Tensor, *_: None) -> tuple[Tensor, Tensor, Tensor, N
 causal_attention.register_autograd(_gradients, setup_context=_save)
 
 
-def _empty_heads(x_BHTG: Tensor, width: int) -> Tensor:
+def empty_heads(x_BHTG: Tensor, width: int) -> Tensor:
     """[B, H, T, width] in the memory of [B, T, H, width], in which the next product reads it. It is no view, which autograd would not let change."""
     batch, heads, length, _ = x_BHTG.shape
     return x_BHTG.new_empty_strided((batch, heads, length, width), (length * heads * width, width, heads * width, 1))
@@ -171,12 +171,12 @@ def _later(q_BHTG: Tensor, groups: int, queries: slice, keys: slice) -> Tensor:
     return later.repeat_interleave(q_BHTG.shape[1] // groups, dim=0)
 
 
-def _hide(scores: Tensor, later: Tensor) -> Tensor:
+def hide(scores: Tensor, later: Tensor) -> Tensor:
     scores[..., -later.shape[1] :] += later
     return scores
 
 
-def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """scale x a x b, rounded once."""
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 

@@ -111,4 +111,5 @@ def _policy(context: Any, operator: Any, *args: Any, **options: Any) -> Checkpoi
 @functools.cache
 def _stored_operators() -> set[Any]:
     fused = {getattr(torch.ops.aten, name).default for name in _STORED if hasattr(torch.ops.aten, name)}
-    return fused | {torch.ops.higher_order.flex_attention, torch.ops.pretrain.causal_attention.default}
+    ours = torch.ops.pretrain.causal_attention.default, torch.ops.pretrain.causal_attention_fp32.default
+    return fused | {torch.ops.higher_order.flex_attention, *ours}

@@ -6,6 +6,7 @@ import torch
 
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
+from pretrain.models import causal_blocks_fp32
 from pretrain.models.attention import SHORT, ask_for_kernel
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
@@ -82,8 +83,7 @@ def _refusal(config: Config, device: torch.device, asked: str) -> str | None:
 
 def _refusal_of_widths(config: Config, asked: str) -> str | None:
     """Likewise, for the widths of keys and values of a head (torch's sdp_utils.cpp)."""
-    latent = config.model.latent
-    key, value = (latent.plain_dim + latent.rope_dim, latent.value_dim) if latent.kv_rank else (config.model.head_dim,) * 2
+    key, value = _widths(config)
     unit = 4 if config.precision.compute == "fp32" else 8
     if asked in ("flash", *_OTHERS):
         if key != value:
@@ -95,6 +95,11 @@ def _refusal_of_widths(config: Config, asked: str) -> str | None:
     elif asked == "cudnn" and max(key, value) > (widest := _widest_of_cudnn()):
         return f"computes heads of at most {widest}, and this model's have {max(key, value)}"
     return None
+
+
+def _widths(config: Config) -> tuple[int, int]:
+    latent = config.model.latent
+    return (latent.plain_dim + latent.rope_dim, latent.value_dim) if latent.kv_rank else (config.model.head_dim,) * 2
 
 
 def _widest_of_cudnn() -> int:
@@ -114,10 +119,15 @@ def _advice(config: Config, device: torch.device) -> str:
 def _has_products(config: Config) -> bool:
     """Whether training on a CPU multiplies matrices where torch's fused kernel could compute attention (`models.attention.attend`)."""
     switches = config.model.attention
-    if config.precision.compute != "bf16" or not family_of(config.model.family).splits or switches.soft_cap or switches.sinks:
+    if not family_of(config.model.family).splits or switches.soft_cap or switches.sinks:
         return False
-    is_short = config.data.pairs is not None or config.data.sequence_length <= SHORT  # some pairs are
-    return is_short or (config.model.positions != "relative" and not (needs_masks(config) and _are_all_masked(config)))
+    lengths = [config.data.sequence_length, *(stage.length for stage in config.batch.lengths)]
+    is_masked = config.model.positions == "relative" or (needs_masks(config) and _are_all_masked(config))
+    if config.precision.compute == "fp32":
+        threads = config.run.threads or torch.get_num_threads()
+        suited = (causal_blocks_fp32.suit(length, _widths(config)[0], threads) for length in lengths)
+        return not is_masked and config.data.pairs is None and any(suited)
+    return not is_masked or config.data.pairs is not None or min(lengths) <= SHORT  # some pairs are
 
 
 def set_attention_kernel(asked: str, shapes_change: bool = False) -> None:

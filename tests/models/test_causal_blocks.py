@@ -34,10 +34,10 @@ def with_gradients(attention_of, q, k, v, g) -> list[torch.Tensor]:
     return [y.detach(), *torch.autograd.grad(y, inputs, g)]
 
 
-def of_torch(q, k, v) -> torch.Tensor:
-    """Its fused kernel for bf16, in fp64 its matrix products. The kernel wants values as wide as queries."""
+def of_torch(q, k, v, kernel: SDPBackend | None = None) -> torch.Tensor:
+    """Its fused kernel for bf16, else its matrix products. The kernel wants values as wide as queries."""
     wider = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION if q.dtype == torch.bfloat16 else SDPBackend.MATH):
+    with sdpa_kernel(kernel or (SDPBackend.FLASH_ATTENTION if q.dtype == torch.bfloat16 else SDPBackend.MATH)):
         y = F.scaled_dot_product_attention(q, k, wider, is_causal=True, scale=0.15, enable_gqa=True)
     return y[..., : v.shape[-1]]
 

@@ -56,11 +56,15 @@ def test_a_kernel_without_effect_on_a_cpu_is_refused(pool, config_file):
         ["data.document_mask=true", "data.sequence_length=128"],
         ["data.sequence_length=300", "model.attention={window: 300}"],
         ["data.sequence_length=300", "model.attention={window: 30, window_pattern: [true, false]}"],
+        ["model.head_dim=64", "data.sequence_length=300", "precision.compute=fp32", "run.threads=1"],
+        ["model.head_dim=64", "data.sequence_length=2048", "batch.lengths=[{until_tokens: 9999, length: 512}]", "precision.compute=fp32", "run.threads=1"],
     ]
     for values in effective:
         check_attention_kernel(resolve(load_config(config_file, [*flash, *FAMILY, *values])[0]), CPU)
     without = [
         ["precision.compute=fp32"],
+        ["model.head_dim=64", "data.sequence_length=300", "precision.compute=fp32", "run.threads=2"],
+        ["model.head_dim=64", "data.sequence_length=128", "precision.compute=fp32", "run.threads=1"],
         ["model.attention.soft_cap=30"],
         ["data.document_mask=true", "data.sequence_length=300"],
         ["data.sequence_length=300", "model.attention={window: 30}"],

@@ -22,6 +22,15 @@ with open(os.environ["CALLS"], "a") as file:
 """
 
 
+def with_an_h200(folder: Path, name: str = "NVIDIA H200") -> dict[str, str]:
+    """An environment whose `nvidia-smi` says so."""
+    programs = folder / "programs"
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text(f"#!/bin/sh\necho '{name}'\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+
+
 def calls_of(part: Path, folder: Path) -> list[list[str]]:
     """What the script would start, with Python replaced by a program that writes down its arguments."""
     recorder, calls = folder / "python", folder / "calls"
@@ -29,7 +38,7 @@ def calls_of(part: Path, folder: Path) -> list[list[str]]:
     recorder.chmod(0o755)
     text = folder / "tinyshakespeare.txt"
     text.write_text("To be, or not to be\n")
-    environment = {**os.environ, "OUT": str(folder / "out"), "PY": str(recorder), "CALLS": str(calls), "TEXT": str(text), "TRY": "", "SECONDS_LEFT": "9999"}
+    environment = {**with_an_h200(folder), "OUT": str(folder / "out"), "PY": str(recorder), "CALLS": str(calls), "TEXT": str(text), "TRY": "", "SECONDS_LEFT": "9999"}
     done = subprocess.run(["bash", str(part)], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / "out" / "rows.jsonl").read_text().splitlines()]
@@ -61,8 +70,15 @@ def test_every_row_is_a_command_that_exists(part, tmp_path):
     assert checked >= 3
 
 
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.stem)
+def test_another_gpu_is_refused(part, tmp_path):
+    environment = {**with_an_h200(tmp_path, "NVIDIA H100 80GB HBM3"), "OUT": str(tmp_path / "out"), "PY": "false", "TRY": ""}
+    done = subprocess.run(["bash", str(part)], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "made for an H200" in done.stderr
+
+
 def test_a_row_without_time_is_left_out_with_a_line(tmp_path):
-    environment = {**os.environ, "OUT": str(tmp_path / "out"), "PY": "false", "SECONDS_LEFT": "19", "TRY": ""}
+    environment = {**with_an_h200(tmp_path), "OUT": str(tmp_path / "out"), "PY": "false", "SECONDS_LEFT": "9", "TRY": ""}
     done = subprocess.run(["bash", str(PARTS[-1])], env=environment, capture_output=True, text=True, timeout=120)
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert len(rows) > 5 and all(row["rc"] is None for row in rows)

@@ -82,8 +82,8 @@ class Run:
         "The kernel of attention. On GPUs it is that of scaled_dot_product_attention: `auto` is torch's choice by shape, without cuDNN's where shapes "
         "change all the time (pairs, generation), since it plans each anew. Any other value is the only kernel of it that is used, and inputs that it "
         "cannot take are an error; what FlexAttention computes stays its own. `FA3` and `FA4`: those packages in place of torch's flash kernel; they have to be installed. "
-        "On CPUs, `auto` trains with blocks of matrix products where they are faster: in bf16, and in fp32 with one thread per process, heads wider than 32 and "
-        "129 to 1,536 positions. `flash` is torch's fused kernel.",
+        "On CPUs, `auto` trains with blocks of matrix products where they are faster: in bf16; in fp32 without masks, with one thread per process, heads wider than "
+        "32 and 129 to 1,536 positions. `flash` is torch's fused kernel.",
         resume="free",
     )
     deterministic: bool = key(

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from pretrain.config.model_schema import Model
 from pretrain.models.causal_blocks import causal_attention
-from pretrain.models.causal_blocks_fp32 import causal_attention_fp32, is_fastest
+from pretrain.models.causal_blocks_fp32 import causal_attention_fp32, is_faster
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.layers import Linear, RMSNorm, make_norm
 from pretrain.models.masks import Mask
@@ -137,7 +137,7 @@ def attend(
         return _plain(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
     if products and mask is None and q_BHTG.shape[2] == k_BKSG.shape[2]:
         return causal_attention(q_BHTG, k_BKSG, v_BKSG, scale)[0]
-    if trains_on_cpu and mask is None and q_BHTG.dtype == torch.float32 and is_fastest(q_BHTG, k_BKSG):
+    if trains_on_cpu and mask is None and q_BHTG.dtype == torch.float32 and is_faster(q_BHTG, k_BKSG):
         return causal_attention_fp32(q_BHTG, k_BKSG, v_BKSG, scale)
     grouped = q_BHTG.shape[1] != k_BKSG.shape[1]
     if grouped and q_BHTG.is_cuda and (mask is not None or q_BHTG.dtype == torch.float32 or _asked == "efficient"):

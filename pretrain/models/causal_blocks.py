@@ -172,6 +172,7 @@ def _later(q_BHTG: Tensor, groups: int, queries: slice, keys: slice) -> Tensor:
 
 
 def hide(scores: Tensor, later: Tensor) -> Tensor:
+    """The scores, changed in place: -inf for the last keys where `later` says so."""
     scores[..., -later.shape[1] :] += later
     return scores
 

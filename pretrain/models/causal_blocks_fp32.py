@@ -4,9 +4,9 @@
     queries 64..127    keys 0..127          weights = softmax of what they see
     ...
 
-torch's fused kernel takes up to half as long again, because it multiplies blocks one by one, and exponents are a pass of their own. fp32
+torch's fused kernel is slower, because it multiplies small blocks one by one, and takes exponents in a pass of their own. fp32
 needs none of the care of bf16: scores are rounded little, so that backward makes the weights again by the same softmax, and stores nothing
-but queries, keys and values. Products read and write heads [T, G] where they lie in [B, T, H, G]; nothing is copied.
+but queries, keys and values. Products read heads [T, G] where they lie in [B, T, H, G], without a copy.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ QUERIES = 64
 BYTES_AT_ONCE = 1 << 20
 """Scores at a time, so that they stay in the core's cache."""
 SHORTEST, LONGEST = 129, 1536
-WIDEST_NARROW = 32
+"""Positions with which blocks are faster than torch's fused kernel."""
+NARROW = 32
+"""Heads up to this width are faster in torch's kernel."""
 HAS_MKL = torch.backends.mkl.is_available()
+"""The library of products with which all of this was measured."""
 
 
-def is_fastest(q_BHTG: Tensor, k_BKSG: Tensor) -> bool:
-    """Whether training is faster with these blocks than with torch's fused kernel."""
-    length, width = q_BHTG.shape[2:]
-    return length == k_BKSG.shape[2] and suit(length, width, _threads())
+def is_faster(q_BHTG: Tensor, k_BKSG: Tensor) -> bool:
+    """Whether training is faster with these blocks than with torch's fused kernel.
 
-
-def suit(length: int, width: int, threads: int) -> bool:
-    """Whether blocks are faster for heads of such a width, in sequences of such a length, with so many threads in a process.
-
-    They are with one, by 4 to 55%, unless heads are narrow or sequences short or long. With two they are slower for many shapes.
+    It is for a process of one thread, by 4 to 55%. With two threads it is slower for many shapes.
     """
-    return HAS_MKL and threads == 1 and SHORTEST <= length <= LONGEST and width > WIDEST_NARROW
+    length, width = q_BHTG.shape[2:]
+    return HAS_MKL and _threads() == 1 and SHORTEST <= length <= LONGEST and length == k_BKSG.shape[2] and width > NARROW
 
 
 @torch.compiler.assume_constant_result
@@ -82,7 +80,7 @@ def _weights(q: Tensor, k: Tensor, later: Tensor, scale: float) -> Tensor:
 def _parts(q_BHTG: Tensor, k_BKTG: Tensor) -> Iterator[tuple[tuple, tuple, Tensor]]:
     """Indices of queries [heads, rows, G] and of the keys [heads, positions, G] that they see, and what hides the later ones.
 
-    All are of one sequence, and each head of queries has another one of keys.
+    All are of one sequence, and each head of queries has a head of keys of its own.
     """
     batch, heads, length, _ = q_BHTG.shape
     groups = k_BKTG.shape[1]

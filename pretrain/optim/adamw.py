@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from pretrain.optim.rounding import Hashes, random_bits
 
 CHUNK = 1 << 24
 """Numbers that are updated at once where each operator has a result of its own. It bounds the memory of a step."""
+AT_ONCE = 4
+"""Tensors of a shape that a GPU updates by one call, because a call takes the host about as long as a small tensor takes the GPU."""
 
 Number = float | Tensor
 
@@ -50,17 +52,53 @@ class AdamW(GuardedOptimizer):
         else:
             torch._foreach_add_(steps, [1 - left_out.to(steps[0])] * len(steps))  # not the tensor itself: the host would wait
         numbers: list[Number] = [*(1 - beta for beta in self.betas), self.eps, rate, 1 - rate * decay]
-        of_kind = {kind: numbers for kind in (widest(local(parameter)) for parameter in parameters)}
+        of_kind = {kind: numbers for kind in map(widest, parameters)}
         if device.type == "cuda":
             of_kind = {kind: [torch.full((), n, dtype=kind, device=device) for n in numbers] for kind in of_kind}
-        for parameter, state, *corrections in zip(parameters, states, *(_corrections(beta, steps) for beta in self.betas)):
-            stored, gradient = [local(parameter), *map(local, state)], local(parameter.grad)
-            rows = max(1, len(gradient) if gradient.is_cuda else CHUNK // max(1, gradient[:1].numel()))
-            for first in range(0, len(gradient), rows):
-                parts = [tensor.data[first : first + rows] for tensor in (gradient, *stored)]
-                hashes = self.hashes(parameter, parts[1:], first)
-                update = in_one_kernel(_update_part, gradient, by_shape=True)
-                update(*parts, *corrections, *of_kind[widest(gradient)], left_out, hashes)
+        corrections = list(zip(*(_corrections(beta, steps) for beta in self.betas)))
+        for places in self.alike(parameters):
+            stored = [[tensor.data for tensor in map(local, (parameters[n].grad, parameters[n], *states[n]))] for n in places]
+            if not stored[0][0].numel():
+                continue
+            hashes = self.hashes([parameters[n] for n in places], stored[0][1:])
+            updates = [(*tensors, *corrections[n], of) for n, tensors, of in zip(places, stored, hashes)]
+            numbers = of_kind[widest(parameters[places[0]])]
+            for part in _in_parts(updates):
+                update = in_one_kernel(_update_parts, part[0][0], by_shape=len(part))
+                update(part, [_under_new_names(numbers) for _ in part], left_out)
+
+
+Update = tuple
+"""This rank's parts of a gradient, a weight and its two moments; their corrections; and hashes of the last three."""
+
+
+def _in_parts(updates: list[Update]) -> Iterator[list[Update]]:
+    """What is updated by one call: on a GPU so many tensors, on a CPU some rows of one."""
+    gradient = updates[0][0]
+    if gradient.is_cuda:
+        whole = len(updates) - len(updates) % AT_ONCE
+        yield from (updates[n : n + AT_ONCE] for n in range(0, whole, AT_ONCE))
+        yield from ([update] for update in updates[whole:])
+        return
+    count = max(1, CHUNK // max(1, gradient[:1].numel()))
+    for *tensors, mean_correction, square_correction, hashes in updates:
+        for first in range(0, len(gradient), count):
+            rows = slice(first, first + count)
+            yield [
+                (
+                    *(x[rows] for x in tensors),
+                    mean_correction,
+                    square_correction,
+                    [_of_rows(of, gradient, rows) for of in hashes],
+                )
+            ]
+
+
+def _of_rows(hashes: Hashes | None, tensor: Tensor, rows: slice) -> Hashes | None:
+    """The hashes of some rows of a tensor; of a vector, whose numbers are columns, of some numbers."""
+    if hashes is None:
+        return None
+    return (hashes[0], hashes[1][rows]) if tensor.dim() == 1 else (hashes[0][rows], hashes[1])
 
 
 def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
@@ -71,6 +109,16 @@ def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
     return powers
 
 
+def _under_new_names(numbers: list[Number]) -> list[Number]:
+    """For a compiler other numbers. Where several updates read the same ones, Inductor makes one kernel of them, with few threads for its many registers."""
+    return [number.view(()) if isinstance(number, Tensor) else number for number in numbers]
+
+
+def _update_parts(updates: list[Update], numbers: list[list[Number]], left_out: Tensor | None) -> None:
+    for update, own in zip(updates, numbers):
+        _update_part(*update, *own, left_out)
+
+
 def _update_part(
     gradient: Tensor,
     weight: Tensor,
@@ -78,13 +126,13 @@ def _update_part(
     square: Tensor,
     mean_correction: Tensor,
     square_correction: Tensor,
+    hashes: Sequence[Hashes | None],
     mean_share: Number,
     square_share: Number,
     eps: Number,
     rate: Number,
     kept: Number,
     left_out: Tensor | None,
-    hashes: Sequence[Hashes | None],
 ) -> None:
     """Store what weights and moments are after a step. `kept`: what weight decay leaves of a weight; the others as in the paper, and `store`."""
     stored, is_coded, g = (weight, mean, square), mean.dtype == torch.uint8, widened(gradient)

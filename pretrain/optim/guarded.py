@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pretrain.distributed.shards import place_of
+from pretrain.distributed.shards import local, place_of
 from pretrain.models.compiling import compile_strictly
 from pretrain.optim.rounding import Hashes, hash_places, random_bits, round_at_random, seed_of
 
@@ -44,6 +44,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], lr: float, formats: Formats) -> None:
         super().__init__(groups, {"lr": lr})
         self.formats = formats
+        self._places: dict[Tensor, tuple[int, ...]] = {}
 
     def create_state(self) -> None:
         """Create the state that the first step would create."""
@@ -70,24 +71,41 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """Give this rank's parts of a parameter and its state new values, unless the step is left out. Where bf16 is stored, fp32 is rounded at
         random.
         """
-        for tensor, value, hashes in zip(tensors, values, self.hashes(parameter, tensors)):
+        [of_parameter] = self.hashes([parameter], tensors)
+        for tensor, value, hashes in zip(tensors, values, of_parameter):
             in_one_kernel(store, tensor)(tensor.data, value, self.left_out(tensor), hashes)
 
     def left_out(self, like: Tensor) -> Tensor | None:
         """`found_inf` where a tensor is."""
         return None if self.found_inf is None else self.found_inf.to(like.device)
 
-    def hashes(self, parameter: Tensor, tensors: Sequence[Tensor], row: int = 0) -> Sequence[Hashes | None]:
-        """For the random numbers of a parameter and its state, of which `tensors` are parts, from this row of this rank's on. None where none is
-        rounded.
+    def hashes(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Sequence[Hashes | None]]:
+        """For the random numbers of each parameter and its state, which are `alike`. `tensors`: this rank's parts of the first one and its state.
+
+        None where nothing is rounded.
         """
-        first = tensors[0]
         if not any(tensor.dtype in (torch.bfloat16, torch.uint8) for tensor in tensors):
-            return [None] * len(tensors)
-        rows, *others = (part.start for part in place_of(parameter))
-        names = (f"{self.formats.names[parameter]}.{number}" for number in range(len(tensors)))
-        seeds = tuple(seed_of(name, self.step_number) for name in names)
-        return in_one_kernel(hash_places, first)(tuple(first.shape), (rows + row, *others), seeds, first.device)
+            return [[None] * len(tensors)] * len(parameters)
+        names = (f"{self.formats.names[parameter]}.{number}" for parameter in parameters for number in range(len(tensors)))
+        seeds = torch.tensor([seed_of(name, self.step_number) for name in names])
+        if tensors[0].is_cuda:
+            seeds = seeds.pin_memory().to(tensors[0].device, non_blocking=True)  # else the host would wait
+        found = hash_places(tensors[0].shape, self._starts(parameters[0]), seeds)
+        return [found[place : place + len(tensors)] for place in range(0, len(found), len(tensors))]
+
+    def alike(self, parameters: Sequence[Tensor]) -> list[list[int]]:
+        """The places in the list of parameters whose parts on this rank have one shape, format and place in the whole."""
+        groups: dict[tuple, list[int]] = {}
+        for number, parameter in enumerate(parameters):
+            formats = parameter.dtype, parameter.grad.dtype, self._stored_in(parameter)
+            groups.setdefault((local(parameter).shape, self._starts(parameter), *formats), []).append(number)
+        return list(groups.values())
+
+    def _starts(self, parameter: Tensor) -> tuple[int, ...]:
+        """Where this rank's part begins in the whole, which stays so."""
+        if parameter not in self._places:
+            self._places[parameter] = tuple(part.start for part in place_of(parameter))
+        return self._places[parameter]
 
 
 def store(old: Tensor, value: Tensor, left_out: Tensor | None, hashes: Hashes | None) -> None:
@@ -97,16 +115,17 @@ def store(old: Tensor, value: Tensor, left_out: Tensor | None, hashes: Hashes | 
     old.copy_(value if left_out is None else torch.where(left_out > 0, old, value))
 
 
-def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: bool = False) -> Callable[..., T]:
+def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: int = 0) -> Callable[..., T]:
     """The function, compiled where the tensor is on a GPU. Operator by operator, rounding alone would be dozens of kernels, each of which moves whole
     tensors. Numbers that change from step to step have to be tensors, or int; of a parameter it takes `data`, since torch.compile knows no gradient of
-    another format. `by_shape`: once for each shape, as long as those are few, and without int. Such kernels need half the instructions.
+    another format. `by_shape`: once for each shape, as long as those are few, and without int; it is the number of tensors of that shape in a call. Such
+    kernels need half the instructions.
     """
-    return _compiled(function, by_shape and _are_few(function, like)) if like.is_cuda else function
+    return _compiled(function, by_shape > 0 and _are_few(function, like, by_shape)) if like.is_cuda else function
 
 
-def _are_few(function: Callable, like: Tensor) -> bool:
-    seen, shape = _shapes.setdefault(function, set()), (like.shape, like.dtype)
+def _are_few(function: Callable, like: Tensor, count: int) -> bool:
+    seen, shape = _shapes.setdefault(function, set()), (like.shape, like.dtype, count)
     if len(seen) < MOST_SHAPES:
         seen.add(shape)
     return shape in seen

@@ -233,13 +233,14 @@ def clip_gradients(
     gradients = [p.grad for p in parameters if p.grad is not None]
     uncounted = {id(p.grad) for p in copies}
     parts = [local(gradient) for gradient in gradients]
-    squares: dict[tuple, list[Tensor]] = {}
+    groups: dict[tuple, list[Tensor]] = {}
     for gradient, norm in zip(gradients, norms(parts)):
-        alike = _sharding_of(gradient), norm.device
-        squares.setdefault(alike, []).append(norm.square() * (id(gradient) not in uncounted))
+        group = groups.setdefault((_sharding_of(gradient), norm.device), [norm.new_zeros(())])
+        if id(gradient) not in uncounted:
+            group.append(norm)
     total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
-    for (sharding, _), values in squares.items():
-        total += added_over_shards(torch.stack(values).sum(), sharding).to(total.device)
+    for (sharding, _), values in groups.items():
+        total += added_over_shards(torch.stack(values).square_().sum(), sharding).to(total.device)
     total = sum_over_layers(total).sqrt()
     if max_norm > 0:
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)

@@ -16,9 +16,7 @@ from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B1 - (1 << 32)
-"""2^32 / golden ratio. Like the seeds it is signed: compiled for a GPU, places are computed in 32 bits, which have no larger numbers. All this is mod
-2^32, so the bits are the same.
-"""
+"""2^32 / golden ratio, signed as the seeds are. All this is mod 2^32."""
 
 
 def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
@@ -40,19 +38,18 @@ Hashes = tuple[Tensor, Tensor]
 """What random numbers of a part of a tensor are made of: hashes of its rows, int32 [..., 1], and of its columns, int32 [C]."""
 
 
-def hash_places(shape: Sequence[int], starts: Sequence[int], seeds: Sequence[int], device: torch.device) -> tuple[Hashes, ...]:
-    """The hashes of a part of a tensor for each seed. `starts`: where the part begins in each dimension of the whole.
+def hash_places(shape: Sequence[int], starts: Sequence[int], seeds_N: Tensor) -> list[Hashes]:
+    """The hashes of a part of a tensor for each seed, int64. `starts`: where the part begins in each dimension of the whole.
 
-    They are apart from `random_bits` because a compiler would make them anew for every number, in 64 bits, which took a GPU more time than the update.
+    They are apart from `random_bits` because a compiler would make them anew for every number, in 64 bits, which took a GPU more time than the
+    update. All seeds are hashed at once, because a GPU's host takes longer for so small a kernel than the GPU.
     """
-    *leading, columns = (torch.arange(size, device=device) + start for size, start in zip(shape, starts))
-    found = []
-    for seed in seeds:
-        rows = torch.zeros((), dtype=torch.int64, device=device)
-        for number, index in enumerate(leading):
-            rows = _hashed(rows[..., None] + index, seed + number)
-        found.append((_signed(rows)[..., None], _signed(_hashed(columns, -1 - seed))))
-    return tuple(found)
+    *leading, columns = (torch.arange(size, device=seeds_N.device) + start for size, start in zip(shape, starts))
+    rows = torch.zeros_like(seeds_N)
+    for number, index in enumerate(leading):
+        rows = _hashed(rows[..., None] + index, seeds_N.view(-1, *[1] * (number + 1)) + number)
+    of_columns = _hashed(columns, -1 - seeds_N[:, None])
+    return list(zip(_signed(rows)[..., None].unbind(), _signed(of_columns).unbind()))
 
 
 def random_bits(hashes: Hashes) -> Tensor:
@@ -65,7 +62,7 @@ def random_bits(hashes: Hashes) -> Tensor:
     return (mixed >> 16).bitwise_and_(0xFFFF)
 
 
-def _hashed(index: Tensor, seed: int) -> Tensor:
+def _hashed(index: Tensor, seed: Tensor) -> Tensor:
     """MurmurHash3's finalizer: numbers below 2^32 as int64."""
     x = (index * _GOLDEN + seed) & _MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

@@ -6,8 +6,8 @@ import torch
 
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
-from pretrain.models import causal_blocks_fp32
 from pretrain.models.attention import SHORT, ask_for_kernel
+from pretrain.models.causal_blocks_fp32 import LONGEST, NARROW, SHORTEST
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
 from pretrain.models.shape import has_windows
@@ -34,6 +34,8 @@ def check_attention_kernel(config: Config, device: torch.device) -> None:
             raise ConfigError(
                 f"run.attention_kernel={asked} has no effect on a CPU for this model and its data; set it to auto"
             )
+        if reason := _refusal_of_widths(config, asked):
+            raise ConfigError(f"run.attention_kernel={asked} {reason}; set it to auto")
         return
     if reason := _without_effect(config, device, asked):
         raise ConfigError(f"run.attention_kernel={asked} has no effect {reason}; set it to auto")
@@ -117,17 +119,28 @@ def _advice(config: Config, device: torch.device) -> str:
 
 
 def _has_products(config: Config) -> bool:
-    """Whether training on a CPU multiplies matrices where torch's fused kernel could compute attention (`models.attention.attend`)."""
+    """Whether training on a CPU multiplies matrices where torch's fused kernel could compute attention (`models.attention.attend`).
+
+    It says the same on every host. In fp32 it supposes that processes may have one thread, with which blocks are taken, unless `run.threads`
+    says otherwise.
+    """
     switches = config.model.attention
     if not family_of(config.model.family).splits or switches.soft_cap or switches.sinks:
         return False
+    has_any = config.data.pairs is not None or config.model.encoder.layers > 0  # their lengths differ
     lengths = [config.data.sequence_length, *(stage.length for stage in config.batch.lengths)]
-    is_masked = config.model.positions == "relative" or (needs_masks(config) and _are_all_masked(config))
-    if config.precision.compute == "fp32":
-        threads = config.run.threads or torch.get_num_threads()
-        suited = (causal_blocks_fp32.suit(length, _widths(config)[0], threads) for length in lengths)
-        return not is_masked and config.data.pairs is None and any(suited)
-    return not is_masked or config.data.pairs is not None or min(lengths) <= SHORT  # some pairs are
+    is_fp32, masked = config.precision.compute == "fp32", _is_always_masked(config, min(lengths))
+    if is_fp32 and not masked and config.run.threads in (None, 1):
+        return _widths(config)[0] > NARROW and (has_any or any(SHORTEST <= length <= LONGEST for length in lengths))
+    return not is_fp32 and (not masked or has_any or min(lengths) <= SHORT)
+
+
+def _is_always_masked(config: Config, shortest: int) -> bool:
+    """Whether every layer has more than the causal mask at every length of the run, the shortest one included."""
+    if config.model.positions == "relative" or config.parallel.context > 1:
+        return True
+    has_all = needs_masks(config) and _are_all_masked(config)
+    return has_all and (config.data.document_mask or (config.model.attention.window or 0) < shortest)
 
 
 def set_attention_kernel(asked: str, shapes_change: bool = False) -> None:

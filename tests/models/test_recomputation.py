@@ -18,7 +18,7 @@ from pretrain.config.parallel_schema import Parallel
 from pretrain.config.schema import Config
 from pretrain.config.written import of_today
 from pretrain.errors import ConfigError
-from pretrain.models import build_network
+from pretrain.models import build_network, causal_blocks, causal_blocks_fp32
 from pretrain.models.families import complete
 from pretrain.parallel.blocks import compile_blocks, recompute_blocks, set_compute_format
 from pretrain.parallel.initialise import initialise
@@ -88,6 +88,28 @@ def test_selective_is_refused_where_blocks_change_results_in_place():
     with pytest.raises(ConfigError, match="selective: blocks of model.family=hf may change .* set it to full"):
         resolve(config)
     resolve(dataclasses.replace(config, parallel=Parallel(activation_checkpointing="full")))
+
+
+@pytest.mark.parametrize("blocks", [(causal_blocks_fp32, "_parts", torch.float32), (causal_blocks, "_blocks", torch.bfloat16)], ids=["fp32", "bf16"])
+def test_selective_stores_what_attention_over_blocks_gave(blocks, monkeypatch):
+    module, name, dtype = blocks
+    if dtype == torch.float32 and not causal_blocks_fp32.HAS_MKL:
+        pytest.skip("this build of torch has no MKL, for whose products the blocks are")
+    model, calls, results = Model(family="llama", dim=128, layers=2, heads=2, vocab_size=VOCABULARY), [], {}
+    walk = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *arguments: calls.append(mode) or walk(*arguments))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for mode in ("selective", "full"):
+            network = network_of(model, dtype, MODES[mode])
+            loss_of(network, length=160).backward()
+            results[mode] = {name: parameter.grad for name, parameter in network.named_parameters()}
+    finally:
+        torch.set_num_threads(before)
+    # Forward, backward, and forward again.
+    assert (calls.count("selective"), calls.count("full")) == (2 * model.layers, 3 * model.layers)
+    assert all(torch.equal(gradient, results["full"][name]) for name, gradient in results["selective"].items())
 
 
 def test_the_work_is_what_the_mode_says():

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from running import cut_after, gradients, losses, run_main, some_slow, state_of, train
 from test_optimizers_in_layouts import EXPERTS, LAYOUTS, OPTIMIZERS, whole
 from torch._dynamo.utils import counters
-from torch.utils import _pytree as pytree
 
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
@@ -20,7 +19,7 @@ from pretrain.config.optim_schema import Optim
 from pretrain.models import build_network
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.families import complete
-from pretrain.optim.adamw import AdamW, _update_part
+from pretrain.optim.adamw import AdamW, _under_new_names, _update_part, _update_parts
 from pretrain.optim.eight_bits import decode_means, encode_means
 from pretrain.optim.guarded import Formats
 from pretrain.optim.optimizer import OptimizerSet
@@ -34,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def bits_of(shape, starts, seed):
-    return random_bits(hash_places(shape, starts, (seed,), CPU)[0])
+    return random_bits(hash_places(shape, starts, torch.tensor([seed]))[0])
 
 
 # ---- rounding -----------------------------------------------------------------------------------------------------------------
@@ -93,26 +92,28 @@ def test_an_update_is_one_graph_for_all_steps_and_parts_of_a_shape_and_computes_
     """As on a GPU, where it is compiled."""
     torch._dynamo.reset()
     counters["stats"].clear()
-    update = compile_strictly(_update_part, dynamic=False, fullgraph=True, backend=backend)
-    hash_one = compile_strictly(hash_places, dynamic=True, fullgraph=True, backend=backend)
+    update = compile_strictly(_update_parts, dynamic=False, fullgraph=True, backend=backend)
     compiled = {2: 0, 3: 0}
     for shape, first in (((24, 40), 0), ((24, 40), 24), ((7, 5, 6), 0), ((9, 70), 3), ((5, 8, 9), 0)):
         for step in range(1, 4):
             drawn = torch.Generator().manual_seed(step)
-            weight, gradient = (torch.randn(shape, generator=drawn).to(torch.bfloat16) for _ in "wg")
-            numbers = [torch.tensor(x) for x in (1 - 0.9**step, 1 - 0.95**step, 0.1, 0.05, 1e-8, 1e-3 * step, 1 - 1e-4 * step)]
-            starts, seeds = (first, *(0 for _ in shape[1:])), tuple(seed_of(name, step) for name in "wmv")
-            hashes = hash_places(shape, starts, seeds, CPU)
-            assert all(map(torch.equal, pytree.tree_leaves(hash_one(shape, starts, seeds, CPU)), pytree.tree_leaves(hashes)))
-            both = [[weight.clone(), *(torch.zeros(shape, dtype=moments) for _ in "mv")] for _ in range(2)]
+            numbers = [torch.tensor(x) for x in (0.1, 0.05, 1e-8, 1e-3 * step, 1 - 1e-4 * step)]
+            corrections = [torch.tensor(1 - beta**step) for beta in (0.9, 0.95)]
+            starts, seeds = (first, *(0 for _ in shape[1:])), [seed_of(name, step) for name in ("w.0", "w.1", "w.2", "v.0", "v.1", "v.2")]
+            hashes = hash_places(shape, starts, torch.tensor(seeds))
+            gradients, weights = ([torch.randn(shape, generator=drawn).to(torch.bfloat16) for _ in "wv"] for _ in "gw")
+            ways = [[[weight.clone(), *(torch.zeros(shape, dtype=moments) for _ in "mv")] for weight in weights] for _ in range(2)]
+            updates = [
+                [(gradients[n], *tensors[n], *corrections, hashes[3 * n : 3 * n + 3]) for n in range(2)] for tensors in ways
+            ]
             before = counters["stats"]["unique_graphs"]
-            for stored, run in zip(both, (update, _update_part)):
-                run(gradient, *stored, *numbers, torch.zeros(()), hashes)
+            update(updates[0], [_under_new_names(numbers) for _ in range(2)], torch.zeros(()))
             compiled[len(shape)] += counters["stats"]["unique_graphs"] - before
-            assert all(torch.equal(a, b) for a, b in zip(*both))
-            kept = [tensor.clone() for tensor in both[0]]
-            update(gradient, *kept, *numbers, torch.ones(()), hashes)
-            assert all(torch.equal(a, b) for a, b in zip(kept, both[0]))  # left out
+            for one in updates[1]:
+                _update_part(*one, *numbers, torch.zeros(()))
+            assert all(map(torch.equal, sum(ways[0], []), sum(ways[1], [])))
+            update(updates[0], [_under_new_names(numbers) for _ in range(2)], torch.ones(()))
+            assert all(map(torch.equal, sum(ways[0], []), sum(ways[1], [])))  # left out
     assert compiled == {2: 2, 3: 2}
 
 

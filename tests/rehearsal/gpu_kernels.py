@@ -41,6 +41,7 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 TARGET = GPUTarget("cuda", 90, 32)
+SIGNATURE = re.compile(r"'signature': (\{.*?\})", re.DOTALL)
 HEAD = """import triton
 import triton.language as tl
 from torch._inductor.runtime import triton_helpers
@@ -71,7 +72,7 @@ def kernels_of(graph: GraphLowering) -> dict[str, str]:
 
 def compiled(name: str, source: str, folder: str) -> str:
     """What is wrong with a kernel, or an empty text."""
-    signature = eval(re.search(r"'signature': (\{.*?\})", source, re.DOTALL).group(1))
+    signature = eval(SIGNATURE.search(source).group(1))
     path = Path(folder) / f"{name[:80]}.py"
     path.write_text(HEAD + source[source.index("@triton.jit") :])
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -87,14 +88,16 @@ def compiled(name: str, source: str, folder: str) -> str:
     return ""
 
 
-def check(what: str, function: Any, *arguments: Any, dynamic: bool = False) -> int:
-    """Compile a function as it is compiled for a GPU; the number of kernels that fail."""
+def check(what: str, function: Any, *arguments: Any, dynamic: bool = False, most: int = 100) -> int:
+    """Compile a function as it is compiled for a GPU; the number of kernels that fail. `most`: arguments that a kernel may have."""
     failed = []
 
     def lower(graph: GraphLowering) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for name, source in kernels_of(graph).items():
                 problem = compiled(name, source, folder)
+                if (count := len(eval(SIGNATURE.search(source).group(1)))) > most:
+                    problem = f"it has {count} arguments, so that several tensors were put together"
                 failed.extend([name] if problem else [])
                 print(f"{what}: {name}: {problem or 'compiles'}", flush=True)
         raise Lowered
@@ -111,9 +114,8 @@ def check(what: str, function: Any, *arguments: Any, dynamic: bool = False) -> i
 
 def main() -> int:
     from pretrain.models.loss_chunks import chunk_losses, overwrite_with_gradient
-    from pretrain.optim.adamw import _update_part
+    from pretrain.optim.adamw import AT_ONCE, _update_parts
     from pretrain.optim.optimizer import _scale_widened
-    from pretrain.optim.rounding import hash_places
 
     pretend()
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -122,15 +124,16 @@ def main() -> int:
         with mode:
             return torch.empty(shape, device="cuda", dtype=dtype)
 
+    def update(shape: tuple[int, int], moments: torch.dtype) -> tuple:
+        weight, means = ([tensor(*shape, dtype=dtype) for _ in "ab"] for dtype in (torch.bfloat16, moments))
+        hashes = [(tensor(shape[0], 1, dtype=torch.int32), tensor(shape[1], dtype=torch.int32)) for _ in "wmv"]
+        return (*weight, *means, tensor(), tensor(), hashes)
+
     failed = 0
     for moments in (torch.bfloat16, torch.uint8):
         for shape in ((1024, 512), (1, 512), (512, 1)):  # where a side is 1, places are numbers of 32 bits
-            weight, means = ([tensor(*shape, dtype=dtype) for _ in "ab"] for dtype in (torch.bfloat16, moments))
-            hashes = [(tensor(shape[0], 1, dtype=torch.int32), tensor(shape[1], dtype=torch.int32)) for _ in "wmv"]
-            failed += check(f"update of {shape}, moments in {moments}", _update_part, *weight, *means, *(tensor() for _ in range(8)), hashes)
-    for shape in ((1024, 512), (1, 512), (512, 1), (8, 512, 256)):
-        seeds, place = (-(2**31), 7, 2**31 - 1), (0,) * len(shape)
-        failed += check(f"hashes of {shape}", hash_places, shape, place, seeds, torch.device("cuda", 0), dynamic=True)
+            updates = [update(shape, moments) for _ in range(AT_ONCE)]
+            failed += check(f"updates of {shape}, moments in {moments}", _update_parts, updates, [[tensor() for _ in range(5)] for _ in updates], tensor(), most=25)
     failed += check("scaled gradient", _scale_widened, tensor(1024, 512, dtype=torch.bfloat16), tensor(), dynamic=True)
     logits, targets = tensor(4096, 128256, dtype=torch.bfloat16), tensor(4096, dtype=torch.int64)
     failed += check("losses", chunk_losses, logits, targets, 0.0, 0.0, 1.0, None)

@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from running import run_main
+from running import gradients, largest_gradient_difference, run_main, train
 
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.attention import attend, changing_shapes
+from pretrain.models.causal_blocks_fp32 import HAS_MKL
 from pretrain.models.families import complete
 from pretrain.models.generate import generate
 from pretrain.parallel.initialise import initialise
@@ -56,6 +57,8 @@ def test_a_kernel_without_effect_on_a_cpu_is_refused(pool, config_file):
         ["data.document_mask=true", "data.sequence_length=128"],
         ["data.sequence_length=300", "model.attention={window: 300}"],
         ["data.sequence_length=300", "model.attention={window: 30, window_pattern: [true, false]}"],
+        ["data.sequence_length=600", "model.attention={window: 400}", "batch.lengths=[{until_tokens: 9999, length: 300}]"],
+        ["model.head_dim=64", "data.sequence_length=300", "precision.compute=fp32"],
         ["model.head_dim=64", "data.sequence_length=300", "precision.compute=fp32", "run.threads=1"],
         ["model.head_dim=64", "data.sequence_length=2048", "batch.lengths=[{until_tokens: 9999, length: 512}]", "precision.compute=fp32", "run.threads=1"],
     ]
@@ -65,6 +68,8 @@ def test_a_kernel_without_effect_on_a_cpu_is_refused(pool, config_file):
         ["precision.compute=fp32"],
         ["model.head_dim=64", "data.sequence_length=300", "precision.compute=fp32", "run.threads=2"],
         ["model.head_dim=64", "data.sequence_length=128", "precision.compute=fp32", "run.threads=1"],
+        ["model.head_dim=32", "data.sequence_length=300", "precision.compute=fp32", "run.threads=1"],
+        ["data.sequence_length=300", "parallel.context=2"],
         ["model.attention.soft_cap=30"],
         ["data.document_mask=true", "data.sequence_length=300"],
         ["data.sequence_length=300", "model.attention={window: 30}"],
@@ -72,6 +77,30 @@ def test_a_kernel_without_effect_on_a_cpu_is_refused(pool, config_file):
     for values in without:
         with pytest.raises(ConfigError, match="run.attention_kernel=flash has no effect on a CPU"):
             check_attention_kernel(resolve(load_config(config_file, [*flash, *FAMILY, *values])[0]), CPU)
+
+
+def test_blocks_in_fp32_compute_the_same_gradient_in_every_layout(pool, config_file):
+    """From 129 positions on, with heads wider than 32 and one thread, without masks."""
+    if not HAS_MKL:
+        pytest.skip("this build of torch has no MKL, for whose products the blocks are")
+    long = ("model={layers: 2, heads: 2, head_dim: 40}", "data.sequence_length=160", "precision.compute=fp32", "run.threads=1")
+    long = (*long, "run.steps=1", "schedule.warmup_steps=0", "log.gradients_at=[1]")
+
+    def found(ranks: int, name: str, *layout: str) -> dict[str, torch.Tensor]:
+        return gradients(train(pool, ranks, config_file, *long, f"run.name={name}", *layout))
+
+    single, fused = found(1, "auto"), found(1, "fused", "run.attention_kernel=flash")
+    assert 0 < largest_gradient_difference(fused, single) < 1e-5
+    recomputed = "parallel.activation_checkpointing"
+    for name, *layout in (
+        ("ddp", "parallel.strategy=ddp"),
+        ("fsdp", "parallel.strategy=fsdp", f"{recomputed}=full"),
+        ("selective", "parallel.strategy=fsdp", f"{recomputed}=selective"),
+        ("tensor", "parallel.strategy=fsdp", "parallel.tensor=2"),
+        ("pipeline", "parallel.strategy=fsdp", "parallel.pipeline=2"),
+        ("context", "parallel.strategy=fsdp", "parallel.context=2"),
+    ):
+        assert largest_gradient_difference(found(2, name, *layout), single) < 1e-5, name
 
 
 FAMILY = ["model.family=custom", "parallel.strategy=fsdp"]

@@ -25,8 +25,8 @@ from pretrain.train.run_directory import RunDirectory
 from pretrain.train.starting_point import StartingPoint
 from pretrain.train.trainer import Trainer
 
-WARM_UP = 3
-"""Steps that are not measured: they allocate, compile, and on a GPU fill the queue."""
+WARM_UP = 5
+"""Steps that are not measured: they allocate, compile, record a CUDA graph (`parallel/cuda_graph.py`), and on a GPU fill the queue."""
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,15 @@ if [ -n "${TRY:-}" ]; then
 else
   device=cuda
   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+  if ! nvidia-smi --query-gpu=name --format=csv,noheader | grep -q H200; then
+    echo "the rows are made for an H200, whose memory 8B and 3B need; ask for one" >&2
+    exit 1
+  fi
 fi
 
-# What was compiled in an earlier part is not compiled again: it comes back as compiled-aa, -ab, ..., which are put into build/ for the next one.
+# What was compiled in an earlier part is not compiled again: it comes back as warm-kernels-aa, -ab, ..., which are put into build/ for the next one.
 export TORCHINDUCTOR_CACHE_DIR=$PWD/build/compiled
-! ls build/compiled-* > /dev/null 2>&1 || cat build/compiled-* | tar -C build -xJ
+! ls build/warm-kernels-* > /dev/null 2>&1 || cat build/warm-kernels-* | tar -C build -xJ
 
 # At most eight files come back from a machine that is lent, each of at most 16 MB, also where the part is killed. So logs and profiles are written
 # elsewhere, and packed at the end.
@@ -39,11 +43,15 @@ logs=build/logs/$script
 rm -rf "$logs"
 mkdir -p "$logs"
 pack() {
+  cp "$OUT"/*.jsonl "$logs" 2> /dev/null # in the archive too: of more than eight files the last ones by name are lost
   tar -C "$logs" -czf "$OUT/$script.tgz" --exclude=profile .
   [ ! -d "$logs/profile" ] || tar -C "$logs" -cz profile | split -b 15M - "$OUT/$script-profile.tgz-"
-  [ ! -d build/compiled ] || [ -n "${TRY:-}" ] || tar -C build -c compiled | xz -1 -T0 | split -b 15M - "$OUT/compiled-"
+  [ ! -d build/compiled ] || [ "$script" != part1 ] || [ -n "${TRY:-}" ] || tar -C build -c compiled | xz -1 -T0 | split -b 15M - "$OUT/warm-kernels-"
 }
 trap pack EXIT
+
+# either A B: A where a part is tried, else B
+either() { if [ -n "${TRY:-}" ]; then echo "$1"; else echo "$2"; fi; }
 
 # row NAME SECONDS COMMAND...
 row() {
@@ -51,10 +59,12 @@ row() {
   shift 2
   if [ -n "${TRY:-}" ]; then
     limit=$((limit * 10))
+  elif [ $((SECONDS_LEFT - SECONDS)) -lt $((limit * 2 / 3)) ]; then
+    limit=0 # it would not end, and a row that does not end prints nothing
   elif [ $((SECONDS_LEFT - SECONDS)) -lt "$limit" ]; then
     limit=$((SECONDS_LEFT - SECONDS))
   fi
-  if [ "$limit" -lt 20 ]; then
+  if [ "$limit" -eq 0 ]; then
     printf '\n== %s: left out, because the part has taken %s s\n' "$name" "$SECONDS"
     printf '{"row": "%s", "rc": null, "seconds": 0, "commit": "%s"}\n' "$name" "$commit" >> "$OUT/rows.jsonl"
     return
@@ -80,5 +90,6 @@ bf16=precision.compute=bf16
 pure="precision={compute: bf16, master: bf16, moments: bf16}"
 pure_fp8="precision={compute: bf16, master: bf16, moments: bf16, fp8: tensorwise}"
 blocks=parallel.compile=blocks
+ddp=(parallel.strategy=ddp parallel.replicate=1) fsdp=(parallel.strategy=fsdp parallel.shard=1)
 profile=(--profile "$logs")
 [ -z "${REHEARSAL_LIBRARY:-}" ] || profile=() # torch's profiler knows no pretended GPU

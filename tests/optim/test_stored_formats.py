@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from pretrain.config.optim_schema import Optim
 from pretrain.models import build_network
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.families import complete
+from pretrain.optim import adamw
 from pretrain.optim.adamw import AdamW, _under_new_names, _update_part, _update_parts
 from pretrain.optim.eight_bits import decode_means, encode_means
 from pretrain.optim.guarded import Formats
@@ -202,6 +204,35 @@ def test_adamw_of_our_own_is_torchs():
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     for one, other in zip(ours, theirs):
         torch.testing.assert_close(own.state[one], reference.state[other], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])
+def test_a_tensor_that_is_updated_in_parts_has_the_bits_of_one_updated_at_once(moments, monkeypatch):
+    """Vectors, matrices and stacks of them, several of a shape, one without a gradient and one without elements."""
+    shapes = ((40,), (40,), (9, 7), (9, 7), (9, 7), (4, 5, 6), (0, 7), (9, 7))
+
+    def weights_after_three_steps() -> list[torch.Tensor]:
+        drawn = torch.Generator().manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(shape, generator=drawn).to(torch.bfloat16)) for shape in shapes]
+        formats = Formats(moments, {weight: f"w{number}" for number, weight in enumerate(weights)})
+        optimizer = AdamW([{"params": weights, "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, formats)
+        for number in range(3):
+            for weight in weights[:-1]:
+                weight.grad = torch.randn(weight.shape, generator=drawn).to(torch.bfloat16)
+            optimizer.step_number = number
+            optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    whole = weights_after_three_steps()
+    monkeypatch.setattr(adamw, "CHUNK", 8)
+    assert all(map(torch.equal, weights_after_three_steps(), whole))
+    assert not torch.equal(whole[2], whole[3])
+
+
+def test_a_gpu_updates_so_many_tensors_of_a_shape_at_a_time():
+    on_gpu = SimpleNamespace(is_cuda=True)
+    counts = [len(part) for part in adamw._in_parts([(on_gpu, number) for number in range(2 * adamw.AT_ONCE + 3)])]
+    assert counts == [adamw.AT_ONCE] * 2 + [1] * 3  # two lengths for each shape: a compiled version for each
 
 
 def network(**values):

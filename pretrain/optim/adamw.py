@@ -62,10 +62,10 @@ class AdamW(GuardedOptimizer):
                 continue
             hashes = self.hashes([parameters[n] for n in places], stored[0][1:])
             updates = [(*tensors, *corrections[n], of) for n, tensors, of in zip(places, stored, hashes)]
-            numbers = of_kind[widest(parameters[places[0]])]
+            kind = widest(parameters[places[0]])
             for part in _in_parts(updates):
                 update = in_one_kernel(_update_parts, part[0][0], by_shape=len(part))
-                update(part, [_under_new_names(numbers) for _ in part], left_out)
+                update(part, [_under_new_names(of_kind[kind]) for _ in part], left_out)
 
 
 Update = tuple
@@ -84,14 +84,8 @@ def _in_parts(updates: list[Update]) -> Iterator[list[Update]]:
     for *tensors, mean_correction, square_correction, hashes in updates:
         for first in range(0, len(gradient), count):
             rows = slice(first, first + count)
-            yield [
-                (
-                    *(x[rows] for x in tensors),
-                    mean_correction,
-                    square_correction,
-                    [_of_rows(of, gradient, rows) for of in hashes],
-                )
-            ]
+            parts, of_rows = (x[rows] for x in tensors), [_of_rows(of, gradient, rows) for of in hashes]
+            yield [(*parts, mean_correction, square_correction, of_rows)]
 
 
 def _of_rows(hashes: Hashes | None, tensor: Tensor, rows: slice) -> Hashes | None:

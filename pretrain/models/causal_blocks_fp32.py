@@ -31,7 +31,7 @@ HAS_MKL = torch.backends.mkl.is_available()
 
 
 def is_faster(q_BHTG: Tensor, k_BKSG: Tensor) -> bool:
-    """Whether training is faster with these blocks than with torch's fused kernel.
+    """Whether attention, forward and backward, is faster with these blocks than with torch's fused kernel.
 
     It is for a process of one thread, by 4 to 55%. With two threads it is slower for many shapes.
     """

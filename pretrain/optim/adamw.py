@@ -9,11 +9,11 @@ from torch import Tensor
 
 from pretrain.distributed.shards import local
 from pretrain.optim.eight_bits import decode_means, encode_means
-from pretrain.optim.guarded import Formats, GuardedOptimizer, in_one_kernel, store, widened, widest
+from pretrain.optim.guarded import Formats, GuardedOptimizer, are_few, in_one_kernel, store, widened, widest
 from pretrain.optim.rounding import Hashes, random_bits
 
 CHUNK = 1 << 24
-"""Numbers that are updated at once where each operator has a result of its own. It bounds the memory of a step."""
+"""Numbers that are updated at once where each operator has a result of its own. With `HASHES` it bounds the memory of a step."""
 AT_ONCE = 4
 """Tensors of a shape that a GPU updates by one call, because a call takes the host about as long as a small tensor takes the GPU."""
 
@@ -51,10 +51,10 @@ class AdamW(GuardedOptimizer):
             torch._foreach_add_(steps, 1)
         else:
             torch._foreach_add_(steps, [1 - left_out.to(steps[0])] * len(steps))  # not the tensor itself: the host would wait
-        numbers: list[Number] = [*(1 - beta for beta in self.betas), self.eps, rate, 1 - rate * decay]
-        of_kind = {kind: numbers for kind in map(widest, parameters)}
+        values = [*(1 - beta for beta in self.betas), self.eps, rate, 1 - rate * decay]
+        of_kind: dict[torch.dtype, list[Number]] = {kind: values for kind in map(widest, parameters)}
         if device.type == "cuda":
-            of_kind = {kind: [torch.full((), n, dtype=kind, device=device) for n in numbers] for kind in of_kind}
+            of_kind = {kind: [torch.full((), n, dtype=kind, device=device) for n in values] for kind in of_kind}
         corrections = list(zip(*(_corrections(beta, steps) for beta in self.betas)))
         for places in self.alike(parameters):
             stored = [[tensor.data for tensor in map(local, (parameters[n].grad, parameters[n], *states[n]))] for n in places]
@@ -62,10 +62,13 @@ class AdamW(GuardedOptimizer):
                 continue
             hashes = self.hashes([parameters[n] for n in places], stored[0][1:])
             updates = [(*tensors, *corrections[n], of) for n, tensors, of in zip(places, stored, hashes)]
-            kind = widest(parameters[places[0]])
+            numbers = of_kind[widest(parameters[places[0]])]
             for part in _in_parts(updates):
-                update = in_one_kernel(_update_parts, part[0][0], by_shape=len(part))
-                update(part, [_under_new_names(of_kind[kind]) for _ in part], left_out)
+                if len(part) > 1:
+                    update = in_one_kernel(_update_parts, part[0][0], by_shape=True)
+                    update(part, [_under_new_names(numbers) for _ in part], left_out)
+                else:
+                    in_one_kernel(_update_part, part[0][0], by_shape=True)(*part[0], *numbers, left_out)
 
 
 Update = tuple
@@ -76,7 +79,7 @@ def _in_parts(updates: list[Update]) -> Iterator[list[Update]]:
     """What is updated by one call: on a GPU so many tensors, on a CPU some rows of one."""
     gradient = updates[0][0]
     if gradient.is_cuda:
-        whole = len(updates) - len(updates) % AT_ONCE
+        whole = len(updates) // AT_ONCE * AT_ONCE if are_few(_update_parts, gradient) else 0
         yield from (updates[n : n + AT_ONCE] for n in range(0, whole, AT_ONCE))
         yield from ([update] for update in updates[whole:])
         return
@@ -103,12 +106,12 @@ def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
     return powers
 
 
-def _under_new_names(numbers: list[Number]) -> list[Number]:
+def _under_new_names(numbers: list[Tensor]) -> list[Tensor]:
     """For a compiler other numbers. Where several updates read the same ones, Inductor makes one kernel of them, with few threads for its many registers."""
-    return [number.view(()) if isinstance(number, Tensor) else number for number in numbers]
+    return [number.view(()) for number in numbers]
 
 
-def _update_parts(updates: list[Update], numbers: list[list[Number]], left_out: Tensor | None) -> None:
+def _update_parts(updates: list[Update], numbers: list[list[Tensor]], left_out: Tensor | None) -> None:
     for update, own in zip(updates, numbers):
         _update_part(*update, *own, left_out)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ from pretrain.models.compiling import compile_strictly
 from pretrain.optim.rounding import Hashes, hash_places, random_bits, round_at_random, seed_of
 
 T = TypeVar("T")
+HASHES = 1 << 20
+"""Hashes of rows that are made at once."""
 MOST_SHAPES = 32
 """Shapes of tensors that a function is compiled for, one by one, in a process; half of `MOST_VERSIONS`."""
 _shapes: dict[Callable, set[tuple]] = {}
@@ -90,16 +93,22 @@ class GuardedOptimizer(torch.optim.Optimizer):
         seeds = torch.tensor([seed_of(name, self.step_number) for name in names])
         if tensors[0].is_cuda:
             seeds = seeds.pin_memory().to(tensors[0].device, non_blocking=True)  # else the host would wait
-        found = hash_places(tensors[0].shape, self._starts(parameters[0]), seeds)
+        found = in_one_kernel(hash_places, seeds)(tuple(tensors[0].shape), self._starts(parameters[0]), seeds)
         return [found[place : place + len(tensors)] for place in range(0, len(found), len(tensors))]
 
     def alike(self, parameters: Sequence[Tensor]) -> list[list[int]]:
-        """The places in the list of parameters whose parts on this rank have one shape, format and place in the whole."""
+        """The places in the list of parameters whose parts on this rank have one shape, format and place in the whole; of no more than have
+        `HASHES` together.
+        """
         groups: dict[tuple, list[int]] = {}
         for number, parameter in enumerate(parameters):
             formats = parameter.dtype, parameter.grad.dtype, self._stored_in(parameter)
             groups.setdefault((local(parameter).shape, self._starts(parameter), *formats), []).append(number)
-        return list(groups.values())
+        found = []
+        for (shape, *_), group in groups.items():
+            most = max(1, HASHES // max(1, (1 + len(self.moments)) * math.prod(shape[:-1])))
+            found += [group[first : first + most] for first in range(0, len(group), most)]
+        return found
 
     def _starts(self, parameter: Tensor) -> tuple[int, ...]:
         """Where this rank's part begins in the whole, which stays so."""
@@ -115,17 +124,17 @@ def store(old: Tensor, value: Tensor, left_out: Tensor | None, hashes: Hashes | 
     old.copy_(value if left_out is None else torch.where(left_out > 0, old, value))
 
 
-def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: int = 0) -> Callable[..., T]:
+def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: bool = False) -> Callable[..., T]:
     """The function, compiled where the tensor is on a GPU. Operator by operator, rounding alone would be dozens of kernels, each of which moves whole
     tensors. Numbers that change from step to step have to be tensors, or int; of a parameter it takes `data`, since torch.compile knows no gradient of
-    another format. `by_shape`: once for each shape, as long as those are few, and without int; it is the number of tensors of that shape in a call. Such
-    kernels need half the instructions.
+    another format. `by_shape`: once for each shape, as long as those are few, and without int. Such kernels need half the instructions.
     """
-    return _compiled(function, by_shape > 0 and _are_few(function, like, by_shape)) if like.is_cuda else function
+    return _compiled(function, by_shape and are_few(function, like)) if like.is_cuda else function
 
 
-def _are_few(function: Callable, like: Tensor, count: int) -> bool:
-    seen, shape = _shapes.setdefault(function, set()), (like.shape, like.dtype, count)
+def are_few(function: Callable, like: Tensor) -> bool:
+    """Whether `in_one_kernel` compiles the function for this tensor's shape alone."""
+    seen, shape = _shapes.setdefault(function, set()), (like.shape, like.dtype)
     if len(seen) < MOST_SHAPES:
         seen.add(shape)
     return shape in seen

@@ -235,9 +235,11 @@ def clip_gradients(
     parts = [local(gradient) for gradient in gradients]
     groups: dict[tuple, list[Tensor]] = {}
     for gradient, norm in zip(gradients, norms(parts)):
-        group = groups.setdefault((_sharding_of(gradient), norm.device), [norm.new_zeros(())])
+        alike = _sharding_of(gradient), norm.device
+        if alike not in groups:
+            groups[alike] = [norm.new_zeros(())]
         if id(gradient) not in uncounted:
-            group.append(norm)
+            groups[alike].append(norm)
     total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     for (sharding, _), values in groups.items():
         total += added_over_shards(torch.stack(values).square_().sum(), sharding).to(total.device)

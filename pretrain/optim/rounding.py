@@ -16,7 +16,7 @@ from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B1 - (1 << 32)
-"""2^32 / golden ratio, signed as the seeds are. All this is mod 2^32."""
+"""2^32 / golden ratio, signed as the seeds are: compiled for a GPU, places are computed in 32 bits, which have no larger numbers. All this is mod 2^32."""
 
 
 def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def hash_places(shape: Sequence[int], starts: Sequence[int], seeds_N: Tensor) ->
     """The hashes of a part of a tensor for each seed, int64. `starts`: where the part begins in each dimension of the whole.
 
     They are apart from `random_bits` because a compiler would make them anew for every number, in 64 bits, which took a GPU more time than the
-    update. All seeds are hashed at once, because a GPU's host takes longer for so small a kernel than the GPU.
+    update. All seeds are hashed at once, because the host takes longer to start so small a kernel than the GPU to run it.
     """
     *leading, columns = (torch.arange(size, device=seeds_N.device) + start for size, start in zip(shape, starts))
     rows = torch.zeros_like(seeds_N)

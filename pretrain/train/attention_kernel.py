@@ -34,7 +34,7 @@ def check_attention_kernel(config: Config, device: torch.device) -> None:
             raise ConfigError(
                 f"run.attention_kernel={asked} has no effect on a CPU for this model and its data; set it to auto"
             )
-        if reason := _refusal_of_widths(config, asked):
+        if reason := _refusal_of_unequal_widths(config):
             raise ConfigError(f"run.attention_kernel={asked} {reason}; set it to auto")
         return
     if reason := _without_effect(config, device, asked):
@@ -88,8 +88,8 @@ def _refusal_of_widths(config: Config, asked: str) -> str | None:
     key, value = _widths(config)
     unit = 4 if config.precision.compute == "fp32" else 8
     if asked in ("flash", *_OTHERS):
-        if key != value:
-            return f"needs keys and values of one width, and those of model.latent have {key} and {value}"
+        if reason := _refusal_of_unequal_widths(config):
+            return reason
         if key > _WIDEST:
             return f"computes heads of at most {_WIDEST}, and this model's have {key}"
     elif asked in ("cudnn", "efficient") and (key % unit or value % unit):
@@ -97,6 +97,12 @@ def _refusal_of_widths(config: Config, asked: str) -> str | None:
     elif asked == "cudnn" and max(key, value) > (widest := _widest_of_cudnn()):
         return f"computes heads of at most {widest}, and this model's have {max(key, value)}"
     return None
+
+
+def _refusal_of_unequal_widths(config: Config) -> str | None:
+    """torch's flash kernels on GPUs and on CPUs know one width of a head."""
+    key, value = _widths(config)
+    return f"needs keys and values of one width, and those of model.latent have {key} and {value}" if key != value else None
 
 
 def _widths(config: Config) -> tuple[int, int]:
@@ -129,15 +135,19 @@ def _has_products(config: Config) -> bool:
         return False
     has_any = config.data.pairs is not None or config.model.encoder.layers > 0  # their lengths differ
     lengths = [config.data.sequence_length, *(stage.length for stage in config.batch.lengths)]
-    is_fp32, masked = config.precision.compute == "fp32", _is_always_masked(config, min(lengths))
-    if is_fp32 and not masked and config.run.threads in (None, 1):
-        return _widths(config)[0] > NARROW and (has_any or any(SHORTEST <= length <= LONGEST for length in lengths))
-    return not is_fp32 and (not masked or has_any or min(lengths) <= SHORT)
+    if config.parallel.context > 1:  # each rank has two stretches of a sequence, with masks
+        stretch = -(-min(lengths) // (2 * config.parallel.context))
+        return config.precision.compute != "fp32" and config.parallel.context_method != "ring" and stretch <= SHORT
+    is_masked = _is_always_masked(config, min(lengths))
+    if config.precision.compute != "fp32":
+        return not is_masked or has_any or min(lengths) <= SHORT
+    fits = has_any or any(SHORTEST <= length <= LONGEST for length in lengths)
+    return fits and not is_masked and _widths(config)[0] > NARROW and config.run.threads in (None, 1)
 
 
 def _is_always_masked(config: Config, shortest: int) -> bool:
     """Whether every layer has more than the causal mask at every length of the run, the shortest one included."""
-    if config.model.positions == "relative" or config.parallel.context > 1:
+    if config.model.positions == "relative":
         return True
     has_all = needs_masks(config) and _are_all_masked(config)
     return has_all and (config.data.document_mask or (config.model.attention.window or 0) < shortest)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from running import cut_after, gradients, losses, run_main, some_slow, state_of, train
 from test_optimizers_in_layouts import EXPERTS, LAYOUTS, OPTIMIZERS, whole
 from torch._dynamo.utils import counters
+from torch.utils import _pytree as pytree
 
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
@@ -20,7 +21,7 @@ from pretrain.config.optim_schema import Optim
 from pretrain.models import build_network
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.families import complete
-from pretrain.optim import adamw
+from pretrain.optim import adamw, guarded
 from pretrain.optim.adamw import AdamW, _under_new_names, _update_part, _update_parts
 from pretrain.optim.eight_bits import decode_means, encode_means
 from pretrain.optim.guarded import Formats
@@ -95,6 +96,7 @@ def test_an_update_is_one_graph_for_all_steps_and_parts_of_a_shape_and_computes_
     torch._dynamo.reset()
     counters["stats"].clear()
     update = compile_strictly(_update_parts, dynamic=False, fullgraph=True, backend=backend)
+    hash_all = compile_strictly(hash_places, dynamic=True, fullgraph=True, backend=backend)
     compiled = {2: 0, 3: 0}
     for shape, first in (((24, 40), 0), ((24, 40), 24), ((7, 5, 6), 0), ((9, 70), 3), ((5, 8, 9), 0)):
         for step in range(1, 4):
@@ -103,6 +105,7 @@ def test_an_update_is_one_graph_for_all_steps_and_parts_of_a_shape_and_computes_
             corrections = [torch.tensor(1 - beta**step) for beta in (0.9, 0.95)]
             starts, seeds = (first, *(0 for _ in shape[1:])), [seed_of(name, step) for name in ("w.0", "w.1", "w.2", "v.0", "v.1", "v.2")]
             hashes = hash_places(shape, starts, torch.tensor(seeds))
+            assert all(map(torch.equal, pytree.tree_leaves(hash_all(shape, starts, torch.tensor(seeds))), pytree.tree_leaves(hashes)))
             gradients, weights = ([torch.randn(shape, generator=drawn).to(torch.bfloat16) for _ in "wv"] for _ in "gw")
             ways = [[[weight.clone(), *(torch.zeros(shape, dtype=moments) for _ in "mv")] for weight in weights] for _ in range(2)]
             updates = [
@@ -225,14 +228,19 @@ def test_a_tensor_that_is_updated_in_parts_has_the_bits_of_one_updated_at_once(m
 
     whole = weights_after_three_steps()
     monkeypatch.setattr(adamw, "CHUNK", 8)
+    monkeypatch.setattr(guarded, "HASHES", 50)
     assert all(map(torch.equal, weights_after_three_steps(), whole))
     assert not torch.equal(whole[2], whole[3])
 
 
-def test_a_gpu_updates_so_many_tensors_of_a_shape_at_a_time():
-    on_gpu = SimpleNamespace(is_cuda=True)
+def test_a_gpu_updates_so_many_tensors_of_a_shape_at_a_time(monkeypatch):
+    monkeypatch.setattr(guarded, "_shapes", {})
+    on_gpu = SimpleNamespace(is_cuda=True, shape=(3, 4), dtype=torch.bfloat16)
     counts = [len(part) for part in adamw._in_parts([(on_gpu, number) for number in range(2 * adamw.AT_ONCE + 3)])]
-    assert counts == [adamw.AT_ONCE] * 2 + [1] * 3  # two lengths for each shape: a compiled version for each
+    assert counts == [adamw.AT_ONCE] * 2 + [1] * 3  # two functions, each with a version of its own for the shape
+    monkeypatch.setattr(guarded, "MOST_SHAPES", 1)
+    other = SimpleNamespace(is_cuda=True, shape=(4, 4), dtype=torch.bfloat16)
+    assert [len(part) for part in adamw._in_parts([(other, number) for number in range(9)])] == [1] * 9
 
 
 def network(**values):

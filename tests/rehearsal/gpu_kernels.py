@@ -116,6 +116,7 @@ def main() -> int:
     from pretrain.models.loss_chunks import chunk_losses, overwrite_with_gradient
     from pretrain.optim.adamw import AT_ONCE, _update_parts
     from pretrain.optim.optimizer import _scale_widened
+    from pretrain.optim.rounding import hash_places
 
     pretend()
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -134,6 +135,8 @@ def main() -> int:
         for shape in ((1024, 512), (1, 512), (512, 1)):  # where a side is 1, places are numbers of 32 bits
             updates = [update(shape, moments) for _ in range(AT_ONCE)]
             failed += check(f"updates of {shape}, moments in {moments}", _update_parts, updates, [[tensor() for _ in range(5)] for _ in updates], tensor(), most=25)
+    for shape in ((1024, 512), (1, 512), (512, 1), (8, 512, 256)):
+        failed += check(f"hashes of {shape}", hash_places, shape, (0,) * len(shape), tensor(6, dtype=torch.int64), dynamic=True)
     failed += check("scaled gradient", _scale_widened, tensor(1024, 512, dtype=torch.bfloat16), tensor(), dynamic=True)
     logits, targets = tensor(4096, 128256, dtype=torch.bfloat16), tensor(4096, dtype=torch.int64)
     failed += check("losses", chunk_losses, logits, targets, 0.0, 0.0, 1.0, None)

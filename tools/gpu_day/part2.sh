@@ -18,6 +18,7 @@ speed 8b_recomputed 80 llama3.1-8b 4096 2 4 --steps 3 "$pure" $blocks parallel.a
 shakespeare() {
   local name=$1 limit=$2 steps=$3
   shift 3
+  rm -rf "runs/$name"
   row "$name" "$limit" "$PY" pretrain/run.py --config configs/shakespeare_char.yaml run.device=$device run.name="$name" "run.steps=$steps" \
     model.dim=384 model.layers=6 model.heads=6 model.ffn_dim=1024 model.dropout=0.25 data.sequence_length=256 batch.sequences=64 batch.micro_sequences=64 \
     optim.lr=1e-3 "schedule.warmup_steps=$(either 2 100)" validation.every_steps=250 checkpoint.export_check=false $bf16 $blocks "$@"

@@ -26,7 +26,7 @@ if [ -n "${TRY:-}" ]; then
 else
   device=cuda
   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-  if ! nvidia-smi --query-gpu=name --format=csv,noheader | grep -q H200; then
+  if ! nvidia-smi --query-gpu=name --format=csv,noheader | grep -qw H200; then
     echo "the rows are made for an H200, whose memory 8B and 3B need; ask for one" >&2
     exit 1
   fi

@@ -41,10 +41,7 @@ def causal_attention(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTV: Tensor, scale: floa
     Also, for backward, of each row [B x K, T x R, 1] in fp32: the logsumexp of its scores, and its largest weight to a power of two.
     """
     groups = k_BKTG.shape[1]
-    if q_BHTG.shape[2] != k_BKTG.shape[2]:
-        raise ValueError(
-            f"{q_BHTG.shape[2]} queries cannot have {k_BKTG.shape[2]} keys here: causal attention is of a sequence to itself"
-        )
+    check_lengths(q_BHTG, k_BKTG)
     y_BHTV, sums = empty_heads(q_BHTG, v_BKTV.shape[3]), []
     for queries, keys in _blocks(q_BHTG, groups):
         q, k = (_rows(x, groups, 2) for x in (q_BHTG[:, :, queries], k_BKTG[:, :, keys]))
@@ -124,6 +121,14 @@ def _gradients(ctx, g_BHTV: Tensor, *_: None) -> tuple[Tensor, Tensor, Tensor, N
 
 
 causal_attention.register_autograd(_gradients, setup_context=_save)
+
+
+def check_lengths(q_BHTG: Tensor, k_BKTG: Tensor) -> None:
+    """Raise ValueError unless there are as many keys as queries."""
+    if q_BHTG.shape[2] != k_BKTG.shape[2]:
+        raise ValueError(
+            f"{q_BHTG.shape[2]} queries cannot have {k_BKTG.shape[2]} keys here: causal attention is of a sequence to itself"
+        )
 
 
 def empty_heads(x_BHTG: Tensor, width: int) -> Tensor:

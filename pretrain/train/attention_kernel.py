@@ -137,9 +137,9 @@ def _has_products(config: Config) -> bool:
     lengths = [config.data.sequence_length, *(stage.length for stage in config.batch.lengths)]
     if config.parallel.context > 1:  # each rank has two stretches of a sequence, with masks
         stretch = -(-min(lengths) // (2 * config.parallel.context))
-        return config.precision.compute != "fp32" and config.parallel.context_method != "ring" and stretch <= SHORT
+        return config.precision.compute == "bf16" and config.parallel.context_method != "ring" and stretch <= SHORT
     is_masked = _is_always_masked(config, min(lengths))
-    if config.precision.compute != "fp32":
+    if config.precision.compute == "bf16":
         return not is_masked or has_any or min(lengths) <= SHORT
     fits = has_any or any(SHORTEST <= length <= LONGEST for length in lengths)
     return fits and not is_masked and _widths(config)[0] > NARROW and config.run.threads in (None, 1)

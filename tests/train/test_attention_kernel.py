@@ -83,6 +83,15 @@ def test_a_kernel_without_effect_on_a_cpu_is_refused(pool, config_file):
             check_attention_kernel(resolve(load_config(config_file, [*flash, *FAMILY, *values])[0]), CPU)
 
 
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_the_fused_kernel_of_a_cpu_is_refused_for_values_of_another_width(config_file, compute):
+    """torch knows no other kernel then, and would say so at the first step."""
+    values = [*FAMILY, "run.attention_kernel=flash", f"precision.compute={compute}", "data.sequence_length=300"]
+    check_attention_kernel(resolve(load_config(config_file, [*values, "model.head_dim=40"])[0]), CPU)
+    with pytest.raises(ConfigError, match="needs keys and values of one width, and those of model.latent have 40 and 16; set it to auto"):
+        check_attention_kernel(resolve(load_config(config_file, [*values, LATENT % 32, "model.kv_heads=4"])[0]), CPU)
+
+
 def test_blocks_in_fp32_compute_the_same_gradient_in_every_layout(pool, config_file):
     """From 129 positions on, with heads wider than 32 and one thread, without masks."""
     if not HAS_MKL:

@@ -47,21 +47,18 @@ def causal_attention(q_BHTG: Tensor, k_BKTG: Tensor, v_BKTV: Tensor, scale: floa
         q, k = (_rows(x, groups, 2) for x in (q_BHTG[:, :, queries], k_BKTG[:, :, keys]))
         v = _rows(v_BKTV[:, :, keys], groups)
         q[..., -2:], k[..., -2:] = 0, -1  # two columns: an odd width is slow
-        later = _later(q_BHTG, groups, queries, keys)
-        y, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1, dtype=torch.float32)
-        power = torch.empty_like(lse)
+        later, largest = _later(q_BHTG, groups, queries, keys), q[..., -2:-1]
+        y, rest = q.new_empty(*q.shape[:2], v.shape[2]), torch.empty_like(largest)
+        total = torch.empty_like(largest, dtype=torch.float32)
         for i in _parts(q, k):
-            largest = hide(torch.bmm(q[i], k[i].mT), later).amax(-1, keepdim=True)
-            q[i, :, -2:-1] = largest
+            largest[i] = _largest(hide(torch.bmm(q[i], k[i].mT), later))
             scores = hide(product(q[i], k[i].mT, scale), later)
-            rest = scores.amax(-1, keepdim=True)
-            weights = scores.sub_(rest).exp_()
-            total = weights.sum(-1, keepdim=True, dtype=torch.float32)
-            y[i] = torch.bmm(weights, v[i]) / total
-            lse[i] = largest.float() * scale + rest.float() + total.log()
-            power[i] = torch.exp2(-total.log2().round())
-        _put(y_BHTV[:, :, queries], y, groups)
-        sums.append((lse, power))
+            rest[i] = _largest(scores)
+            weights = scores.sub_(rest[i]).exp_()
+            total[i] = weights.sum(-1, keepdim=True, dtype=torch.float32)
+            torch.bmm(weights, v[i], out=y[i])
+        _put(y_BHTV[:, :, queries], y / total, groups)
+        sums.append((largest.float() * scale + rest.float() + total.log(), torch.exp2(-total.log2().round())))
     return y_BHTV, *(torch.cat(parts, dim=1) for parts in zip(*sums))
 
 
@@ -73,22 +70,26 @@ def _backward(
     groups = k_BKTG.shape[1]
     heads = q_BHTG.shape[1] // groups
     g_q_BHTG = empty_heads(q_BHTG, q_BHTG.shape[3])
-    g_k, g_v = (_rows(torch.zeros_like(x, dtype=torch.float32), groups) for x in (k_BKTG, v_BKTV))
-    for queries, keys in _blocks(q_BHTG, groups):
+    g_k, g_v = (x.new_empty(len(x) * groups, *x.shape[2:], dtype=torch.float32) for x in (k_BKTG, v_BKTV))
+    for queries, keys in reversed(list(_blocks(q_BHTG, groups))):
         q, g, y = (_rows(x[:, :, queries], groups) for x in (q_BHTG, g_BHTV, y_BHTV))
-        k, v = (_rows(x[:, :, keys], groups) for x in (k_BKTG, v_BKTV))
+        k, v_less = _rows(k_BKTG[:, :, keys], groups), _rows(v_BKTV[:, :, keys], groups, 4)
         rows = slice(heads * queries.start, heads * queries.stop)
         g = g * power[:, rows].bfloat16()  # exact
         less_lse = torch.cat((q, _in_parts((lse[:, rows] + power[:, rows].log()) / scale)), dim=-1)
         less_mean = torch.cat((g, _in_parts((g.float() * y).sum(-1, keepdim=True))), dim=-1)
-        k_less, v_less = (torch.cat((x, x.new_full((*x.shape[:2], 4), -1)), dim=-1) for x in (k, v))
-        later, g_q = _later(q_BHTG, groups, queries, keys), torch.empty_like(q)
+        k_less = torch.cat((k, k.new_full((*k.shape[:2], 4), -1)), dim=-1)
+        v_less[..., -4:] = -1
+        later, g_q, is_first = _later(q_BHTG, groups, queries, keys), torch.empty_like(q), queries.stop == q_BHTG.shape[2]
         for i in _parts(q, k):
             weights = hide(product(less_lse[i], k_less[i].mT, scale), later).exp_()
-            g_v[i, : keys.stop] += torch.bmm(weights.mT, g[i])
             g_scores = torch.bmm(less_mean[i], v_less[i].mT).mul_(weights)
             g_q[i] = product(g_scores, k[i], scale)
-            g_k[i, : keys.stop] += product(g_scores.mT, q[i], scale)
+            for total, part in ((g_v, torch.bmm(weights.mT, g[i])), (g_k, product(g_scores.mT, q[i], scale))):
+                if is_first:  # it sees all keys
+                    total[i] = part
+                else:
+                    total[i, : keys.stop] += part
         _put(g_q_BHTG[:, :, queries], g_q, groups)
     g_k_BKTG, g_v_BKTV = (empty_heads(x, x.shape[3]) for x in (k_BKTG, v_BKTV))
     _put(g_k_BKTG, g_k, groups)
@@ -180,6 +181,11 @@ def hide(scores: Tensor, later: Tensor) -> Tensor:
     """The scores, changed in place: -inf for the last keys where `later` says so."""
     scores[..., -later.shape[1] :] += later
     return scores
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """Of each row. torch takes twice as long to find it in bf16."""
+    return scores.float().amax(-1, keepdim=True)
 
 
 def product(a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.errors import ConfigError
-from pretrain.models.layers import ACTIVATIONS, Mlp, gate
+from pretrain.models.activations import ACTIVATIONS, gate
+from pretrain.models.layers import Mlp
 
 
 class RouterReport(NamedTuple):

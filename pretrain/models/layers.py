@@ -13,7 +13,6 @@ Shapes: B batch, T time, D model, H query heads, K key/value heads, G head width
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pretrain.config.model_schema import Model
+from pretrain.models.activations import ACTIVATIONS, gate
 from pretrain.models.compiling import new_name
 
 
@@ -151,7 +151,30 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            return _LayerNorm.apply(x, weight, bias, self.eps)
         return F.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """torch's in fp32, which keeps x instead of a copy in fp32. Given bf16, torch's own would add up the gradients of weight and bias in bf16."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight_D: Tensor | None, bias_D: Tensor | None, eps: float) -> Tensor:
+        y, mean, inverse = torch.native_layer_norm(x.float(), x.shape[-1:], weight_D, bias_D, eps)
+        ctx.save_for_backward(x, weight_D, bias_D, mean, inverse)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight_D, bias_D, mean, inverse = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        gradients = torch.ops.aten.native_layer_norm_backward(
+            g.float(), x.float(), x.shape[-1:], mean, inverse, weight_D, bias_D, needs
+        )
+        grad_x, grad_weight, grad_bias = (gradient if needed else None for gradient, needed in zip(gradients, needs))
+        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, grad_bias, None
 
 
 def make_norm(config: Model, dim: int | None = None) -> nn.Module:
@@ -164,23 +187,6 @@ def make_norm(config: Model, dim: int | None = None) -> nn.Module:
             return OffsetRMSNorm(dim, eps)
         case kind:
             return LayerNorm(dim, eps, affine=kind == "layer")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
-def gate(activation: str, gate_F: Tensor, up_F: Tensor) -> Tensor:
-    """activation(gate) × up; of `silu_clamped` both are clamped, the sigmoid is steeper and up is shifted by one (gpt-oss)."""
-    if activation == "silu_clamped":
-        gate_F, up_F = gate_F.clamp(max=7.0), up_F.clamp(-7.0, 7.0)
-        return (up_F + 1) * gate_F * (gate_F * 1.702).sigmoid()
-    return ACTIVATIONS[activation](gate_F) * up_F
 
 
 class Mlp(nn.Module):

@@ -25,6 +25,9 @@ CPU_CHUNK_BYTES, CHUNK_BYTES = 256 << 20, 1 << 30
 CPU_CHUNK_TOKENS = 1024
 """More are no faster, and leave the caches earlier."""
 
+CPU_CACHE_BYTES = 4 << 20
+"""Logits in fp32 and their probabilities that a thread has at one time. Ten passes go over them, and with more they leave the caches in between."""
+
 
 def logit_chunks(
     x_ND: Tensor, weight_VD: Tensor, options: LossOptions, shard: VocabularyShard | None
@@ -34,24 +37,32 @@ def logit_chunks(
     if not tokens:
         return
     on_cpu, compiled = x_ND.device.type == "cpu", options.compiled and shard is None
-    size = chunk_size(tokens, vocabulary, x_ND.dtype, on_cpu, options, compiled)
+    in_parts = on_cpu and shard is None
     limit = _chunk_bytes(on_cpu, options)
     if compiled:
+        size = _chunk_size(tokens, limit // (vocabulary * x_ND.dtype.itemsize), on_cpu)
         buffers = CompiledChunkLogits(size, weight_VD, options, limit)
+    elif in_parts:
+        size = _chunk_size(tokens, limit // 2 // (vocabulary * x_ND.dtype.itemsize), on_cpu)
+        cache = min(limit // 2, torch.get_num_threads() * CPU_CACHE_BYTES)
+        at_once = max(1, cache // (vocabulary * 2 * loss_dtype(x_ND).itemsize))
+        buffers = ChunkLogits(size, at_once, weight_VD, options, shard, limit)
     else:
-        buffers = ChunkLogits(size, weight_VD, options, shard, limit)
+        size = whole_chunk_size(tokens, vocabulary, x_ND.dtype, on_cpu, options)
+        buffers = ChunkLogits(size, size, weight_VD, options, shard, limit)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens)), buffers
 
 
-def chunk_size(
-    tokens: int, vocabulary: int, dtype: torch.dtype, on_cpu: bool, options: LossOptions, compiled: bool = False
-) -> int:
-    """How many of `tokens` tokens, in this format, have their logits of so many rows of the vocabulary at one time."""
-    bytes_per_logit = dtype.itemsize if compiled else ChunkLogits.bytes_per_logit(dtype)
-    most = max(1, _chunk_bytes(on_cpu, options) // (vocabulary * bytes_per_logit))
-    if on_cpu:
-        most = min(most, CPU_CHUNK_TOKENS)
+def whole_chunk_size(tokens: int, vocabulary: int, dtype: torch.dtype, on_cpu: bool, options: LossOptions) -> int:
+    """How many of `tokens` tokens, in this format, have their logits of so many rows of the vocabulary at one time, where a chunk is computed at once."""
+    bytes_per_logit = 2 * dtype.itemsize if dtype.itemsize >= 4 else dtype.itemsize + 8
+    return _chunk_size(tokens, _chunk_bytes(on_cpu, options) // (vocabulary * bytes_per_logit), on_cpu)
+
+
+def _chunk_size(tokens: int, most: int, on_cpu: bool) -> int:
+    """How many tokens are in a chunk, if there is memory for `most`. All chunks but the last have as many."""
+    most = max(1, min(most, CPU_CHUNK_TOKENS) if on_cpu else most)
     count = -(-tokens // most)
     return -(-tokens // count)
 
@@ -72,32 +83,40 @@ def rows_aligned(shape: tuple[int, int], dtype: torch.dtype, device: torch.devic
 class ChunkLogits:
     """The logits of one chunk of tokens after another, in buffers that are allocated once.
 
-    Fresh memory for every chunk costs more than the arithmetic on it: the operating system clears each page.
+    Fresh memory for every chunk costs more than the arithmetic on it: the operating system clears each page. Products of all tokens of a chunk
+    are there, in the format of the weight, and logits in fp32 of only `at_once` of them.
     """
 
-    @staticmethod
-    def bytes_per_logit(dtype: torch.dtype) -> int:
-        return 2 * dtype.itemsize if dtype.itemsize >= 4 else dtype.itemsize + 8
-
-    def __init__(self, tokens: int, weight_VD: Tensor, options: LossOptions, shard: VocabularyShard | None, limit: int) -> None:
+    def __init__(
+        self, tokens: int, at_once: int, weight_VD: Tensor, options: LossOptions, shard: VocabularyShard | None, limit: int
+    ) -> None:
         self.weight_VD, self.options, self.shard, self.bytes = weight_VD, options, shard, limit
         self.vocabulary = len(weight_VD) if shard is None else shard.vocabulary
-        dtype = loss_dtype(weight_VD)
-        shape, device = (tokens, len(weight_VD)), weight_VD.device
-        if dtype == weight_VD.dtype:
-            self._raw = self._logits = torch.empty(shape, dtype=dtype, device=device)
-        else:
-            self._raw = rows_aligned(shape, weight_VD.dtype, device)
-            self._logits = torch.empty(shape, dtype=dtype, device=device)
-        self._probabilities = torch.empty(shape, dtype=dtype, device=device)
+        self.at_once, self.dtype = min(at_once, tokens), loss_dtype(weight_VD)
+        self._raw = rows_aligned((tokens, len(weight_VD)), weight_VD.dtype, weight_VD.device)
+        self._probabilities = torch.empty((self.at_once, len(weight_VD)), dtype=self.dtype, device=weight_VD.device)
+        self._logits = None if self.dtype == weight_VD.dtype else torch.empty_like(self._probabilities)
 
-    def project(self, x: Tensor) -> ChunkLogits:
-        """Logits of the activations x [n, D]: rounded to their format, as where logits are asked for, then in fp32."""
+    def compute(self, x: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Losses and cross-entropies [n] of tokens with these activations [n, D], zero where ignored; and the gradient [n, V] of the sum of losses
+        with respect to scaled logits before the cap, in the format of the activations. It takes the place of the products.
+        """
+        raw = self._raw[: len(x)]
+        torch.mm(x, self.weight_VD.t(), out=raw)
+        both = torch.empty((2, len(x)), dtype=self.dtype, device=x.device)
+        for start in range(0, len(x), self.at_once):
+            rows = slice(start, start + self.at_once)
+            self._finish(raw[rows])
+            both[:, rows] = torch.stack(self._losses(targets[rows]))
+            if with_gradient:
+                raw[rows] = self._gradient(targets[rows])
+        return both[0], both[1], raw if with_gradient else None
+
+    def _finish(self, raw: Tensor) -> None:
+        """Make logits of products: these were rounded to their format, as where logits are asked for, and the rest is in fp32."""
         options = self.options
-        self.raw, self.logits, self.probabilities = (b[: len(x)] for b in (self._raw, self._logits, self._probabilities))
-        torch.mm(x, self.weight_VD.t(), out=self.raw)
-        if self.raw.dtype != self.logits.dtype:
-            self.logits.copy_(self.raw)
+        self.logits = raw if self._logits is None else self._logits[: len(raw)].copy_(raw)
+        self.probabilities = self._probabilities[: len(raw)]
         if options.logit_scale != 1.0:
             self.logits.mul_(options.logit_scale)
         if options.soft_cap is not None:
@@ -108,10 +127,8 @@ class ChunkLogits:
         if self.shard is not None:
             own, self.log_partition = self.log_partition, self.shard.gather(self.log_partition).logsumexp(dim=0)
             self.probabilities.mul_((own - self.log_partition).exp_()[:, None])
-        return self
 
-    def losses(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Token losses and cross-entropies [n], zero where ignored."""
+    def _losses(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         options, lse = self.options, self.log_partition
         counted = targets != IGNORED
         columns, here = self._columns(targets)
@@ -127,11 +144,8 @@ class ChunkLogits:
             losses += options.z_loss * lse.square()
         return losses.where(counted, 0), entropies
 
-    def gradient(self, targets: Tensor) -> Tensor:
-        """Gradient [n, V] of the sum of losses with respect to scaled logits before the cap, in the activations' format.
-
-        It takes the place of the probabilities, and in half precision of the raw logits.
-        """
+    def _gradient(self, targets: Tensor) -> Tensor:
+        """In fp32. It takes the place of the probabilities."""
         options, grad = self.options, self.probabilities
         # In the format of the gradient: a Boolean times a number would be of fp32, whatever the rest is.
         counted = (targets != IGNORED).to(grad.dtype)
@@ -144,7 +158,7 @@ class ChunkLogits:
         grad[rows, columns] -= (1 - options.label_smoothing) * here.to(grad.dtype)
         if options.soft_cap is not None:
             grad.mul_(self.logits.div_(options.soft_cap).square_().neg_().add_(1))
-        return grad if grad.dtype == self.raw.dtype else self.raw.copy_(grad)
+        return grad
 
     def _columns(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The column of each target, 0 where it is ignored or not at hand; and whether it is at hand."""
@@ -164,22 +178,15 @@ class CompiledChunkLogits:
         self.weight_VD, self.options, self.bytes = weight_VD, options, limit
         self._raw = rows_aligned((tokens, len(weight_VD)), weight_VD.dtype, weight_VD.device)
 
-    def project(self, x: Tensor) -> CompiledChunkLogits:
-        self.raw = self._raw[: len(x)]
-        torch.mm(x, self.weight_VD.t(), out=self.raw)
-        return self
-
-    def losses(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        losses, entropies, self.log_partition = compiled(chunk_losses)(self.raw, targets, *self._switches())
-        return losses, entropies
-
-    def gradient(self, targets: Tensor) -> Tensor:
-        compiled(overwrite_with_gradient)(self.raw, targets, self.log_partition, *self._switches())
-        return self.raw
-
-    def _switches(self) -> tuple[float, float, float, float | None]:
-        options = self.options
-        return options.label_smoothing, options.z_loss, options.logit_scale, options.soft_cap
+    def compute(self, x: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`ChunkLogits.compute`."""
+        raw, options = self._raw[: len(x)], self.options
+        switches = options.label_smoothing, options.z_loss, options.logit_scale, options.soft_cap
+        torch.mm(x, self.weight_VD.t(), out=raw)
+        losses, entropies, log_partition = compiled(chunk_losses)(raw, targets, *switches)
+        if with_gradient:
+            compiled(overwrite_with_gradient)(raw, targets, log_partition, *switches)
+        return losses, entropies, raw if with_gradient else None
 
 
 @functools.cache

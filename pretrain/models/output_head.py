@@ -111,12 +111,11 @@ def _losses_and_gradients(
     dtype, weight_VD = loss_dtype(x_ND), (weight_VD if shard is None else shard.part(weight_VD)).to(x_ND.dtype)
     losses_N, entropies_N = (torch.empty(len(x_ND), dtype=dtype, device=x_ND.device) for _ in range(2))
     grad_x_ND = torch.empty_like(x_ND) if needs_x else None
-    grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
+    grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight and not len(x_ND) else None
     for rows, logits in logit_chunks(x_ND, weight_VD, options, shard):
-        x, targets = x_ND[rows], targets_N[rows]
-        losses, entropies_N[rows] = logits.project(x).losses(targets)
-        if needs_x or needs_weight:
-            grad_logits = logits.gradient(targets)
+        x = x_ND[rows]
+        losses, entropies_N[rows], grad_logits = logits.compute(x, targets_N[rows], needs_x or needs_weight)
+        if grad_logits is not None:
             # Factors of a token go on the narrow side of the products.
             factor = options.logit_scale if weights_N is None else (weights_N[rows] * options.logit_scale)[:, None]
             plain = weights_N is None and options.logit_scale == 1.0
@@ -125,26 +124,32 @@ def _losses_and_gradients(
                 if not plain:
                     grad_x_ND[rows] = grad_x_ND[rows] * factor
             if needs_weight:
-                _add_product(grad_weight_VD, grad_logits.t(), x if plain else (x * factor).to(x.dtype), logits.bytes)
+                right = x if plain else (x * factor).to(x.dtype)
+                grad_weight_VD = _add_product(grad_weight_VD, grad_logits.t(), right, dtype, logits.bytes)
         losses_N[rows] = losses if weights_N is None else losses * weights_N[rows]
     return (losses_N, entropies_N), grad_x_ND, grad_weight_VD
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, limit: int) -> None:
-    """total += left @ right, where the total may be of a wider format than the factors.
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype, limit: int) -> Tensor:
+    """total + left @ right, in the memory of the total if there is one, in a format that may be wider than that of the factors.
 
     Then the sum over chunks rounds no more than a single product would. A GPU adds in the product; on a CPU that is formed in blocks of
     rows, for it is as large as the total.
     """
-    if total.dtype == left.dtype:
-        torch.addmm(total, left, right, out=total)
-        return
+    if left.dtype == dtype:
+        return torch.mm(left, right) if total is None else torch.addmm(total, left, right, out=total)
     if right.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-        return
+        total = torch.zeros((len(left), right.shape[1]), dtype=dtype, device=right.device) if total is None else total
+        return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+    is_first, total = total is None, torch.empty((len(left), right.shape[1]), dtype=dtype) if total is None else total
     rows = max(1, limit // (4 * total.shape[1] * total.element_size()))
     for part, here in zip(total.split(rows), left.split(rows)):
-        part.add_(torch.mm(here, right))
+        product = torch.mm(here, right)
+        if is_first:
+            part.copy_(product)
+        else:
+            part.add_(product)
+    return total
 
 
 class OutputHead(nn.Module):

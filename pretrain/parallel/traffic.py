@@ -30,7 +30,7 @@ from pretrain.models.experts import MixtureOfExperts, Router
 from pretrain.models.families import family_of
 from pretrain.models.layers import Embedding, Mlp
 from pretrain.models.loss import LossOptions
-from pretrain.models.loss_chunks import chunk_size
+from pretrain.models.loss_chunks import whole_chunk_size
 from pretrain.models.network import Unit
 from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.fsdp_gathers import resharding
@@ -232,7 +232,7 @@ def _chunks_of_logits(config: Config, layout: Layout) -> int:
     largest = -(-config.model.vocab_size // layout.tensor)
     options = LossOptions.of(config.loss)
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
-    return -(-tokens // chunk_size(tokens, largest, DTYPES[config.precision.compute], on_cpu, options))
+    return -(-tokens // whole_chunk_size(tokens, largest, DTYPES[config.precision.compute], on_cpu, options))
 
 
 def _target_length(config: Config) -> int:

@@ -71,7 +71,7 @@ def _backward(
     heads = q_BHTG.shape[1] // groups
     g_q_BHTG = empty_heads(q_BHTG, q_BHTG.shape[3])
     g_k, g_v = (x.new_empty(len(x) * groups, *x.shape[2:], dtype=torch.float32) for x in (k_BKTG, v_BKTV))
-    for queries, keys in reversed(list(_blocks(q_BHTG, groups))):
+    for queries, keys in reversed(list(_blocks(q_BHTG, groups))):  # the last queries see all keys, so the sums begin with them
         q, g, y = (_rows(x[:, :, queries], groups) for x in (q_BHTG, g_BHTV, y_BHTV))
         k, v_less = _rows(k_BKTG[:, :, keys], groups), _rows(v_BKTV[:, :, keys], groups, 4)
         rows = slice(heads * queries.start, heads * queries.stop)
@@ -80,13 +80,13 @@ def _backward(
         less_mean = torch.cat((g, _in_parts((g.float() * y).sum(-1, keepdim=True))), dim=-1)
         k_less = torch.cat((k, k.new_full((*k.shape[:2], 4), -1)), dim=-1)
         v_less[..., -4:] = -1
-        later, g_q, is_first = _later(q_BHTG, groups, queries, keys), torch.empty_like(q), queries.stop == q_BHTG.shape[2]
+        later, g_q = _later(q_BHTG, groups, queries, keys), torch.empty_like(q)
         for i in _parts(q, k):
             weights = hide(product(less_lse[i], k_less[i].mT, scale), later).exp_()
             g_scores = torch.bmm(less_mean[i], v_less[i].mT).mul_(weights)
             g_q[i] = product(g_scores, k[i], scale)
             for total, part in ((g_v, torch.bmm(weights.mT, g[i])), (g_k, product(g_scores.mT, q[i], scale))):
-                if is_first:  # it sees all keys
+                if queries.stop == q_BHTG.shape[2]:
                     total[i] = part
                 else:
                     total[i, : keys.stop] += part

@@ -26,7 +26,7 @@ CPU_CHUNK_TOKENS = 1024
 """More are no faster, and leave the caches earlier."""
 
 CPU_CACHE_BYTES = 4 << 20
-"""Logits in fp32 and their probabilities that a thread has at one time. Ten passes go over them, and with more they leave the caches in between."""
+"""Logits in fp32 and their probabilities that exist at one time, for each thread. Ten passes go over them, and more would leave the caches in between."""
 
 
 def logit_chunks(

@@ -131,17 +131,18 @@ def _losses_and_gradients(
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype, limit: int) -> Tensor:
-    """total + left @ right, in the memory of the total if there is one, in a format that may be wider than that of the factors.
+    """total + left @ right, in a format that may be wider than that of the factors. It is in the memory of `total`; None: the product alone.
 
     Then the sum over chunks rounds no more than a single product would. A GPU adds in the product; on a CPU that is formed in blocks of
     rows, for it is as large as the total.
     """
     if left.dtype == dtype:
         return torch.mm(left, right) if total is None else torch.addmm(total, left, right, out=total)
+    is_first = total is None
+    if is_first:
+        total = torch.empty((len(left), right.shape[1]), dtype=dtype, device=right.device)
     if right.is_cuda:
-        total = torch.zeros((len(left), right.shape[1]), dtype=dtype, device=right.device) if total is None else total
-        return torch.addmm(total, left, right, out_dtype=dtype, out=total)
-    is_first, total = total is None, torch.empty((len(left), right.shape[1]), dtype=dtype) if total is None else total
+        return torch.addmm(total.zero_() if is_first else total, left, right, out_dtype=dtype, out=total)
     rows = max(1, limit // (4 * total.shape[1] * total.element_size()))
     for part, here in zip(total.split(rows), left.split(rows)):
         product = torch.mm(here, right)

@@ -193,6 +193,13 @@ def test_without_gradients_only_the_logits_are_computed():
     assert products.count == 2
 
 
+def test_a_loss_without_values_has_the_shapes_of_its_gradients():
+    x, weight = torch.empty(2, 8, 16, dtype=torch.bfloat16, device="meta"), torch.empty(300, 16, device="meta")
+    targets = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    fused_losses(x.requires_grad_(), weight.requires_grad_(), targets).sum().backward()
+    assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
+
+
 def test_losses_and_gradients_count_three_times_the_operations_of_the_projection():
     x, weight, targets = problem(4, 8)
     with FlopCounterMode(display=False) as counter:

@@ -67,6 +67,17 @@ def pool() -> Iterator[LaunchPool]:
     pool.close()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread. A test may ask for another number."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def trained_run(pool, tmp_path_factory) -> Callable[..., Path]:
     """`trained_run(world_size, config_file, *overrides)`: like `train`, for runs that a test starts from or compares with.

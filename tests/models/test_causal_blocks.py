@@ -24,14 +24,6 @@ SHAPES = {
 BOTH = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def made(
     batch: int, heads: int, groups: int, length: int, width: int, values: int, sharp: float = 1.0, dtype: torch.dtype = torch.bfloat16
 ) -> list[torch.Tensor]:

@@ -30,14 +30,6 @@ def torchs_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("at_once", [activations.AT_ONCE, 1 << 12])
 def test_gelu_of_every_number_in_bf16_and_its_gradient_are_torchs_to_the_last_bit(at_once, one_thread, monkeypatch):
     monkeypatch.setattr(activations, "AT_ONCE", at_once)

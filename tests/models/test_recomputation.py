@@ -91,22 +91,17 @@ def test_selective_is_refused_where_blocks_change_results_in_place():
 
 
 @pytest.mark.parametrize("blocks", [(causal_blocks_fp32, "_parts", torch.float32), (causal_blocks, "_blocks", torch.bfloat16)], ids=["fp32", "bf16"])
-def test_selective_stores_what_attention_over_blocks_gave(blocks, monkeypatch):
+def test_selective_stores_what_attention_over_blocks_gave(blocks, monkeypatch, one_thread):
     module, name, dtype = blocks
     if dtype == torch.float32 and not causal_blocks_fp32.HAS_MKL:
         pytest.skip("this build of torch has no MKL, for whose products the blocks are")
     model, calls, results = Model(family="llama", dim=128, layers=2, heads=2, vocab_size=VOCABULARY), [], {}
     walk = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *arguments: calls.append(mode) or walk(*arguments))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for mode in ("selective", "full"):
-            network = network_of(model, dtype, MODES[mode])
-            loss_of(network, length=160).backward()
-            results[mode] = {name: parameter.grad for name, parameter in network.named_parameters()}
-    finally:
-        torch.set_num_threads(before)
+    for mode in ("selective", "full"):
+        network = network_of(model, dtype, MODES[mode])
+        loss_of(network, length=160).backward()
+        results[mode] = {name: parameter.grad for name, parameter in network.named_parameters()}
     # Forward, backward, and forward again.
     assert (calls.count("selective"), calls.count("full")) == (2 * model.layers, 3 * model.layers)
     assert all(torch.equal(gradient, results["full"][name]) for name, gradient in results["selective"].items())

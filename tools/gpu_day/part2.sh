@@ -38,7 +38,6 @@ fi
 # How long training stands still for a checkpoint of 2 GB, in one turn. A scale: of layers and of the vocabulary.
 row checkpoint 60 "$PY" tools/bench.py checkpoint --model configs/models/llama3.2-1b.yaml --device $device --work build --json "$OUT/checkpoint.jsonl" \
   --scale "$(either 0.01 0.099)" --seconds 1
-speed 3b_blocks 60 llama3.2-3b 4096 4 2 --steps 5 $bf16 $blocks
 # A model whose kernels are short: where its milliseconds go, and what launching kernels together gains.
 speed small 50 llama-10m 256 64 1 --steps 100 "${profile[@]}" $bf16 $blocks
 [ $device = cpu ] || speed small_recorded 50 llama-10m 256 64 1 --steps 100 $bf16 $blocks parallel.cuda_graph=true

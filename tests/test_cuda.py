@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, state_of, train
+from torch._dynamo.utils import counters
 
 from pretrain.config.model_schema import Model
 from pretrain.config.optim_schema import Optim
@@ -340,6 +341,23 @@ def test_updates_of_weights_in_bf16_are_those_of_a_cpu(moments):
     for on_cpu, on_gpu in zip(*ends):
         assert float((on_cpu != on_gpu).double().mean()) < 0.01
         torch.testing.assert_close(on_gpu, on_cpu, rtol=0.02 if moments == torch.bfloat16 else 0, atol=1e-6 if moments == torch.bfloat16 else 1.0)
+
+
+def test_all_tensors_of_a_shape_are_updated_by_one_compiled_function():
+    """Or two: of four tensors and of one. Their gradients are where they are in a bucket of DDP."""
+    torch._dynamo.reset()
+    shapes = [(64, 64)] * 9 + [(16, 64)] * 17 + [(224, 64)] * 16 + [(64,)] * 17
+    weights = [torch.nn.Parameter(torch.ones(shape, device="cuda", dtype=torch.bfloat16)) for shape in shapes]
+    bucket = torch.ones(sum(weight.numel() for weight in weights), device="cuda", dtype=torch.bfloat16)
+    for weight, gradient in zip(weights, bucket.split([weight.numel() for weight in weights])):
+        weight.grad = gradient.view(weight.shape)
+    formats = Formats(torch.bfloat16, {weight: str(number) for number, weight in enumerate(weights)})
+    optimizer = AdamW([{"params": weights, "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, formats)
+    counters["stats"].clear()
+    for optimizer.step_number in (1, 2):
+        optimizer.step()
+    assert counters["stats"]["unique_graphs"] == 2 + 2 + 1 + 2 + 2  # the last two: hashes of matrices and of vectors
+    assert all(0.96 < float(weight.detach().float().mean()) < 0.99 for weight in weights)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

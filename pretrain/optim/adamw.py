@@ -13,7 +13,7 @@ from pretrain.optim.guarded import Formats, GuardedOptimizer, are_few, in_one_ke
 from pretrain.optim.rounding import Hashes, random_bits
 
 CHUNK = 1 << 24
-"""Numbers that are updated at once where each operator has a result of its own. With `HASHES` it bounds the memory of a step."""
+"""Numbers that are updated at once where each operator has a result of its own. It bounds the memory of a step."""
 AT_ONCE = 4
 """Tensors of a shape that a GPU updates by one call, because a call takes the host about as long as a small tensor takes the GPU."""
 
@@ -57,45 +57,45 @@ class AdamW(GuardedOptimizer):
             of_kind = {kind: [torch.full((), n, dtype=kind, device=device) for n in values] for kind in of_kind}
         corrections = list(zip(*(_corrections(beta, steps) for beta in self.betas)))
         for places in self.alike(parameters):
-            stored = [[tensor.data for tensor in map(local, (parameters[n].grad, parameters[n], *states[n]))] for n in places]
-            if not stored[0][0].numel():
-                continue
-            hashes = self.hashes([parameters[n] for n in places], stored[0][1:])
-            updates = [(*tensors, *corrections[n], of) for n, tensors, of in zip(places, stored, hashes)]
-            numbers = of_kind[widest(parameters[places[0]])]
-            for part in _in_parts(updates):
-                if len(part) > 1:
-                    update = in_one_kernel(_update_parts, part[0][0], by_shape=True)
-                    update(part, [_under_new_names(numbers) for _ in part], left_out)
+            gradient, numbers = local(parameters[places[0]].grad), of_kind[widest(parameters[places[0]])]
+            for together in _together(places, gradient) if gradient.numel() else ():
+                updates = [
+                    (*(local(x).data for x in (parameters[n].grad, parameters[n], *states[n])), *corrections[n])
+                    for n in together
+                ]
+                hashes = self.hashes([parameters[n] for n in together], updates[0][1:4])
+                if device.type == "cuda":
+                    update = in_one_kernel(_update_alike, gradient, by_shape=True)
+                    update(updates, hashes, [_under_new_names(numbers) for _ in together], left_out)
                 else:
-                    in_one_kernel(_update_part, part[0][0], by_shape=True)(*part[0], *numbers, left_out)
+                    for part, of_part in _in_rows(updates[0], hashes):
+                        _update_alike([part], of_part, [numbers], left_out)
 
 
 Update = tuple
-"""This rank's parts of a gradient, a weight and its two moments; their corrections; and hashes of the last three."""
+"""This rank's parts of a gradient, a weight and its two moments, and their corrections."""
 
 
-def _in_parts(updates: list[Update]) -> Iterator[list[Update]]:
-    """What is updated by one call: on a GPU so many tensors, on a CPU some rows of one."""
-    gradient = updates[0][0]
-    if gradient.is_cuda:
-        whole = len(updates) // AT_ONCE * AT_ONCE if are_few(_update_parts, gradient) else 0
-        yield from (updates[n : n + AT_ONCE] for n in range(0, whole, AT_ONCE))
-        yield from ([update] for update in updates[whole:])
-        return
-    count = max(1, CHUNK // max(1, gradient[:1].numel()))
-    for *tensors, mean_correction, square_correction, hashes in updates:
-        for first in range(0, len(gradient), count):
-            rows = slice(first, first + count)
-            parts, of_rows = (x[rows] for x in tensors), [_of_rows(of, gradient, rows) for of in hashes]
-            yield [(*parts, mean_correction, square_correction, of_rows)]
+def _together(places: list[int], gradient: Tensor) -> list[list[int]]:
+    """Which tensors of a shape are updated by one call."""
+    several = gradient.is_cuda and are_few(_update_alike, gradient)
+    whole = len(places) // AT_ONCE * AT_ONCE if several else 0
+    return [*(places[n : n + AT_ONCE] for n in range(0, whole, AT_ONCE)), *([place] for place in places[whole:])]
 
 
-def _of_rows(hashes: Hashes | None, tensor: Tensor, rows: slice) -> Hashes | None:
-    """The hashes of some rows of a tensor; of a vector, whose numbers are columns, of some numbers."""
-    if hashes is None:
-        return None
-    return (hashes[0], hashes[1][rows]) if tensor.dim() == 1 else (hashes[0][rows], hashes[1])
+def _in_rows(update: Update, hashes: Hashes | None) -> Iterator[tuple[Update, Hashes | None]]:
+    """Some rows of a tensor after the other; of a vector, whose numbers are columns, some numbers."""
+    *tensors, mean_correction, square_correction = update
+    count = max(1, CHUNK // max(1, tensors[0][:1].numel()))
+    for first in range(0, len(tensors[0]), count):
+        rows = slice(first, first + count)
+        if hashes is None:
+            of_rows = None
+        elif tensors[0].dim() == 1:
+            of_rows = hashes[0], hashes[1][:, rows]
+        else:
+            of_rows = hashes[0][:, rows], hashes[1]
+        yield (*(x[rows] for x in tensors), mean_correction, square_correction), of_rows
 
 
 def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
@@ -111,12 +111,15 @@ def _under_new_names(numbers: list[Tensor]) -> list[Tensor]:
     return [number.view(()) for number in numbers]
 
 
-def _update_parts(updates: list[Update], numbers: list[list[Tensor]], left_out: Tensor | None) -> None:
-    for update, own in zip(updates, numbers):
-        _update_part(*update, *own, left_out)
+def _update_alike(updates: list[Update], hashes: Hashes | None, numbers: list[list[Number]], left_out: Tensor | None) -> None:
+    """The hashes of all are one tensor of each kind: of views of it, a compiler would ask where they begin, and compile anew when that is elsewhere."""
+    for n, (update, own) in enumerate(zip(updates, numbers)):
+        places = range(3 * n, 3 * n + 3)  # of a weight and its moments
+        of_update = [None] * 3 if hashes is None else [(hashes[0][place], hashes[1][place]) for place in places]
+        _update_one(*update, of_update, *own, left_out)
 
 
-def _update_part(
+def _update_one(
     gradient: Tensor,
     weight: Tensor,
     mean: Tensor,

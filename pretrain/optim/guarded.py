@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,8 +15,6 @@ from pretrain.models.compiling import compile_strictly
 from pretrain.optim.rounding import Hashes, hash_places, random_bits, round_at_random, seed_of
 
 T = TypeVar("T")
-HASHES = 1 << 20
-"""Hashes of rows that are made at once."""
 MOST_SHAPES = 32
 """Shapes of tensors that a function is compiled for, one by one, in a process; half of `MOST_VERSIONS`."""
 _shapes: dict[Callable, set[tuple]] = {}
@@ -74,41 +71,35 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """Give this rank's parts of a parameter and its state new values, unless the step is left out. Where bf16 is stored, fp32 is rounded at
         random.
         """
-        [of_parameter] = self.hashes([parameter], tensors)
-        for tensor, value, hashes in zip(tensors, values, of_parameter):
-            in_one_kernel(store, tensor)(tensor.data, value, self.left_out(tensor), hashes)
+        hashes = self.hashes([parameter], tensors)
+        for number, (tensor, value) in enumerate(zip(tensors, values)):
+            of_tensor = None if hashes is None else (hashes[0][number], hashes[1][number])
+            in_one_kernel(store, tensor)(tensor.data, value, self.left_out(tensor), of_tensor)
 
     def left_out(self, like: Tensor) -> Tensor | None:
         """`found_inf` where a tensor is."""
         return None if self.found_inf is None else self.found_inf.to(like.device)
 
-    def hashes(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Sequence[Hashes | None]]:
-        """For the random numbers of each parameter and its state, which are `alike`. `tensors`: this rank's parts of the first one and its state.
+    def hashes(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Hashes | None:
+        """For the random numbers of each parameter, which are `alike`, and its state, one tensor after the other. None where nothing is rounded.
 
-        None where nothing is rounded.
+        `tensors`: this rank's parts of the first parameter and its state.
         """
         if not any(tensor.dtype in (torch.bfloat16, torch.uint8) for tensor in tensors):
-            return [[None] * len(tensors)] * len(parameters)
+            return None
         names = (f"{self.formats.names[parameter]}.{number}" for parameter in parameters for number in range(len(tensors)))
         seeds = torch.tensor([seed_of(name, self.step_number) for name in names])
         if tensors[0].is_cuda:
             seeds = seeds.pin_memory().to(tensors[0].device, non_blocking=True)  # else the host would wait
-        found = in_one_kernel(hash_places, seeds)(tuple(tensors[0].shape), self._starts(parameters[0]), seeds)
-        return [found[place : place + len(tensors)] for place in range(0, len(found), len(tensors))]
+        return in_one_kernel(hash_places, seeds)(tuple(tensors[0].shape), self._starts(parameters[0]), seeds)
 
     def alike(self, parameters: Sequence[Tensor]) -> list[list[int]]:
-        """The places in the list of parameters whose parts on this rank have one shape, format and place in the whole; of no more than have
-        `HASHES` together.
-        """
+        """The places in the list of parameters whose parts on this rank have one shape, format and place in the whole."""
         groups: dict[tuple, list[int]] = {}
         for number, parameter in enumerate(parameters):
             formats = parameter.dtype, parameter.grad.dtype, self._stored_in(parameter)
             groups.setdefault((local(parameter).shape, self._starts(parameter), *formats), []).append(number)
-        found = []
-        for (shape, *_), group in groups.items():
-            most = max(1, HASHES // max(1, (1 + len(self.moments)) * math.prod(shape[:-1])))
-            found += [group[first : first + most] for first in range(0, len(group), most)]
-        return found
+        return list(groups.values())
 
     def _starts(self, parameter: Tensor) -> tuple[int, ...]:
         """Where this rank's part begins in the whole, which stays so."""

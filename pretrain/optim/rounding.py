@@ -35,11 +35,11 @@ def seed_of(name: str, step: int) -> int:
 
 
 Hashes = tuple[Tensor, Tensor]
-"""What random numbers of a part of a tensor are made of: hashes of its rows, int32 [..., 1], and of its columns, int32 [C]."""
+"""What random numbers of a part of a tensor are made of: hashes of its rows, int32 [..., 1], and of its columns, int32 [C]. Of N tensors: N of each."""
 
 
-def hash_places(shape: Sequence[int], starts: Sequence[int], seeds_N: Tensor) -> list[Hashes]:
-    """The hashes of a part of a tensor for each seed, int64. `starts`: where the part begins in each dimension of the whole.
+def hash_places(shape: Sequence[int], starts: Sequence[int], seeds_N: Tensor) -> Hashes:
+    """The hashes of a part of a tensor for N seeds, int64. `starts`: where the part begins in each dimension of the whole.
 
     They are apart from `random_bits` because a compiler would make them anew for every number, in 64 bits, which took a GPU more time than the
     update. All seeds are hashed at once, because the host takes longer to start so small a kernel than the GPU to run it.
@@ -49,7 +49,7 @@ def hash_places(shape: Sequence[int], starts: Sequence[int], seeds_N: Tensor) ->
     for number, index in enumerate(leading):
         rows = _hashed(rows[..., None] + index, seeds_N.view(-1, *[1] * (number + 1)) + number)
     of_columns = _hashed(columns, -1 - seeds_N[:, None])
-    return list(zip(_signed(rows)[..., None].unbind(), _signed(of_columns).unbind()))
+    return _signed(rows)[..., None], _signed(of_columns)
 
 
 def random_bits(hashes: Hashes) -> Tensor:

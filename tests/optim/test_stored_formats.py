@@ -22,7 +22,7 @@ from pretrain.models import build_network
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.families import complete
 from pretrain.optim import adamw, guarded
-from pretrain.optim.adamw import AdamW, _under_new_names, _update_part, _update_parts
+from pretrain.optim.adamw import AdamW, _under_new_names, _update_alike
 from pretrain.optim.eight_bits import decode_means, encode_means
 from pretrain.optim.guarded import Formats
 from pretrain.optim.optimizer import OptimizerSet
@@ -36,7 +36,8 @@ CPU = torch.device("cpu")
 
 
 def bits_of(shape, starts, seed):
-    return random_bits(hash_places(shape, starts, torch.tensor([seed]))[0])
+    rows, columns = hash_places(shape, starts, torch.tensor([seed]))
+    return random_bits((rows[0], columns[0]))
 
 
 # ---- rounding -----------------------------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def test_an_update_is_one_graph_for_all_steps_and_parts_of_a_shape_and_computes_
     """As on a GPU, where it is compiled."""
     torch._dynamo.reset()
     counters["stats"].clear()
-    update = compile_strictly(_update_parts, dynamic=False, fullgraph=True, backend=backend)
+    update = compile_strictly(_update_alike, dynamic=False, fullgraph=True, backend=backend)
     hash_all = compile_strictly(hash_places, dynamic=True, fullgraph=True, backend=backend)
     compiled = {2: 0, 3: 0}
     for shape, first in (((24, 40), 0), ((24, 40), 24), ((7, 5, 6), 0), ((9, 70), 3), ((5, 8, 9), 0)):
@@ -108,16 +109,14 @@ def test_an_update_is_one_graph_for_all_steps_and_parts_of_a_shape_and_computes_
             assert all(map(torch.equal, pytree.tree_leaves(hash_all(shape, starts, torch.tensor(seeds))), pytree.tree_leaves(hashes)))
             gradients, weights = ([torch.randn(shape, generator=drawn).to(torch.bfloat16) for _ in "wv"] for _ in "gw")
             ways = [[[weight.clone(), *(torch.zeros(shape, dtype=moments) for _ in "mv")] for weight in weights] for _ in range(2)]
-            updates = [
-                [(gradients[n], *tensors[n], *corrections, hashes[3 * n : 3 * n + 3]) for n in range(2)] for tensors in ways
-            ]
+            updates = [[(gradients[n], *tensors[n], *corrections) for n in range(2)] for tensors in ways]
             before = counters["stats"]["unique_graphs"]
-            update(updates[0], [_under_new_names(numbers) for _ in range(2)], torch.zeros(()))
+            update(updates[0], hashes, [_under_new_names(numbers) for _ in range(2)], torch.zeros(()))
             compiled[len(shape)] += counters["stats"]["unique_graphs"] - before
-            for one in updates[1]:
-                _update_part(*one, *numbers, torch.zeros(()))
+            for n, one in enumerate(updates[1]):
+                _update_alike([one], tuple(x[3 * n : 3 * n + 3] for x in hashes), [numbers], torch.zeros(()))
             assert all(map(torch.equal, sum(ways[0], []), sum(ways[1], [])))
-            update(updates[0], [_under_new_names(numbers) for _ in range(2)], torch.ones(()))
+            update(updates[0], hashes, [_under_new_names(numbers) for _ in range(2)], torch.ones(()))
             assert all(map(torch.equal, sum(ways[0], []), sum(ways[1], [])))  # left out
     assert compiled == {2: 2, 3: 2}
 
@@ -228,7 +227,6 @@ def test_a_tensor_that_is_updated_in_parts_has_the_bits_of_one_updated_at_once(m
 
     whole = weights_after_three_steps()
     monkeypatch.setattr(adamw, "CHUNK", 8)
-    monkeypatch.setattr(guarded, "HASHES", 50)
     assert all(map(torch.equal, weights_after_three_steps(), whole))
     assert not torch.equal(whole[2], whole[3])
 
@@ -236,11 +234,11 @@ def test_a_tensor_that_is_updated_in_parts_has_the_bits_of_one_updated_at_once(m
 def test_a_gpu_updates_so_many_tensors_of_a_shape_at_a_time(monkeypatch):
     monkeypatch.setattr(guarded, "_shapes", {})
     on_gpu = SimpleNamespace(is_cuda=True, shape=(3, 4), dtype=torch.bfloat16)
-    counts = [len(part) for part in adamw._in_parts([(on_gpu, number) for number in range(2 * adamw.AT_ONCE + 3)])]
-    assert counts == [adamw.AT_ONCE] * 2 + [1] * 3  # two functions, each with a version of its own for the shape
+    counts = [len(part) for part in adamw._together(list(range(2 * adamw.AT_ONCE + 3)), on_gpu)]
+    assert counts == [adamw.AT_ONCE] * 2 + [1] * 3  # two versions for the shape
     monkeypatch.setattr(guarded, "MOST_SHAPES", 1)
     other = SimpleNamespace(is_cuda=True, shape=(4, 4), dtype=torch.bfloat16)
-    assert [len(part) for part in adamw._in_parts([(other, number) for number in range(9)])] == [1] * 9
+    assert [len(part) for part in adamw._together(list(range(9)), other)] == [1] * 9
 
 
 def network(**values):

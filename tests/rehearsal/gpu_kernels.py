@@ -114,7 +114,7 @@ def check(what: str, function: Any, *arguments: Any, dynamic: bool = False, most
 
 def main() -> int:
     from pretrain.models.loss_chunks import chunk_losses, overwrite_with_gradient
-    from pretrain.optim.adamw import AT_ONCE, _update_parts
+    from pretrain.optim.adamw import AT_ONCE, _update_alike
     from pretrain.optim.optimizer import _scale_widened
     from pretrain.optim.rounding import hash_places
 
@@ -127,14 +127,14 @@ def main() -> int:
 
     def update(shape: tuple[int, int], moments: torch.dtype) -> tuple:
         weight, means = ([tensor(*shape, dtype=dtype) for _ in "ab"] for dtype in (torch.bfloat16, moments))
-        hashes = [(tensor(shape[0], 1, dtype=torch.int32), tensor(shape[1], dtype=torch.int32)) for _ in "wmv"]
-        return (*weight, *means, tensor(), tensor(), hashes)
+        return (*weight, *means, tensor(), tensor())
 
     failed = 0
     for moments in (torch.bfloat16, torch.uint8):
         for shape in ((1024, 512), (1, 512), (512, 1)):  # where a side is 1, places are numbers of 32 bits
-            updates = [update(shape, moments) for _ in range(AT_ONCE)]
-            failed += check(f"updates of {shape}, moments in {moments}", _update_parts, updates, [[tensor() for _ in range(5)] for _ in updates], tensor(), most=25)
+            updates, numbers = zip(*((update(shape, moments), [tensor() for _ in range(5)]) for _ in range(AT_ONCE)))
+            hashes = tensor(3 * AT_ONCE, shape[0], 1, dtype=torch.int32), tensor(3 * AT_ONCE, shape[1], dtype=torch.int32)
+            failed += check(f"updates of {shape}, moments in {moments}", _update_alike, updates, hashes, numbers, tensor(), most=25)
     for shape in ((1024, 512), (1, 512), (512, 1), (8, 512, 256)):
         failed += check(f"hashes of {shape}", hash_places, shape, (0,) * len(shape), tensor(6, dtype=torch.int64), dynamic=True)
     failed += check("scaled gradient", _scale_widened, tensor(1024, 512, dtype=torch.bfloat16), tensor(), dynamic=True)

@@ -436,16 +436,16 @@ def test_a_rings_formula_is_fitted_to_what_was_measured(monkeypatch, tmp_path):
     assert min(fit_ring(odd)) == 0 < max(fit_ring(odd))
 
 
-def test_a_save_is_measured_beside_plain_files_of_the_same_bytes(options, tmp_path, capsys):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_save_is_measured_beside_plain_files_of_the_same_bytes(options, tmp_path, capsys, device):
     model = ROOT / "configs" / "models" / "llama-25m.yaml"
     tensors = run_state(model, "cpu", dataclasses.replace(options, scale=0.01))
     weights = [tensor.nbytes for name, tensor in tensors.items() if name.startswith("model.")]
     whole = 3 * sum(weights) + 4 * len(weights)  # AdamW has two moments and a count of steps for each
     assert sum(tensor.nbytes for tensor in tensors.values()) == whole
     file = tmp_path / "rows.jsonl"
-    assert (
-        tool("bench").main(["checkpoint", "--model", str(model), "--scale", "0.01", "--seconds", "0", "--json", str(file)]) == 0
-    )
+    asked = ["--model", str(model), "--device", device, "--scale", "0.01", "--seconds", "0", "--json", str(file)]
+    assert tool("bench").main(["checkpoint", *asked]) == 0
     rows = {row["name"]: row for row in read_lines(file)}
     assert rows["bytes of tensors"]["value"] == whole / 1e6 < rows["bytes on the disk: ours"]["value"] < 1.1 * whole / 1e6
     for what in ("write", "load"):

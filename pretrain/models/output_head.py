@@ -65,6 +65,7 @@ class _FusedLosses(torch.autograd.Function):
         both, *ctx.unit = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, options, shard, needs_x, needs_weight)
         ctx.save_for_backward(x_ND, weight_VD, targets_N, weights_N)
         ctx.options, ctx.shard = options, shard
+        ctx.gradient_dtype = weight_VD.grad_dtype if weight_VD.is_leaf and shard is None else None
         ctx.mark_non_differentiable(both[1])
         return both
 
@@ -75,7 +76,7 @@ class _FusedLosses(torch.autograd.Function):
         unit, ctx.unit = ctx.unit, None  # scaled in place: a second backward computes it anew
         # An expanded tensor says that all its values are one without being looked at, for which a GPU would have to wait.
         if unit is not None and upstream_N.numel() > 0 and upstream_N.stride(0) == 0:
-            grad_x, grad_weight = (_scale_in_place(gradient, upstream_N[:1, None]) for gradient in unit)
+            grad_x, grad_weight = (_scaled(gradient, upstream_N[:1], ctx.gradient_dtype) for gradient in unit)
         else:
             del unit
             weights_N = upstream_N if weights_N is None else upstream_N * weights_N
@@ -88,11 +89,18 @@ class _FusedLosses(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None
 
 
-def _scale_in_place(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Times a factor of fp32, which is not rounded to the gradient's format before."""
-    if gradient is None or gradient.dtype == factor.dtype:
-        return gradient if gradient is None else gradient.mul_(factor)
-    return gradient.copy_(gradient * factor)
+def _scaled(gradient: Tensor | None, factor: Tensor, wanted: torch.dtype | None) -> Tensor | None:
+    """Times a factor [1] of fp32, which is not rounded to the gradient's format before. A gradient of fp32 may come in the format that is wanted of
+    it: autograd would convert it by another pass over a tensor as large as the weight.
+    """
+    if gradient is None:
+        return None
+    if gradient.dtype != factor.dtype:
+        return gradient.copy_(gradient * factor)
+    if wanted is not None and wanted.itemsize < gradient.dtype.itemsize:
+        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=wanted))
+    torch._foreach_mul_([gradient], factor[0])  # a GPU's plain product with a number of its own takes half as long again
+    return gradient
 
 
 def _losses_and_gradients(
@@ -138,11 +146,13 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch
     """
     if left.dtype == dtype:
         return torch.mm(left, right) if total is None else torch.addmm(total, left, right, out=total)
+    if right.is_cuda:
+        if total is None:
+            return torch.mm(left, right, out_dtype=dtype)
+        return torch.addmm(total, left, right, out_dtype=dtype, out=total)
     is_first = total is None
     if is_first:
         total = torch.empty((len(left), right.shape[1]), dtype=dtype, device=right.device)
-    if right.is_cuda:
-        return torch.addmm(total.zero_() if is_first else total, left, right, out_dtype=dtype, out=total)
     rows = max(1, limit // (4 * total.shape[1] * total.element_size()))
     for part, here in zip(total.split(rows), left.split(rows)):
         product = torch.mm(here, right)

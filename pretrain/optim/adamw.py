@@ -24,6 +24,7 @@ class AdamW(GuardedOptimizer):
     """torch's AdamW, computed in fp32 from what is stored, and with the names of its state."""
 
     moments = ("exp_avg", "exp_avg_sq")
+    scales_gradients = True
 
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float, formats: Formats) -> None:
         super().__init__(groups, lr, formats)
@@ -45,7 +46,8 @@ class AdamW(GuardedOptimizer):
 
     def _update(self, parameters: list[Tensor], rate: float, decay: float, device: torch.device) -> None:
         """What is the same for many parameters is computed for all at once: a GPU would wait for kernels of single numbers."""
-        states = [self.state_of(parameter) for parameter in parameters]
+        states, factor = [self.state_of(parameter) for parameter in parameters], self.gradient_factor
+        factor = None if factor is None else factor.to(device, widest(parameters[0]))
         steps, left_out = [self.state[parameter]["step"] for parameter in parameters], self.left_out(parameters[0])
         if left_out is None:
             torch._foreach_add_(steps, 1)
@@ -66,10 +68,10 @@ class AdamW(GuardedOptimizer):
                 hashes = self.hashes([parameters[n] for n in together], updates[0][1:4])
                 if device.type == "cuda":
                     update = in_one_kernel(_update_alike, gradient, by_shape=True)
-                    update(updates, hashes, [_under_new_names(numbers) for _ in together], left_out)
+                    update(updates, hashes, [_under_new_names(numbers) for _ in together], factor, left_out)
                 else:
                     for part, of_part in _in_rows(updates[0], hashes):
-                        _update_alike([part], of_part, [numbers], left_out)
+                        _update_alike([part], of_part, [numbers], factor, left_out)
 
 
 Update = tuple
@@ -111,12 +113,18 @@ def _under_new_names(numbers: list[Tensor]) -> list[Tensor]:
     return [number.view(()) for number in numbers]
 
 
-def _update_alike(updates: list[Update], hashes: Hashes | None, numbers: list[list[Number]], left_out: Tensor | None) -> None:
+def _update_alike(
+    updates: list[Update],
+    hashes: Hashes | None,
+    numbers: list[list[Number]],
+    factor: Tensor | None,
+    left_out: Tensor | None,
+) -> None:
     """The hashes of all are one tensor of each kind: of views of it, a compiler would ask where they begin, and compile anew when that is elsewhere."""
     for n, (update, own) in enumerate(zip(updates, numbers)):
         places = range(3 * n, 3 * n + 3)  # of a weight and its moments
         of_update = [None] * 3 if hashes is None else [(hashes[0][place], hashes[1][place]) for place in places]
-        _update_one(*update, of_update, *own, left_out)
+        _update_one(*update, of_update, *own, factor, left_out)
 
 
 def _update_one(
@@ -132,10 +140,15 @@ def _update_one(
     eps: Number,
     rate: Number,
     kept: Number,
+    factor: Tensor | None,
     left_out: Tensor | None,
 ) -> None:
-    """Store what weights and moments are after a step. `kept`: what weight decay leaves of a weight; the others as in the paper, and `store`."""
+    """Store what weights and moments are after a step. `kept`: what weight decay leaves of a weight. `factor`: of the gradient, which is not rounded
+    after it. The others as in the paper, and `store`.
+    """
     stored, is_coded, g = (weight, mean, square), mean.dtype == torch.uint8, widened(gradient)
+    if factor is not None:
+        g = g * factor
     means = decode_means(mean, square) if is_coded else (widened(mean), widened(square))
     new_mean, new_square = means[0].lerp(g, mean_share), means[1].lerp(g.square(), square_share)
     divisor = (new_square / square_correction).sqrt_().add_(eps)

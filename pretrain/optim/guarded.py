@@ -33,10 +33,13 @@ class Formats:
 class GuardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose step changes nothing where `found_inf` is 1, as torch's fused ones do. The host never waits for that number.
 
-    `moments`: the names of its state, tensors like the parameter. `step_number` is where random rounding begins.
+    `moments`: the names of its state, tensors like the parameter. `step_number` is where random rounding begins. `scales_gradients`: whether a
+    step multiplies gradients by `gradient_factor`, which spares a pass over all of them for clipping.
     """
 
     moments: tuple[str, ...] = ()
+    scales_gradients: bool = False
+    gradient_factor: Tensor | None = None
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     step_number: int = 0

@@ -25,7 +25,7 @@ from pretrain.optim import adamw, guarded
 from pretrain.optim.adamw import AdamW, _under_new_names, _update_alike
 from pretrain.optim.eight_bits import decode_means, encode_means
 from pretrain.optim.guarded import Formats
-from pretrain.optim.optimizer import OptimizerSet
+from pretrain.optim.optimizer import OptimizerSet, clip_gradients
 from pretrain.optim.rounding import hash_places, random_bits, round_at_random, seed_of
 from pretrain.parallel.blocks import DTYPES, set_master_format
 from pretrain.parallel.initialise import initialise
@@ -101,7 +101,7 @@ def test_an_update_is_one_graph_for_all_steps_and_parts_of_a_shape_and_computes_
     compiled = {2: 0, 3: 0}
     for shape, first in (((24, 40), 0), ((24, 40), 24), ((7, 5, 6), 0), ((9, 70), 3), ((5, 8, 9), 0)):
         for step in range(1, 4):
-            drawn = torch.Generator().manual_seed(step)
+            drawn, factor = torch.Generator().manual_seed(step), torch.tensor(0.7 / step)
             numbers = [torch.tensor(x) for x in (0.1, 0.05, 1e-8, 1e-3 * step, 1 - 1e-4 * step)]
             corrections = [torch.tensor(1 - beta**step) for beta in (0.9, 0.95)]
             starts, seeds = (first, *(0 for _ in shape[1:])), [seed_of(name, step) for name in ("w.0", "w.1", "w.2", "v.0", "v.1", "v.2")]
@@ -111,12 +111,12 @@ def test_an_update_is_one_graph_for_all_steps_and_parts_of_a_shape_and_computes_
             ways = [[[weight.clone(), *(torch.zeros(shape, dtype=moments) for _ in "mv")] for weight in weights] for _ in range(2)]
             updates = [[(gradients[n], *tensors[n], *corrections) for n in range(2)] for tensors in ways]
             before = counters["stats"]["unique_graphs"]
-            update(updates[0], hashes, [_under_new_names(numbers) for _ in range(2)], torch.zeros(()))
+            update(updates[0], hashes, [_under_new_names(numbers) for _ in range(2)], factor, torch.zeros(()))
             compiled[len(shape)] += counters["stats"]["unique_graphs"] - before
             for n, one in enumerate(updates[1]):
-                _update_alike([one], tuple(x[3 * n : 3 * n + 3] for x in hashes), [numbers], torch.zeros(()))
+                _update_alike([one], tuple(x[3 * n : 3 * n + 3] for x in hashes), [numbers], factor, torch.zeros(()))
             assert all(map(torch.equal, sum(ways[0], []), sum(ways[1], [])))
-            update(updates[0], hashes, [_under_new_names(numbers) for _ in range(2)], torch.ones(()))
+            update(updates[0], hashes, [_under_new_names(numbers) for _ in range(2)], factor, torch.ones(()))
             assert all(map(torch.equal, sum(ways[0], []), sum(ways[1], [])))  # left out
     assert compiled == {2: 2, 3: 2}
 
@@ -229,6 +229,31 @@ def test_a_tensor_that_is_updated_in_parts_has_the_bits_of_one_updated_at_once(m
     monkeypatch.setattr(adamw, "CHUNK", 8)
     assert all(map(torch.equal, weights_after_three_steps(), whole))
     assert not torch.equal(whole[2], whole[3])
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("clip", [0.0, 1.0, 1e6])
+def test_clipping_within_an_update_has_the_bits_of_clipping_gradients_before(moments, clip):
+    """Of gradients in fp32, which both ways round alike. Those that are clipped within it stay as they are."""
+    ends = []
+    for is_before in (False, True):
+        drawn = torch.Generator().manual_seed(0)
+        weights = {"a.weight": torch.randn(9, 7, generator=drawn), "b.weight": torch.randn(40, generator=drawn)}
+        part = torch.nn.Module()
+        part.values = torch.nn.ParameterDict({name.partition(".")[0]: weight.to(torch.bfloat16) for name, weight in weights.items()})
+        optimizer = OptimizerSet([part], Optim(lr=1e-2), moments=moments)
+        for number in range(3):
+            for parameter in part.parameters():
+                parameter.grad_dtype = torch.float32
+                parameter.grad = torch.randn(parameter.shape, generator=drawn)
+            before = [parameter.grad.clone() for parameter in part.parameters()]
+            norm = clip_gradients(part.parameters(), clip) if is_before else optimizer.clip(clip)
+            assert float(norm) == pytest.approx(float(torch.cat([gradient.flatten() for gradient in before]).norm()))
+            is_same = all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(part.parameters(), before))
+            assert is_same == (not is_before or clip != 1.0)
+            optimizer.step(1e-2, torch.tensor(True), number)
+        ends.append([*part.parameters(), *optimizer.tensors().values()])
+    assert all(map(torch.equal, *ends))
 
 
 def test_a_gpu_updates_so_many_tensors_of_a_shape_at_a_time(monkeypatch):

@@ -40,6 +40,12 @@ def _index(torch, device=None) -> int:
     return device if isinstance(device, int) else torch.device(device).index or 0
 
 
+def _set_device(torch, device) -> None:
+    if not isinstance(device, int) and torch.device(device).index is None:
+        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")  # as torch.cuda does
+    _library.rehearsal_set_device(_index(torch, device))
+
+
 _waiting_is_an_error = False
 
 
@@ -63,7 +69,7 @@ def _describe(torch) -> None:
         "init": lambda: None,
         "device_count": lambda: _library.rehearsal_devices(),
         "current_device": lambda: _index(torch),
-        "set_device": lambda device: _library.rehearsal_set_device(_index(torch, device)),
+        "set_device": lambda device: _set_device(torch, device),
         "get_device_properties": lambda device=None: known,
         "get_device_capability": lambda device=None: (known.major, known.minor),
         "get_device_name": lambda device=None: known.name,

@@ -37,7 +37,8 @@ def run_state(model: Path, device: str, options: Options) -> dict[str, torch.Ten
 def saving(model: Path, device: str, options: Options) -> list[Row]:
     """Every file is on the disk before its clock stops. What is read was written before, so that it comes from the page cache."""
     require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU; leave --device out")
-    tensors, ranks = run_state(model, device, options), Ranks(0, 0, 1, torch.device(device))
+    own = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    tensors, ranks = run_state(model, device, options), Ranks(0, 0, 1, own)
     size = sum(tensor.nbytes for tensor in tensors.values())
     policy, numbers = load_config(model, ["checkpoint.keep_last=1"])[0].checkpoint, itertools.count(1)
     folder, plain, flat = options.work / "checkpoints", options.work / "plain.pt", options.work / "flat.safetensors"

@@ -212,6 +212,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
         ("data", "--seconds", "inf"): "argument --seconds: must be a number that is not negative",
         (*quality_of, "--minutes", "0"): "argument --minutes: must be a positive number",
         ("train", "--comp", "rows.jsonl"): "unrecognized arguments: --comp",
+        ("checkpoint", "stalls"): "unknown part stalls; there are stall, files",
     }.items():
         with pytest.raises(SystemExit):
             tool("bench").main(list(words))
@@ -454,6 +455,11 @@ def test_a_save_is_measured_beside_plain_files_of_the_same_bytes(options, tmp_pa
         ]
     seconds = rows["stall of a save"]["value"]
     assert rows["write: ours"]["value"] == pytest.approx(rows["bytes of tensors"]["value"] / seconds)
+    beside = "stall of a save in the background"
+    assert rows[beside]["baseline"] > 0
+    assert tool("bench").main(["checkpoint", "stall", *asked[:-1], str(tmp_path / "stall.jsonl")]) == 0
+    stall = {row["name"]: row for row in read_lines(tmp_path / "stall.jsonl")}
+    assert set(stall) == {beside, "bytes of tensors"} and stall[beside]["value"] > 0
 
 
 def test_preparation_is_measured_beside_the_libraries(options):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def add_data(subjects: argparse._SubParsersAction) -> None:
     data = subjects.add_parser("data", help="order, loader, many shards, start, packing, preparation, data wait, inspection")
-    data.add_argument("parts", nargs="*", metavar="PART", type=part_of_data, help=f"some of: {', '.join(PARTS)} (default: all)")
+    data.add_argument("parts", nargs="*", metavar="PART", type=functools.partial(part_of, PARTS), help=f"some of: {', '.join(PARTS)} (default: all)")
     add_keeping(data, Options.seconds)
     data.add_argument(
         "--source", nargs="+", default=[], metavar="GLOB", help="text to prepare (default: this Python's libraries)"
@@ -198,9 +198,7 @@ def add_collectives(subjects: argparse._SubParsersAction) -> None:
 
 
 def add_checkpoint(subjects: argparse._SubParsersAction) -> None:
-    checkpoint = subjects.add_parser(
-        "checkpoint", help="stall of a save, speed of write, load and verification, beside plain files"
-    )
+    checkpoint = subjects.add_parser("checkpoint", help="stall of a save, speed of write, load and verification, beside plain files")
     checkpoint.add_argument(
         "--model", type=Path, metavar="FILE", default=TOOLS.parent / "configs" / "models" / "llama-25m.yaml",
         help="the configuration that gives the size (default: llama-25m)",
@@ -208,6 +206,8 @@ def add_checkpoint(subjects: argparse._SubParsersAction) -> None:
     checkpoint.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default: %(default)s)"
     )
+    kinds = functools.partial(part_of, ("stall", "files"))
+    checkpoint.add_argument("parts", nargs="*", metavar="PART", type=kinds, help="stall: of a save in the background; files: the rest (default: both)")
     checkpoint.add_argument("--work", type=Path, metavar="DIR", help="where files are written: the storage that is measured")
     add_keeping(checkpoint, 5.0)
     checkpoint.set_defaults(measure=compare_checkpoints)
@@ -229,9 +229,9 @@ def add_files(subject: argparse.ArgumentParser) -> None:
     subject.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json FILE: print what changed since")
 
 
-def part_of_data(text: str) -> str:
-    if text not in PARTS:
-        raise argparse.ArgumentTypeError(f"unknown part {text}; there are {', '.join(PARTS)}")
+def part_of(parts: Sequence[str], text: str) -> str:
+    if text not in parts:
+        raise argparse.ArgumentTypeError(f"unknown part {text}; there are {', '.join(parts)}")
     return text
 
 
@@ -364,7 +364,7 @@ def compare_collectives(arguments: argparse.Namespace, typed: str) -> None:
 def compare_checkpoints(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.saving import saving
 
-    measure_and_keep(arguments, typed, lambda options: saving(arguments.model, arguments.device, options))
+    measure_and_keep(arguments, typed, lambda options: saving(arguments.model, arguments.device, arguments.parts, options))
 
 
 def compare_formats(arguments: argparse.Namespace, typed: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,12 +35,34 @@ def run_state(model: Path, device: str, options: Options) -> dict[str, torch.Ten
     return model_tensors(network) | optimizer_tensors(OptimizerSet([network], config.optim))
 
 
-def saving(model: Path, device: str, options: Options) -> list[Row]:
-    """Every file is on the disk before its clock stops. What is read was written before, so that it comes from the page cache."""
+PARTS = ("stall", "files")
+
+
+def saving(model: Path, device: str, parts: Sequence[str], options: Options) -> list[Row]:
+    """Some of `PARTS`, all of them if none is named: how long a save in the background holds training up; and writing, reading and verification."""
     require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU; leave --device out")
     own = torch.device(device, 0) if device == "cuda" else torch.device(device)
     tensors, ranks = run_state(model, device, options), Ranks(0, 0, 1, own)
-    size = sum(tensor.nbytes for tensor in tensors.values())
+    stalls = _stalls_beside(options.work / "beside", tensors, ranks, options.turns) if "stall" in (parts or PARTS) else None
+    plain, rows = _files(model, tensors, ranks, options) if "files" in (parts or PARTS) else (None, [])
+    if stalls is not None:
+        rows.append(_row("stall of a save in the background", stalls, plain, None, "checkpoint.background: a copy in memory"))
+    rows.append(Row("checkpoint", "bytes of tensors", _bytes(tensors) / 1e6, "MB", better="lower", note=f"{len(tensors)} tensors"))
+    return rows
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _files(
+    model: Path, tensors: dict[str, torch.Tensor], ranks: Ranks, options: Options
+) -> tuple[Turns, list[Row]]:
+    """Every file is on the disk before its clock stops. What is read was written before, so that it comes from the page cache.
+
+    The turns of torch.save, and rows.
+    """
+    size = _bytes(tensors)
     policy, numbers = load_config(model, ["checkpoint.keep_last=1"])[0].checkpoint, itertools.count(1)
     folder, plain, flat = options.work / "checkpoints", options.work / "plain.pt", options.work / "flat.safetensors"
     newest: list[Path] = []
@@ -60,7 +83,6 @@ def saving(model: Path, device: str, options: Options) -> list[Row]:
 
     ways = {"ours": save, "torch.save": save_plainly, "safetensors": save_flat}
     saves = in_turns(ways, options, time.perf_counter)
-    beside = _stalls_beside(folder / files.directory_of(0), tensors, ranks, len(saves["ours"].seconds))
     read = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     kept: dict[str, dict[str, torch.Tensor]] = {}
     ways = {
@@ -72,12 +94,11 @@ def saving(model: Path, device: str, options: Options) -> list[Row]:
     loads = in_turns(ways, options, time.perf_counter)
     for what, loaded in {"ours": read, **kept}.items():
         require(
-            all(torch.equal(tensors[name], loaded[name].to(device)) for name in tensors),
+            all(torch.equal(tensors[name], loaded[name].to(ranks.device)) for name in tensors),
             f"{what} reads other values than were saved",
         )
     rows = [
         _row("stall of a save", saves["ours"], saves["torch.save"], None, "training waits for all of it; baseline: torch.save"),
-        _row("stall of a save in the background", beside, saves["torch.save"], None, "checkpoint.background: a copy in memory"),
     ]
     for name in ("ours", "torch.save", "safetensors"):
         rows.append(_row(f"write: {name}", saves[name], saves["torch.save"], size))
@@ -85,12 +106,11 @@ def saving(model: Path, device: str, options: Options) -> list[Row]:
         rows.append(_row(f"load: {name}", loads[name], loads["torch.save"], size))
     rows.append(_row("verification: sha256 of every file", loads["verification"], None, size))
     payload = sum(path.stat().st_size for path in newest[0].rglob("*") if path.is_file())
-    rows.append(Row("checkpoint", "bytes of tensors", size / 1e6, "MB", better="lower", note=f"{len(tensors)} tensors"))
     rows.append(
         Row("checkpoint", "bytes on the disk: ours", payload / 1e6, "MB", better="lower", baseline=plain.stat().st_size / 1e6)
     )
     shutil.rmtree(folder)
-    return rows
+    return saves["torch.save"], rows
 
 
 def _stalls_beside(target: Path, tensors: dict[str, torch.Tensor], ranks: Ranks, turns: int) -> Turns:
@@ -116,6 +136,6 @@ def _copied(path: Path) -> dict[str, torch.Tensor]:
 
 def _row(name: str, turns: Turns, beside: Turns | None, size: int | None, note: str = "") -> Row:
     if size is None:
-        return Row("checkpoint", name, turns.best, "s", "wall", turns.median, better="lower", baseline=beside.best, note=note)
+        return Row("checkpoint", name, turns.best, "s", "wall", turns.median, better="lower", baseline=beside and beside.best, note=note)
     best, median = turns.rate(size / 1e6)
     return Row("checkpoint", name, best, "MB/s", "wall", median, baseline=beside and beside.rate(size / 1e6)[0], note=note)

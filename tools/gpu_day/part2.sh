@@ -35,6 +35,8 @@ tries() {
   shakespeare shakespeare_ema 120 "$(either 4 1200)" model.dropout=0.4 optim.ema_decay=0.99 &
   shakespeare shakespeare_decay 120 "$(either 4 1200)" model.dropout=0.3 optim.weight_decay=1.0 optim.ema_decay=0.99 &
   shakespeare shakespeare_muon 120 "$(either 4 1200)" model.dropout=0.4 optim.name=muon optim.lr=2e-3 optim.ema_decay=0.99 &
+  shakespeare shakespeare_smooth 120 "$(either 4 1200)" model.dropout=0.35 loss.label_smoothing=0.05 optim.ema_decay=0.99 &
+  shakespeare shakespeare_gpt2 120 "$(either 4 2000)" model.family=gpt2 model.ffn_dim=1536 model.dropout=0.3 optim.ema_decay=0.99 &
   wait
 }
 tries &
@@ -47,6 +49,7 @@ speed 1b_fsdp 35 llama3.2-1b 4096 4 2 --steps 4 $bf16 $blocks "${fsdp[@]}"
 speed 1b_ddp 35 llama3.2-1b 4096 4 2 --steps 4 $bf16 $blocks "${ddp[@]}"
 # Three sequences at a time: fewer sums of gradients than with two, and products of another height than with four.
 speed 8b_three 80 llama3.1-8b 4096 3 3 --steps 3 "${profile[@]}" "$pure" $blocks
+TORCH_BLAS_PREFER_CUBLASLT=1 speed 8b_two_lt 70 llama3.1-8b 4096 2 4 --steps 3 "$pure" $blocks # whose kernels are chosen by other rules
 # How long training stands still for a checkpoint of 2 GB. A scale: of layers and of the vocabulary.
 row checkpoint 60 "$PY" tools/bench.py checkpoint stall --model configs/models/llama3.2-1b.yaml --device $device --work build --json "$OUT/checkpoint.jsonl" \
   --scale "$(either 0.01 0.099)"

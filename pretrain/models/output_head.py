@@ -65,7 +65,7 @@ class _FusedLosses(torch.autograd.Function):
         both, *ctx.unit = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, options, shard, needs_x, needs_weight)
         ctx.save_for_backward(x_ND, weight_VD, targets_N, weights_N)
         ctx.options, ctx.shard = options, shard
-        ctx.gradient_dtype = weight_VD.grad_dtype if weight_VD.is_leaf and shard is None else None
+        ctx.weight_gradient_dtype = weight_VD.grad_dtype if weight_VD.is_leaf and shard is None else None
         ctx.mark_non_differentiable(both[1])
         return both
 
@@ -73,10 +73,11 @@ class _FusedLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream_N, _):
         x_ND, weight_VD, targets_N, weights_N = ctx.saved_tensors
-        unit, ctx.unit = ctx.unit, None  # scaled in place: a second backward computes it anew
+        unit, ctx.unit = ctx.unit, None  # they may be scaled in place: a second backward computes them anew
         # An expanded tensor says that all its values are one without being looked at, for which a GPU would have to wait.
         if unit is not None and upstream_N.numel() > 0 and upstream_N.stride(0) == 0:
-            grad_x, grad_weight = (_scaled(gradient, upstream_N[:1], ctx.gradient_dtype) for gradient in unit)
+            grad_x = _times(unit[0], upstream_N[:1])
+            grad_weight = _times(unit[1], upstream_N[:1], ctx.weight_gradient_dtype)
         else:
             del unit
             weights_N = upstream_N if weights_N is None else upstream_N * weights_N
@@ -89,17 +90,17 @@ class _FusedLosses(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None
 
 
-def _scaled(gradient: Tensor | None, factor: Tensor, wanted: torch.dtype | None) -> Tensor | None:
-    """Times a factor [1] of fp32, which is not rounded to the gradient's format before. A gradient of fp32 may come in the format that is wanted of
-    it: autograd would convert it by another pass over a tensor as large as the weight.
+def _times(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+    """A gradient times a factor [1] of fp32, which is not rounded to the gradient's format before. In place, unless a narrower format is asked for:
+    autograd would convert to it in a further pass.
     """
     if gradient is None:
         return None
     if gradient.dtype != factor.dtype:
         return gradient.copy_(gradient * factor)
-    if wanted is not None and wanted.itemsize < gradient.dtype.itemsize:
-        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=wanted))
-    torch._foreach_mul_([gradient], factor[0])  # a GPU's plain product with a number of its own takes half as long again
+    if dtype is not None and dtype.itemsize < gradient.dtype.itemsize:
+        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+    torch._foreach_mul_([gradient], factor[0])  # on a GPU 1.5 times as fast as gradient.mul_(factor)
     return gradient
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from pretrain.distributed.shards import local
 from pretrain.optim.eight_bits import decode_means, encode_means
 from pretrain.optim.guarded import Formats, GuardedOptimizer, are_few, in_one_kernel, store, widened, widest
-from pretrain.optim.rounding import Hashes, random_bits
+from pretrain.optim.rounding import Hashes, StackedHashes, random_bits
 
 CHUNK = 1 << 24
 """Numbers that are updated at once where each operator has a result of its own. It bounds the memory of a step."""
@@ -46,32 +46,34 @@ class AdamW(GuardedOptimizer):
 
     def _update(self, parameters: list[Tensor], rate: float, decay: float, device: torch.device) -> None:
         """What is the same for many parameters is computed for all at once: a GPU would wait for kernels of single numbers."""
-        states, factor = [self.state_of(parameter) for parameter in parameters], self.gradient_factor
-        factor = None if factor is None else factor.to(device, widest(parameters[0]))
+        states, on_gpu = [self.state_of(parameter) for parameter in parameters], device.type == "cuda"
         steps, left_out = [self.state[parameter]["step"] for parameter in parameters], self.left_out(parameters[0])
         if left_out is None:
             torch._foreach_add_(steps, 1)
         else:
             torch._foreach_add_(steps, [1 - left_out.to(steps[0])] * len(steps))  # not the tensor itself: the host would wait
         values = [*(1 - beta for beta in self.betas), self.eps, rate, 1 - rate * decay]
-        of_kind: dict[torch.dtype, list[Number]] = {kind: values for kind in map(widest, parameters)}
-        if device.type == "cuda":
-            of_kind = {kind: [torch.full((), n, dtype=kind, device=device) for n in values] for kind in of_kind}
+        of_kind: dict[torch.dtype, list[Number | None]] = {}
+        for kind in set(map(widest, parameters)):
+            numbers = [torch.full((), n, dtype=kind, device=device) for n in values] if on_gpu else values
+            of_kind[kind] = [*numbers, None if self.gradient_factor is None else self.gradient_factor.to(device, kind)]
         corrections = list(zip(*(_corrections(beta, steps) for beta in self.betas)))
         for places in self.alike(parameters):
             gradient, numbers = local(parameters[places[0]].grad), of_kind[widest(parameters[places[0]])]
-            for together in _together(places, gradient) if gradient.numel() else ():
+            if not gradient.numel():
+                continue
+            for together in _together(places, gradient) if on_gpu else [places]:
                 updates = [
                     (*(local(x).data for x in (parameters[n].grad, parameters[n], *states[n])), *corrections[n])
                     for n in together
                 ]
                 hashes = self.hashes([parameters[n] for n in together], updates[0][1:4])
-                if device.type == "cuda":
-                    update = in_one_kernel(_update_alike, gradient, by_shape=True)
-                    update(updates, hashes, [_under_new_names(numbers) for _ in together], factor, left_out)
+                if on_gpu:
+                    update = in_one_kernel(_update_alike, gradient, by_shape=len(together))
+                    update(updates, hashes, [_under_new_names(numbers) for _ in together], left_out)
                 else:
-                    for part, of_part in _in_rows(updates[0], hashes):
-                        _update_alike([part], of_part, [numbers], factor, left_out)
+                    for part, of_part in _in_rows(updates, hashes):
+                        _update_alike([part], of_part, [numbers], left_out)
 
 
 Update = tuple
@@ -79,25 +81,27 @@ Update = tuple
 
 
 def _together(places: list[int], gradient: Tensor) -> list[list[int]]:
-    """Which tensors of a shape are updated by one call."""
-    several = gradient.is_cuda and are_few(_update_alike, gradient)
-    whole = len(places) // AT_ONCE * AT_ONCE if several else 0
+    """Which tensors of a shape a GPU updates by one call."""
+    whole = len(places) // AT_ONCE * AT_ONCE
+    if whole and not are_few(_update_alike, gradient, AT_ONCE):
+        whole = 0
     return [*(places[n : n + AT_ONCE] for n in range(0, whole, AT_ONCE)), *([place] for place in places[whole:])]
 
 
-def _in_rows(update: Update, hashes: Hashes | None) -> Iterator[tuple[Update, Hashes | None]]:
-    """Some rows of a tensor after the other; of a vector, whose numbers are columns, some numbers."""
-    *tensors, mean_correction, square_correction = update
-    count = max(1, CHUNK // max(1, tensors[0][:1].numel()))
-    for first in range(0, len(tensors[0]), count):
-        rows = slice(first, first + count)
-        if hashes is None:
-            of_rows = None
-        elif tensors[0].dim() == 1:
-            of_rows = hashes[0], hashes[1][:, rows]
-        else:
-            of_rows = hashes[0][:, rows], hashes[1]
-        yield (*(x[rows] for x in tensors), mean_correction, square_correction), of_rows
+def _in_rows(updates: list[Update], hashes: StackedHashes | None) -> Iterator[tuple[Update, StackedHashes | None]]:
+    """Of one tensor after the other some rows after the other; of a vector, whose numbers are columns, some numbers."""
+    for number, (*tensors, mean_correction, square_correction) in enumerate(updates):
+        own = None if hashes is None else [of_all[3 * number : 3 * number + 3] for of_all in hashes]
+        count = max(1, CHUNK // max(1, tensors[0][:1].numel()))
+        for first in range(0, len(tensors[0]), count):
+            rows = slice(first, first + count)
+            if own is None:
+                of_rows = None
+            elif tensors[0].dim() == 1:
+                of_rows = own[0], own[1][:, rows]
+            else:
+                of_rows = own[0][:, rows], own[1]
+            yield (*(x[rows] for x in tensors), mean_correction, square_correction), of_rows
 
 
 def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
@@ -108,23 +112,19 @@ def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
     return powers
 
 
-def _under_new_names(numbers: list[Tensor]) -> list[Tensor]:
+def _under_new_names(numbers: list[Tensor | None]) -> list[Tensor | None]:
     """For a compiler other numbers. Where several updates read the same ones, Inductor makes one kernel of them, with few threads for its many registers."""
-    return [number.view(()) for number in numbers]
+    return [None if number is None else number.view(()) for number in numbers]
 
 
 def _update_alike(
-    updates: list[Update],
-    hashes: Hashes | None,
-    numbers: list[list[Number]],
-    factor: Tensor | None,
-    left_out: Tensor | None,
+    updates: list[Update], hashes: StackedHashes | None, numbers: list[list[Number | None]], left_out: Tensor | None
 ) -> None:
-    """The hashes of all are one tensor of each kind: of views of it, a compiler would ask where they begin, and compile anew when that is elsewhere."""
+    """`_update_one` for tensors of one shape. Their hashes are two whole tensors: where views begin is something that a compiler makes new versions for."""
     for n, (update, own) in enumerate(zip(updates, numbers)):
         places = range(3 * n, 3 * n + 3)  # of a weight and its moments
         of_update = [None] * 3 if hashes is None else [(hashes[0][place], hashes[1][place]) for place in places]
-        _update_one(*update, of_update, *own, factor, left_out)
+        _update_one(*update, of_update, *own, left_out)
 
 
 def _update_one(

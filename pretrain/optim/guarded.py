@@ -12,11 +12,12 @@ from torch import Tensor
 
 from pretrain.distributed.shards import local, place_of
 from pretrain.models.compiling import compile_strictly
-from pretrain.optim.rounding import Hashes, hash_places, random_bits, round_at_random, seed_of
+from pretrain.optim.rounding import Hashes, StackedHashes, hash_places, random_bits, round_at_random, seed_of
 
 T = TypeVar("T")
-MOST_SHAPES = 32
-"""Shapes of tensors that a function is compiled for, one by one, in a process; half of `MOST_VERSIONS`."""
+MOST_SHAPES = 24
+"""Shapes and numbers of tensors that a function is compiled for, one by one, in a process. `MOST_VERSIONS` has room for them with clipping and without,
+and for versions for any shape."""
 _shapes: dict[Callable, set[tuple]] = {}
 
 
@@ -34,7 +35,8 @@ class GuardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose step changes nothing where `found_inf` is 1, as torch's fused ones do. The host never waits for that number.
 
     `moments`: the names of its state, tensors like the parameter. `step_number` is where random rounding begins. `scales_gradients`: whether a
-    step multiplies gradients by `gradient_factor`, which spares a pass over all of them for clipping.
+    step multiplies gradients by `gradient_factor`, which spares a pass over all of them for clipping. `OptimizerSet` sets that factor and forgets
+    it with the gradients; None: they are taken as they are.
     """
 
     moments: tuple[str, ...] = ()
@@ -83,7 +85,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """`found_inf` where a tensor is."""
         return None if self.found_inf is None else self.found_inf.to(like.device)
 
-    def hashes(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Hashes | None:
+    def hashes(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> StackedHashes | None:
         """For the random numbers of each parameter, which are `alike`, and its state, one tensor after the other. None where nothing is rounded.
 
         `tensors`: this rank's parts of the first parameter and its state.
@@ -118,17 +120,18 @@ def store(old: Tensor, value: Tensor, left_out: Tensor | None, hashes: Hashes | 
     old.copy_(value if left_out is None else torch.where(left_out > 0, old, value))
 
 
-def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: bool = False) -> Callable[..., T]:
+def in_one_kernel(function: Callable[..., T], like: Tensor, by_shape: int = 0) -> Callable[..., T]:
     """The function, compiled where the tensor is on a GPU. Operator by operator, rounding alone would be dozens of kernels, each of which moves whole
     tensors. Numbers that change from step to step have to be tensors, or int; of a parameter it takes `data`, since torch.compile knows no gradient of
-    another format. `by_shape`: once for each shape, as long as those are few, and without int. Such kernels need half the instructions.
+    another format. `by_shape`: how many tensors like this one it takes, if it is to be compiled for each shape and number, as long as those are few,
+    and takes no int. Such kernels need half the instructions.
     """
-    return _compiled(function, by_shape and are_few(function, like)) if like.is_cuda else function
+    return _compiled(function, by_shape > 0 and are_few(function, like, by_shape)) if like.is_cuda else function
 
 
-def are_few(function: Callable, like: Tensor) -> bool:
-    """Whether `in_one_kernel` compiles the function for this tensor's shape alone."""
-    seen, shape = _shapes.setdefault(function, set()), (like.shape, like.dtype)
+def are_few(function: Callable, like: Tensor, count: int) -> bool:
+    """Whether `in_one_kernel` compiles the function for so many tensors of this shape alone."""
+    seen, shape = _shapes.setdefault(function, set()), (like.shape, like.dtype, count)
     if len(seen) < MOST_SHAPES:
         seen.add(shape)
     return shape in seen

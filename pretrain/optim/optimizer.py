@@ -134,7 +134,6 @@ class OptimizerSet:
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
             optimizer.step_number = number
             optimizer.step()
-            optimizer.gradient_factor = None
         self._average(taken)
 
     @torch.no_grad()
@@ -165,22 +164,28 @@ class OptimizerSet:
                 local(self.parameters[name]).copy_(value)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients, and what they are clipped by."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+            if isinstance(optimizer, GuardedOptimizer):
+                optimizer.gradient_factor = None
 
     def clip(self, max_norm: float) -> Tensor:
-        """See `clip_gradients`. Where an optimizer scales gradients itself, in its next step, they stay as they are."""
+        """`clip_gradients`, once before `zero_grad`. An optimizer that `scales_gradients` does so in its step: its gradients stay as they are."""
+        if any(
+            isinstance(optimizer, GuardedOptimizer) and optimizer.gradient_factor is not None for optimizer in self.optimizers
+        ):
+            raise RuntimeError("these gradients are clipped already")
         copies = [p for name, p in self.parameters.items() if not self.counts(name)]
         with record_function("Optimizer.step#clip"):  # a profile counts it as the optimizer's
-            norm = norm_of_gradients(self.parameters.values(), copies, self.sum_over_layers)
-            factor = _clip_factor(norm, max_norm)
-            for optimizer in self.optimizers if max_norm > 0 else ():
-                if getattr(optimizer, "scales_gradients", False):
-                    optimizer.gradient_factor = factor
-                else:
-                    scale_gradients((p for group in optimizer.param_groups for p in group["params"]), factor)
-        return norm
+            return clip_gradients(self.parameters.values(), max_norm, copies, self.sum_over_layers, self._scale_gradients)
+
+    def _scale_gradients(self, factor: Tensor) -> None:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, GuardedOptimizer) and optimizer.scales_gradients:
+                optimizer.gradient_factor = factor
+            else:
+                scale_gradients((p for group in optimizer.param_groups for p in group["params"]), factor)
 
     def sharding_of(self, name: str) -> tuple | None:
         """How a parameter is spread over ranks, for `added_over_shards`."""
@@ -224,32 +229,23 @@ class OptimizerSet:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients in place so that their global 2-norm is at most `max_norm` (0: leave them); return `norm_of_gradients` before.
-
-    Pascanu et al., arXiv 1211.5063; the factor is that of torch.nn.utils.clip_grad_norm_.
-    """
-    parameters = list(parameters)
-    norm = norm_of_gradients(parameters)
-    if max_norm > 0:
-        scale_gradients(parameters, _clip_factor(norm, max_norm))
-    return norm
-
-
-@torch.no_grad()
-def norm_of_gradients(
+def clip_gradients(
     parameters: Iterable[Tensor],
+    max_norm: float,
     copies: Iterable[Tensor] = (),
     sum_over_layers: Callable[[Tensor], Tensor] = lambda value: value,
+    scale: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """The global 2-norm of gradients: a plain fp64 scalar on their device, equal on all ranks.
+    """Scale gradients so that their global 2-norm is at most `max_norm` (0: leave them); return the norm before.
 
     Squares are added in fp64; on a CPU, the squares within a row are added in fp32. An fp32 sum over half a million elements would be off by some
-    1e-6, and by another amount where the tensor is sharded. `copies`: those of the parameters that another rank counts. `sum_over_layers`: adds a
-    value over the ranks that have other parameters. Raises RuntimeError for a placement whose norm does not follow from the norms
-    of its parts.
+    1e-6, and by another amount where the tensor is sharded. The result is a plain fp64 scalar on the gradients' device, equal on all ranks (Pascanu et al., arXiv 1211.5063; the
+    factor is that of torch.nn.utils.clip_grad_norm_). `copies`: those of the parameters that another rank counts. `sum_over_layers`: adds a
+    value over the ranks that have other parameters. `scale`: what is done with the factor, in place of `scale_gradients`. Raises RuntimeError for
+    a placement whose norm does not follow from the norms of its parts.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    with_gradients = [p for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in with_gradients]
     uncounted = {id(p.grad) for p in copies}
     parts = [local(gradient) for gradient in gradients]
     groups: dict[tuple, list[Tensor]] = {}
@@ -262,11 +258,11 @@ def norm_of_gradients(
     total = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     for (sharding, _), values in groups.items():
         total += added_over_shards(torch.stack(values).square_().sum(), sharding).to(total.device)
-    return sum_over_layers(total).sqrt()
-
-
-def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    total = sum_over_layers(total).sqrt()
+    if max_norm > 0:
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        scale(factor) if scale is not None else scale_gradients(with_gradients, factor)
+    return total
 
 
 @torch.no_grad()

@@ -35,10 +35,12 @@ def seed_of(name: str, step: int) -> int:
 
 
 Hashes = tuple[Tensor, Tensor]
-"""What random numbers of a part of a tensor are made of: hashes of its rows, int32 [..., 1], and of its columns, int32 [C]. Of N tensors: N of each."""
+"""What random numbers of a part of a tensor are made of: hashes of its rows, int32 [..., 1], and of its columns, int32 [C]."""
+StackedHashes = tuple[Tensor, Tensor]
+"""Those of N tensors: int32 [N, ..., 1] and [N, C]."""
 
 
-def hash_places(shape: Sequence[int], starts: Sequence[int], seeds_N: Tensor) -> Hashes:
+def hash_places(shape: Sequence[int], starts: Sequence[int], seeds_N: Tensor) -> StackedHashes:
     """The hashes of a part of a tensor for N seeds, int64. `starts`: where the part begins in each dimension of the whole.
 
     They are apart from `random_bits` because a compiler would make them anew for every number, in 64 bits, which took a GPU more time than the

@@ -407,3 +407,25 @@ def test_two_ranks_take_the_fast_path_and_have_the_gradients_of_one(pool, strate
     for gradients, count in pool.launch(2, gradients_of_a_rank, strategy, dtype):
         assert relative_difference(gradients["weight"], single["weight"]) <= (1e-6 if dtype == "float32" else 4e-3)
         assert count == products
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("formats", ["fp32 fp32 bf16", "fp32 bf16 bf16", "fp32 bf16 fp32", "fp64 fp32 fp32"])
+def test_each_gradient_is_rounded_to_its_own_format_alone(formats, frozen):
+    """`formats`: of the activations, the weight and the weight's gradient."""
+    of_x, of_weight, of_gradient = ({"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[name] for name in formats.split())
+    drawn = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 5, 8, generator=drawn), torch.randn(33, 8, generator=drawn)
+    x, weight, targets = x.to(of_x).requires_grad_(), weight.to(of_weight), torch.randint(33, (2, 5), generator=drawn)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    (F.cross_entropy((exact[0] @ exact[1].T).flatten(0, 1), targets.flatten(), reduction="sum") * 0.3).backward()
+    weight = torch.nn.Parameter(weight, requires_grad=not frozen)
+    weight.grad_dtype = of_gradient
+    (fused_losses(x, weight, targets).sum() * 0.3).backward()
+    nearest = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8}
+    assert float((x.grad - exact[0].grad).norm() / exact[0].grad.norm()) < nearest[of_x]
+    if frozen:
+        assert weight.grad is None
+    else:
+        assert weight.grad.dtype == of_gradient
+        assert float((weight.grad - exact[1].grad).norm() / exact[1].grad.norm()) < nearest[of_gradient]

@@ -101,8 +101,8 @@ def test_an_update_is_one_graph_for_all_steps_and_parts_of_a_shape_and_computes_
     compiled = {2: 0, 3: 0}
     for shape, first in (((24, 40), 0), ((24, 40), 24), ((7, 5, 6), 0), ((9, 70), 3), ((5, 8, 9), 0)):
         for step in range(1, 4):
-            drawn, factor = torch.Generator().manual_seed(step), torch.tensor(0.7 / step)
-            numbers = [torch.tensor(x) for x in (0.1, 0.05, 1e-8, 1e-3 * step, 1 - 1e-4 * step)]
+            drawn = torch.Generator().manual_seed(step)
+            numbers = [torch.tensor(x) for x in (0.1, 0.05, 1e-8, 1e-3 * step, 1 - 1e-4 * step, 0.7 / step)]
             corrections = [torch.tensor(1 - beta**step) for beta in (0.9, 0.95)]
             starts, seeds = (first, *(0 for _ in shape[1:])), [seed_of(name, step) for name in ("w.0", "w.1", "w.2", "v.0", "v.1", "v.2")]
             hashes = hash_places(shape, starts, torch.tensor(seeds))
@@ -111,12 +111,12 @@ def test_an_update_is_one_graph_for_all_steps_and_parts_of_a_shape_and_computes_
             ways = [[[weight.clone(), *(torch.zeros(shape, dtype=moments) for _ in "mv")] for weight in weights] for _ in range(2)]
             updates = [[(gradients[n], *tensors[n], *corrections) for n in range(2)] for tensors in ways]
             before = counters["stats"]["unique_graphs"]
-            update(updates[0], hashes, [_under_new_names(numbers) for _ in range(2)], factor, torch.zeros(()))
+            update(updates[0], hashes, [_under_new_names(numbers) for _ in range(2)], torch.zeros(()))
             compiled[len(shape)] += counters["stats"]["unique_graphs"] - before
             for n, one in enumerate(updates[1]):
-                _update_alike([one], tuple(x[3 * n : 3 * n + 3] for x in hashes), [numbers], factor, torch.zeros(()))
+                _update_alike([one], tuple(x[3 * n : 3 * n + 3] for x in hashes), [numbers], torch.zeros(()))
             assert all(map(torch.equal, sum(ways[0], []), sum(ways[1], [])))
-            update(updates[0], hashes, [_under_new_names(numbers) for _ in range(2)], factor, torch.ones(()))
+            update(updates[0], hashes, [_under_new_names(numbers) for _ in range(2)], torch.ones(()))
             assert all(map(torch.equal, sum(ways[0], []), sum(ways[1], [])))  # left out
     assert compiled == {2: 2, 3: 2}
 
@@ -252,8 +252,52 @@ def test_clipping_within_an_update_has_the_bits_of_clipping_gradients_before(mom
             is_same = all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(part.parameters(), before))
             assert is_same == (not is_before or clip != 1.0)
             optimizer.step(1e-2, torch.tensor(True), number)
+            optimizer.zero_grad()
         ends.append([*part.parameters(), *optimizer.tensors().values()])
     assert all(map(torch.equal, *ends))
+
+
+def test_gradients_are_clipped_once_and_new_ones_are_not_scaled_by_an_old_factor():
+    """Muon's are scaled at once and those of the AdamW beside it in its step, by one norm."""
+    model = network()
+    ends = []
+    for limit in (0.5, 1e6):
+        optimizer = OptimizerSet([model], Optim(name="muon", lr=0.0, weight_decay=0.0))
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.5 + number)
+        norm = optimizer.clip(limit)
+        with pytest.raises(RuntimeError, match="these gradients are clipped already"):
+            optimizer.clip(limit)
+        optimizer.step(0.0)
+        ends.append({name: tensor.double() for name, tensor in optimizer.tensors().items() if "exp_avg." in name or "momentum" in name})
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.clip(0.0)
+        optimizer.step(0.0)
+    factor = float(0.5 / norm)
+    kinds = {name.split(".")[0] for name in ends[0]}
+    assert len(kinds) == 2 and factor < 0.1
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][name] * factor, rtol=0.02, atol=0)
+
+
+def test_more_shapes_than_are_compiled_one_by_one_share_a_version(monkeypatch):
+    """Of each shape five tensors, clipped or not, as on a GPU: no more versions than torch is allowed."""
+    monkeypatch.setattr(guarded, "_shapes", {})
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    compiled = [compile_strictly(_update_alike, dynamic=dynamic, fullgraph=True, backend="eager") for dynamic in (False, True)]
+    for rows in range(2, 42):
+        gradient = SimpleNamespace(is_cuda=True, shape=(rows, 3), dtype=torch.bfloat16)
+        for together in adamw._together(list(range(5)), gradient):
+            update = compiled[not guarded.are_few(_update_alike, gradient, len(together))]
+            tensors = [[torch.zeros(rows, 3, dtype=torch.bfloat16) for _ in range(4)] + [torch.ones(()), torch.ones(())] for _ in together]
+            hashes = hash_places((rows, 3), (0, 0), torch.arange(3 * len(together)))
+            for factor in (None, torch.ones(())):
+                numbers = [[*(torch.tensor(0.5) for _ in range(5)), factor] for _ in together]
+                update(tensors, hashes, numbers, torch.zeros(()))
+    assert 2 * guarded.MOST_SHAPES < counters["stats"]["unique_graphs"] <= 2 * guarded.MOST_SHAPES + 4
 
 
 def test_a_gpu_updates_so_many_tensors_of_a_shape_at_a_time(monkeypatch):

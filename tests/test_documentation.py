@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import re
@@ -61,10 +62,14 @@ def test_every_command_names_files_and_options_that_exist(page, words):
     else:
         has_subjects = words[script].endswith(("bench.py", "convert_checkpoint.py", "inspect_data.py", "prepare_data.py"))
         direction = [word for word in arguments[:1] if has_subjects and not word.startswith("-")]
-        asked = [sys.executable, words[script], *direction, "--help"]
-        text = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        text = help_of(words[script], *direction)
         for option in (word for word in arguments if word.startswith("--")):
             assert option in text, f"{page}: {words[script]} has no {option}"
+
+
+@functools.cache
+def help_of(*words: str) -> str:
+    return subprocess.run([sys.executable, *words, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def check_run_arguments(arguments: list[str]) -> None:

@@ -191,7 +191,7 @@ class CompiledChunkLogits:
 
 @functools.cache
 def compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """`chunk_losses` or `overwrite_with_gradient`, compiled once in a process for each set of options."""
+    """One of the functions below, compiled once in a process for each set of options."""
     return compile_strictly(function)
 
 
@@ -231,6 +231,16 @@ def overwrite_with_gradient(
     if soft_cap is not None:
         gradient = gradient * (1 - (logits / soft_cap).square())
     raw_NV.copy_(gradient)
+
+
+def times_in(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product in a format."""
+    return (gradient * factor).to(dtype)
+
+
+def scale_in_place(gradient: Tensor, factor: Tensor) -> None:
+    """Multiply; the product is formed in the wider of the two formats."""
+    gradient.copy_(gradient * factor)
 
 
 def _scaled(raw_NV: Tensor, logit_scale: float, soft_cap: float | None) -> Tensor:

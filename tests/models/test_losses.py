@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.conventions import IGNORED
-from pretrain.models import loss_chunks
+from pretrain.models import loss_chunks, output_head
 from pretrain.models.loss import CROSS_ENTROPY, LossOptions, finish_logits, sequence_losses
 from pretrain.models.output_head import OutputHead, fused_losses
 
@@ -80,7 +80,8 @@ options = st.builds(
 def uncompiled(request, monkeypatch):
     """What would be compiled runs as it is written: compiling takes seconds for each set of options."""
     if not request.node.get_closest_marker("slow"):
-        monkeypatch.setattr(loss_chunks, "compiled", lambda function: function)
+        for module in (loss_chunks, output_head):
+            monkeypatch.setattr(module, "compiled", lambda function: function)
 
 
 IGNORED_PATTERNS = ["none", "some", "a sequence", "all"]
@@ -409,9 +410,10 @@ def test_two_ranks_take_the_fast_path_and_have_the_gradients_of_one(pool, strate
         assert count == products
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("formats", ["fp32 fp32 bf16", "fp32 bf16 bf16", "fp32 bf16 fp32", "fp64 fp32 fp32"])
-def test_each_gradient_is_rounded_to_its_own_format_alone(formats, frozen):
+def test_each_gradient_is_rounded_to_its_own_format_alone(formats, frozen, compiled):
     """`formats`: of the activations, the weight and the weight's gradient."""
     of_x, of_weight, of_gradient = ({"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[name] for name in formats.split())
     drawn = torch.Generator().manual_seed(0)
@@ -421,7 +423,7 @@ def test_each_gradient_is_rounded_to_its_own_format_alone(formats, frozen):
     (F.cross_entropy((exact[0] @ exact[1].T).flatten(0, 1), targets.flatten(), reduction="sum") * 0.3).backward()
     weight = torch.nn.Parameter(weight, requires_grad=not frozen)
     weight.grad_dtype = of_gradient
-    (fused_losses(x, weight, targets).sum() * 0.3).backward()
+    (fused_losses(x, weight, targets, LossOptions(compiled=compiled)).sum() * 0.3).backward()
     nearest = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8}
     assert float((x.grad - exact[0].grad).norm() / exact[0].grad.norm()) < nearest[of_x]
     if frozen:

@@ -113,7 +113,7 @@ def check(what: str, function: Any, *arguments: Any, dynamic: bool = False, most
 
 
 def main() -> int:
-    from pretrain.models.loss_chunks import chunk_losses, overwrite_with_gradient
+    from pretrain.models.loss_chunks import chunk_losses, overwrite_with_gradient, scale_in_place, times_in
     from pretrain.optim.adamw import AT_ONCE, _update_alike
     from pretrain.optim.optimizer import _scale_widened
     from pretrain.optim.rounding import hash_places
@@ -141,6 +141,8 @@ def main() -> int:
     logits, targets = tensor(4096, 128256, dtype=torch.bfloat16), tensor(4096, dtype=torch.int64)
     failed += check("losses", chunk_losses, logits, targets, 0.0, 0.0, 1.0, None)
     failed += check("gradient of losses", overwrite_with_gradient, logits, targets, tensor(4096), 0.0, 0.0, 1.0, None)
+    failed += check("the head's gradient in bf16", times_in, tensor(128256, 4096), tensor(1), torch.bfloat16)
+    failed += check("the activations' gradient", scale_in_place, tensor(8192, 4096, dtype=torch.bfloat16), tensor(1))
     return 1 if failed else 0
 
 

@@ -206,8 +206,8 @@ def add_checkpoint(subjects: argparse._SubParsersAction) -> None:
     checkpoint.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default: %(default)s)"
     )
-    kinds = functools.partial(part_of, ("stall", "files"))
-    checkpoint.add_argument("parts", nargs="*", metavar="PART", type=kinds, help="stall: of a save in the background; files: the rest (default: both)")
+    kinds, words = ("stall", "files"), "stall: of a save in the background; files: the rest (default: both)"
+    checkpoint.add_argument("parts", nargs="*", metavar="PART", type=functools.partial(part_of, kinds), default=kinds, help=words)
     checkpoint.add_argument("--work", type=Path, metavar="DIR", help="where files are written: the storage that is measured")
     add_keeping(checkpoint, 5.0)
     checkpoint.set_defaults(measure=compare_checkpoints)

@@ -89,7 +89,7 @@ def _together(places: list[int], gradient: Tensor) -> list[list[int]]:
 
 
 def _in_rows(updates: list[Update], hashes: StackedHashes | None) -> Iterator[tuple[Update, StackedHashes | None]]:
-    """Of one tensor after the other some rows after the other; of a vector, whose numbers are columns, some numbers."""
+    """Each tensor in parts: some rows of a matrix, some numbers of a vector. The numbers of a vector count as columns."""
     for number, (*tensors, mean_correction, square_correction) in enumerate(updates):
         own = None if hashes is None else [of_all[3 * number : 3 * number + 3] for of_all in hashes]
         count = max(1, CHUNK // max(1, tensors[0][:1].numel()))

@@ -167,14 +167,12 @@ class OptimizerSet:
         """Forget the gradients, and what they are clipped by."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-            if isinstance(optimizer, GuardedOptimizer):
-                optimizer.gradient_factor = None
+        for optimizer in self._scaling:
+            optimizer.gradient_factor = None
 
     def clip(self, max_norm: float) -> Tensor:
         """`clip_gradients`, once before `zero_grad`. An optimizer that `scales_gradients` does so in its step: its gradients stay as they are."""
-        if any(
-            isinstance(optimizer, GuardedOptimizer) and optimizer.gradient_factor is not None for optimizer in self.optimizers
-        ):
+        if any(optimizer.gradient_factor is not None for optimizer in self._scaling):
             raise RuntimeError("these gradients are clipped already")
         copies = [p for name, p in self.parameters.items() if not self.counts(name)]
         with record_function("Optimizer.step#clip"):  # a profile counts it as the optimizer's
@@ -182,10 +180,15 @@ class OptimizerSet:
 
     def _scale_gradients(self, factor: Tensor) -> None:
         for optimizer in self.optimizers:
-            if isinstance(optimizer, GuardedOptimizer) and optimizer.scales_gradients:
+            if optimizer in self._scaling:
                 optimizer.gradient_factor = factor
             else:
                 scale_gradients((p for group in optimizer.param_groups for p in group["params"]), factor)
+
+    @property
+    def _scaling(self) -> list[GuardedOptimizer]:
+        """Those that multiply gradients themselves."""
+        return [each for each in self.optimizers if isinstance(each, GuardedOptimizer) and each.scales_gradients]
 
     def sharding_of(self, name: str) -> tuple | None:
         """How a parameter is spread over ranks, for `added_over_shards`."""

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import Model
-from pretrain.config.optim_schema import Optim
+from pretrain.config.optim_schema import MuonOptions, Optim
 from pretrain.models import build_network, compiling
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.families import complete
@@ -234,7 +234,7 @@ def test_a_tensor_that_is_updated_in_parts_has_the_bits_of_one_updated_at_once(m
 @pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
 @pytest.mark.parametrize("clip", [0.0, 1.0, 1e6])
 def test_clipping_within_an_update_has_the_bits_of_clipping_gradients_before(moments, clip):
-    """Of gradients in fp32, which both ways round alike. Those that are clipped within it stay as they are."""
+    """Gradients are in fp32, which both ways round alike. Clipped within the update, they stay as they are."""
     ends = []
     for is_before in (False, True):
         drawn = torch.Generator().manual_seed(0)
@@ -258,32 +258,33 @@ def test_clipping_within_an_update_has_the_bits_of_clipping_gradients_before(mom
 
 
 def test_gradients_are_clipped_once_and_new_ones_are_not_scaled_by_an_old_factor():
-    """Muon's are scaled at once and those of the AdamW beside it in its step, by one norm."""
+    """Muon's are scaled at once and those of the AdamW beside it in its step, by one norm. Moments that forget at once are the last gradients."""
     model = network()
-    ends = []
+    config = Optim(name="muon", lr=0.0, weight_decay=0.0, betas=[0.0, 0.95], muon=MuonOptions(momentum=0.0))
+    clipped, unclipped = {}, {}
     for limit in (0.5, 1e6):
-        optimizer = OptimizerSet([model], Optim(name="muon", lr=0.0, weight_decay=0.0))
-        for number, parameter in enumerate(model.parameters()):
-            parameter.grad = torch.full_like(parameter, 0.5 + number)
-        norm = optimizer.clip(limit)
-        with pytest.raises(RuntimeError, match="these gradients are clipped already"):
-            optimizer.clip(limit)
-        optimizer.step(0.0)
-        ends.append({name: tensor.double() for name, tensor in optimizer.tensors().items() if "exp_avg." in name or "momentum" in name})
-        optimizer.zero_grad()
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.clip(0.0)
-        optimizer.step(0.0)
+        optimizer = OptimizerSet([model], config)
+        for ends, bound in ((clipped, limit), (unclipped, 0.0)):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, 0.5 + number)
+            norm = optimizer.clip(bound)
+            if bound:
+                with pytest.raises(RuntimeError, match="these gradients are clipped already"):
+                    optimizer.clip(bound)
+            optimizer.step(0.0)
+            optimizer.zero_grad()
+            moments = {name: tensor for name, tensor in optimizer.tensors().items() if name.startswith(("exp_avg.", "momentum"))}
+            ends[limit] = {name: tensor.double().clone() for name, tensor in moments.items()}
     factor = float(0.5 / norm)
-    kinds = {name.split(".")[0] for name in ends[0]}
-    assert len(kinds) == 2 and factor < 0.1
-    for name, tensor in ends[0].items():
-        torch.testing.assert_close(tensor, ends[1][name] * factor, rtol=0.02, atol=0)
+    assert len({name.split(".")[0] for name in clipped[0.5]}) == 2 and factor < 0.1
+    for name, tensor in clipped[0.5].items():
+        assert bool(tensor.any())
+        torch.testing.assert_close(tensor, clipped[1e6][name] * factor, rtol=0.01, atol=0)
+        assert torch.equal(unclipped[0.5][name], clipped[1e6][name]) and torch.equal(unclipped[1e6][name], clipped[1e6][name])
 
 
 def test_more_shapes_than_are_compiled_one_by_one_share_a_version(monkeypatch):
-    """Of each shape five tensors, clipped or not, as on a GPU: no more versions than torch is allowed."""
+    """Each shape has five tensors, clipped or not, as on a GPU. There are no more versions than torch is allowed."""
     assert compiling.MOST_VERSIONS >= 2 * guarded.MOST_SHAPES + 2
     monkeypatch.setattr(guarded, "_shapes", {})
     monkeypatch.setattr(guarded, "MOST_SHAPES", 3)

@@ -35,16 +35,13 @@ def run_state(model: Path, device: str, options: Options) -> dict[str, torch.Ten
     return model_tensors(network) | optimizer_tensors(OptimizerSet([network], config.optim))
 
 
-PARTS = ("stall", "files")
-
-
 def saving(model: Path, device: str, parts: Sequence[str], options: Options) -> list[Row]:
-    """Some of `PARTS`, all of them if none is named: how long a save in the background holds training up; and writing, reading and verification."""
+    """Rows of `stall`, how long a save in the background holds training up, and of `files`, which are written, read and verified."""
     require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU; leave --device out")
     own = torch.device(device, 0) if device == "cuda" else torch.device(device)
     tensors, ranks = run_state(model, device, options), Ranks(0, 0, 1, own)
-    stalls = _stalls_beside(options.work / "beside", tensors, ranks, options.turns) if "stall" in (parts or PARTS) else None
-    plain, rows = _files(model, tensors, ranks, options) if "files" in (parts or PARTS) else (None, [])
+    stalls = _stalls_beside(options.work / "beside", tensors, ranks, options.turns) if "stall" in parts else None
+    plain, rows = _files(model, tensors, ranks, options) if "files" in parts else (None, [])
     if stalls is not None:
         rows.append(_row("stall of a save in the background", stalls, plain, None, "checkpoint.background: a copy in memory"))
     rows.append(Row("checkpoint", "bytes of tensors", _bytes(tensors) / 1e6, "MB", better="lower", note=f"{len(tensors)} tensors"))
@@ -55,13 +52,8 @@ def _bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _files(
-    model: Path, tensors: dict[str, torch.Tensor], ranks: Ranks, options: Options
-) -> tuple[Turns, list[Row]]:
-    """Every file is on the disk before its clock stops. What is read was written before, so that it comes from the page cache.
-
-    The turns of torch.save, and rows.
-    """
+def _files(model: Path, tensors: dict[str, torch.Tensor], ranks: Ranks, options: Options) -> tuple[Turns, list[Row]]:
+    """The turns of torch.save, and rows. Every file is on the disk before its clock stops. What is read comes from the page cache."""
     size = _bytes(tensors)
     policy, numbers = load_config(model, ["checkpoint.keep_last=1"])[0].checkpoint, itertools.count(1)
     folder, plain, flat = options.work / "checkpoints", options.work / "plain.pt", options.work / "flat.safetensors"

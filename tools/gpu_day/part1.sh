@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Part 1 of a day on a GPU, about six minutes: does it run, do the tests for GPUs pass, is every layout equal there? All at the same time,
-# because a machine is lent for minutes; models of two layers stand for those that part 2 measures, and fill its cache of compiled kernels.
+# because a machine is lent for minutes; models of few layers stand for those that part 2 measures, and fill its cache of compiled kernels.
 # Then, alone, the three speeds that are asked for most.
 # It needs an H200: 8B takes 105 GB.
 #   bash tools/gpu_day/part1.sh
@@ -35,7 +35,7 @@ equality() {
 two_layers=(--steps 2 model.layers=2)
 sizes() {
   speed try_1b 150 llama3.2-1b 4096 4 2 "${two_layers[@]}" $bf16 $blocks
-  speed try_8b 120 llama3.1-8b 4096 2 2 "${two_layers[@]}" model.layers=4 "$pure" $blocks # four, for four tensors of a shape are updated by one call
+  speed try_8b 120 llama3.1-8b 4096 2 2 --steps 2 model.layers=4 "$pure" $blocks # four, for four tensors of a shape are updated by one call
   speed try_3b 120 llama3.2-3b 4096 4 2 "${two_layers[@]}" $bf16 $blocks
 }
 formats() {

@@ -28,7 +28,7 @@ shakespeare() {
 }
 recorded=(parallel.cuda_graph=true)
 [ $device = cuda ] || recorded=()
-# Together, beside the compiler's work for the rows below: they take a tenth of the GPU each.
+# All at a time, beside the compiler's work for the rows below: their speed is not what is asked.
 tries() {
   [ -f "$text" ] || return
   characters

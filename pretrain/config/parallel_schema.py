@@ -209,6 +209,14 @@ class Precision:
         "updates would be lost. The random numbers follow from the step and the place of a weight: they are the same in every layout.",
         resume="never",
     )
+    keep_casts: bool | None = key(
+        None,
+        "Under `single` and `ddp`, whether matrices are cast to bf16 once per step and the copies kept (2 bytes per weight), or in every micro-step, and "
+        "again for backward where blocks are compiled. No bit changes. null: once, where a step has several micro-steps, unless blocks are recomputed or "
+        "offloaded to save memory.",
+        when={"precision.compute": Except("fp32"), "precision.master": ("fp32",), "parallel.strategy": Except("fsdp")},
+        resume="free",
+    )
     gradients: Literal["fp32", "bf16"] | None = key(
         None,
         "Format in which the gradients of matrices are added up over micro-steps and kept; null: that of `master`. bf16 for weights in fp32 is not "

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.errors import ConfigError
 from pretrain.models.activations import ACTIVATIONS, gate
-from pretrain.models.layers import Mlp
+from pretrain.models.layers import Mlp, at_hand
 
 
 class RouterReport(NamedTuple):
@@ -81,6 +81,7 @@ class Router(nn.Module):
     another.
     """
 
+    casts = ("weight",)
     report: Callable[..., RouterReport] = staticmethod(report)
 
     shares_E: Tensor | None = None
@@ -97,7 +98,7 @@ class Router(nn.Module):
         """Chosen experts [B, T, K] and their weights [B, T, K], fp32; a report over the positions that are `counted_BT`."""
         config = self.config
         # The matrix is rounded to the compute format first, as FSDP2 hands it over; the products are of fp32.
-        weight_ED = self.weight.to(x_BTD.dtype).float()
+        weight_ED = at_hand(self).to(x_BTD.dtype).float()
         logits_BTE = F.linear(x_BTD.float(), weight_ED, None if self.bias is None else self.bias.float())
         scores_BTE = logits_BTE.softmax(-1) if config.scoring == "softmax" else logits_BTE.sigmoid()
         chosen_BTK = self._choose(scores_BTE.detach())
@@ -198,6 +199,7 @@ class Experts(nn.Module):
     `project_rows`, unless parallel/ sets another.
     """
 
+    casts = ("gate", "up", "down")
     product: Callable[..., Tensor] = staticmethod(project_rows)
 
     def __init__(self, count: int, dim: int, ffn_dim: int, activation: str, gated: bool, bias: bool) -> None:
@@ -214,12 +216,14 @@ class Experts(nn.Module):
         """Each row through its expert; `experts_R` says which, and is sorted."""
         count = len(self.up)
         ends_E = torch.searchsorted(experts_R, torch.arange(count, device=x_RD.device), right=True)
-        up_RF = self.product(x_RD, self.up, self.up_bias, experts_R, ends_E)
+        up_RF = self.product(x_RD, at_hand(self, "up"), self.up_bias, experts_R, ends_E)
         if self.gate is None:
             inner_RF = ACTIVATIONS[self.activation](up_RF)
         else:
-            inner_RF = gate(self.activation, self.product(x_RD, self.gate, self.gate_bias, experts_R, ends_E), up_RF)
-        return self.product(inner_RF, self.down, self.down_bias, experts_R, ends_E)
+            inner_RF = gate(
+                self.activation, self.product(x_RD, at_hand(self, "gate"), self.gate_bias, experts_R, ends_E), up_RF
+            )
+        return self.product(inner_RF, at_hand(self, "down"), self.down_bias, experts_R, ends_E)
 
 
 def _has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:

@@ -3,7 +3,8 @@
 Weights are stored in the master format. Which precision a model computes in follows from the residual stream's format and three rules,
 the same under every parallel strategy (docs/parallelism.md, "Precision", says why):
 
-- Matrices are cast to the format of the activations where they are used. FSDP2 hands them over already cast; the cast is then free.
+- Matrices are cast to the format of the activations where they are used. FSDP2 hands them over already cast, and under other strategies there may
+  be copies (`at_hand`); the cast is then free.
 - Norms and attention sinks are applied in fp32, with their vectors in fp32, and the result is rounded once.
 - The gradient of a table, which sums over all tokens and over both uses of a tied table, is formed and summed in fp32.
 
@@ -24,6 +25,27 @@ from pretrain.models.activations import ACTIVATIONS, gate
 from pretrain.models.compiling import new_name
 
 
+def at_hand(module: nn.Module, name: str = "weight") -> Tensor:
+    """A matrix of a module for a product: the copy in the compute format that parallel/weight_copies.py has handed out, or else the stored one, which
+    the product casts. Modules list in `casts` what they ask for.
+    """
+    stored, copies = getattr(module, name), getattr(module, "copies", None)
+    return stored if copies is None or name not in copies else _Copy.apply(stored, copies[name])
+
+
+class _Copy(torch.autograd.Function):
+    """A copy in the place of a stored matrix, which gets its gradient."""
+
+    @staticmethod
+    def forward(ctx, stored: Tensor, copy: Tensor) -> Tensor:
+        return new_name(copy)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        return g, None  # autograd casts it to the format that the gradient is kept in
+
+
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias, in the format of x."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -32,13 +54,14 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Linear(nn.Linear):
     """A projection that computes in the format of its input. `product` is `project`, unless parallel/ sets another."""
 
+    casts = ("weight",)
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(project)
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
+        return self.product(x, at_hand(self), self.bias)
 
     def reset_parameters(self) -> None:
         """Weights are drawn by name (parallel/initialise.py), so that they depend on nothing else."""

@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pretrain.conventions import IGNORED
 from pretrain.models.dropout import BlockDropout, Dropout
 from pretrain.models.experts import RouterReport
+from pretrain.models.layers import at_hand, project
 from pretrain.models.loss import Losses
 from pretrain.models.masks import Mask, document_numbers
 from pretrain.models.output_head import OutputHead
@@ -31,6 +31,8 @@ from pretrain.models.shape import LayerSpec
 
 class MultiTokenDepth(nn.Module):
     """One depth: what it is told of the past and of one more token, a block, and the norm before the shared head."""
+
+    casts = ("projection",)
 
     def __init__(self, dim: int, block: nn.Module, make_norm: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -54,7 +56,8 @@ class MultiTokenDepth(nn.Module):
         `embedded_BTD` are the tokens this depth adds; the others are what the trunk gives its blocks.
         """
         both = torch.cat((self.hidden_norm(hidden_BTD), self.token_norm(embedded_BTD)), dim=-1)
-        hidden_BTD, report = self.block(F.linear(both, self.projection.to(both.dtype)), rope, mask, None, counted_BT, dropout)
+        entering_BTD = project(both, at_hand(self, "projection"), None)
+        hidden_BTD, report = self.block(entering_BTD, rope, mask, None, counted_BT, dropout)
         return hidden_BTD, self.norm(hidden_BTD), report
 
 

@@ -38,10 +38,11 @@ def fused_losses_and_entropy(
     options: LossOptions = CROSS_ENTROPY,
     weights_B: Tensor | None = None,
     shard: VocabularyShard | None = None,
+    copy_VD: Tensor | None = None,
 ) -> Losses:
     """`sequence_losses_and_entropy` of the logits x @ weight.T, without ever having more than a chunk of them.
 
-    The products are of the format of `x_BTD`, to which `weight_VD` is cast; the weight's gradient is of fp32. `weights_B` multiplies
+    The products are of the format of `x_BTD`, to which `weight_VD` is cast, unless a `copy_VD` in it is at hand; the weight's gradient is of fp32. `weights_B` multiplies
     each sequence's objective; no gradient flows to it. Weighting here, and not the result, leaves the upstream gradient common to all
     tokens, which is the fast path. With a `shard` the losses are those of the whole vocabulary, equal on all ranks, and the gradient of x
     is what the rows at hand add to it.
@@ -51,19 +52,20 @@ def fused_losses_and_entropy(
     weights_N = None
     if weights_B is not None:
         weights_N = weights_B.detach().to(loss_dtype(x_BTD))[:, None].expand(targets_BT.shape).flatten()
-    arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), weights_N, options, shard, torch.is_grad_enabled()
-    both = _FusedLosses.apply(*arguments)
+    arguments = x_BTD.flatten(0, 1), weight_VD, copy_VD, targets_BT.flatten(), weights_N, options, shard
+    both = _FusedLosses.apply(*arguments, torch.is_grad_enabled())
     return Losses(*(losses_N.view(targets_BT.shape).sum(dim=1) for losses_N in both))
 
 
 class _FusedLosses(torch.autograd.Function):
-    """Weighted token losses and plain cross-entropies, both [N], of activations [N, D] and an output weight [V, D]."""
+    """Weighted token losses and plain cross-entropies, both [N], of activations [N, D] and an output weight [V, D] with perhaps a copy."""
 
     @staticmethod
-    def forward(ctx, x_ND, weight_VD, targets_N, weights_N, options, shard, recorded):
+    def forward(ctx, x_ND, weight_VD, copy_VD, targets_N, weights_N, options, shard, recorded):
         needs_x, needs_weight = (recorded and needed for needed in ctx.needs_input_grad[:2])
-        both, *ctx.unit = _losses_and_gradients(x_ND, weight_VD, targets_N, weights_N, options, shard, needs_x, needs_weight)
-        ctx.save_for_backward(x_ND, weight_VD, targets_N, weights_N)
+        table_VD = weight_VD if copy_VD is None else copy_VD
+        both, *ctx.unit = _losses_and_gradients(x_ND, table_VD, targets_N, weights_N, options, shard, needs_x, needs_weight)
+        ctx.save_for_backward(x_ND, weight_VD, copy_VD, targets_N, weights_N)
         ctx.options, ctx.shard = options, shard
         ctx.weight_gradient_dtype = weight_VD.grad_dtype if weight_VD.is_leaf and shard is None else None
         ctx.mark_non_differentiable(both[1])
@@ -72,7 +74,7 @@ class _FusedLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream_N, _):
-        x_ND, weight_VD, targets_N, weights_N = ctx.saved_tensors
+        x_ND, weight_VD, copy_VD, targets_N, weights_N = ctx.saved_tensors
         unit, ctx.unit = ctx.unit, None  # they may be scaled in place: a second backward computes them anew
         # An expanded tensor says that all its values are one without being looked at, for which a GPU would have to wait.
         if unit is not None and upstream_N.numel() > 0 and upstream_N.stride(0) == 0:
@@ -83,12 +85,11 @@ class _FusedLosses(torch.autograd.Function):
             del unit
             weights_N = upstream_N if weights_N is None else upstream_N * weights_N
             needs = ctx.needs_input_grad[:2]
-            _, grad_x, grad_weight = _losses_and_gradients(
-                x_ND, weight_VD, targets_N, weights_N, ctx.options, ctx.shard, *needs
-            )
+            table_VD = weight_VD if copy_VD is None else copy_VD
+            _, grad_x, grad_weight = _losses_and_gradients(x_ND, table_VD, targets_N, weights_N, ctx.options, ctx.shard, *needs)
         if ctx.shard is not None and grad_weight is not None:
             grad_weight = ctx.shard.whole(grad_weight, weight_VD)
-        return grad_x, grad_weight, None, None, None, None, None
+        return grad_x, grad_weight, *[None] * 6
 
 
 def _times(gradient: Tensor | None, factor: Tensor, is_compiled: bool, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -176,6 +177,8 @@ class OutputHead(nn.Module):
     returns is the cross-entropy alone.
     """
 
+    casts = ("weight",)
+
     def __init__(self, dim: int, vocab_size: int, options: LossOptions = CROSS_ENTROPY, tied: bool = False) -> None:
         super().__init__()
         self.options = options
@@ -204,5 +207,6 @@ class OutputHead(nn.Module):
             logits_BTV = finish_logits(F.linear(x_BTD, part.to(x_BTD.dtype)), self.options)
             return logits_BTV if self.shard is None else self.shard.join(logits_BTV)
         options = self.options if torch.is_grad_enabled() else self.options.cross_entropy_only()
-        losses = fused_losses_and_entropy(x_BTD, weight, targets_BT, options, sequence_weights_B, self.shard)
+        copy_VD = getattr(self, "copies", {}).get("weight")  # the loss makes the gradient of the weight itself
+        losses = fused_losses_and_entropy(x_BTD, weight, targets_BT, options, sequence_weights_B, self.shard, copy_VD)
         return losses if with_cross_entropy else losses.objective_B

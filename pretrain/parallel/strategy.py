@@ -4,6 +4,7 @@ In every layout the gradient that ends up in `parameter.grad` is the sum over al
 target tokens of the whole step, and nothing is averaged after that. `Strategy` composes what the axes need:
 
     blocks.py        number formats, recomputation, compilation: alike under every layout
+    weight_copies.py weights in the compute format, cast once per step
     cuda_graph.py    a micro-step that is recorded and launched as one, in one process
     tensor.py        the tensor axis: which part of a matrix a rank computes with
     context.py       the context axis: which positions of a sequence; keys and values are gathered, or travel round (ring.py, ring_parts.py);
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -33,6 +34,7 @@ from pretrain.models.width import initial_scales
 from pretrain.parallel.blocks import DTYPES, prepare_blocks, set_master_format
 from pretrain.parallel.initialise import initialise
 from pretrain.parallel.layout import STRATEGIES
+from pretrain.parallel.weight_copies import WeightCopies, keeps_casts
 
 CONTEXT_AXES = {"allgather": "context.ContextAxis", "ring": "ring.RingAxis", "pairs": "context_pairs.PairedContextAxis"}
 """What makes the context axis, by `parallel.context_method`; of pairs there is one method."""
@@ -70,6 +72,7 @@ class Strategy:
         module, kind = STRATEGIES[strategy].made_by.split(".")  # imported on use
         self.config, self.mesh = config, mesh
         self.records_micro_steps = config.parallel.cuda_graph and strategy == "single"
+        self.keeps_casts = keeps_casts(config, strategy, mesh.data_size)
         self.data_axes: DataAxes = getattr(importlib.import_module(f"pretrain.parallel.{module}"), kind)(config, mesh)
         self.tensor_axis = self.context_axis = self.pipeline_axis = self.expert_axis = None
         if mesh.sizes["pipeline"] > 1:
@@ -100,6 +103,7 @@ class Strategy:
         self.network = network
         scales = initial_scales(network, self.config.optim.base_width)
         self._call = self.data_axes.place(network, lambda placed: initialise(placed, self.config.run.seed, scales))
+        self.copies = WeightCopies(network, DTYPES[self.config.precision.compute]) if self.keeps_casts else None
         if self.records_micro_steps:
             from pretrain.parallel.cuda_graph import RecordedMicroStep
 
@@ -127,7 +131,8 @@ class Strategy:
             inputs = partial(self._inputs, batch)
             losses = self.pipeline_axis.forward_backward(self._call, micro_steps, inputs, self._backward, target_tokens)
         else:
-            losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
+            with nullcontext() if self.copies is None else self.copies.in_use():
+                losses = [self._micro_step(batch, i, i == micro_steps - 1, target_tokens) for i in range(micro_steps)]
         self.data_axes.finish_step()
         if self.tensor_axis is not None:
             self.tensor_axis.sum_gradients()

@@ -9,6 +9,7 @@ import torch
 from pretrain.config.schema import Config
 from pretrain.errors import TrainingError, UserError, reason_of
 from pretrain.parallel.layout import Layout
+from pretrain.parallel.weight_copies import keeps_casts
 
 HISTORY_ENTRIES = 200_000
 """Allocations that are remembered; a step of a large model makes some ten thousand."""
@@ -40,6 +41,8 @@ def remedies(config: Config, layout: Layout) -> list[str]:
         found.append("set precision.compute=bf16")
     if micro > 1 and not config.batch.tokens:
         found.append(f"lower batch.micro_sequences={micro}, which changes no sample and no gradient")
+    if keeps_casts(config, layout.strategy, layout.data_size):
+        found.append("set precision.keep_casts=false, which frees 2 bytes per weight at times")
     if layout.strategy == "ddp":
         found.append("set parallel.strategy=fsdp, which shards weights, gradients and optimizer state")
     if parallel.cuda_graph:

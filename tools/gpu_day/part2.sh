@@ -45,8 +45,14 @@ wait
 printf '\n== alone from here, %s s into this part\n' "$SECONDS"
 # What the wrappers cost, all in one part, because two machines differ by more than that.
 speed 1b_single 35 llama3.2-1b 4096 4 2 --steps 4 $bf16 $blocks
+speed 1b_single_casts 35 llama3.2-1b 4096 4 2 --steps 4 "precision={compute: bf16, keep_casts: false}" $blocks
 speed 1b_fsdp 35 llama3.2-1b 4096 4 2 --steps 4 $bf16 $blocks "${fsdp[@]}"
 speed 1b_ddp 35 llama3.2-1b 4096 4 2 --steps 4 $bf16 $blocks "${ddp[@]}"
+# Four sequences at a time, and projections that multiply the rows of two at a time (tools/gpu_day/in_parts.py).
+speed 8b_four 70 llama3.1-8b 4096 4 2 --steps 3 "$pure" $blocks
+bench=(tools/gpu_day/in_parts.py "$(either 64 8192)")
+speed 8b_four_in_parts 80 llama3.1-8b 4096 4 2 --steps 3 "${profile[@]}" "$pure" $blocks
+bench=(tools/bench.py)
 # Three sequences at a time: fewer sums of gradients than with two, and products of another height than with four.
 speed 8b_three 80 llama3.1-8b 4096 3 3 --steps 3 "${profile[@]}" "$pure" $blocks
 TORCH_BLAS_PREFER_CUBLASLT=1 speed 8b_two_lt 70 llama3.1-8b 4096 2 4 --steps 3 "$pure" $blocks # whose kernels are chosen by other rules

@@ -24,6 +24,7 @@ from pretrain.config.schema import Loss
 from pretrain.errors import ConfigError
 from pretrain.models.hf.hf_config import config_of, import_transformers
 from pretrain.models.hf.initial_rules import InitialRules
+from pretrain.models.layers import at_hand
 from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, sequence_losses_and_entropy
 from pretrain.models.network import Initial, Unit
 
@@ -50,6 +51,8 @@ class HfModel(nn.Module):
         self.tied = _name_once(self)
         self._blocks = _find_blocks(model)
         self._holds = self._cut()
+        for module in self.modules():  # see `at_hand` (models/layers.py)
+            module.casts = tuple(name for name in _matrices(module) if (module, name) not in self._exact)
         for unit in self.units():
             (module,) = unit.modules
             run = self._head if unit.role == "last" else self._run
@@ -177,6 +180,9 @@ class HfModel(nn.Module):
         # Some ask their head's weight for its format from outside, where it is not cast yet (Mamba's residual stream is fp32).
         return self._run(unit, forward, x.to(self.compute_dtype))
 
+    def _in_format(self, module: nn.Module, name: str) -> Tensor:
+        return at_hand(module, name).to(self.compute_dtype)
+
     @contextmanager
     def _cast(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Weights in the compute format while something runs, as in `models/layers.py`: FSDP2 hands them over already cast.
@@ -194,16 +200,20 @@ class HfModel(nn.Module):
             for module in modules:
                 for name, parameter in module._parameters.items():
                     if name not in module.__dict__ and parameter is not None and parameter.is_floating_point():
-                        give(module, name, parameter if (module, name) in self._exact else parameter.to(self.compute_dtype))
+                        give(module, name, parameter if (module, name) in self._exact else self._in_format(module, name))
             for module in modules:
                 for name, (owner, own) in self.tied.get(module, {}).items():
                     if name not in module.__dict__:
                         cast = owner.__dict__.get(own)
-                        give(module, name, owner._parameters[own].to(self.compute_dtype) if cast is None else cast)
+                        give(module, name, self._in_format(owner, own) if cast is None else cast)
             yield
         finally:
             for module, name in given:
                 del module.__dict__[name]
+
+
+def _matrices(module: nn.Module) -> list[str]:
+    return [name for name, p in module._parameters.items() if p is not None and p.dim() > 1 and p.is_floating_point()]
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -1,0 +1,77 @@
+"""Copies of matrices in the compute format, made once per step (`precision.keep_casts`).
+
+    weights, fp32    cast at the beginning of a step
+    copies, bf16     what the products of all its micro-steps multiply with
+    gradients        go to the weights, as those of casts do
+
+Without copies, each micro-step casts every matrix where it is used, and what torch's compiler makes of a block casts it once more in backward. The numbers
+are the same, so no bit of a gradient changes. FSDP2 has no use for copies: it casts what it gathers.
+
+A copy is handed out within a step only, where weights do not change. Whatever else computes with the network casts as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pretrain.config.schema import Config
+from pretrain.errors import ConfigError
+
+
+def keeps_casts(config: Config, strategy: str, data_size: int) -> bool:
+    """Whether matrices are cast once per step. `strategy`: what `parallel.strategy` has come to, over `data_size` ranks with samples of their own.
+
+    Raises ConfigError if they should be, and cannot.
+    """
+    precision, parallel, batch = config.precision, config.parallel, config.batch
+    reasons = {
+        f"parallel.strategy={strategy} casts the weights that it gathers": strategy == "fsdp",
+        f"precision.compute={precision.compute} is the format of the weights": precision.compute == precision.master,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason and precision.keep_casts is not None:
+        raise ConfigError(f"precision.keep_casts={str(precision.keep_casts).lower()} has no effect here: {reason}; remove it")
+    if reason or precision.keep_casts is not None:
+        return bool(precision.keep_casts)
+    saves_memory = (
+        parallel.activation_checkpointing != "none" or parallel.activation_offload or parallel.activation_memory_budget < 1
+    )
+    return not saves_memory and (batch.tokens is not None or batch.sequences > batch.micro_sequences * data_size)
+
+
+class WeightCopies:
+    """Copies of all matrices that the modules of a network cast. They get memory when they are first used."""
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.names: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        """By module, the weights of which it has copies, by the names that the module has for them."""
+        for module in network.modules():
+            own = {name: module._parameters.get(name) for name in getattr(module, "casts", ())}
+            self.names[module] = {name: weight for name, weight in own.items() if weight is not None}
+        for unit in network.units():
+            if unit.lends_to is not None:
+                self.names[unit.lends_to]["weight"] = unit.modules[0].weight
+        self.copies: dict[nn.Parameter, nn.Parameter] = {}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Cast the weights as they are now, and let modules multiply with the copies meanwhile."""
+        if not self.copies:
+            weights = {weight for own in self.names.values() for weight in own.values()}
+            # Parameters: what offloads activations leaves them where they are.
+            self.copies = {w: nn.Parameter(torch.empty_like(w, dtype=self.dtype), requires_grad=False) for w in weights}
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.copies.values()), list(self.copies))
+        handed = [(module, own) for module, own in self.names.items() if own]
+        for module, own in handed:
+            module.__dict__["copies"] = {name: self.copies[weight] for name, weight in own.items()}
+        try:
+            yield
+        finally:
+            for module, _ in handed:
+                del module.__dict__["copies"]

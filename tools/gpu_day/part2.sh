@@ -40,27 +40,29 @@ tries() {
   wait
 }
 tries &
-speed try_8b 120 llama3.1-8b 4096 2 2 --steps 2 model.layers=4 "$pure" $blocks &
+in_parts=(tools/gpu_day/in_parts.py "$(either 64 8192)") # projections that multiply 8,192 rows at a time
+speed try_8b 120 llama3.1-8b 4096 4 2 --steps 2 model.layers=4 "$pure" $blocks &
+(bench=("${in_parts[@]}") && speed try_8b_in_parts 120 llama3.1-8b 4096 4 2 --steps 2 model.layers=4 "$pure" $blocks) &
 wait
 printf '\n== alone from here, %s s into this part\n' "$SECONDS"
-# What the wrappers cost, all in one part, because two machines differ by more than that.
+# What FSDP2's wrappers cost, and casts in every micro-step, all in one part, because two machines differ by more than that.
 speed 1b_single 35 llama3.2-1b 4096 4 2 --steps 4 $bf16 $blocks
-speed 1b_single_casts 35 llama3.2-1b 4096 4 2 --steps 4 "precision={compute: bf16, keep_casts: false}" $blocks
 speed 1b_fsdp 35 llama3.2-1b 4096 4 2 --steps 4 $bf16 $blocks "${fsdp[@]}"
-speed 1b_ddp 35 llama3.2-1b 4096 4 2 --steps 4 $bf16 $blocks "${ddp[@]}"
+speed 1b_single_casts 35 llama3.2-1b 4096 4 2 --steps 4 "precision={compute: bf16, keep_casts: false}" $blocks
 # Four sequences at a time, and projections that multiply the rows of two at a time (tools/gpu_day/in_parts.py).
-speed 8b_four 70 llama3.1-8b 4096 4 2 --steps 3 "$pure" $blocks
-bench=(tools/gpu_day/in_parts.py "$(either 64 8192)")
-speed 8b_four_in_parts 80 llama3.1-8b 4096 4 2 --steps 3 "${profile[@]}" "$pure" $blocks
+speed 8b_four 75 llama3.1-8b 4096 4 2 --steps 2 "$pure" $blocks
+bench=("${in_parts[@]}")
+speed 8b_four_in_parts 105 llama3.1-8b 4096 4 2 --steps 2 "${profile[@]}" "$pure" $blocks
 bench=(tools/bench.py)
-# Three sequences at a time: fewer sums of gradients than with two, and products of another height than with four.
-speed 8b_three 80 llama3.1-8b 4096 3 3 --steps 3 "${profile[@]}" "$pure" $blocks
-TORCH_BLAS_PREFER_CUBLASLT=1 speed 8b_two_lt 70 llama3.1-8b 4096 2 4 --steps 3 "$pure" $blocks # whose kernels are chosen by other rules
 # How long training stands still for a checkpoint of 2 GB. A scale: of layers and of the vocabulary.
 row checkpoint 60 "$PY" tools/bench.py checkpoint stall --model configs/models/llama3.2-1b.yaml --device $device --work build --json "$OUT/checkpoint.jsonl" \
   --scale "$(either 0.01 0.099)"
 # KempnerForge's published shape, as it ran it.
 speed 8b_recomputed 80 llama3.1-8b 4096 2 4 --steps 3 "$pure" $blocks parallel.activation_checkpointing=full
+# Three sequences at a time: fewer sums of gradients than with two, and products of another height than with four.
+speed 8b_three 80 llama3.1-8b 4096 3 3 --steps 3 "$pure" $blocks
+TORCH_BLAS_PREFER_CUBLASLT=1 speed 8b_two_lt 70 llama3.1-8b 4096 2 4 --steps 3 "$pure" $blocks # whose kernels are chosen by other rules
+speed 1b_ddp 35 llama3.2-1b 4096 4 2 --steps 4 $bf16 $blocks "${ddp[@]}"
 # The width, depth and vocabulary of autoresearch, which reports 1.665 million tokens/s on an H100; it has 50M parameters with its embeddings of values, and this has 30M.
 speed 50m 50 llama-10m 2048 128 2 --steps 5 model.dim=512 model.layers=8 model.heads=4 model.kv_heads=4 model.ffn_dim=1408 model.vocab_size=8192 $bf16 $blocks
 # A model whose kernels are short: where its milliseconds go, and what launching kernels together gains.

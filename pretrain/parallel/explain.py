@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import AXES, coordinates_of, expert_place
-from pretrain.parallel.layout import DDP_MEMORY_SHARE, Layout, state_bytes
+from pretrain.models import build_network
+from pretrain.parallel.blocks import DTYPES
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, Layout, state_bytes
 from pretrain.parallel.legality import ranks_of_a_sample
 from pretrain.parallel.pipeline_order import cut, stage_ranks, stages_of
+from pretrain.parallel.weight_copies import WeightCopies, keeps_casts
 
 
 def explain_strategy(config: Config, layout: Layout) -> str | None:
@@ -33,6 +38,23 @@ def explain_strategy(config: Config, layout: Layout) -> str | None:
         why = f"the configuration spreads weights ({', '.join(split)})" if asked else over
     chosen = "" if config.parallel.strategy != "auto" else "; chosen by auto"
     return f"{makes}: {why}{chosen}" if chosen or layout.strategy == "fsdp" else makes
+
+
+def kept_bytes(config: Config, layout: Layout) -> int:
+    """Bytes per rank of weights in the compute format beside the stored ones: copies, or what FSDP2 keeps gathered from forward to backward.
+
+    Each rank of a pipeline has those of its own layers.
+    """
+    with torch.device("meta"):
+        if keeps_casts(config, layout.strategy, layout.data_size):
+            return WeightCopies(build_network(config.model), DTYPES[config.precision.compute]).bytes
+        if layout.strategy != "fsdp" or layout.shard * layout.context == 1:
+            return 0
+        from pretrain.parallel.fsdp_gathers import kept_parameters
+
+        kept = kept_parameters(build_network(config.model), config.parallel.reshard_after_forward, layout.expert)
+    stages = 1 if config.parallel.reshard_after_forward == "last_block_kept" else layout.pipeline
+    return kept * FORMAT_BYTES[config.precision.compute] // (layout.tensor * stages)
 
 
 def explain_ranks(layout: Layout, config: Config, costs: list[int]) -> list[str]:

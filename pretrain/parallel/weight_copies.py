@@ -19,28 +19,20 @@ import torch
 from torch import nn
 
 from pretrain.config.schema import Config
-from pretrain.errors import ConfigError
 
 
 def keeps_casts(config: Config, strategy: str, data_size: int) -> bool:
-    """Whether matrices are cast once per step. `strategy`: what `parallel.strategy` has come to, over `data_size` ranks with samples of their own.
-
-    Raises ConfigError if they should be, and cannot.
-    """
+    """Whether matrices are cast once per step. `strategy`: what `parallel.strategy` has come to, over `data_size` ranks with samples of their own."""
     precision, parallel, batch = config.precision, config.parallel, config.batch
-    reasons = {
-        f"parallel.strategy={strategy} casts the weights that it gathers": strategy == "fsdp",
-        f"precision.compute={precision.compute} is the format of the weights": precision.compute == precision.master,
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason and precision.keep_casts is not None:
-        raise ConfigError(f"precision.keep_casts={str(precision.keep_casts).lower()} has no effect here: {reason}; remove it")
-    if reason or precision.keep_casts is not None:
-        return bool(precision.keep_casts)
-    saves_memory = (
-        parallel.activation_checkpointing != "none" or parallel.activation_offload or parallel.activation_memory_budget < 1
-    )
-    return not saves_memory and (batch.tokens is not None or batch.sequences > batch.micro_sequences * data_size)
+    if strategy == "fsdp" or precision.compute == precision.master:
+        return False
+    if precision.keep_casts is not None:
+        return precision.keep_casts
+    if parallel.activation_checkpointing != "none" or parallel.activation_offload or parallel.activation_memory_budget < 1:
+        return False
+    if batch.tokens is not None:  # of pairs
+        return batch.micro_tokens is not None and batch.tokens > batch.micro_tokens * data_size
+    return max([batch.sequences, *(stage.sequences for stage in batch.ramp)]) > batch.micro_sequences * data_size
 
 
 class WeightCopies:
@@ -56,15 +48,19 @@ class WeightCopies:
         for unit in network.units():
             if unit.lends_to is not None:
                 self.names[unit.lends_to]["weight"] = unit.modules[0].weight
+        self.weights = {weight for own in self.names.values() for weight in own.values()}
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(weight.numel() for weight in self.weights) * self.dtype.itemsize
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Cast the weights as they are now, and let modules multiply with the copies meanwhile."""
         if not self.copies:
-            weights = {weight for own in self.names.values() for weight in own.values()}
             # Parameters: what offloads activations leaves them where they are.
-            self.copies = {w: nn.Parameter(torch.empty_like(w, dtype=self.dtype), requires_grad=False) for w in weights}
+            self.copies = {w: nn.Parameter(torch.empty_like(w, dtype=self.dtype), requires_grad=False) for w in self.weights}
         with torch.no_grad():
             torch._foreach_copy_(list(self.copies.values()), list(self.copies))
         handed = [(module, own) for module, own in self.names.items() if own]

@@ -42,7 +42,7 @@ def remedies(config: Config, layout: Layout) -> list[str]:
     if micro > 1 and not config.batch.tokens:
         found.append(f"lower batch.micro_sequences={micro}, which changes no sample and no gradient")
     if keeps_casts(config, layout.strategy, layout.data_size):
-        found.append("set precision.keep_casts=false, which frees 2 bytes per weight at times")
+        found.append("set precision.keep_casts=false, which frees 2 bytes per weight")
     if layout.strategy == "ddp":
         found.append("set parallel.strategy=fsdp, which shards weights, gradients and optimizer state")
     if parallel.cuda_graph:

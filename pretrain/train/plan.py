@@ -29,7 +29,6 @@ from pretrain.optim.rules import check_groups, count_moments, describe
 from pretrain.parallel.cuda_graph import check_cuda_graph
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_backend, check_tensor
-from pretrain.parallel.weight_copies import keeps_casts
 from pretrain.train.attention_kernel import check_attention_kernel
 from pretrain.train.number_format import FormatChoice, check_formats, check_fp8, check_gradients, chosen_format
 from pretrain.train.prompts import check_prompts
@@ -148,14 +147,11 @@ def _lay_out(
     check_backend(config, layout.strategy, device.type == "cuda")
     check_cuda_graph(config, layout.strategy, device)
     check_gradients(config, layout.strategy, layout.replicate)
-    casts_once = keeps_casts(config, layout.strategy, layout.data_size)
     optim = config.optim
     about_fp8 = check_fp8(config, network, device)
     notes = about_fp8 + _notes(given, config, layout)
     if given.precision.compute == "auto":
         notes.append(f"precision.compute=auto: {choice.format}, because {choice.reason}")
-    if casts_once:
-        notes.append("matrices are cast to bf16 once per step, and the copies are kept: precision.keep_casts")
     return layout, parameters, count_moments(network, optim), describe(network, optim), notes
 
 

@@ -29,7 +29,7 @@ from pretrain.models.families import family_of
 from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_to_file
 from pretrain.observe.metrics import duration
 from pretrain.observe.rank_file import RankFile
-from pretrain.parallel.explain import explain_ranks, explain_strategy
+from pretrain.parallel.explain import explain_ranks, explain_strategy, kept_bytes
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, expected_world_size, gradient_bytes, state_bytes
 from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
@@ -342,19 +342,6 @@ def _describe_stages(plan: Plan) -> list[str]:
     )
 
 
-def _kept_bytes(plan: Plan) -> int:
-    """Bytes per rank of the gathered weights that FSDP2 keeps from forward to backward. Each rank of a pipeline keeps those of its own layers."""
-    parallel, layout = plan.config.parallel, plan.layout
-    if layout.strategy != "fsdp" or layout.shard * layout.context == 1:
-        return 0
-    from pretrain.parallel.fsdp_gathers import kept_parameters
-
-    with torch.device("meta"):
-        kept = kept_parameters(build_network(plan.config.model), parallel.reshard_after_forward, layout.expert)
-    stages = 1 if parallel.reshard_after_forward == "last_block_kept" else layout.pipeline
-    return kept * FORMAT_BYTES[plan.config.precision.compute] // (layout.tensor * stages)
-
-
 def _describe_memory(plan: Plan) -> list[str]:
     """The memory of the state, computed and not measured. Activations depend on the micro-batch and are not included."""
     config, layout, parameters = plan.config, plan.layout, plan.parameters
@@ -367,9 +354,10 @@ def _describe_memory(plan: Plan) -> list[str]:
         held += f" over {layout.state_parts} ranks"
     offloaded = config.parallel.offload and layout.strategy == "fsdp"
     place = " of host memory" if offloaded else ""
-    kept, state = _kept_bytes(plan), -(-(saved + of_gradients * parameters) // layout.state_parts)
+    kept, state = kept_bytes(config, layout), -(-(saved + of_gradients * parameters) // layout.state_parts)
     if kept:
-        held += f", and {bytes_of(kept)} of gathered weights in {config.precision.compute}"
+        what = "gathered weights" if layout.strategy == "fsdp" else "weights cast once per step"
+        held += f", and {bytes_of(kept)} of {what} in {config.precision.compute}"
         held += " on the device" if offloaded else ""
     return [
         f"memory   {bytes_of(state if offloaded else state + kept)}{place} per rank for weights, gradients and moments ({held}), computed; "

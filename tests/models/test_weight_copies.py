@@ -12,6 +12,7 @@ from running import run_main, state_of, train
 from test_recomputation import LLAMA, QUICK, loss_of, model_of, network_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pretrain.config.keys import check_effects
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.config.parallel_schema import Precision
@@ -20,6 +21,8 @@ from pretrain.parallel.activation_offload import StoredTensors, offload_activati
 from pretrain.parallel.blocks import compile_blocks, recompute_blocks
 from pretrain.parallel.fp8 import set_fp8
 from pretrain.parallel.weight_copies import WeightCopies, keeps_casts
+from pretrain.train.number_format import FormatChoice
+from pretrain.train.plan import make_plan
 from pretrain.train.resolve import resolve
 
 BF16 = torch.bfloat16
@@ -157,6 +160,8 @@ def test_products_in_fp8_begin_with_the_copies():
     assert len(once.found) == len(set(once.found))
 
 
+BYTES = "53.3 kB"
+"""2 bytes for each of 35,040 parameters without the 8,224 of the embedding and the 160 of five norms."""
 STEP = ("precision.compute=bf16", "batch.sequences=16", "batch.micro_sequences=4")
 
 
@@ -173,7 +178,7 @@ def test_a_run_has_the_same_weights_and_says_how_it_casts(strategy, pool, config
         assert kept.keys() == other.keys() and all(torch.equal(kept[name], other[name]) for name in kept)
     for value, says in {"true": True, "false": False, "null": True}.items():
         _, printed = pool.launch(ranks, run_main, str(config_file), "--check", f"precision.keep_casts={value}", *STEP)[0]
-        assert ("matrices are cast to bf16 once per step" in printed) == says, printed
+        assert (f"and {BYTES} of weights cast once per step in bf16" in printed) == says, printed
 
 
 DECISIONS = {
@@ -184,6 +189,7 @@ DECISIONS = {
     "not wanted": (("batch.sequences=16", "precision.keep_casts=false"), "single", 1, False),
     "recomputed": (("batch.sequences=16", "parallel.activation_checkpointing=full"), "single", 1, False),
     "offloaded": (("batch.sequences=16", "parallel.activation_offload=true"), "single", 1, False),
+    "a ramp with larger steps": (("batch.sequences=4", "batch.ramp=[{until_tokens: 4000, sequences: 16}]"), "single", 1, True),
     "fsdp": (("batch.sequences=16",), "fsdp", 2, False),
     "fp32": (("batch.sequences=16", "precision.compute=fp32"), "single", 1, False),
     "stored in bf16": (("batch.sequences=16", "precision.master=bf16"), "single", 1, False),
@@ -197,7 +203,25 @@ def test_by_default_there_are_copies_where_they_save_time_and_memory_is_not_shor
     assert keeps_casts(config, strategy, ranks) is expected
 
 
-def test_where_there_are_no_casts_the_key_is_refused(config_file):
-    config = resolve(load_config(config_file, ["precision.compute=bf16", "precision.keep_casts=true"])[0])
-    with pytest.raises(ConfigError, match="keep_casts=true has no effect here: parallel.strategy=fsdp casts .* remove it"):
-        keeps_casts(config, "fsdp", 2)
+PAIRS = {"several micro-steps": (1000, True), "one micro-step": (2000, False), "a share at once": (None, False)}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_steps_of_pairs_have_several_micro_steps_where_a_limit_says_so(case, config_file):
+    config = load_config(config_file, ["precision.compute=bf16"])[0]
+    micro, expected = PAIRS[case]
+    pairs = dataclasses.replace(config, batch=dataclasses.replace(config.batch, tokens=4000, micro_tokens=micro))
+    assert keeps_casts(pairs, "ddp", 2) is expected
+
+
+@pytest.mark.parametrize("reason", ["parallel.strategy=fsdp", "precision.master=bf16", "precision.compute=fp32"])
+def test_where_nothing_is_cast_the_key_is_refused(reason, config_file):
+    with pytest.raises(ConfigError, match=f"precision.keep_casts=true has no effect with {reason}"):
+        check_effects(load_config(config_file, ["precision.compute=bf16", "precision.keep_casts=true", reason])[0])
+
+
+def test_where_auto_comes_to_fp32_a_note_says_that_the_key_has_no_effect(config_file):
+    config, _ = load_config(config_file, ["precision.compute=auto", "precision.keep_casts=true"])
+    plan = make_plan(config, 1, torch.device("cpu"), FormatChoice("fp32", "this is a test"))
+    assert any("precision.keep_casts=true has no effect with precision.compute=fp32 (the choice of auto)" in note for note in plan.notes)
+    assert plan.config.precision.keep_casts is None

@@ -167,15 +167,14 @@ STEP = ("precision.compute=bf16", "batch.sequences=16", "batch.micro_sequences=4
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_a_run_has_the_same_weights_and_says_how_it_casts(strategy, pool, config_file):
-    """Several steps with validations between them, so that weights change and are cast anew. Each takes what the other one saved."""
+    """Of several steps, so that weights change and are cast anew."""
     ranks = 1 if strategy == "single" else 2
     runs = [
         train(pool, ranks, config_file, f"run.name=keep-{kept}", "run.steps=6", f"precision.keep_casts={kept}", *STEP)
-        for kept in ("true", "false", "null")
+        for kept in ("null", "false")
     ]
-    kept, cast, default = (state_of(run, 6) for run in runs)
-    for other in (cast, default):
-        assert kept.keys() == other.keys() and all(torch.equal(kept[name], other[name]) for name in kept)
+    kept, cast = (state_of(run, 6) for run in runs)
+    assert kept.keys() == cast.keys() and all(torch.equal(kept[name], cast[name]) for name in kept)
     for value, says in {"true": True, "false": False, "null": True}.items():
         _, printed = pool.launch(ranks, run_main, str(config_file), "--check", f"precision.keep_casts={value}", *STEP)[0]
         assert (f"and {BYTES} of weights cast once per step in bf16" in printed) == says, printed

@@ -53,6 +53,7 @@ class WeightCopies:
 
     @property
     def bytes(self) -> int:
+        """The memory that all copies take."""
         return sum(weight.numel() for weight in self.weights) * self.dtype.itemsize
 
     @contextmanager

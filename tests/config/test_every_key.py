@@ -54,7 +54,7 @@ BESIDE = {
     "schedule.decay": [*BASE, "schedule.name=wsd"], "schedule.warmup_tokens": [*BASE, "schedule.warmup_steps=0"],
     "run.tokens": [*BASE, "run.steps=1000"], "optim.muon": [*BASE, "optim.name=muon"], "optim.adafactor": [*BASE, "optim.name=adafactor"],
     "data.shuffle_shards": [*BASE, "data.shuffle=shards"], "precision.fp8": [*FP8, "precision.fp8=rowwise"],
-    "precision.master": FP8,
+    "precision.master": FP8, "precision.keep_casts": FP8,
 }  # fmt: skip
 # Values for keys of which the next one of the type would not do.
 VALUES: dict[str, list[Any]] = {
@@ -154,6 +154,7 @@ SEEN = {
     "parallel.ddp.bucket_mb": OPTIONS, "parallel.ddp.gradient_as_bucket_view": OPTIONS,
     "parallel.cuda_graph": "test_cuda.py::test_all_micro_steps_but_the_first_three_are_launched_at_once",
     "precision.tf32": "test_cuda.py::test_tf32_makes_products_less_exact",
+    "precision.keep_casts": "models/test_weight_copies.py::test_a_run_has_the_same_weights_and_says_how_it_casts",
     "precision.gradients": "optim/test_stored_formats.py::test_runs_learn_as_with_fp32_and_layouts_agree",
     "run.attention_kernel": "train/test_attention_kernel.py::test_one_kernel_is_left_and_auto_gives_all_back",
     "precision.compute": "parallel/test_masks_in_layouts.py::test_bf16_gives_masked_gradients_that_are_equal_under_ddp_and_fsdp",

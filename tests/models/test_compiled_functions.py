@@ -12,17 +12,19 @@ import torch
 import torch.distributed as dist
 
 from pretrain.models.experts import _GatherChoices, _Permute
-from pretrain.models.layers import _LookUp
+from pretrain.models.layers import _Copy, _LookUp
 from pretrain.parallel.collectives import _Gather, _Scatter, _Total
 from pretrain.parallel.fp8 import _Product
 from pretrain.parallel.tensor_modules import Shared
 
 WIDE, NARROW = torch.float32, torch.bfloat16
 IDS, ORDER = torch.tensor([[0, 3], [2, 2]]), torch.tensor([2, 0, 1, 3])
+COPY = torch.ones(4, 3, dtype=NARROW)
 CASES = {
     "rows in fp32": (lambda table, _: _LookUp.apply(table, IDS, WIDE), [((4, 3), WIDE)]),
     "rows in bf16": (lambda table, _: _LookUp.apply(table, IDS, NARROW), [((4, 3), NARROW)]),
     "rows of fp32 in bf16": (lambda table, _: _LookUp.apply(table, IDS, NARROW), [((4, 3), WIDE)]),
+    "a copy in bf16": (lambda stored, _: _Copy.apply(stored, COPY), [((4, 3), WIDE)]),
     "choices": (lambda x, _: _GatherChoices.apply(x, ORDER, ORDER.argsort(), 1), [((4, 3), WIDE)]),
     "permutation": (lambda x, _: _Permute.apply(x, ORDER, ORDER.argsort()), [((4, 3), WIDE)]),
     "gather": (lambda x, group: _Gather.apply(x, group), [((2, 4, 3), WIDE)]),
@@ -49,7 +51,7 @@ NOT_TRACED = {
 def test_no_function_is_forgotten():
     files = (Path(__file__).resolve().parents[2] / "pretrain").rglob("*.py")
     found = {name for file in files for name in re.findall(r"class (\w+)\(torch\.autograd\.Function\)", file.read_text())}
-    compiled = {kind.__name__ for kind in (_LookUp, _GatherChoices, _Permute, _Gather, _Scatter, _Total, Shared, _Product)}
+    compiled = {kind.__name__ for kind in (_Copy, _LookUp, _GatherChoices, _Permute, _Gather, _Scatter, _Total, Shared, _Product)}
     assert found == compiled | NOT_TRACED.keys()
 
 

@@ -29,8 +29,13 @@ def at_hand(module: nn.Module, name: str = "weight") -> Tensor:
     """A matrix of a module for a product: the copy in the compute format that parallel/weight_copies.py has handed out, or else the stored one, which
     the product casts. Modules list in `casts` what they ask for.
     """
-    stored, copies = getattr(module, name), getattr(module, "copies", None)
-    return stored if copies is None or name not in copies else _Copy.apply(stored, copies[name])
+    stored, copy = getattr(module, name), copy_at_hand(module, name)
+    return stored if copy is None else _Copy.apply(stored, copy)
+
+
+def copy_at_hand(module: nn.Module, name: str = "weight") -> Tensor | None:
+    """The copy alone, without a gradient; None if there is none."""
+    return getattr(module, "copies", {}).get(name)
 
 
 class _Copy(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from pretrain.models.layers import copy_at_hand
 from pretrain.models.loss import CROSS_ENTROPY, Losses, LossOptions, VocabularyShard, finish_logits, loss_dtype
 from pretrain.models.loss_chunks import compiled, logit_chunks, scale_in_place, times_in
 
@@ -65,7 +66,7 @@ class _FusedLosses(torch.autograd.Function):
         needs_x, needs_weight = (recorded and needed for needed in ctx.needs_input_grad[:2])
         table_VD = weight_VD if copy_VD is None else copy_VD
         both, *ctx.unit = _losses_and_gradients(x_ND, table_VD, targets_N, weights_N, options, shard, needs_x, needs_weight)
-        ctx.save_for_backward(x_ND, weight_VD, copy_VD, targets_N, weights_N)
+        ctx.save_for_backward(x_ND, weight_VD, table_VD, targets_N, weights_N)
         ctx.options, ctx.shard = options, shard
         ctx.weight_gradient_dtype = weight_VD.grad_dtype if weight_VD.is_leaf and shard is None else None
         ctx.mark_non_differentiable(both[1])
@@ -74,7 +75,7 @@ class _FusedLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream_N, _):
-        x_ND, weight_VD, copy_VD, targets_N, weights_N = ctx.saved_tensors
+        x_ND, weight_VD, table_VD, targets_N, weights_N = ctx.saved_tensors
         unit, ctx.unit = ctx.unit, None  # they may be scaled in place: a second backward computes them anew
         # An expanded tensor says that all its values are one without being looked at, for which a GPU would have to wait.
         if unit is not None and upstream_N.numel() > 0 and upstream_N.stride(0) == 0:
@@ -85,7 +86,6 @@ class _FusedLosses(torch.autograd.Function):
             del unit
             weights_N = upstream_N if weights_N is None else upstream_N * weights_N
             needs = ctx.needs_input_grad[:2]
-            table_VD = weight_VD if copy_VD is None else copy_VD
             _, grad_x, grad_weight = _losses_and_gradients(x_ND, table_VD, targets_N, weights_N, ctx.options, ctx.shard, *needs)
         if ctx.shard is not None and grad_weight is not None:
             grad_weight = ctx.shard.whole(grad_weight, weight_VD)
@@ -207,6 +207,6 @@ class OutputHead(nn.Module):
             logits_BTV = finish_logits(F.linear(x_BTD, part.to(x_BTD.dtype)), self.options)
             return logits_BTV if self.shard is None else self.shard.join(logits_BTV)
         options = self.options if torch.is_grad_enabled() else self.options.cross_entropy_only()
-        copy_VD = getattr(self, "copies", {}).get("weight")  # the loss makes the gradient of the weight itself
+        copy_VD = copy_at_hand(self)  # the loss makes the gradient of the weight itself
         losses = fused_losses_and_entropy(x_BTD, weight, targets_BT, options, sequence_weights_B, self.shard, copy_VD)
         return losses if with_cross_entropy else losses.objective_B

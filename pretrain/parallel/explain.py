@@ -45,14 +45,16 @@ def kept_bytes(config: Config, layout: Layout) -> int:
 
     Each rank of a pipeline has those of its own layers.
     """
+    has_copies = keeps_casts(config, layout.strategy, layout.data_size)
+    if not has_copies and (layout.strategy != "fsdp" or layout.shard * layout.context == 1):
+        return 0
     with torch.device("meta"):
-        if keeps_casts(config, layout.strategy, layout.data_size):
-            return WeightCopies(build_network(config.model), DTYPES[config.precision.compute]).bytes
-        if layout.strategy != "fsdp" or layout.shard * layout.context == 1:
-            return 0
-        from pretrain.parallel.fsdp_gathers import kept_parameters
+        network = build_network(config.model)
+    if has_copies:
+        return WeightCopies(network, DTYPES[config.precision.compute]).bytes
+    from pretrain.parallel.fsdp_gathers import kept_parameters
 
-        kept = kept_parameters(build_network(config.model), config.parallel.reshard_after_forward, layout.expert)
+    kept = kept_parameters(network, config.parallel.reshard_after_forward, layout.expert)
     stages = 1 if config.parallel.reshard_after_forward == "last_block_kept" else layout.pipeline
     return kept * FORMAT_BYTES[config.precision.compute] // (layout.tensor * stages)
 

@@ -43,11 +43,12 @@ class WeightCopies:
         self.names: dict[nn.Module, dict[str, nn.Parameter]] = {}
         """By module, the weights of which it has copies, by the names that the module has for them."""
         for module in network.modules():
-            own = {name: module._parameters.get(name) for name in getattr(module, "casts", ())}
-            self.names[module] = {name: weight for name, weight in own.items() if weight is not None}
+            found = ((name, module._parameters.get(name)) for name in getattr(module, "casts", ()))
+            if own := {name: weight for name, weight in found if weight is not None}:
+                self.names[module] = own
         for unit in network.units():
             if unit.lends_to is not None:
-                self.names[unit.lends_to]["weight"] = unit.modules[0].weight
+                self.names[unit.lends_to] = {"weight": unit.modules[0].weight}
         self.weights = {weight for own in self.names.values() for weight in own.values()}
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -64,11 +65,10 @@ class WeightCopies:
             self.copies = {w: nn.Parameter(torch.empty_like(w, dtype=self.dtype), requires_grad=False) for w in self.weights}
         with torch.no_grad():
             torch._foreach_copy_(list(self.copies.values()), list(self.copies))
-        handed = [(module, own) for module, own in self.names.items() if own]
-        for module, own in handed:
+        for module, own in self.names.items():
             module.__dict__["copies"] = {name: self.copies[weight] for name, weight in own.items()}
         try:
             yield
         finally:
-            for module, _ in handed:
+            for module in self.names:
                 del module.__dict__["copies"]

@@ -167,7 +167,7 @@ STEP = ("precision.compute=bf16", "batch.sequences=16", "batch.micro_sequences=4
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_a_run_has_the_same_weights_and_says_how_it_casts(strategy, pool, config_file):
-    """Of several steps, so that weights change and are cast anew."""
+    """A run has several steps, so that weights change and are cast anew."""
     ranks = 1 if strategy == "single" else 2
     runs = [
         train(pool, ranks, config_file, f"run.name=keep-{kept}", "run.steps=6", f"precision.keep_casts={kept}", *STEP)

@@ -52,7 +52,8 @@ class HfModel(nn.Module):
         self._blocks = _find_blocks(model)
         self._holds = self._cut()
         for module in self.modules():  # see `at_hand` (models/layers.py)
-            module.casts = tuple(name for name in _matrices(module) if (module, name) not in self._exact)
+            matrices = (n for n, p in module._parameters.items() if p is not None and p.dim() > 1 and p.is_floating_point())
+            module.casts = tuple(name for name in matrices if (module, name) not in self._exact)
         for unit in self.units():
             (module,) = unit.modules
             run = self._head if unit.role == "last" else self._run
@@ -210,10 +211,6 @@ class HfModel(nn.Module):
         finally:
             for module, name in given:
                 del module.__dict__[name]
-
-
-def _matrices(module: nn.Module) -> list[str]:
-    return [name for name, p in module._parameters.items() if p is not None and p.dim() > 1 and p.is_floating_point()]
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

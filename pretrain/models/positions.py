@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pretrain.config.attention_schema import Rope
 from pretrain.config.model_schema import Model
@@ -101,9 +103,35 @@ def rotate(x_BHTG: Tensor, tables: Tables, layout: str = "half") -> Tensor:
     turning, rest = x_BHTG[..., :width], x_BHTG[..., width:]
     if layout == "interleaved":
         turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
+    if x_BHTG.device.type == "cpu" and not torch.compiler.is_compiling():
+        turned = _Turn.apply(turning, cos, sin)
+    else:
+        first, second = turning.chunk(2, dim=-1)
+        turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+
+
+class _Turn(torch.autograd.Function):
+    """The same in two passes instead of five, and two instead of eight backward: the gradient turns the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _turned(g, *ctx.saved_tensors, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    half = x.shape[-1] // 2
+    first, second = slice(0, half), slice(half, None)
+    turned = x * cos
+    turned[..., first].addcmul_(x[..., second], sin[..., first], value=-direction)
+    turned[..., second].addcmul_(x[..., first], sin[..., second], value=direction)
+    return turned
 
 
 class RelativeBias(nn.Module):

@@ -22,8 +22,12 @@ from pretrain.optim.eight_bits import LARGEST_RATIO
 
 SIZES = ((1024, 256, 1024), (1024, 1024, 256))
 """Tokens, inputs and outputs of the products in a block of the quickstart."""
+FEW = ((64, 256, 1024),)
+"""These take a CPU without bf16 some 40 ms, and those above more than a second."""
 LEAST_GAIN = 1.2
 """bf16 must be this many times as fast: other operations gain nothing, and rounding costs a little quality."""
+LEAST_OF_FEW = 0.4
+"""Where products of a few tokens reach less than this in bf16, of their speed in fp32, the CPU has none: on one without AVX-512 it was 0.09."""
 TURNS = 5
 LEAST_EPS = 1e-8
 """Of AdamW with moments in 8 bits, whose least root of a mean of squares is 4e-9."""
@@ -135,8 +139,19 @@ def has_bf16(device: torch.device) -> bool:
 
 @functools.cache
 def measured_gain() -> float:
-    """How many times as fast this process multiplies matrices in bf16, forward and backward. In CPU time, which other programs disturb less."""
-    work = {dtype: [training_product(*sizes, dtype) for sizes in SIZES] for dtype in (torch.float32, torch.bfloat16)}
+    """How many times as fast this process multiplies matrices in bf16, forward and backward."""
+    return few if (few := gain_of_few()) < LEAST_OF_FEW else _gain(SIZES)
+
+
+@functools.cache
+def gain_of_few() -> float:
+    """The same of a few tokens: it says only whether a CPU has products in bf16."""
+    return _gain(FEW)
+
+
+def _gain(sizes: tuple[tuple[int, int, int], ...]) -> float:
+    """In CPU time, which other programs disturb less."""
+    work = {dtype: [training_product(*size, dtype) for size in sizes] for dtype in (torch.float32, torch.bfloat16)}
     best = dict.fromkeys(work, float("inf"))
     for turn in range(TURNS + 1):
         for dtype, products in work.items():

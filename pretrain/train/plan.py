@@ -30,7 +30,15 @@ from pretrain.parallel.cuda_graph import check_cuda_graph
 from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_backend, check_tensor
 from pretrain.train.attention_kernel import check_attention_kernel
-from pretrain.train.number_format import FormatChoice, check_formats, check_fp8, check_gradients, chosen_format
+from pretrain.train.number_format import (
+    LEAST_OF_FEW,
+    FormatChoice,
+    check_formats,
+    check_fp8,
+    check_gradients,
+    chosen_format,
+    gain_of_few,
+)
 from pretrain.train.prompts import check_prompts
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, unreached_stages, usual_values
 from pretrain.train.translation import require_sacrebleu
@@ -152,6 +160,10 @@ def _lay_out(
     notes = about_fp8 + _notes(given, config, layout)
     if given.precision.compute == "auto":
         notes.append(f"precision.compute=auto: {choice.format}, because {choice.reason}")
+    elif config.precision.compute == "bf16" and device.type == "cpu" and (gain := gain_of_few()) < LEAST_OF_FEW:
+        notes.append(
+            f"precision.compute=bf16: this CPU multiplies {gain:.2g} times as fast in bf16 as in fp32; fp32 takes less time"
+        )
     return layout, parameters, count_moments(network, optim), describe(network, optim), notes
 
 

@@ -39,6 +39,7 @@ NOT_TRACED = {
     "_RMSNorm": "takes another way where it is compiled",
     "_LayerNorm": "takes another way where it is compiled",
     "_GeluFromTables": "takes another way where it is compiled",
+    "_Turn": "takes another way where it is compiled",
     "_FusedLosses": "left out by torch.compiler.disable",
     "_Exchange": "left out by torch.compiler.disable",
     "LookUpPart": "the embedding is no block, and tensor-parallel models are not compiled as a whole",

@@ -10,6 +10,7 @@ import torch
 from running import run_directory, run_main, train
 
 from pretrain.config.load import load_config
+from pretrain.train import number_format
 from pretrain.train.number_format import FormatChoice, measured_gain
 from pretrain.train.plan import make_plan, with_format
 from pretrain.train.resolve import resolve
@@ -33,6 +34,26 @@ def test_bf16_is_taken_where_its_products_are_faster_and_the_reason_is_printed(c
     plan = make_plan(config, 1, torch.device("cpu"))
     assert plan.config.precision.compute == choice
     assert f"precision.compute=auto: {choice}, because products in bf16 are {gain} times as fast as in fp32 on this CPU" in plan.notes
+
+
+def test_a_cpu_without_bf16_is_found_out_by_few_products(monkeypatch):
+    measured = []
+
+    def gain(sizes):
+        measured.append(sizes)
+        return 0.09
+
+    monkeypatch.setattr(number_format, "_gain", gain)
+    monkeypatch.setattr(number_format, "gain_of_few", number_format.gain_of_few.__wrapped__)
+    assert measured_gain.__wrapped__() == 0.09 and measured == [number_format.FEW]
+
+
+@pytest.mark.parametrize(("gain", "told"), [(0.09, True), (0.8, False)])
+def test_bf16_on_a_cpu_without_it_is_said_to_be_slow(config_file, monkeypatch, gain, told):
+    monkeypatch.setattr("pretrain.train.plan.gain_of_few", lambda: gain)
+    note = "precision.compute=bf16: this CPU multiplies 0.09 times as fast in bf16 as in fp32; fp32 takes less time"
+    bf16, fp32 = (make_plan(load_config(config_file, [f"precision.compute={name}"])[0], 1, torch.device("cpu")) for name in ("bf16", "fp32"))
+    assert (note in bf16.notes) == told and note not in fp32.notes
 
 
 def test_what_has_no_effect_with_the_choice_is_switched_off(config_file):

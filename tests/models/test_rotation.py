@@ -1,0 +1,65 @@
+"""Rotary embedding on a CPU has a backward pass of its own: beside transformers' function and its gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from pretrain.config.model_schema import Model
+from pretrain.models.families import complete
+from pretrain.models.positions import rotary_tables, rotate
+
+POSITIONS = {"of a sequence": torch.arange(9), "of documents": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6, 7]])}
+
+
+def tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found = rotary_tables(complete(Model(dim=32, heads=2, vocab_size=8)), positions, 9)
+    return found if positions.dim() == 1 else tuple(table[:, None] for table in found)
+
+
+def results(turn, x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What comes out, and the gradient of the heads [B, H, T, G], which lie in memory as [B, T, H, G]."""
+    x = x.detach().requires_grad_()
+    y = turn(x)
+    y.backward(gradient)
+    return y.detach(), x.grad
+
+
+@pytest.fixture
+def heads() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(2, 9, 2, 16, generator=generator).transpose(1, 2) for _ in range(2))
+    return x, gradient
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_heads_and_gradients_are_those_of_transformers(heads, positions):
+    cos, sin = tables(POSITIONS[positions])
+    whole = [table if table.dim() == 4 else table[None, None] for table in (cos, sin)]
+    expected = results(lambda x: apply_rotary_pos_emb(x, x, whole[0][:, 0], whole[1][:, 0])[0], *heads)
+    for ours, theirs in zip(results(lambda x: rotate(x, (cos, sin)), *heads), expected):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_bf16_is_nearer_to_fp32_than_transformers_is():
+    generator = torch.Generator().manual_seed(0)
+    heads = [torch.randn(8, 256, 4, 16, generator=generator).transpose(1, 2).bfloat16() for _ in range(2)]
+    cos, sin = rotary_tables(complete(Model(dim=32, heads=2, vocab_size=8)), torch.arange(256), 256)
+    exact = results(lambda x: rotate(x, (cos, sin)), *(x.float() for x in heads))
+    theirs = results(lambda x: apply_rotary_pos_emb(x, x, cos[None].bfloat16(), sin[None].bfloat16())[0], *heads)
+    ours = results(lambda x: rotate(x, (cos, sin)), *heads)
+    for found, other, correct in zip(ours, theirs, exact):
+        assert found.dtype == torch.bfloat16
+        assert 0 < (found - correct).norm() < 0.95 * (other - correct).norm()
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_what_is_not_turned_keeps_its_gradient_and_lengths_are_kept(heads, layout):
+    x, gradient = heads
+    cos, sin = (table[:, :8] for table in rotary_tables(complete(Model(dim=16, heads=2, vocab_size=8)), POSITIONS["of a sequence"], 9))
+    y, grad_x = results(lambda x: rotate(x, (cos, sin), layout), x, gradient)
+    assert torch.equal(y[..., 8:], x[..., 8:]) and torch.equal(grad_x[..., 8:], gradient[..., 8:])
+    torch.testing.assert_close(y[..., :8].norm(dim=-1), x[..., :8].norm(dim=-1))
+    torch.testing.assert_close(grad_x[..., :8].norm(dim=-1), gradient[..., :8].norm(dim=-1))  # a rotation is orthogonal, and so is its transpose
+    torch.testing.assert_close((y * gradient).sum(), (x * grad_x).sum())  # the gradient is by the transpose

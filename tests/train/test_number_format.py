@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ from pretrain.train.number_format import FormatChoice, measured_gain
 from pretrain.train.plan import make_plan, with_format
 from pretrain.train.resolve import resolve
 
+PROCESSORS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 AUTO = "precision.compute=auto"
 CONSTANT = ("schedule.name=constant", "schedule.warmup_steps=0")
 
@@ -54,6 +56,11 @@ def test_bf16_on_a_cpu_without_it_is_said_to_be_slow(config_file, monkeypatch, g
     note = "precision.compute=bf16: this CPU multiplies 0.09 times as fast in bf16 as in fp32; fp32 takes less time"
     bf16, fp32 = (make_plan(load_config(config_file, [f"precision.compute={name}"])[0], 1, torch.device("cpu")) for name in ("bf16", "fp32"))
     assert (note in bf16.notes) == told and note not in fp32.notes
+
+
+@pytest.mark.skipif(not any(flag in PROCESSORS for flag in ("avx512_bf16", "amx_bf16")), reason="this CPU has no products in bf16")
+def test_a_cpu_with_bf16_is_measured_in_full():
+    assert number_format.gain_of_few.__wrapped__() >= 2 * number_format.LEAST_OF_FEW
 
 
 def test_what_has_no_effect_with_the_choice_is_switched_off(config_file):

@@ -47,7 +47,7 @@ if [ "$(cat "$work/format")" = bf16 ]; then
   echo "matrix products are faster in bf16 on this CPU: ${options[*]}"
 else
   options+=(run.steps=280)
-  echo "matrix products are no faster in bf16 on this CPU: ${options[*]}, to stay within five minutes"
+  echo "matrix products are no faster in bf16 on this CPU: ${options[*]}, and fewer steps"
 fi
 OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc-per-node 2 pretrain/run.py --config configs/quickstart.yaml \
   "${options[@]}" "$@"

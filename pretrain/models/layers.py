@@ -34,7 +34,7 @@ def at_hand(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def copy_at_hand(module: nn.Module, name: str = "weight") -> Tensor | None:
-    """The copy alone, without a gradient; None if there is none."""
+    """The copy by itself, or None. No gradient flows through it."""
     return getattr(module, "copies", {}).get(name)
 
 

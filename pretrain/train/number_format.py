@@ -132,6 +132,14 @@ def chosen_format(compute: str, device: torch.device, begun_in: str | None = Non
     return FormatChoice(faster, f"products in bf16 are {gain:.1f} times as fast as in fp32 on this CPU")
 
 
+def notes_on_format(compute: str, choice: FormatChoice, device: torch.device) -> list[str]:
+    """What `auto` came to, and that bf16 is slow on a CPU that has no such products, for the lines at the start of a run."""
+    notes = [f"precision.compute=auto: {choice.format}, because {choice.reason}"] if compute == "auto" else []
+    if choice.format == "bf16" and device.type == "cpu" and (gain := gain_of_few()) < LEAST_OF_FEW:
+        notes.append(f"this CPU multiplies {gain:.2g} times as fast in bf16 as in fp32; precision.compute=fp32 takes less time")
+    return notes
+
+
 def has_bf16(device: torch.device) -> bool:
     """Whether a device computes in bf16, if only slowly, without torch imitating it in fp32."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)

@@ -31,13 +31,12 @@ from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_backend, check_tensor
 from pretrain.train.attention_kernel import check_attention_kernel
 from pretrain.train.number_format import (
-    LEAST_OF_FEW,
     FormatChoice,
     check_formats,
     check_fp8,
     check_gradients,
     chosen_format,
-    gain_of_few,
+    notes_on_format,
 )
 from pretrain.train.prompts import check_prompts
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, unreached_stages, usual_values
@@ -158,12 +157,7 @@ def _lay_out(
     optim = config.optim
     about_fp8 = check_fp8(config, network, device)
     notes = about_fp8 + _notes(given, config, layout)
-    if given.precision.compute == "auto":
-        notes.append(f"precision.compute=auto: {choice.format}, because {choice.reason}")
-    elif config.precision.compute == "bf16" and device.type == "cpu" and (gain := gain_of_few()) < LEAST_OF_FEW:
-        notes.append(
-            f"precision.compute=bf16: this CPU multiplies {gain:.2g} times as fast in bf16 as in fp32; fp32 takes less time"
-        )
+    notes += notes_on_format(given.precision.compute, choice, device)
     return layout, parameters, count_moments(network, optim), describe(network, optim), notes
 
 

@@ -52,10 +52,12 @@ def test_a_cpu_without_bf16_is_found_out_by_few_products(monkeypatch):
 
 @pytest.mark.parametrize(("gain", "told"), [(0.09, True), (0.8, False)])
 def test_bf16_on_a_cpu_without_it_is_said_to_be_slow(config_file, monkeypatch, gain, told):
-    monkeypatch.setattr("pretrain.train.plan.gain_of_few", lambda: gain)
-    note = "precision.compute=bf16: this CPU multiplies 0.09 times as fast in bf16 as in fp32; fp32 takes less time"
+    monkeypatch.setattr(number_format, "gain_of_few", lambda: gain)
+    note = "this CPU multiplies 0.09 times as fast in bf16 as in fp32; precision.compute=fp32 takes less time"
     bf16, fp32 = (make_plan(load_config(config_file, [f"precision.compute={name}"])[0], 1, torch.device("cpu")) for name in ("bf16", "fp32"))
     assert (note in bf16.notes) == told and note not in fp32.notes
+    begun = number_format.notes_on_format("auto", FormatChoice("bf16", "the run began in it"), torch.device("cpu"))
+    assert begun == ["precision.compute=auto: bf16, because the run began in it", *([note] if told else [])]
 
 
 @pytest.mark.skipif(not any(flag in PROCESSORS for flag in ("avx512_bf16", "amx_bf16")), reason="this CPU has no products in bf16")

@@ -93,7 +93,7 @@ def uneven_on_one_process() -> list[float]:
     return values(model)
 
 
-def on_rank_that_waits(rank: int, folder: str) -> None:
+def without_join(rank: int, folder: str) -> None:
     """Without `join`, rank 0 waits in its second backward for a rank that has no more items."""
     limit = timedelta(seconds=3)
     dist.init_process_group("gloo", init_method=f"file://{folder}/waiting", rank=rank, world_size=2, timeout=limit)
@@ -121,6 +121,7 @@ def on_rank(rank: int, folder: str) -> None:
     }
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()
+    without_join(rank, folder)
 
 
 if __name__ == "__main__":
@@ -128,7 +129,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(on_rank, (folder,), nprocs=2)
         two, other = (torch.load(Path(folder) / f"rank{rank}.pt") for rank in (0, 1))
-        torch.multiprocessing.spawn(on_rank_that_waits, (folder,), nprocs=2)
         waited = (Path(folder) / "answer.txt").read_text()
     for name, (numbers, reductions) in (one | two).items():
         print(f"{name:40}" + "".join(f"{v:8.4f}" for v in numbers) + f"   {reductions} reductions")

@@ -115,10 +115,12 @@ def test_programs_are_compared_on_the_same_task(options, tmp_path, ranks):
 
 
 def test_programs_are_tried_as_often_and_each_setting_of_ours_is_one():
-    settings = all_settings()
+    settings = all_settings("fp32")
     assert settings.keys() == quality.PROGRAMS.keys() and len({len(tries) for tries in settings.values()}) == 1
     for setting in settings["pretrain"].values():
         resolve(load_config(None, [*setting["overrides"], "data.sources=[{path: nowhere}]", "run.steps=100"])[0])
+    assert "bf16" not in json.dumps(settings) and "fp32" not in json.dumps(all_settings("bf16"))
+    assert all("fp32" in json.dumps(setting) for tries in settings.values() for setting in tries.values())
 
 
 def test_results_of_a_text_are_put_together_best_first():
@@ -149,7 +151,7 @@ def test_steps_are_timed_in_turns_and_not_on_a_machine_that_others_use(tmp_path,
         lambda *arguments: (0.0, [(number + 1) * step for step in [next(stamps)] for number in range(quality.FEW)], 1.0),
     )
     monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.0)  # whatever the machine does beside these tests
-    text, options = quality.Text(tmp_path, "", 3.0), Options(tmp_path, say=lambda line: None)
+    text, options = quality.Text(tmp_path, "", 3.0, "bf16"), Options(tmp_path, say=lambda line: None)
     found = quality.paces([("a", "x"), ("b", "y")], text, options)
     assert found == {("a", "x"): quality.Pace(1.0, 1.0), ("b", "y"): quality.Pace(0.5, 0.5)}
     assert found["b", "y"].steps(5.0) == 1 + int((300 - 0.5) / 0.5)
@@ -159,34 +161,40 @@ def test_steps_are_timed_in_turns_and_not_on_a_machine_that_others_use(tmp_path,
         quality.paces([("a", "x")], text, options)
 
 
-def test_a_result_is_made_again_when_its_setting_has_changed_and_seeds_take_the_same_steps(tmp_path, monkeypatch, capsys):
-    text, made = quality.Text(tmp_path, "0" * 64, 3.0), []
+def test_a_result_is_made_again_when_its_setting_or_format_has_changed_and_seeds_take_the_same_steps(tmp_path, monkeypatch, capsys):
+    text, made = quality.Text(tmp_path, "0" * 64, 3.0, "bf16"), []
 
     def train(program, setting, minutes, seed, steps, text):
-        made.append((settings[program][setting]["lr"], seed, steps))
+        made.append((settings[program][setting]["lr"], seed, steps, text.format))
         return quality.Result(program, setting, minutes, seed, steps, 1.0, 1.5, 0.0)
 
+    def with_format(format):
+        return {
+            program: {name: {**values, "format": format} for name, values in tries.items()} for program, tries in settings.items()
+        }
+
     settings = {"pretrain": {"a": {"lr": 1.0}}, "HF Trainer": {}, "nanoGPT's loop": {}}
-    monkeypatch.setattr(quality, "all_settings", lambda: settings)
-    monkeypatch.setattr(quality, "prepare_text", lambda options: text)
+    monkeypatch.setattr(quality, "all_settings", with_format)
+    monkeypatch.setattr(quality, "prepare_text", lambda options, format: dataclasses.replace(text, format=format))
     monkeypatch.setattr(quality, "train", train)
     monkeypatch.setattr(quality, "paces", lambda cases, text, options: dict.fromkeys(cases, quality.Pace(1.0, 1.0)))
     words = ["quality", "--work", str(tmp_path), "--json", str(tmp_path / "found.jsonl")]
     for rate in (1.0, 1.0, 2.0, 2.0):
         settings["pretrain"]["a"]["lr"] = rate
         assert tool("bench").main(words) == 0
+    assert tool("bench").main([*words, "--format", "fp32"]) == 0
     monkeypatch.setattr(
         quality, "paces", lambda cases, text, options: {} if not cases else pytest.fail("known steps are timed")
     )
     assert tool("bench").main([*words, "--seeds", "0", "1"]) == 0
-    assert made == [(1.0, 0, 300), (2.0, 0, 300), (2.0, 1, 300)]
+    assert made == [(1.0, 0, 300, "bf16"), (2.0, 0, 300, "bf16"), (2.0, 0, 300, "fp32"), (2.0, 1, 300, "bf16")]
     for seed in ("0", "2"):  # one that is there, and one that is not
         assert tool("bench").main([*words, "--seeds", seed, "--steps", "70"]) == 1
         assert "found.jsonl pretrain, a took 300; name another --json" in capsys.readouterr().err
     settings["pretrain"] = {"b": {"lr": 3.0}}
     assert tool("bench").main([*words, "--seeds", "0", "--steps", "70"]) == 0
     assert tool("bench").main([*words, "--seeds", "1"]) == 0
-    assert made[3:] == [(3.0, 0, 70), (3.0, 1, 70)]
+    assert made[4:] == [(3.0, 0, 70, "bf16"), (3.0, 1, 70, "bf16")]
     assert tool("bench").main([*words, "--seeds", "3", "--steps", "11"]) == 1
     assert "--steps 11: a result needs at least 12" in capsys.readouterr().err
 
@@ -243,10 +251,10 @@ def test_a_text_whose_preparation_was_interrupted_is_prepared_to_its_end(options
 
     monkeypatch.setattr(quality, "_tool", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        quality.prepare_text(options)
-    text = quality.prepare_text(options)
+        quality.prepare_text(options, "bf16")
+    text = quality.prepare_text(options, "bf16")
     assert tools == ["collect_source.py", "train_tokenizer.py", "prepare_data.py", "prepare_data.py"]
-    assert quality.prepare_text(options) == text and (tmp_path / "train.bin").stat().st_size > 100_000
+    assert quality.prepare_text(options, "bf16") == text and (tmp_path / "train.bin").stat().st_size > 100_000
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
@@ -290,8 +298,8 @@ def test_the_tables_and_the_figure_of_time_to_quality_show_the_results_that_are_
 def test_each_program_learns_the_text_in_its_time(options, tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "QUIET", math.inf)  # other tests run beside this one
     options = dataclasses.replace(options, work=tmp_path, scale=0.05)
-    text = quality.prepare_text(options)
-    for program, tries in all_settings().items():
+    text = quality.prepare_text(options, "bf16")
+    for program, tries in all_settings("bf16").items():
         case = (program, next(iter(tries)))
         found = quality.train(*case, 0.5, 1, quality.paces([case], text, options)[case].steps(0.5), text)
         assert 1.0 < found.bits_per_byte < 3.0 and found.steps >= quality.FEW, found

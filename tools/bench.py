@@ -27,6 +27,7 @@ from benchmarks.measure import (  # noqa: E402
     read_rows,
     table,
 )  # fmt: skip
+from benchmarks.trainers.quality_task import PROGRAMS  # noqa: E402
 
 from pretrain.errors import DataError, run_tool  # noqa: E402
 
@@ -154,14 +155,13 @@ def add_training(subjects: argparse._SubParsersAction) -> None:
 
 def add_quality(subjects: argparse._SubParsersAction) -> None:
     """The subject `quality`."""
-    from benchmarks.quality import PROGRAMS
-
     quality = subjects.add_parser(
         "quality", help="bits per byte after minutes of training, beside other programs; results add up in a file"
     )
     quality.add_argument("--minutes", type=size, default=5.0, help="of training, start-up included (default: 5)")
     quality.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=list(PROGRAMS))
     quality.add_argument("--settings", nargs="+", metavar="NAME", help="those of them to run (default: all)")
+    quality.add_argument("--format", choices=("bf16", "fp32"), default="bf16", help="of matrix products (default: bf16)")
     quality.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     quality.add_argument("--steps", type=count, metavar="N", help="how many to take (default: as many as fit into --minutes)")
     quality.add_argument("--work", type=Path, required=True, metavar="DIR", help="a folder for the text, which is kept")
@@ -299,7 +299,7 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
 def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
     from benchmarks.quality import FEW, Result, all_settings, as_line, paces, prepare_text, summary, train
 
-    settings = all_settings()
+    settings = all_settings(arguments.format)
     known = [name for program in arguments.programs for name in settings[program]]
     if unknown := set(arguments.settings or ()) - set(known):
         raise DataError(f"--settings {' '.join(sorted(unknown))}: there are {', '.join(known)}")
@@ -310,7 +310,7 @@ def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
     kept = read_lines(arguments.json, *fields)
     arguments.work.mkdir(parents=True, exist_ok=True)
     options = Options(arguments.work, scale=arguments.scale)
-    text = prepare_text(options)
+    text = prepare_text(options, arguments.format)
     done = [[line[name] for name in ("program", "setting", "minutes", "seed", "text_sha256", "values")] for line in kept]
 
     def is_of_today(line: dict) -> bool:

@@ -26,14 +26,13 @@ from typing import Any
 import numpy as np
 import psutil
 from benchmarks.measure import TOOLS, Options, machine, require, run_program
-from benchmarks.trainers.quality_task import QualityTask
+from benchmarks.trainers.quality_task import PROGRAMS, QualityTask
 from omegaconf import OmegaConf
 
 from pretrain.data.shards.reader import PreparedData
 from pretrain.distributed.cores import usable_cores
 from pretrain.errors import DataError
 
-PROGRAMS = {"pretrain": "quality_ours.py", "HF Trainer": "quality_hf.py", "nanoGPT's loop": "quality_loop.py"}
 SETTINGS = Path(__file__).resolve().parent / "quality_settings.yaml"
 VOCABULARY = 4096
 TEXT_MB = 46
@@ -45,11 +44,12 @@ QUIET, TRIES = 0.05, 10
 
 @dataclass(frozen=True)
 class Text:
-    """The prepared text. `digest`: of its bytes; `bytes_per_token`: of the validation text."""
+    """The prepared text. `digest`: of its bytes; `bytes_per_token`: of the validation text; `format`: in which programs learn it."""
 
     work: Path
     digest: str
     bytes_per_token: float
+    format: str
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Result:
     others: float
 
 
-def prepare_text(options: Options) -> Text:
+def prepare_text(options: Options, format: str) -> Text:
     """The text, tokenized once into the work folder."""
     work, corpus = options.work, options.work / "corpus.jsonl"
     root = Path(str(importlib.metadata.distribution("torch").locate_file("torch")))
@@ -88,7 +88,7 @@ def prepare_text(options: Options) -> Text:
     opened = {name: PreparedData.open(work / "data" / name) for name in ("train", "validation")}
     for name, data in opened.items():
         data.read_joined(np.array([0]), np.array([data.tokens])).astype(np.uint16).tofile(work / f"{name}.bin")
-    return Text(work, hashlib.sha256(corpus.read_bytes()).hexdigest(), float(opened["validation"].bytes_per_token))
+    return Text(work, hashlib.sha256(corpus.read_bytes()).hexdigest(), float(opened["validation"].bytes_per_token), format)
 
 
 def _tool(name: str, *arguments: str) -> None:
@@ -96,9 +96,11 @@ def _tool(name: str, *arguments: str) -> None:
     require(done.returncode == 0, f"{name} fails: {' '.join(done.stderr.splitlines()[-1:])}")
 
 
-def all_settings() -> dict[str, dict[str, dict[str, Any]]]:
-    """Settings by program and name."""
-    return OmegaConf.to_container(OmegaConf.load(SETTINGS))
+def all_settings(format: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Settings by program and name, with this format of matrix products."""
+    settings = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(SETTINGS), {"format": format}), resolve=True)
+    del settings["format"]
+    return settings
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class _OthersShare:
 def _run(program: str, setting: str, steps: int, seed: int, text: Text) -> tuple[float, list[float], float]:
     """When it was started, when each step was done, and the validation loss in nats per token."""
     result = text.work / f"quality-{time.monotonic_ns()}"
-    task = QualityTask(all_settings()[program][setting], steps, seed, VOCABULARY, str(text.work), str(result))
+    task = QualityTask(all_settings(text.format)[program][setting], steps, seed, VOCABULARY, str(text.work), str(result))
     typed = [sys.executable, str(TOOLS / "benchmarks" / "trainers" / PROGRAMS[program]), json.dumps(dataclasses.asdict(task))]
     started = time.time()
     done = run_program(typed, threads=2)
@@ -182,7 +184,7 @@ def _run(program: str, setting: str, steps: int, seed: int, text: Text) -> tuple
 
 def as_line(result: Result, text: Text, typed: str) -> str:
     """A line of JSON with all that belongs to a result. `values`: of its setting, which may change while its name stays."""
-    values = all_settings()[result.program][result.setting]
+    values = all_settings(text.format)[result.program][result.setting]
     about = {"values": values, "text_sha256": text.digest, "machine": machine(), "command": typed}
     return json.dumps({**dataclasses.asdict(result), **about})
 

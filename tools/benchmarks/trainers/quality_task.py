@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from benchmarks.trainers.clock import Clock
 
+PROGRAMS = {"pretrain": "quality_ours.py", "HF Trainer": "quality_hf.py", "nanoGPT's loop": "quality_loop.py"}
+
 
 @dataclass(frozen=True)
 class QualityTask:

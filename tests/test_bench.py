@@ -128,16 +128,19 @@ def test_results_of_a_text_are_put_together_best_first():
         "minutes": 5.0,
         "program": "a",
         "setting": "x",
+        "format": "bf16",
         "bits_per_byte": 1.5,
         "steps": 100,
         "seconds": 300.4,
         "others": 0.01,
     }
     louder = {**line, "bits_per_byte": 1.7, "seconds": 400.0, "others": 0.2}
-    found = quality.summary([line, louder, {**line, "program": "b", "bits_per_byte": 1.4}]).splitlines()
+    other_format = {**line, "format": "fp32", "bits_per_byte": 1.8}
+    found = quality.summary([line, louder, {**line, "program": "b", "bits_per_byte": 1.4}, other_format]).splitlines()
     assert found[2:] == [
-        "| 5 | b | x | 1.4000 | 0.0000 | 1 | 100 | 300 | 1% |",
-        "| 5 | a | x | 1.6000 | 0.2000 | 2 | 100 | 350 | 20% |",
+        "| 5 | b | x | bf16 | 1.4000 | 0.0000 | 1 | 100 | 300 | 1% |",
+        "| 5 | a | x | bf16 | 1.6000 | 0.2000 | 2 | 100 | 350 | 20% |",
+        "| 5 | a | x | fp32 | 1.8000 | 0.0000 | 1 | 100 | 300 | 1% |",
     ]
 
 
@@ -166,7 +169,7 @@ def test_a_result_is_made_again_when_its_setting_or_format_has_changed_and_seeds
 
     def train(program, setting, minutes, seed, steps, text):
         made.append((settings[program][setting]["lr"], seed, steps, text.format))
-        return quality.Result(program, setting, minutes, seed, steps, 1.0, 1.5, 0.0)
+        return quality.Result(program, setting, text.format, minutes, seed, steps, 1.0, 1.5, 0.0)
 
     def with_format(format):
         return {
@@ -289,7 +292,9 @@ def test_the_tables_and_the_figure_of_time_to_quality_show_the_results_that_are_
         each = ", ".join(f"{line['bits_per_byte']:.4f}" for line in sorted(members, key=lambda line: line["seed"]))
         row = next(row for row in rows if row.startswith(f"| {program} | {setting}") and each in row)
         assert f"{mean:.3f}" in row and f"| {members[0]['steps']:,} |" in row, row
-    quality_figure.draw(lines, tmp_path / "quality.png")
+    more = [{**line, "format": "fp32"} for line in lines[:1]]
+    assert quality_figure.rows([*lines, *more]) == quality_figure.rows(lines) + 1
+    quality_figure.draw([*lines, *more], tmp_path / "quality.png")
     assert (tmp_path / "quality.png").stat().st_size > 10_000
 
 

@@ -112,7 +112,10 @@ def rotate(x_BHTG: Tensor, tables: Tables, layout: str = "half") -> Tensor:
 
 
 class _Turn(torch.autograd.Function):
-    """The same in two passes instead of five, and two instead of eight backward: the gradient turns the other way."""
+    """The same in two passes instead of five, and two instead of eight backward: the gradient turns the other way.
+
+    Both halves of the tables must be alike, and get no gradient. A second derivative is not to be had.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

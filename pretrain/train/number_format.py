@@ -128,6 +128,8 @@ def chosen_format(compute: str, device: torch.device, begun_in: str | None = Non
             FormatChoice("bf16", "the GPU computes in it") if has_bf16(device) else FormatChoice("fp32", "the GPU has no bf16")
         )
     gain = measured_gain()
+    if gain < LEAST_OF_FEW:  # a few products tell that they are slow, and not how slow
+        return FormatChoice("fp32", "products in bf16 are far slower than in fp32 on this CPU")
     faster = "bf16" if gain >= LEAST_GAIN else "fp32"
     return FormatChoice(faster, f"products in bf16 are {gain:.1f} times as fast as in fp32 on this CPU")
 
@@ -135,8 +137,8 @@ def chosen_format(compute: str, device: torch.device, begun_in: str | None = Non
 def notes_on_format(compute: str, choice: FormatChoice, device: torch.device) -> list[str]:
     """What `auto` came to, and that bf16 is slow on a CPU that has no such products, for the lines at the start of a run."""
     notes = [f"precision.compute=auto: {choice.format}, because {choice.reason}"] if compute == "auto" else []
-    if choice.format == "bf16" and device.type == "cpu" and (gain := gain_of_few()) < LEAST_OF_FEW:
-        notes.append(f"this CPU multiplies {gain:.2g} times as fast in bf16 as in fp32; precision.compute=fp32 takes less time")
+    if choice.format == "bf16" and device.type == "cpu" and gain_of_few() < LEAST_OF_FEW:
+        notes.append("products in bf16 are far slower than in fp32 on this CPU; to train on it, take precision.compute=fp32")
     return notes
 
 

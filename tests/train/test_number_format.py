@@ -50,10 +50,16 @@ def test_a_cpu_without_bf16_is_found_out_by_few_products(monkeypatch):
     assert measured_gain.__wrapped__() == 0.09 and measured == [number_format.FEW]
 
 
+def test_a_gain_of_a_few_products_is_told_without_a_number(monkeypatch):
+    monkeypatch.setattr(number_format, "measured_gain", lambda: 0.04)
+    choice = number_format.chosen_format("auto", torch.device("cpu"))
+    assert choice == FormatChoice("fp32", "products in bf16 are far slower than in fp32 on this CPU")
+
+
 @pytest.mark.parametrize(("gain", "told"), [(0.09, True), (0.8, False)])
 def test_bf16_on_a_cpu_without_it_is_said_to_be_slow(config_file, monkeypatch, gain, told):
     monkeypatch.setattr(number_format, "gain_of_few", lambda: gain)
-    note = "this CPU multiplies 0.09 times as fast in bf16 as in fp32; precision.compute=fp32 takes less time"
+    note = "products in bf16 are far slower than in fp32 on this CPU; to train on it, take precision.compute=fp32"
     bf16, fp32 = (make_plan(load_config(config_file, [f"precision.compute={name}"])[0], 1, torch.device("cpu")) for name in ("bf16", "fp32"))
     assert (note in bf16.notes) == told and note not in fp32.notes
     begun = number_format.notes_on_format("auto", FormatChoice("bf16", "the run began in it"), torch.device("cpu"))

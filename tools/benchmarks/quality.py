@@ -58,6 +58,7 @@ class Result:
 
     program: str
     setting: str
+    format: str
     minutes: float
     seed: int
     steps: int
@@ -151,7 +152,7 @@ def train(program: str, setting: str, minutes: float, seed: int, steps: int, tex
     started, stamps, loss = _run(program, setting, steps, seed, text)
     # The last step is as long as the one before: some programs stamp it when they have validated.
     share, seconds = others.now(), 2 * stamps[-2] - stamps[-3] - started
-    return Result(program, setting, minutes, seed, steps, seconds, loss / math.log(2) / text.bytes_per_token, share)
+    return Result(program, setting, text.format, minutes, seed, steps, seconds, loss / math.log(2) / text.bytes_per_token, share)
 
 
 class _OthersShare:
@@ -190,23 +191,23 @@ def as_line(result: Result, text: Text, typed: str) -> str:
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:
-    """Markdown: for each budget, program and setting the mean of the seeds and their spread, best first. The steps are those of quiet minutes;
+    """Markdown: for each budget, program, setting and format the mean of the seeds and their spread, best first. The steps are those of quiet minutes;
     what they took, and the share of the cores that others used meanwhile, stand beside them.
     """
-    groups: dict[tuple[float, str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[float, str, str, str], list[dict[str, Any]]] = {}
     for line in lines:
-        groups.setdefault((line["minutes"], line["program"], line["setting"]), []).append(line)
+        groups.setdefault((line["minutes"], line["program"], line["setting"], line["format"]), []).append(line)
     rows = [
-        "| minutes | program | setting | bits per byte | spread | seeds | steps | seconds | others |",
-        "|---:|---|---|---:|---:|---:|---:|---:|---:|",
+        "| minutes | program | setting | format | bits per byte | spread | seeds | steps | seconds | others |",
+        "|---:|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     table = []
-    for (minutes, program, setting), members in groups.items():
+    for (minutes, program, setting, format), members in groups.items():
         bits, steps, seconds, others = (
             [line[name] for line in members] for name in ("bits_per_byte", "steps", "seconds", "others")
         )
         mean = statistics.mean(bits)
-        row = f"| {minutes:g} | {program} | {setting} | {mean:.4f} | {max(bits) - min(bits):.4f} | {len(bits)} "
+        row = f"| {minutes:g} | {program} | {setting} | {format} | {mean:.4f} | {max(bits) - min(bits):.4f} | {len(bits)} "
         row += f"| {statistics.mean(steps):,.0f} | {statistics.mean(seconds):,.0f} | {max(others):.0%} |"
         table.append((minutes, mean, row))
     return "\n".join([*rows, *(row for *_, row in sorted(table))])

@@ -34,7 +34,7 @@ def draw(results: list[dict], path: Path) -> None:
         groups = defaultdict(list)
         for result in results:
             if result["minutes"] == budget:
-                groups[result["program"], result["setting"]].append(result["bits_per_byte"])
+                groups[result["program"], f"{result['setting']}, {result['format']}"].append(result["bits_per_byte"])
         best_last = sorted(groups.items(), key=lambda group: -sum(group[1]) / len(group[1]))
         for place, ((program, _), bits) in enumerate(best_last):
             mean = sum(bits) / len(bits)
@@ -50,7 +50,7 @@ def draw(results: list[dict], path: Path) -> None:
 
 def rows(results: list[dict]) -> int:
     """How many rows the figure has for these results."""
-    return len({(result["minutes"], result["program"], result["setting"]) for result in results})
+    return len({(result["minutes"], result["program"], result["setting"], result["format"]) for result in results})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Multi30k, German to English: configs/translation_multi30k.yaml reaches the BLEU that docs/translation.md promises.
 
-python -m pytest tests/train/test_translation_campaign.py -m slow      (16 minutes on 2 quiet cores, at most 40)
+python -m pytest tests/train/test_translation_campaign.py -m slow      (16 minutes on 2 quiet cores in bf16, at most 40)
 """
 
 from __future__ import annotations
@@ -66,5 +66,6 @@ def test_a_small_transformer_translates_captions(pool, prepared_captions, tmp_pa
     started = time.monotonic()
     for code, printed in pool.launch(2, run_main, CONFIG, *overrides(prepared_captions, tmp_path)):
         assert code == 0, printed
-    assert time.monotonic() - started <= 40 * 60
+    minutes = (time.monotonic() - started) / 60
     assert read_metrics(tmp_path / "translation_multi30k")[-1]["translation"]["multi30k"]["bleu"] >= 30
+    assert minutes <= 40

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import yaml
 from launch_pool import _free_port
 
 from pretrain.config.schema import Config
+from pretrain.distributed import agent
 from pretrain.distributed.agent import look_at
 from pretrain.distributed.launcher import check_launcher
 from pretrain.errors import LaunchError
@@ -430,6 +432,17 @@ def test_nodes_that_do_not_gather_are_waited_for_with_words_and_end_with_one_lin
         (line,) = [line for line in printed.splitlines() if line.startswith("error: ")]
         assert f"error: 2 nodes at 127.0.0.1:{port} did not gather within 12 s (JOIN_SECONDS); this one is " in line
         assert re.search(seen, line)
+
+
+def test_two_reasons_to_end_are_one_line(monkeypatch, capsys):
+    """On a busy machine the watch came to its limit while torchrun's was being told: two lines."""
+    monkeypatch.setattr(agent, "_spoken", threading.Event())
+    monkeypatch.setattr(agent, "look_at", lambda endpoint, alone: "is there")
+    monkeypatch.setattr(agent.os, "_exit", sys.exit)
+    assert agent._fail("torchrun's limit") == 1
+    with pytest.raises(SystemExit, match="1"):
+        agent._Watch("127.0.0.1:1", "2 nodes at 127.0.0.1:1", -agent._GRACE_SECONDS, False).run()
+    assert capsys.readouterr().err == "error: torchrun's limit\n"
 
 
 def test_one_node_whose_port_is_taken_is_not_told_to_start_others():

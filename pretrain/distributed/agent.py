@@ -21,6 +21,8 @@ FIRST_WORD_SECONDS = 10.0
 """Wait after which the agent says what it waits for; then at twice the time, and so on, at most two minutes apart."""
 _MOST_APART = 120.0
 _GRACE_SECONDS = 5.0  # torchrun's own limit comes first
+_speech = threading.RLock()
+_spoken = threading.Event()
 
 
 def main(arguments: list[str]) -> int:
@@ -133,7 +135,11 @@ def _has_processes() -> bool:
 
 
 def _fail(line: str) -> int:
-    print(f"error: {line}", file=sys.stderr, flush=True)
+    """Print why this process ends; 1. Only the first line is printed: on a busy host torchrun and `_Watch` may come to the limit together."""
+    with _speech:  # a process that ends in the middle of the line would cut it
+        if not _spoken.is_set():
+            _spoken.set()
+            print(f"error: {line}", file=sys.stderr, flush=True)
     return 1
 
 

@@ -285,9 +285,9 @@ def test_the_tables_and_the_figure_of_time_to_quality_show_the_results_that_are_
     lines = [json.loads(line) for line in quality_figure.RESULTS.read_text().splitlines()]
     seeds = {}
     for line in lines:
-        seeds.setdefault((line["minutes"], line["program"], line["setting"]), []).append(line)
+        seeds.setdefault((line["minutes"], line["program"], line["setting"], line["format"]), []).append(line)
     rows = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
-    for (_, program, setting), members in seeds.items():
+    for (_, program, setting, _), members in seeds.items():
         mean = statistics.mean(line["bits_per_byte"] for line in members)
         each = ", ".join(f"{line['bits_per_byte']:.4f}" for line in sorted(members, key=lambda line: line["seed"]))
         row = next(row for row in rows if row.startswith(f"| {program} | {setting}") and each in row)

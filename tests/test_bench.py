@@ -292,7 +292,7 @@ def test_the_tables_and_the_figure_of_time_to_quality_show_the_results_that_are_
         each = ", ".join(f"{line['bits_per_byte']:.4f}" for line in sorted(members, key=lambda line: line["seed"]))
         row = next(row for row in rows if row.startswith(f"| {program} | {setting}") and each in row)
         assert f"{mean:.3f}" in row and f"| {members[0]['steps']:,} |" in row, row
-    more = [{**line, "format": "fp32"} for line in lines[:1]]
+    more = [{**line, "format": "another"} for line in lines[:1]]
     assert quality_figure.rows([*lines, *more]) == quality_figure.rows(lines) + 1
     quality_figure.draw([*lines, *more], tmp_path / "quality.png")
     assert (tmp_path / "quality.png").stat().st_size > 10_000

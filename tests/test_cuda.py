@@ -37,7 +37,11 @@ CUDA = "run.device=cuda"
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-@pytest.mark.parametrize("asked", [(), ("model.dropout=0.2",), ("model.dropout=0.2", "parallel.compile=blocks")], ids=["", "dropout", "compiled"])
+@pytest.mark.parametrize(
+    "asked",
+    [(), ("model.dropout=0.2", "model.attention_dropout=0.2"), ("model.dropout=0.2", "model.attention_dropout=0.2", "parallel.compile=blocks")],
+    ids=["", "dropout", "compiled"],
+)
 def test_a_gpu_computes_what_the_cpu_computes_from_the_same_initial_weights(pool, config_file, asked):
     options = ("log.gradients_at=[1]", "run.steps=10", "optim.lr=3e-4", *asked)
     cpu = train(pool, 1, config_file, "run.name=cpu", "run.device=cpu", *options)
@@ -48,14 +52,16 @@ def test_a_gpu_computes_what_the_cpu_computes_from_the_same_initial_weights(pool
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 def test_a_gpu_drops_what_a_cpu_drops(compiled):
-    keys, x = torch.tensor([3, -7, 2**62]), torch.ones(3, 300, 70)
-    kept = {}
-    for device in ("cpu", "cuda"):
-        mask = make_dropout(0.2, keys.to(device), 70, 300).at("block.attention")
-        function = torch.compile(mask) if compiled and device == "cuda" else mask
-        kept[device] = function(x.to(device)).cpu()
-    assert torch.equal(kept["cuda"], kept["cpu"])
-    assert (kept["cuda"] == 0).float().mean().item() == pytest.approx(0.2, abs=0.01)
+    model = Model(dim=70, heads=5, dropout=0.2, attention_dropout=0.2)
+    keys, inputs = torch.tensor([3, -7, 2**62]), {"attention": torch.ones(3, 300, 70), "attention.weights": torch.ones(3, 5, 300, 300)}
+    for place, x in inputs.items():
+        kept = {}
+        for device in ("cpu", "cuda"):
+            mask = make_dropout(model, keys.to(device), 300).of_block("block")[place]
+            function = torch.compile(mask) if compiled and device == "cuda" else mask
+            kept[device] = function(x.to(device)).cpu()
+        assert torch.equal(kept["cuda"], kept["cpu"])
+        assert (kept["cuda"] == 0).float().mean().item() == pytest.approx(0.2, abs=0.01)
 
 
 def test_a_gpu_resumes_what_the_cpu_saved(pool, config_file):
@@ -196,7 +202,7 @@ RECORDED = {
         "model.dim=64",
         "data.document_mask=true",
     ),
-    "whole model, dropout, two tokens ahead": ("parallel.compile=model", "model.dropout=0.1", "model.predict_ahead=2"),
+    "whole model, dropout, two tokens ahead": ("parallel.compile=model", "model.dropout=0.1", "model.attention_dropout=0.1", "model.predict_ahead=2"),
     "ramp, means": ("batch.ramp=[{until_tokens: 3000, sequences: 8}]", "optim.ema_decay=0.9"),
     "weights in bf16": ("precision.compute=bf16", "precision.master=bf16", "precision.gradients=fp32"),
     "dropout, fp8": ("model.dropout=0.1", "precision.compute=bf16", "precision.fp8=tensorwise"),

@@ -257,6 +257,14 @@ class Model:
         lt=1,
         resume="accept",
     )
+    attention_dropout: float = key(
+        0.0,
+        "Share of zeroes in the weights of attention, in training; GPT-2's `attn_pdrop`. No layout changes what is zeroed. Weights are then computed by "
+        "matrix products, which keep all T x T of them.",
+        ge=0,
+        lt=1,
+        resume="accept",
+    )
     predict_ahead: int = key(
         0,
         "Tokens beyond the next one that are predicted in training, each by a block of its own (DeepSeek-V3's multi-token prediction, arXiv "

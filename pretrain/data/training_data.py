@@ -317,7 +317,7 @@ class PreparedTraining:
 
 def _objective(config: Config, stream: Stream, start_id: int | None) -> Objective:
     spans, eod_id = Spans.of_data(config.data), stream.data.eod_id
-    dropout_seed = config.run.seed if config.model.dropout else None
+    dropout_seed = config.run.seed if config.model.dropout or config.model.attention_dropout else None
     if spans is None:
         return NextToken(eod_id if config.data.document_mask else None, dropout_seed)
     first = sentinel_ids(config.data, stream.data.vocab_size)[-1]

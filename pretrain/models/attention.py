@@ -26,6 +26,7 @@ from pretrain.config.model_schema import Model
 from pretrain.models.causal_blocks import causal_attention
 from pretrain.models.causal_blocks_fp32 import causal_attention_fp32, is_faster
 from pretrain.models.compiling import compile_strictly
+from pretrain.models.dropout import WeightMask, drop
 from pretrain.models.layers import Linear, RMSNorm, make_norm
 from pretrain.models.masks import Mask
 from pretrain.models.positions import Tables, rotate, yarn_mscale
@@ -124,17 +125,22 @@ def attend(
     scale: float,
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
+    dropout: WeightMask | None = None,
 ) -> Tensor:
     """Attention [B, H, T, G] with the back end that the mask was built for; without a mask every earlier position is seen.
 
-    `soft_cap`: scores become cap × tanh(score / cap), 0 leaves them; `sinks_H`: per head one more logit in the softmax.
+    `soft_cap`: scores become cap × tanh(score / cap), 0 leaves them; `sinks_H`: per head one more logit in the softmax. `dropout`: which weights
+    become zero after it.
     """
     if isinstance(mask, BlockMask):
+        if dropout is not None:
+            raise ValueError("FlexAttention drops no weights")
         return _flex(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
     trains_on_cpu = _asked != "flash" and q_BHTG.device.type == "cpu" and torch.is_grad_enabled()
     products = trains_on_cpu and q_BHTG.dtype == torch.bfloat16
-    if soft_cap or sinks_H is not None or (products and q_BHTG.shape[2] * k_BKSG.shape[2] <= SHORT**2):
-        return _plain(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
+    is_special = bool(soft_cap) or sinks_H is not None or dropout is not None
+    if is_special or (products and q_BHTG.shape[2] * k_BKSG.shape[2] <= SHORT**2):
+        return _plain(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H, dropout)
     if products and mask is None and q_BHTG.shape[2] == k_BKSG.shape[2]:
         return causal_attention(q_BHTG, k_BKSG, v_BKSG, scale)[0]
     if trains_on_cpu and mask is None and q_BHTG.dtype == torch.float32 and is_faster(q_BHTG, k_BKSG):
@@ -151,22 +157,32 @@ def attend(
     )
 
 
-def _plain(q_BHTG, k_BKSG, v_BKSG, mask: Tensor | None, scale: float, soft_cap: float, sinks_H: Tensor | None) -> Tensor:
+def _plain(
+    q_BHTG: Tensor,
+    k_BKSG: Tensor,
+    v_BKSG: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    soft_cap: float,
+    sinks_H: Tensor | None,
+    dropout: WeightMask | None,
+) -> Tensor:
     """Matrix products and a softmax in fp32: what no fused kernel of torch's computes on a CPU."""
     heads, length = q_BHTG.shape[1], q_BHTG.shape[2]
     q_BKRTG = q_BHTG.unflatten(1, (k_BKSG.shape[1], -1))
     scores = q_BKRTG @ k_BKSG.transpose(-1, -2)[:, :, None] * scale
-    scores_BHTS = scores.flatten(1, 2).float()
+    scores_BHTS = scores.flatten(1, 2).to(torch.promote_types(scores.dtype, torch.float32))
     if soft_cap:
         scores_BHTS = soft_cap * torch.tanh(scores_BHTS / soft_cap)
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=q_BHTG.device).tril()
     scores_BHTS = scores_BHTS.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_BHTS + mask
     if sinks_H is not None:
-        column = sinks_H.float()[None, :, None, None].expand(*scores_BHTS.shape[:3], 1)
+        column = sinks_H.to(scores_BHTS.dtype)[None, :, None, None].expand(*scores_BHTS.shape[:3], 1)
         weights_BHTS = torch.cat((scores_BHTS, column), dim=-1).softmax(-1)[..., :-1]
     else:
         weights_BHTS = scores_BHTS.softmax(-1)
+    weights_BHTS = drop(weights_BHTS, dropout)
     weights = weights_BHTS.to(v_BKSG.dtype).unflatten(1, (k_BKSG.shape[1], heads // k_BKSG.shape[1]))
     return (weights @ v_BKSG[:, :, None]).flatten(1, 2)
 
@@ -239,10 +255,19 @@ class Scored(nn.Module):
     real_queries: slice | Tensor = slice(None)
     """Which queries of a call are real, where others fill it up: the first ones, or with a mask of one row any."""
 
-    def attend(self, q_BHTG: Tensor, k_BKSG: Tensor, v_BKSG: Tensor, mask: Mask | None, scale: float, *options: Any) -> Tensor:
+    def attend(
+        self,
+        q_BHTG: Tensor,
+        k_BKSG: Tensor,
+        v_BKSG: Tensor,
+        mask: Mask | None,
+        scale: float,
+        *options: Any,
+        dropout: WeightMask | None = None,
+    ) -> Tensor:
         if self.watch_scores is not None:
             self.watch_scores(largest_score(q_BHTG[:, :, self.real_queries], k_BKSG, mask, scale))
-        return attend(q_BHTG, k_BKSG, v_BKSG, mask, scale, *options)
+        return attend(q_BHTG, k_BKSG, v_BKSG, mask, scale, *options, dropout=dropout)
 
 
 class Attention(Scored):
@@ -266,7 +291,12 @@ class Attention(Scored):
         self.sinks = nn.Parameter(torch.zeros(config.heads)) if switches.sinks else None
 
     def forward(
-        self, x_BTD: Tensor, rope: Tables | None = None, mask: Mask | None = None, cache: LayerCache | None = None
+        self,
+        x_BTD: Tensor,
+        rope: Tables | None = None,
+        mask: Mask | None = None,
+        cache: LayerCache | None = None,
+        dropout: WeightMask | None = None,
     ) -> Tensor:
         q_BHTG = self._heads(self.query(x_BTD), self.query_norm)
         k_BKTG = self._heads(self.key(x_BTD), self.key_norm)
@@ -275,7 +305,7 @@ class Attention(Scored):
             q_BHTG, k_BKTG = rotate(q_BHTG, rope, self.layout), rotate(k_BKTG, rope, self.layout)
         if cache is not None:
             k_BKTG, v_BKTG = cache.append(k_BKTG, v_BKTG)
-        y_BHTG = self.attend(q_BHTG, k_BKTG, v_BKTG, mask, self.scale, self.soft_cap, self.sinks)
+        y_BHTG = self.attend(q_BHTG, k_BKTG, v_BKTG, mask, self.scale, self.soft_cap, self.sinks, dropout=dropout)
         return self.output(y_BHTG.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor, norm: nn.Module | None) -> Tensor:
@@ -321,7 +351,12 @@ class LatentAttention(Scored):
         self.compressed = latent.query_rank > 0
 
     def forward(
-        self, x_BTD: Tensor, rope: Tables | None = None, mask: Mask | None = None, cache: LayerCache | None = None
+        self,
+        x_BTD: Tensor,
+        rope: Tables | None = None,
+        mask: Mask | None = None,
+        cache: LayerCache | None = None,
+        dropout: WeightMask | None = None,
     ) -> Tensor:
         q_BTQ = self.query_up(self.query_norm(self.query_down(x_BTD))) if self.compressed else self.query(x_BTD)
         q_BHTG = q_BTQ.unflatten(-1, (-1, sum(self.widths))).transpose(1, 2)
@@ -336,7 +371,7 @@ class LatentAttention(Scored):
         k_BHSG, v_BHSG = both_BSHG.transpose(1, 2).split([self.widths[0], self.value_dim], dim=-1)
         q_BHTG = torch.cat((plain_BHTG, turned_BHTR), dim=-1)
         k_BHSG = torch.cat((k_BHSG, key_B1TR.expand(-1, k_BHSG.shape[1], -1, -1)), dim=-1)
-        y_BHTG = self.attend(q_BHTG, k_BHSG, v_BHSG, mask, self.scale, self.soft_cap)
+        y_BHTG = self.attend(q_BHTG, k_BHSG, v_BHSG, mask, self.scale, self.soft_cap, dropout=dropout)
         return self.output(y_BHTG.transpose(1, 2).flatten(2))
 
 

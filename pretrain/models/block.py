@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pretrain.config.model_schema import Model
 from pretrain.models.attention import Attention, LatentAttention, LayerCache
-from pretrain.models.dropout import BlockDropout
+from pretrain.models.dropout import BlockDropout, drop
 from pretrain.models.experts import MixtureOfExperts, RouterReport
 from pretrain.models.layers import Mlp, make_norm
 from pretrain.models.masks import Mask
@@ -24,7 +24,7 @@ class Block(nn.Module):
     sandwich   x + output_norm(f(norm(x)))    all four
     post       output_norm(x + f(x))          attention_output_norm, mlp_output_norm
 
-    Dropout acts on what a sublayer adds to x.
+    Dropout acts on what a sublayer adds to x, and on the weights of attention.
     """
 
     def __init__(self, config: Model, spec: LayerSpec) -> None:
@@ -55,7 +55,7 @@ class Block(nn.Module):
         reports: list[RouterReport | None] = []
 
         def attention(y_BTD: Tensor) -> Tensor:
-            return self.attention(y_BTD, rope, mask, cache)
+            return self.attention(y_BTD, rope, mask, cache, dropout and dropout["attention.weights"])
 
         def mlp(y_BTD: Tensor) -> Tensor:
             if not isinstance(self.mlp, MixtureOfExperts):
@@ -65,11 +65,11 @@ class Block(nn.Module):
             return y_BTD
 
         added = self._sublayer(x_BTD, attention, self.attention_norm, self.attention_output_norm)
-        added = added if dropout is None else dropout["attention"](added)
+        added = drop(added, dropout and dropout["attention"])
         if not self.parallel:
             x_BTD = self._joined(x_BTD, added, self.attention_output_norm)
         from_mlp = self._sublayer(x_BTD, mlp, self.mlp_norm, self.mlp_output_norm)
-        from_mlp = from_mlp if dropout is None else dropout["mlp"](from_mlp)
+        from_mlp = drop(from_mlp, dropout and dropout["mlp"])
         if self.parallel:
             x_BTD = x_BTD + added + from_mlp
         else:

@@ -19,7 +19,7 @@ from pretrain.config.schema import Loss
 from pretrain.conventions import IGNORED
 from pretrain.models.attention import Cache
 from pretrain.models.block import Block
-from pretrain.models.dropout import Dropout, every_row, make_dropout
+from pretrain.models.dropout import Dropout, drop, every_row, make_dropout
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding, make_norm
 from pretrain.models.loss import Losses, LossOptions
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         enters, leaves = span.start == 0, span.stop == self.config.layers
         if enters == bool(hidden):
             raise ValueError("the first span of a network takes tokens alone, and the others what the span before returned")
-        dropout = make_dropout(self.config.dropout, keys_B, self.config.dim, tokens_BT.shape[1], self.rows_at_hand)
+        dropout = make_dropout(self.config, keys_B, tokens_BT.shape[1], self.rows_at_hand)
         counted_BT = targets_BT != IGNORED if targets_BT is not None and torch.is_grad_enabled() else None
         blocks = {name: block for name, block in self.layers.items() if int(name) in span}
         ahead = self.multi_token if leaves and counted_BT is not None else None
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
             x_BTD = x_BTD * torch.full((), self.config.embedding_multiplier, dtype=x_BTD.dtype, device=x_BTD.device)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(positions_BT)
-        return x_BTD if dropout is None else dropout.at("embedding")(x_BTD)
+        return drop(x_BTD, dropout and dropout.at("embedding"))
 
     def _tables(self, positions: Tensor, length: int, local: bool) -> Tables | None:
         return rotary_tables(self.config, positions, length, local) if self.config.positions == "rope" else None

@@ -6,6 +6,8 @@ run goes on exactly, and a recomputed block gets the mask it had.
 
     key of the sample, name of the layer, position --64-bit finaliser--> a number per row --xor--> a number per two components
     --multiply, xor-shift, multiply--> 2 x 16 bits, each compared with the rate
+
+Of the weights of attention, a row is a query of one head, and its components are the keys that the query sees.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+
+from pretrain.config.model_schema import Model
 
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as an int64: what positions are apart
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)  # splitmix64
@@ -32,44 +36,65 @@ def every_row(x_BTX: Tensor) -> Tensor:
 
 class Dropout:
     """Dropout of one forward pass. `keys_B`: an int64 per sample (`conventions.sample_keys`). `rate`: share of elements that become zero, rounded to
-    a multiple of 2^-16. `dim`: width of the hidden states. `steps_R`: of the positions of their rows (`position_steps`).
+    a multiple of 2^-16. `dim`: width of the hidden states. `steps_R`: of the positions of their rows (`position_steps`). `weights`: dropout of the
+    weights of attention, None where these are kept.
     """
 
-    def __init__(self, rate: float, keys_B: Tensor, dim: int, steps_R: Tensor) -> None:
-        self.dropped = max(1, min(_LEVELS - 1, round(rate * _LEVELS)))  # a rate is never nothing, nor everything
-        self.keys_B, self.dim, self.steps_R = keys_B, dim, steps_R
+    def __init__(self, rate: float, keys_B: Tensor, dim: int, steps_R: Tensor, weights: DropoutOfWeights | None = None) -> None:
+        self.rate, self.keys_B, self.dim, self.steps_R, self.weights = rate, keys_B, dim, steps_R, weights
 
-    def at(self, name: str) -> DropoutMask:
-        """The mask of one place in the network. Every place has a name of its own."""
+    def at(self, name: str) -> DropoutMask | None:
+        """The mask of one place in the network, None at rate 0. Every place has a name of its own."""
+        if not self.rate:
+            return None
         columns = _columns(-(-self.dim // 2), self.keys_B.device)
-        return DropoutMask(self.dropped, _finalise(self.keys_B ^ _hash_of(name)), self.steps_R, columns)
+        return DropoutMask(self.rate, _finalise(self.keys_B ^ _hash_of(name)), self.steps_R, columns)
 
     def of_block(self, block: str, sublayers: Sequence[str] = ("attention", "mlp")) -> BlockDropout:
         """The masks of a block, by sublayer. They are made outside the block, so that one compiled function serves all blocks."""
-        return {sublayer: self.at(f"{block}.{sublayer}") for sublayer in sublayers}
+        masks: BlockDropout = {sublayer: self.at(f"{block}.{sublayer}") for sublayer in sublayers}
+        for name in (f"{sublayer}.weights" for sublayer in sublayers if sublayer != "mlp"):
+            masks[name] = self.weights and self.weights.at(f"{block}.{name}")
+        return masks
+
+
+class DropoutOfWeights:
+    """Dropout of the weights of attention in one forward pass. `heads`: of queries; `length`: of whole sequences of queries, whatever positions a
+    rank has.
+    """
+
+    def __init__(self, rate: float, keys_B: Tensor, heads: int, length: int) -> None:
+        self.rate, self.keys_B = rate, keys_B
+        self.heads_H, self.steps_T = (position_steps(count, keys_B.device) for count in (heads, length))
+
+    def at(self, name: str) -> WeightMask:
+        """The mask of the weights of one attention."""
+        keys_B = _finalise(self.keys_B ^ _hash_of(name))
+        return WeightMask(self.rate, _finalise(keys_B[:, None] + self.heads_H), self.steps_T)
 
 
 class DropoutMask:
-    """Dropout at one place in the network. `keys_B`: of the samples there; `steps_R`: a number per position; `columns`: one per two components.
+    """Dropout at one place in the network. `keys`: of the samples there, [B]; `steps_R`: a number per position; `columns`: one per two components.
 
     The elements that are kept are scaled up by what is right for the rounded rate.
     """
 
-    def __init__(self, dropped: int, keys_B: Tensor, steps_R: Tensor, columns: Tensor) -> None:
-        self.dropped, self.keys_B, self.steps_R, self.columns = dropped, keys_B, steps_R, columns
-        self.scale = _LEVELS / (_LEVELS - dropped)
+    def __init__(self, rate: float, keys: Tensor, steps_R: Tensor, columns: Tensor | None) -> None:
+        self.rate, self.keys, self.steps_R, self.columns = rate, keys, steps_R, columns
+        self.dropped = max(1, min(_LEVELS - 1, round(rate * _LEVELS)))  # a rate is never nothing, nor everything
+        self.scale = _LEVELS / (_LEVELS - self.dropped)
 
-    def __call__(self, x_BTD: Tensor) -> Tensor:
-        """`x_BTD` with elements zeroed."""
-        kept_BTD = self.kept(x_BTD.shape[2])
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x`, [B, R, D] or [B, H, R, S], with elements zeroed."""
+        kept = self.kept(x.shape[-1])
         # The factor comes last: in bf16 a mask that is already scaled would be off by its rounding everywhere.
-        return x_BTD * kept_BTD.to(x_BTD.dtype) * self.scale
+        return x * kept.to(x.dtype) * self.scale
 
     def kept(self, dim: int) -> Tensor:
-        """False where an element is zeroed, [B, R, D]."""
-        rows_BT = _finalise(self.keys_B[:, None] + self.steps_R)
+        """False where an element is zeroed, [B, R, D] or [B, H, R, D], of the first `dim` components."""
+        rows = _finalise(self.keys[..., None] + self.steps_R)
         # Two elements to a hash, its halves; in place, because this is the whole cost.
-        z = rows_BT.to(torch.int32)[:, :, None] ^ self.columns
+        z = rows.to(torch.int32)[..., None] ^ self._columns_of(dim)
         z.mul_(_THIRD)
         z ^= z >> 15
         z.mul_(_FOURTH)
@@ -77,18 +102,48 @@ class DropoutMask:
         halves[..., 0::2] ^= halves[..., 1::2]  # low bits of a product depend on low bits alone
         return halves[..., :dim] >= self.dropped - _LEVELS // 2
 
+    def _columns_of(self, dim: int) -> Tensor:
+        return self.columns
 
-BlockDropout = dict[str, DropoutMask]
-"""The masks of a block, by sublayer."""
+
+class WeightMask(DropoutMask):
+    """Dropout of the weights [B, H, R, S] of one attention. `keys`: of the heads at hand, [B, H]. Any number of keys may be seen."""
+
+    def __init__(self, rate: float, keys: Tensor, steps_R: Tensor) -> None:
+        super().__init__(rate, keys, steps_R, None)
+
+    def of_heads(self, heads: slice) -> WeightMask:
+        """The mask of some of the heads."""
+        return WeightMask(self.rate, self.keys[:, heads], self.steps_R)
+
+    def of_queries(self, steps_R: Tensor) -> WeightMask:
+        """The mask of the queries with these of the numbers `steps_R`."""
+        return WeightMask(self.rate, self.keys, steps_R)
+
+    def _columns_of(self, dim: int) -> Tensor:
+        return _finalise(position_steps(-(-dim // 2), self.keys.device) ^ _hash_of("keys of attention")).to(torch.int32)
+
+
+BlockDropout = dict[str, DropoutMask | None]
+"""The masks of a block: by sublayer of what it adds, and by "attention.weights" and the like of the weights. None: nothing is dropped."""
+
+
+def drop(x: Tensor, mask: DropoutMask | None) -> Tensor:
+    """`x` with elements zeroed, where there is a mask."""
+    return x if mask is None else mask(x)
 
 
 def make_dropout(
-    rate: float, keys_B: Tensor | None, dim: int, length: int, rows_at_hand: Callable[[Tensor], Tensor] = every_row
+    model: Model, keys_B: Tensor | None, length: int, rows_at_hand: Callable[[Tensor], Tensor] = every_row
 ) -> Dropout | None:
     """Dropout in sequences of a length. None where nothing is dropped: at rate 0, and without keys, which is how a network is evaluated."""
-    if not rate or keys_B is None:
+    if not (model.dropout or model.attention_dropout) or keys_B is None:
         return None
-    return Dropout(rate, keys_B, dim, rows_at_hand(position_steps(length, keys_B.device)[None])[0])
+    weights = None
+    if model.attention_dropout:
+        weights = DropoutOfWeights(model.attention_dropout, keys_B, model.heads, length)
+    rows = rows_at_hand(position_steps(length, keys_B.device)[None])[0]
+    return Dropout(model.dropout, keys_B, model.dim, rows, weights)
 
 
 def _finalise(z: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Loss
 from pretrain.models.attention import Attention, LayerCache, Scored
-from pretrain.models.dropout import BlockDropout, Dropout, every_row, make_dropout
+from pretrain.models.dropout import BlockDropout, Dropout, WeightMask, drop, every_row, make_dropout
 from pretrain.models.layers import Embedding, Linear, Mlp, make_norm
 from pretrain.models.loss import Losses, LossOptions
 from pretrain.models.network import Unit
@@ -77,8 +77,10 @@ class CrossAttention(Scored):
         """Keys and values [B, K, S, G] of the encoder's output."""
         return self._heads(self.key(memory_BSD)), self._heads(self.value(memory_BSD))
 
-    def forward(self, x_BTD: Tensor, keys_values: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        y_BHTG = self.attend(self._heads(self.query(x_BTD)), *keys_values, mask, self.scale)
+    def forward(
+        self, x_BTD: Tensor, keys_values: tuple[Tensor, Tensor], mask: Tensor, dropout: WeightMask | None = None
+    ) -> Tensor:
+        y_BHTG = self.attend(self._heads(self.query(x_BTD)), *keys_values, mask, self.scale, dropout=dropout)
         return self.output(y_BHTG.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
@@ -111,22 +113,23 @@ class Layer(nn.Module):
     ) -> Tensor:
         """`mask` of self-attention: see models/masks.py, None for causal; `memory_BSD`: the encoder's output, unless it is in the cache."""
         own = cache.own if cache else None
-        x_BTD = self._add(x_BTD, lambda y: self.attention(y, None, mask, own), self.attention_norm, dropout, "attention")
+        of_attention, of_cross = (dropout and dropout.get(f"{name}.weights") for name in ("attention", "cross"))
+        x_BTD = self._add(
+            x_BTD, lambda y: self.attention(y, None, mask, own, of_attention), self.attention_norm, dropout, "attention"
+        )
         if self.cross is not None:
             # As a view, so that the gradients of keys and values meet before those of other layers: bf16 sums depend on the order,
             # and FSDP2, which takes a layer's inputs through a function of its own, adds a layer's gradients first.
             pair = cache.cross if cache and cache.cross else self.cross.keys_values(memory_BSD.view_as(memory_BSD))
             if cache:
                 cache.cross = pair
-            x_BTD = self._add(x_BTD, lambda y: self.cross(y, pair, memory_mask), self.cross_norm, dropout, "cross")
+            x_BTD = self._add(x_BTD, lambda y: self.cross(y, pair, memory_mask, of_cross), self.cross_norm, dropout, "cross")
         return self._add(x_BTD, self.mlp, self.mlp_norm, dropout, "mlp")
 
     def _add(
         self, x_BTD: Tensor, run: Callable[[Tensor], Tensor], norm: nn.Module, dropout: BlockDropout | None, sublayer: str
     ) -> Tensor:
-        y_BTD = run(x_BTD if self.post else norm(x_BTD))
-        if dropout is not None:
-            y_BTD = dropout[sublayer](y_BTD)
+        y_BTD = drop(run(x_BTD if self.post else norm(x_BTD)), dropout and dropout[sublayer])
         return norm(x_BTD + y_BTD) if self.post else x_BTD + y_BTD
 
 
@@ -206,11 +209,11 @@ class EncoderDecoder(nn.Module):
         if cache:
             cache.source_mask = memory_mask
         if span.start < encoded and reads:
-            dropped = make_dropout(config.dropout, keys_B, config.dim, source_BS.shape[1], self.rows_at_hand)
+            dropped = make_dropout(config, keys_B, source_BS.shape[1], self.rows_at_hand)
             hidden = (self.encode(source_BS, memory_mask, dropped, span, *hidden),)
         if span.stop <= encoded:
             return hidden
-        dropout = make_dropout(config.dropout, keys_B, config.dim, tokens_BT.shape[1], self.rows_at_hand)
+        dropout = make_dropout(config, keys_B, tokens_BT.shape[1], self.rows_at_hand)
         start = cache.length if cache else 0
         mask = self._causal(start, start + tokens_BT.shape[1], tokens_BT.device)
         if span.start <= encoded:
@@ -281,7 +284,7 @@ class EncoderDecoder(nn.Module):
         if config.positions == "sinusoidal":
             table_TD = sinusoids(start, start + tokens_BT.shape[1], config.dim, tokens_BT.device)
             x_BTD = x_BTD + self.rows_at_hand(table_TD[None]).to(x_BTD.dtype)
-        return x_BTD if dropout is None else dropout.at(name)(x_BTD)
+        return drop(x_BTD, dropout and dropout.at(name))
 
     def units(self) -> list[Unit]:
         """See `models/network.py`. A shared table looks up the rows of sources and of targets. A tied head has no weights, and is in no unit."""

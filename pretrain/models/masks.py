@@ -51,7 +51,12 @@ def document_positions(numbers_BT: Tensor) -> Tensor:
 def attention_backend(model: Model, device: torch.device, training: bool) -> Backend:
     """What applies document masks: `model.attention_backend` with `auto` resolved. Raises ConfigError where it cannot run."""
     if model.attention_backend == "auto":
-        return "flex" if device.type == "cuda" and narrowest_head(model) >= FLEX_NARROWEST_HEAD else "sdpa"
+        flex = device.type == "cuda" and narrowest_head(model) >= FLEX_NARROWEST_HEAD and not model.attention_dropout
+        return "flex" if flex else "sdpa"
+    if model.attention_backend == "flex" and model.attention_dropout:
+        raise ConfigError(
+            f"model.attention_backend=flex drops no weights, as model.attention_dropout={model.attention_dropout:g} asks; use sdpa or auto"
+        )
     if model.attention_backend == "flex" and training and device.type != "cuda":
         raise ConfigError(
             f"model.attention_backend=flex cannot train on run.device={device.type}: FlexAttention has a backward pass on CUDA only; "

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from pretrain.conventions import IGNORED
 from pretrain.distributed.mesh import Mesh
 from pretrain.models.attention import Attention, LatentAttention
+from pretrain.models.dropout import WeightMask
 from pretrain.models.experts import MixtureOfExperts, Router, RouterReport
 from pretrain.models.layers import Embedding
 from pretrain.models.loss import Losses
@@ -147,16 +148,28 @@ class OwnQueries:
 
     context: ContextAxis
 
-    def forward(self, x_BRD: Tensor, rope: Any = None, mask: Any = None, cache: Any = None) -> Tensor:
+    def forward(
+        self, x_BRD: Tensor, rope: Any = None, mask: Any = None, cache: Any = None, dropout: WeightMask | None = None
+    ) -> Tensor:
         own = None if rope is None else tuple(self.context.own(table, dim=table.dim() - 2) for table in rope)
-        return super().forward(x_BRD, own, mask, cache)
+        dropout = dropout and dropout.of_queries(self.context.own(dropout.steps_R, dim=0))
+        return super().forward(x_BRD, own, mask, cache, dropout)
 
-    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, masks: tuple[Tensor, ...], *options: Any) -> Tensor:
+    def attend(
+        self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, masks: tuple[Tensor, ...], *options: Any, **named: Any
+    ) -> Tensor:
         k_BKTG, v_BKTG = (self.context.gather_heads(x) for x in (k_BKRG, v_BKRG))
-        return self.attend_rows(q_BHRG, k_BKTG, v_BKTG, masks, *options)
+        return self.attend_rows(q_BHRG, k_BKTG, v_BKTG, masks, *options, **named)
 
     def attend_rows(
-        self, q_BHRG: Tensor, k_BKTG: Tensor, v_BKTG: Tensor, masks: tuple[Tensor, ...], *options: Any, length: int = 0
+        self,
+        q_BHRG: Tensor,
+        k_BKTG: Tensor,
+        v_BKTG: Tensor,
+        masks: tuple[Tensor, ...],
+        *options: Any,
+        length: int = 0,
+        dropout: WeightMask | None = None,
     ) -> Tensor:
         """Each stretch of queries meets the keys up to its end. `length`: of the sequences, where it is not that of the targets."""
         found = []
@@ -164,18 +177,23 @@ class OwnQueries:
             stop = mask.shape[-1]
             if self.watch_scores is not None:
                 self.real_queries = slice(self.context.real(number, length))
-            found.append(super().attend(q_BHQG, k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], mask, *options))
+            dropped = dropout and dropout.of_queries(dropout.steps_R.chunk(2)[number])
+            found.append(super().attend(q_BHQG, k_BKTG[:, :, :stop], v_BKTG[:, :, :stop], mask, *options, dropout=dropped))
         return torch.cat(found, dim=2)
 
 
 class OwnLatentQueries(OwnQueries):
     """Latent attention that gathers what keys and values are made from, which is much smaller, and makes those of all positions itself."""
 
-    def forward(self, x_BRD: Tensor, rope: Any = None, mask: Any = None, cache: Any = None) -> Tensor:
-        return super().forward(x_BRD, rope, mask, AllLatents(self.context))
+    def forward(
+        self, x_BRD: Tensor, rope: Any = None, mask: Any = None, cache: Any = None, dropout: WeightMask | None = None
+    ) -> Tensor:
+        return super().forward(x_BRD, rope, mask, AllLatents(self.context), dropout)
 
-    def attend(self, q_BHRG: Tensor, k_BHTG: Tensor, v_BHTG: Tensor, masks: tuple[Tensor, ...], *options: Any) -> Tensor:
-        return self.attend_rows(q_BHRG, k_BHTG, v_BHTG, masks, *options)
+    def attend(
+        self, q_BHRG: Tensor, k_BHTG: Tensor, v_BHTG: Tensor, masks: tuple[Tensor, ...], *options: Any, **named: Any
+    ) -> Tensor:
+        return self.attend_rows(q_BHRG, k_BHTG, v_BHTG, masks, *options, **named)
 
 
 class AllLatents(NamedTuple):

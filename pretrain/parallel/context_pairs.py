@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pretrain.models.dropout import WeightMask
 from pretrain.models.positions import RelativeBias
 from pretrain.parallel.collectives import extend
 from pretrain.parallel.context import ContextAxis, OwnQueries
@@ -42,10 +43,10 @@ class SourceQueries(OwnQueries):
 
     context: PairedContextAxis
 
-    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, mask: Tensor, *options: Any) -> Tensor:
+    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, mask: Tensor, *options: Any, **named: Any) -> Tensor:
         k_BKSG, v_BKSG = (self.context.gather_heads(x, mask.shape[-1]) for x in (k_BKRG, v_BKRG))
         masks = (mask, mask) if mask.shape[2] == 1 else mask.chunk(2, dim=2)
-        return self.attend_rows(q_BHRG, k_BKSG, v_BKSG, masks, *options, length=mask.shape[-1])
+        return self.attend_rows(q_BHRG, k_BKSG, v_BKSG, masks, *options, length=mask.shape[-1], **named)
 
 
 class TargetQueries(OwnQueries):
@@ -53,7 +54,9 @@ class TargetQueries(OwnQueries):
 
     context: PairedContextAxis
 
-    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    def attend(
+        self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, bias: Tensor | None, *options: Any, **named: Any
+    ) -> Tensor:
         # Without biases the positions that fill up count as real ones. They are later than these, which do not see them.
         length = q_BHRG.shape[2] * self.context.size if bias is None else bias.shape[-1]
         k_BKTG, v_BKTG = (self.context.gather_heads(x, length) for x in (k_BKRG, v_BKRG))
@@ -61,7 +64,7 @@ class TargetQueries(OwnQueries):
             masks = self.context.make_mask(length, q_BHRG.device, None, None, 0)
         else:
             masks = [rows[..., :last] for rows, (_, last) in zip(bias.chunk(2, dim=2), self.context.stretches(length))]
-        return self.attend_rows(q_BHRG, k_BKTG, v_BKTG, masks, *options)
+        return self.attend_rows(q_BHRG, k_BKTG, v_BKTG, masks, *options, **named)
 
 
 class TargetsOfSources:
@@ -69,9 +72,13 @@ class TargetsOfSources:
 
     context: PairedContextAxis
 
-    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, mask: Tensor, *options: Any) -> Tensor:
+    def forward(self, x_BRD: Tensor, keys_values: Any, mask: Tensor, dropout: WeightMask | None = None) -> Tensor:
+        dropout = dropout and dropout.of_queries(self.context.own(dropout.steps_R, dim=0))
+        return super().forward(x_BRD, keys_values, mask, dropout)
+
+    def attend(self, q_BHRG: Tensor, k_BKRG: Tensor, v_BKRG: Tensor, mask: Tensor, *options: Any, **named: Any) -> Tensor:
         k_BKSG, v_BKSG = (self.context.gather_heads(x, mask.shape[-1]) for x in (k_BKRG, v_BKRG))
         if self.watch_scores is not None:
             places_R = self.context.own(torch.arange(1, self.context.length + 1)[None])[0]  # 0: filling
             self.real_queries = places_R.nonzero().flatten().to(q_BHRG.device)
-        return super().attend(q_BHRG, k_BKSG, v_BKSG, mask, *options)
+        return super().attend(q_BHRG, k_BKSG, v_BKSG, mask, *options, **named)

@@ -119,6 +119,10 @@ def _check_ring(config: Config) -> None:
         raise ConfigError(
             f"parallel.context_method=ring: pairs of sequences (model.family={config.model.family}) are gathered; use allgather"
         )
+    if config.model.attention_dropout:
+        raise ConfigError(
+            f"parallel.context_method=ring: its kernels drop no weights, as model.attention_dropout={config.model.attention_dropout:g} asks; use allgather"
+        )
     if config.parallel.compile != "none":
         raise ConfigError(
             "parallel.context_method=ring: torch's compiler cannot trace messages between two ranks; use allgather, or set "

@@ -101,6 +101,7 @@ class RingQueries(OwnQueries):
         scale: float,
         soft_cap: float = 0.0,
         sinks_H: Tensor | None = None,
+        dropout: None = None,  # refused with a ring (legality.py)
     ) -> Tensor:
         if self.watch_scores is not None:
             self.watch_scores(self._largest_score(q_BHRG, k_BKRG, mask, scale))

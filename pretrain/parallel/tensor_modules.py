@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from pretrain.models.dropout import WeightMask
 from pretrain.models.experts import RouterReport
 from pretrain.models.layers import table_gradient
 from pretrain.parallel.collectives import gather, scatter, total
@@ -81,11 +82,14 @@ class OwnHeads:
         scale: float,
         soft_cap: float = 0.0,
         sinks_H: Tensor | None = None,
+        dropout: WeightMask | None = None,
     ) -> Tensor:
         if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1:  # a bias of positions, by head
             mask = mask[:, self.own_heads]
         sinks_H = None if sinks_H is None else sinks_H[self.own_heads]
-        return super().attend(q_BHTG, k_BKSG[:, self.used_keys], v_BKSG[:, self.used_keys], mask, scale, soft_cap, sinks_H)
+        dropout = dropout and dropout.of_heads(self.own_heads)
+        k_BKSG, v_BKSG = k_BKSG[:, self.used_keys], v_BKSG[:, self.used_keys]
+        return super().attend(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H, dropout=dropout)
 
 
 class NormOfAllHeads:

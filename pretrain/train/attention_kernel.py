@@ -47,6 +47,8 @@ def _without_effect(config: Config, device: torch.device, asked: str) -> str | N
     """Why a GPU computes this run's attention otherwise whatever the key says; None where it has an effect."""
     if config.parallel.context > 1 and config.parallel.context_method == "ring" and asked != "efficient":
         return "with parallel.context_method=ring, which has the efficient kernel"
+    if config.model.attention_dropout:
+        return "on training with model.attention_dropout, which no kernel of torch's computes as we do"
     if not needs_masks(config) or not _are_all_masked(config):
         return None
     if attention_backend(config.model, device, training=True) == "flex":
@@ -131,7 +133,7 @@ def _has_products(config: Config) -> bool:
     says otherwise.
     """
     switches = config.model.attention
-    if not family_of(config.model.family).splits or switches.soft_cap or switches.sinks:
+    if not family_of(config.model.family).splits or switches.soft_cap or switches.sinks or config.model.attention_dropout:
         return False
     has_any = config.data.pairs is not None or config.model.encoder.layers > 0  # their lengths differ
     lengths = [config.data.sequence_length, *(stage.length for stage in config.batch.lengths)]

@@ -150,6 +150,7 @@ def model_section(random: Random, family: str, sizes: dict[str, int]) -> dict[st
     if random.random() < 0.4:
         model["tie_embeddings"] = random.random() < 0.5
     model["dropout"] = random.choice((0, 0.1))
+    model["attention_dropout"] = random.choice((0, 0, 0.2))
     if family in ("transformer", "t5"):
         return model | {"encoder": {"layers": random.choice((1, 2)), "share_embedding": True}}
     if random.random() < 0.2:

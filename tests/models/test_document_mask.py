@@ -321,6 +321,10 @@ def test_auto_takes_flex_on_cuda_and_sdpa_elsewhere():
     assert attention_backend(model, cpu, True) == attention_backend(model, cpu, False) == "sdpa"
     assert attention_backend(dataclasses.replace(model, attention_backend="flex"), cpu, False) == "flex"
     assert attention_backend(dataclasses.replace(model, attention_backend="sdpa"), cuda, True) == "sdpa"
+    dropping = dataclasses.replace(model, attention_dropout=0.1)
+    assert attention_backend(dropping, cuda, True) == "sdpa"
+    with pytest.raises(ConfigError, match="model.attention_backend=flex drops no weights, as model.attention_dropout=0.1 asks; use sdpa or auto"):
+        attention_backend(dataclasses.replace(dropping, attention_backend="flex"), cuda, True)
     with pytest.raises(ConfigError, match="model.attention_backend=flex needs model.head_dim of at least 16, and it is 8"):
         attention_backend(dataclasses.replace(narrow, attention_backend="flex"), cuda, True)
 

@@ -1,4 +1,4 @@
-"""Dropout by hashing looks random in every direction: its rate, its neighbours, its layers, its samples. Decoders have it in two places."""
+"""Dropout by hashing looks random in every direction: its rate, its neighbours, its layers, its samples. Decoders have it in three places."""
 
 import copy
 import dataclasses
@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from pretrain.config.attention_schema import Latent
 from pretrain.config.model_schema import ExpertsConfig, Model, Norm
 from pretrain.conventions import sample_keys
 from pretrain.data.tasks import NextToken
 from pretrain.models import build_network
-from pretrain.models.dropout import Dropout, make_dropout, position_steps
+from pretrain.models.attention import attend
+from pretrain.models.dropout import Dropout, DropoutOfWeights, make_dropout, position_steps
 from pretrain.models.families import complete
+from pretrain.models.positions import rotate
 from pretrain.parallel.blocks import compile_blocks, compile_model, recompute_blocks
 from pretrain.parallel.initialise import initialise
 
@@ -84,7 +87,73 @@ def test_a_sample_has_another_key_in_every_epoch_and_run():
 
 
 def test_nothing_is_dropped_without_keys_or_at_rate_0():
-    assert make_dropout(0.1, None, 8, 3) is None and make_dropout(0.0, torch.zeros(1, dtype=torch.int64), 8, 3) is None
+    for rates in ({"dropout": 0.1}, {"attention_dropout": 0.1}):
+        assert make_dropout(Model(dim=8, heads=2, **rates), None, 3) is None
+        assert make_dropout(Model(dim=8, heads=2, **rates), torch.zeros(1, dtype=torch.int64), 3) is not None
+    assert make_dropout(Model(dim=8, heads=2), torch.zeros(1, dtype=torch.int64), 3) is None
+
+
+# ---- weights of attention -----------------------------------------------------------------------------------------------
+
+HEADS, QUERIES, ATTENDED = 6, 20, 26
+
+
+def zeroed_weights(rate: float, name: str = "layer", seed: int = 0, samples: int = 120, queries: int = QUERIES, attended: int = ATTENDED):
+    """[samples, HEADS, queries, attended]."""
+    keys = torch.from_numpy(sample_keys(seed, np.arange(samples)))
+    return (~DropoutOfWeights(rate, keys, HEADS, queries).at(name).kept(attended)).double()
+
+
+def test_weights_are_dropped_independently_in_every_direction():
+    rate, mask = 0.3, zeroed_weights(0.3)
+    assert abs(float(mask.mean()) - rate) < 4 * (rate * (1 - rate) / mask.numel()) ** 0.5
+    others = {"another layer": zeroed_weights(rate, "layeR"), "another seed": zeroed_weights(rate, seed=1)}
+    pairs = {what: (mask, other) for what, other in others.items()}
+    for dim, what in enumerate(("samples", "heads", "queries", "keys")):
+        for k in (1, 2, 3, 4):
+            size = mask.shape[dim] - k
+            pairs[f"{k} {what} on"] = mask.narrow(dim, k, size), mask.narrow(dim, 0, size)
+    # A head's query and the next head's next one, and the like: their numbers are made by sums.
+    pairs["a head and a query on"] = mask[:, 1:, 1:], mask[:, :-1, :-1]
+    pairs["a head on, a query back"] = mask[:, 1:, :-1], mask[:, :-1, 1:]
+    later, earlier = torch.triu_indices(QUERIES, QUERIES, 1)
+    pairs["queries and keys exchanged"] = mask[..., later, earlier], mask[..., earlier, later]
+    for what, (one, other) in pairs.items():
+        assert abs(correlation(one.contiguous(), other.contiguous())) < 4, what
+    rows = mask.flatten(0, 2)
+    assert abs(float(rows.sum(1).var() / (ATTENDED * rate * (1 - rate))) - 1) < 4 * (2 / len(rows)) ** 0.5
+    of_keys = torch.corrcoef(rows.T)[~torch.eye(ATTENDED, dtype=torch.bool)] * len(rows) ** 0.5
+    assert of_keys.abs().max() < 5 and abs(float(of_keys.std()) - 1) < 0.15
+
+
+def test_weights_are_dropped_alike_in_longer_sequences_and_in_any_part():
+    whole, keys = zeroed_weights(0.5), torch.from_numpy(sample_keys(0, np.arange(120)))
+    assert torch.equal(zeroed_weights(0.5, samples=7, queries=5, attended=9), whole[:7, :, :5, :9])
+    mask = DropoutOfWeights(0.5, keys, HEADS, QUERIES).at("layer")
+    part = mask.of_heads(slice(2, 4))
+    part = part.of_queries(part.steps_R.flip(0)[3:])
+    assert torch.equal((~part.kept(11)).double(), whole[:, 2:4].flip(2)[:, :, 3:, :11])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_drops_weights_after_the_softmax(dtype):
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(3, heads, QUERIES, 8, generator=generator).to(dtype).requires_grad_() for heads in (HEADS, 2, 2))
+    mask = DropoutOfWeights(0.25, KEYS[:3], HEADS, QUERIES).at("layer")
+    causal = torch.ones(QUERIES, QUERIES, dtype=torch.bool).tril()
+    own = causal & (torch.arange(QUERIES)[:, None] // 6 == torch.arange(QUERIES) // 6)
+    for seen in (None, own[None, None]):
+        leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        wide_q, wide_k, wide_v = leaves[0], *(x.repeat_interleave(3, dim=1) for x in leaves[1:])
+        scores = (wide_q @ wide_k.mT * 0.3).masked_fill(~(causal if seen is None else seen), -torch.inf)
+        right = (scores.softmax(-1) * mask.kept(QUERIES) / 0.75) @ wide_v
+        found, g = attend(q, k, v, seen, 0.3, dropout=mask), torch.randn(right.shape, generator=generator)
+        closeness = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.05}
+        torch.testing.assert_close(found.double(), right, **closeness)
+        assert (found - attend(q, k, v, seen, 0.3)).abs().max() > 0.1
+        gradients = torch.autograd.grad(found, (q, k, v), g.to(dtype)), torch.autograd.grad(right, leaves, g.double())
+        for one, other in zip(*gradients):
+            torch.testing.assert_close(one.double(), other, **closeness)
 
 
 # ---- decoders ---------------------------------------------------------------------------------------------------------
@@ -96,15 +165,17 @@ DECODERS = {
     "parallel": Model(family="gpt_neox", **SIZES),
     "reordered": Model(family="custom", norm=Norm(placement="reordered"), residual_multiplier=0.5, **SIZES),
     "sandwich": Model(family="custom", norm=Norm(placement="sandwich"), **SIZES),
-    "post": Model(family="custom", norm=Norm(placement="post"), **SIZES),
+    "post": Model(family="custom", norm=Norm(placement="post"), init_std=0.2, **SIZES),
     "experts": Model(family="custom", experts=ExpertsConfig(count=4, active=2), **SIZES),
     "tokens ahead": Model(family="custom", predict_ahead=2, **SIZES),
+    "latent": Model(family="custom", latent=Latent(kv_rank=16, rope_dim=4, plain_dim=8, value_dim=8), **SIZES),
 }
+RATES = {"hidden states": (0.25, 0.0), "weights of attention": (0.0, 0.25), "both": (0.25, 0.25)}
 KEYS = torch.from_numpy(sample_keys(5, np.arange(4)))
 
 
-def decoder_of(name: str, rate: float = 0.25):
-    network = build_network(complete(dataclasses.replace(DECODERS[name], dropout=rate), 20))
+def decoder_of(name: str, rates: tuple[float, float] = RATES["both"]):
+    network = build_network(complete(dataclasses.replace(DECODERS[name], dropout=rates[0], attention_dropout=rates[1]), 20))
     initialise(network, 3)
     return network
 
@@ -121,14 +192,28 @@ def gradients(network, **inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
     return losses.detach(), {name: p.grad.clone() for name, p in network.named_parameters()}
 
 
+@pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize("name", ["gpt2", "parallel", "post"])
-def test_a_decoder_drops_embeddings_and_what_sublayers_add_and_nothing_else(name):
-    """The network written out, with masks times 1 / (1 - rate) where GPT-2 has embd_pdrop and resid_pdrop."""
-    network, tokens = decoder_of(name), tokens_of()["tokens_BT"]
+def test_a_decoder_drops_where_gpt2_does_and_nowhere_else(name, rates):
+    """The network written out, with masks times 1 / (1 - rate) where GPT-2 has embd_pdrop, resid_pdrop and attn_pdrop."""
+    network, tokens = decoder_of(name, RATES[rates]), tokens_of()["tokens_BT"]
     dropout, place = Dropout(0.25, KEYS, 32, position_steps(20, torch.device("cpu"))), torch.arange(20)
+    hidden, weights = RATES[rates]
+    of_weights = DropoutOfWeights(0.25, KEYS, 4, 20)
 
     def dropped(x, name):
-        return x * dropout.at(name).kept(32) / 0.75
+        return x * dropout.at(name).kept(32) / 0.75 if hidden else x
+
+    def attention_of(block, number, x, rope):
+        """As `Attention.forward`, of as many heads of keys as of queries."""
+        of, heads = block.attention, lambda x: x.unflatten(-1, (4, 8)).transpose(1, 2)
+        q, k, v = heads(of.query(x)), heads(of.key(x)), heads(of.value(x))
+        if rope is not None:
+            q, k = rotate(q, rope, of.layout), rotate(k, rope, of.layout)
+        scores = (q @ k.mT * of.scale).masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        if weights:
+            scores = scores * of_weights.at(f"layers.{number}.attention.weights").kept(20) / 0.75
+        return of.output((scores @ v).transpose(1, 2).flatten(2))
 
     with torch.no_grad():
         x = network.embedding(tokens)
@@ -137,12 +222,12 @@ def test_a_decoder_drops_embeddings_and_what_sublayers_add_and_nothing_else(name
         x = dropped(x, "embedding")
         _, inputs = network._begin(tokens, None, None, None, [block.spec for block in network.layers.values()])
         for number, block in network.layers.items():
-            rope, mask = inputs[block.spec.window]
+            rope, _ = inputs[block.spec.window]
             if name == "post":
-                x = block.attention_output_norm(x + dropped(block.attention(x, rope, mask, None), f"layers.{number}.attention"))
+                x = block.attention_output_norm(x + dropped(attention_of(block, number, x, rope), f"layers.{number}.attention"))
                 x = block.mlp_output_norm(x + dropped(block.mlp(x), f"layers.{number}.mlp"))
                 continue
-            added = dropped(block.attention(block.attention_norm(x), rope, mask, None), f"layers.{number}.attention")
+            added = dropped(attention_of(block, number, block.attention_norm(x), rope), f"layers.{number}.attention")
             middle = x if name == "parallel" else x + added
             from_mlp = dropped(block.mlp(block.mlp_norm(middle)), f"layers.{number}.mlp")
             x = x + added + from_mlp
@@ -152,12 +237,13 @@ def test_a_decoder_drops_embeddings_and_what_sublayers_add_and_nothing_else(name
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_decoders_masks_are_a_function_of_the_samples_key_alone(name):
-    network, batch = decoder_of(name), tokens_of()
+@pytest.mark.parametrize("rates", ["weights of attention", "both"])
+def test_a_decoders_masks_are_a_function_of_the_samples_key_alone(name, rates):
+    network, batch = decoder_of(name, RATES[rates]), tokens_of()
     losses, grads = gradients(network, **batch, keys_B=KEYS)
     torch.rand(5)
-    assert not torch.isclose(gradients(network, **batch)[0], losses).any()
-    assert not torch.isclose(gradients(network, **batch, keys_B=KEYS + 3)[0], losses).any()
+    for keys in (None, KEYS + 3):
+        assert not torch.isclose(gradients(network, **batch, keys_B=keys)[0], losses).any()
     for row in range(4):  # alone as in a batch
         one = gradients(network, **{n: t[row : row + 1] for n, t in batch.items()}, keys_B=KEYS[row : row + 1])[0]
         torch.testing.assert_close(one, losses[row : row + 1], rtol=1e-5, atol=0)
@@ -169,7 +255,7 @@ def test_a_decoders_masks_are_a_function_of_the_samples_key_alone(name):
 @pytest.mark.parametrize("name", DECODERS)
 def test_at_rate_0_and_in_evaluation_a_decoder_computes_what_it_does_without(name):
     batch = tokens_of()
-    with_rate, without = decoder_of(name), decoder_of(name, rate=0.0)
+    with_rate, without = decoder_of(name), decoder_of(name, (0.0, 0.0))
     losses, grads = gradients(without, **batch)
     for network, keys in ((without, KEYS), (with_rate, None)):
         found, own = gradients(network, **batch, keys_B=keys)

@@ -198,7 +198,7 @@ def test_label_smoothing_is_in_the_loss_that_is_trained_and_not_in_validation():
 
 
 def test_dropout_is_a_function_of_the_samples_key_and_nothing_else():
-    model = dataclasses.replace(CASES["pre"], dropout=0.3)
+    model = dataclasses.replace(CASES["pre"], dropout=0.3, attention_dropout=0.3)
     network, batch = network_of(model), batch_of(model)
     keys = torch.tensor([11, 12, 13])
     dropped = network(**batch, keys_B=keys)

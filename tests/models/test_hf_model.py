@@ -236,6 +236,7 @@ def test_other_switches_beside_it_are_refused(tmp_path):
         ({"tie_embeddings": True}, "model.tie_embeddings=True"),
         ({"norm": Norm(kind="layer")}, "model.norm.kind=layer"),
         ({"attention_backend": "flex"}, "model.attention_backend=flex"),
+        ({"attention_dropout": 0.1}, "model.attention_dropout=0.1"),
         ({"vocab_size": 300}, "model.vocab_size=300"),
     ):
         with pytest.raises(ConfigError, match=f"{said} has no meaning beside model.family=hf"):

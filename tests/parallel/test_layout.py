@@ -386,6 +386,9 @@ def test_a_ring_is_not_compiled_and_needs_ranks(config_file):
     written, _ = load_config(config_file, ["parallel={strategy: fsdp, context: 2, context_method: ring, compile: blocks}"])
     with pytest.raises(ConfigError, match="parallel.context_method=ring: torch's compiler cannot trace .*; use allgather, or set parallel.compile=none"):
         resolve(written)
+    written, _ = load_config(config_file, ["parallel={strategy: fsdp, context: 2, context_method: ring}", "model.attention_dropout=0.1"])
+    with pytest.raises(ConfigError, match="parallel.context_method=ring: its kernels drop no weights, as model.attention_dropout=0.1 asks; use allgather"):
+        resolve(written)
     written, _ = load_config(config_file, ["parallel={strategy: fsdp, context_method: ring}"])
     with pytest.raises(ConfigError, match="parallel.context_method=ring has no effect with parallel.context=1"):
         resolve(written)

@@ -282,10 +282,10 @@ MODELS = {
         family="custom", layers=4, **DEEP, tie_embeddings=True, experts=ExpertsConfig(count=4, active=2, ffn_dim=16, balance_loss=0.1, dense_layers=[0, 2])
     ),
     "learned positions, a token ahead, dropout": Model(
-        family="custom", layers=4, **DEEP, norm=Norm(kind="layer"), positions="learned", predict_ahead=1, dropout=0.1
+        family="custom", layers=4, **DEEP, norm=Norm(kind="layer"), positions="learned", predict_ahead=1, dropout=0.1, attention_dropout=0.2
     ),
     "pairs, a deep encoder, dropout": Model(
-        family="transformer", layers=3, **DEEP, tie_embeddings=True, dropout=0.1, norm=Norm(placement="pre"), encoder=EncoderConfig(layers=5, share_embedding=True)
+        family="transformer", layers=3, **DEEP, tie_embeddings=True, dropout=0.1, attention_dropout=0.2, norm=Norm(placement="pre"), encoder=EncoderConfig(layers=5, share_embedding=True)
     ),
 }  # fmt: skip
 

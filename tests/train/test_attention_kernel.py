@@ -75,6 +75,7 @@ def test_a_kernel_without_effect_on_a_cpu_is_refused(pool, config_file):
         ["data.sequence_length=160", "parallel.context=2", "parallel.context_method=ring"],
         ["data.sequence_length=160", "parallel.context=2", "precision.compute=fp32"],
         ["model.attention.soft_cap=30"],
+        ["model.attention_dropout=0.1"],
         ["data.document_mask=true", "data.sequence_length=300"],
         ["data.sequence_length=300", "model.attention={window: 30}"],
     ]
@@ -141,6 +142,7 @@ LATENT = "model.latent={kv_rank: 16, plain_dim: %d, rope_dim: 8, value_dim: 16}"
         ("efficient", [WINDOW, FLEX], "has no effect where FlexAttention computes all layers (model.attention_backend); set it to auto"),
         ("math", ["model.attention.soft_cap=30", SDPA], "has no effect with model.attention.soft_cap, which no kernel of torch's computes; set it to auto"),
         ("cudnn", ["model.attention.sinks=true", SDPA], "has no effect with model.attention.sinks, which no kernel of torch's computes; set it to auto"),
+        ("cudnn", ["model.attention_dropout=0.1"], "has no effect on training with model.attention_dropout, which no kernel of torch's computes as we do; set it to auto"),
         ("cudnn", ["model.head_dim=12"], "computes heads of multiples of 8, and this model's have 12; set it to auto"),
         ("efficient", ["model.head_dim=12"], "computes heads of multiples of 8, and this model's have 12; set it to auto"),
         ("efficient", ["model.head_dim=6", "precision.compute=fp32"], "computes heads of multiples of 4, and this model's have 6; set it to auto"),

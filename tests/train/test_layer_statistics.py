@@ -131,12 +131,12 @@ def test_activations_and_scores_are_those_that_a_hook_sees(alone, config_file, m
     network.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
     scores, outputs = [], []
 
-    def plain(q, k, v, mask, scale, *options):
+    def plain(q, k, v, mask, scale, *options, **named):
         grouped = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         all_scores = q.double() @ grouped.double().transpose(-1, -2) * scale
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril() if mask is None else mask
         scores.append(float(all_scores.detach().masked_fill(~seen, -torch.inf).max()))
-        return attend(q, k, v, mask, scale, *options)
+        return attend(q, k, v, mask, scale, *options, **named)
 
     attend = attention.attend
     monkeypatch.setattr(attention, "attend", plain)

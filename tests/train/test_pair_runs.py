@@ -45,7 +45,7 @@ def pair_config(tmp_path, reversed_pairs):
     """2 + 2 layers of 32, about 20 pairs per step, with dropout and label smoothing."""
     config = {
         "run": {"name": "run", "dir": str(tmp_path / "runs"), "steps": 6, "seed": 7},
-        "model": {"family": "transformer", "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "dropout": 0.2, "init_std": 0.1,
+        "model": {"family": "transformer", "dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "dropout": 0.2, "attention_dropout": 0.2, "init_std": 0.1,
                   "encoder": {"share_embedding": True}},
         "data": {"pairs": str(reversed_pairs / "train"), "validation": [{"path": str(reversed_pairs / "validation")}]},
         "batch": {"tokens": 400},

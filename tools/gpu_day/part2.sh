@@ -34,9 +34,9 @@ tries() {
   characters
   shakespeare shakespeare_ema 120 "$(either 4 1200)" model.dropout=0.4 optim.ema_decay=0.99 &
   shakespeare shakespeare_decay 120 "$(either 4 1200)" model.dropout=0.3 optim.weight_decay=1.0 optim.ema_decay=0.99 &
-  shakespeare shakespeare_muon 120 "$(either 4 1200)" model.dropout=0.4 optim.name=muon optim.lr=2e-3 optim.ema_decay=0.99 &
+  shakespeare shakespeare_muon 120 "$(either 4 1200)" model.dropout=0.4 model.attention_dropout=0.2 optim.name=muon optim.lr=2e-3 optim.ema_decay=0.99 &
   shakespeare shakespeare_smooth 120 "$(either 4 1200)" model.dropout=0.35 loss.label_smoothing=0.05 optim.ema_decay=0.99 &
-  shakespeare shakespeare_gpt2 120 "$(either 4 2000)" model.family=gpt2 model.ffn_dim=1536 model.dropout=0.3 optim.ema_decay=0.99 &
+  shakespeare shakespeare_gpt2 120 "$(either 4 2000)" model.family=gpt2 model.ffn_dim=1536 model.dropout=0.3 model.attention_dropout=0.3 optim.ema_decay=0.99 &
   wait
 }
 tries &

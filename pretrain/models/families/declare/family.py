@@ -55,7 +55,7 @@ HARMLESS: dict[str, Any] = {
 # Keys of ours that change no logit of an export: how it is trained and computed.
 NOT_EXPORTED = {
     "family", "hf_config", "attention_backend", "predict_ahead", "experts.correction_rate", "experts.balance_loss",
-    "experts.balance_scope", "experts.router_z_loss", "dropout", "init", "init_std",
+    "experts.balance_scope", "experts.router_z_loss", "dropout", "attention_dropout", "init", "init_std",
 }  # fmt: skip
 
 # Keys of ours that null derives from others; to any other null would mean what a new model of the family has, which no file means.

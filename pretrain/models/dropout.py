@@ -7,7 +7,7 @@ run goes on exactly, and a recomputed block gets the mask it had.
     key of the sample, name of the layer, position --64-bit finaliser--> a number per row --xor--> a number per two components
     --multiply, xor-shift, multiply--> 2 x 16 bits, each compared with the rate
 
-Of the weights of attention, a row is a query of one head, and its components are the keys that the query sees.
+For the weights of attention, a row is a query of one head. Its components are the keys.
 """
 
 from __future__ import annotations

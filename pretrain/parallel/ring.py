@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretrain.models.attention import largest_score
+from pretrain.models.dropout import WeightMask
 from pretrain.parallel.context import ContextAxis, OwnQueries
 from pretrain.parallel.ring_parts import Kernel
 
@@ -101,8 +102,10 @@ class RingQueries(OwnQueries):
         scale: float,
         soft_cap: float = 0.0,
         sinks_H: Tensor | None = None,
-        dropout: None = None,  # refused with a ring (legality.py)
+        dropout: WeightMask | None = None,
     ) -> Tensor:
+        if dropout is not None:
+            raise ValueError("the ring's kernels drop no weights")
         if self.watch_scores is not None:
             self.watch_scores(self._largest_score(q_BHRG, k_BKRG, mask, scale))
         kernel = Kernel.of(q_BHRG, v_BKRG, scale, soft_cap)

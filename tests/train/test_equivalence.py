@@ -277,9 +277,9 @@ def test_dropout_is_the_same_in_every_layout_and_after_an_interruption(pool, tra
     still = (*options, "run.steps=1", "schedule.warmup_steps=1", "optim.lr=1e-30")
     [without], [dropped] = (
         read_metrics(train(pool, 1, config_file, f"run.name=still-{rate}", *still, f"model.dropout={rate}", f"model.attention_dropout={rate}"))
-        for rate in (0, 0.2)
+        for rate in (0, 0.5)
     )
-    assert without["validation"] == dropped["validation"] and abs(without["loss"] / dropped["loss"] - 1) > 1e-5
+    assert without["validation"] == dropped["validation"] and abs(without["loss"] / dropped["loss"] - 1) > 1e-4
 
 
 def test_validation_reports_the_cross_entropy_alone(pool, config_file, prepared):

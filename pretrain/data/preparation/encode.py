@@ -14,8 +14,8 @@ two neighbours are (van Antwerpen and Neubeck, "So many tokens, so little time",
 that the first one had there. If neither way is exact, the text is encoded whole.
 
 SentencePiece's unigram adds up scores in 32 bits over a whole text. Beyond a million characters its own ids suffer from that, and the
-ids of the stretches are better. Up to there both are equal, but for ties: which of two equally likely orders of the same tokens it takes (a token of
-four spaces and one of a single space, or the other way round) is decided by the rounding of these sums.
+ids of the stretches are better. Up to there both are equal, but for ties. Two orders of the same tokens are equally likely: of a token of four
+spaces and one of a single space, say. The rounding of these sums decides which one is taken.
 """
 
 from __future__ import annotations

@@ -55,6 +55,11 @@ class BatchSchedule:
         """Rows that a sample is cut into in the step that begins after `consumed` samples."""
         return next((rows for until, rows in self.cuts if consumed < until), 1)
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of a sample in the stage that cuts it into most."""
+        return max((rows for _, rows in self.cuts), default=1)
+
     def after(self, consumed: int, steps: int) -> int:
         """Samples consumed `steps` steps after `consumed`."""
         for until, sequences in self._stages():

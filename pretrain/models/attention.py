@@ -167,11 +167,13 @@ def _plain(
     sinks_H: Tensor | None,
     dropout: WeightMask | None,
 ) -> Tensor:
-    """Matrix products and a softmax in fp32: what no fused kernel of torch's computes on a CPU."""
+    """Matrix products, and between them a softmax in fp32: what no fused kernel of torch's computes on a CPU. In bf16 scores are rounded once, as products are;
+    those of a fused kernel are not.
+    """
     heads, length = q_BHTG.shape[1], q_BHTG.shape[2]
     q_BKRTG = q_BHTG.unflatten(1, (k_BKSG.shape[1], -1))
-    scores = q_BKRTG @ k_BKSG.transpose(-1, -2)[:, :, None] * scale
-    scores_BHTS = scores.flatten(1, 2).to(torch.promote_types(scores.dtype, torch.float32))
+    scores = (q_BKRTG @ k_BKSG.transpose(-1, -2)[:, :, None]).flatten(1, 2)
+    scores_BHTS = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if soft_cap:
         scores_BHTS = soft_cap * torch.tanh(scores_BHTS / soft_cap)
     if mask is None:

@@ -86,9 +86,8 @@ class DropoutMask:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x`, [B, R, D] or [B, H, R, S], with elements zeroed."""
-        kept = self.kept(x.shape[-1])
-        # The factor comes last: in bf16 a mask that is already scaled would be off by its rounding everywhere.
-        return x * kept.to(x.dtype) * self.scale
+        # The factor comes last: in bf16 a mask that is already scaled would be off by its rounding everywhere. Backward keeps the mask, a byte per element.
+        return torch.where(self.kept(x.shape[-1]), x, 0.0) * self.scale
 
     def kept(self, dim: int) -> Tensor:
         """False where an element is zeroed, [B, R, D] or [B, H, R, D], of the first `dim` components."""

@@ -182,7 +182,9 @@ def add_biases(y_RO: Tensor, bias_EO: Tensor | None, experts_R: Tensor) -> Tenso
 
 def multiply_rows(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Each row times the weight of its expert."""
-    product = _grouped if _has_grouped_kernel(x_RI, weight_EOI) else _one_by_one
+    product = (
+        _grouped if _has_grouped_kernel(x_RI, weight_EOI) else _one_operator if torch.compiler.is_compiling() else _one_by_one
+    )
     return product(x_RI, weight_EOI.to(x_RI.dtype), ends_E)
 
 
@@ -247,11 +249,43 @@ def _grouped_kernel() -> Callable[..., Tensor]:
     return getattr(F, "grouped_mm", None) or torch._grouped_mm  # the name before it was made public
 
 
-@torch.compiler.disable  # sizes that change in every step: compiled, it would be compiled anew for ever
 def _one_by_one(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """An expert after the other. One without rows multiplies nothing, so that its weights get a gradient of zeros."""
     parts = zip(x_RI.split(_stretches(ends_E, len(x_RI))), weight_EOI.unbind())
     return torch.cat([F.linear(rows, weight) for rows, weight in parts])
+
+
+@torch.library.custom_op("pretrain::multiply_rows", mutates_args=())
+def _one_operator(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """`_one_by_one` for the compiler, which does not look inside: the sizes of stretches change in every step, and it would compile anew for ever."""
+    return _one_by_one(x_RI, weight_EOI, ends_E)
+
+
+@torch.library.custom_op("pretrain::outer_products", mutates_args=())
+def _outer_products(g_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    return outer_products(g_RO, x_RI, ends_E)
+
+
+@_one_operator.register_fake
+def _(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    return x_RI.new_empty(len(x_RI), weight_EOI.shape[1])
+
+
+@_outer_products.register_fake
+def _(g_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    return g_RO.new_empty(len(ends_E), g_RO.shape[1], x_RI.shape[1])
+
+
+def _save(ctx, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx, g_RO: Tensor) -> tuple[Tensor, Tensor, None]:
+    x_RI, weight_EOI, ends_E = ctx.saved_tensors
+    return _one_operator(g_RO, weight_EOI.transpose(1, 2), ends_E), _outer_products(g_RO, x_RI, ends_E), None
+
+
+_one_operator.register_autograd(_gradients, setup_context=_save)
 
 
 def _stretches(ends_E: Tensor, rows: int) -> list[int]:

@@ -51,12 +51,11 @@ def document_positions(numbers_BT: Tensor) -> Tensor:
 def attention_backend(model: Model, device: torch.device, training: bool) -> Backend:
     """What applies document masks: `model.attention_backend` with `auto` resolved. Raises ConfigError where it cannot run."""
     if model.attention_backend == "auto":
-        flex = device.type == "cuda" and narrowest_head(model) >= FLEX_NARROWEST_HEAD and not model.attention_dropout
+        drops = training and model.attention_dropout
+        flex = device.type == "cuda" and narrowest_head(model) >= FLEX_NARROWEST_HEAD and not drops
         return "flex" if flex else "sdpa"
-    if model.attention_backend == "flex" and model.attention_dropout:
-        raise ConfigError(
-            f"model.attention_backend=flex drops no weights, as model.attention_dropout={model.attention_dropout:g} asks; use sdpa or auto"
-        )
+    if training:
+        check_flex_with_dropout(model)
     if model.attention_backend == "flex" and training and device.type != "cuda":
         raise ConfigError(
             f"model.attention_backend=flex cannot train on run.device={device.type}: FlexAttention has a backward pass on CUDA only; "
@@ -68,6 +67,14 @@ def attention_backend(model: Model, device: torch.device, training: bool) -> Bac
             "raise it, or use sdpa or auto"
         )
     return model.attention_backend
+
+
+def check_flex_with_dropout(model: Model) -> None:
+    """Raise ConfigError for FlexAttention where weights of attention are dropped in training."""
+    if model.attention_backend == "flex" and model.attention_dropout:
+        raise ConfigError(
+            f"model.attention_backend=flex drops no weights, as model.attention_dropout={model.attention_dropout:g} asks; use sdpa or auto"
+        )
 
 
 def narrowest_head(model: Model) -> int:

@@ -9,18 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pretrain.config.schema import Config
 from pretrain.models.compiling import compile_strictly
+from pretrain.models.network import Unit
 from pretrain.models.output_head import OutputHead
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 _STORED = ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
            "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu")  # fmt: skip
+_OURS = ("causal_attention", "causal_attention_fp32", "multiply_rows")
 """Operators whose results `selective` stores. They cost the most to compute. `bmm` is not among them: attention that is not fused makes
-its scores with it, which are the largest tensors of all."""
+its scores with it, which are the largest tensors of all. A network without experts has no `multiply_rows`."""
 
 
 def prepare_blocks(network: nn.Module, config: Config) -> None:
@@ -29,10 +32,20 @@ def prepare_blocks(network: nn.Module, config: Config) -> None:
     set_compute_format(network, DTYPES[config.precision.compute])
     if options.compile != "none":
         compile_loss(network)
+    recompute = functools.partial(
+        recompute_blocks, network, options.activation_checkpointing == "selective", options.checkpoint_every_block
+    )
     if options.compile == "blocks":
+        if options.activation_checkpointing != "none":
+            recompute(is_one_graph)
         compile_blocks(network, budget=options.activation_memory_budget)
-    if options.activation_checkpointing != "none":
-        recompute_blocks(network, options.activation_checkpointing == "selective", options.checkpoint_every_block)
+        if options.activation_checkpointing != "none":
+            recompute(lambda unit: not is_one_graph(unit))
+            # Or else torch tries what it has compiled in the order of last use, and recomputes with another version than it ran forward, which
+            # saves other tensors: a CheckpointError (pytorch issue 166926).
+            torch._C._dynamo.eval_frame._set_lru_cache(False)
+    elif options.activation_checkpointing != "none":
+        recompute()
     if options.activation_offload:
         from pretrain.parallel.activation_offload import offload_activations
 
@@ -55,8 +68,24 @@ def set_compute_format(network: nn.Module, dtype: torch.dtype) -> None:
             module.compute_dtype = dtype
 
 
+def is_one_graph(unit: Unit) -> bool:
+    """Whether torch's compiler can take a unit and its recomputation as a whole.
+
+    It cannot look into code that is not ours, nor into exchanges of rows whose number only the host knows. And torch 2.13 fails to keep the
+    device mesh of matrices that ranks share (an AssertionError about what is saved for backward).
+    """
+    modules = [module for top in unit.modules for module in top.modules()]
+    ours = all(type(m).__module__.startswith(("pretrain.", "torch.")) for m in modules)
+    traceable = not any(hasattr(type(m).forward, "_torchdynamo_disable") for m in modules)
+    return ours and traceable and not any(isinstance(p, DTensor) for m in modules for p in m.parameters(recurse=False))
+
+
 def compile_blocks(network: nn.Module, backend: str = "inductor", budget: float = 1.0) -> None:
-    """Compile the forward of each block that shares no weights. Call it before `recompute_blocks`.
+    """Compile the forward of each block that shares no weights.
+
+    What `recompute_blocks` has changed before is compiled with its recomputation. The compiler then leaves out what backward does not need: a
+    block's last projection, which is a quarter of the products of a Llama's block. It cannot do so for a block of several graphs, whose
+    recomputation would leave all of it uncompiled.
 
     `budget`: the share of activations that the compiler may store. It holds for all that this process compiles from now on.
     """
@@ -64,7 +93,8 @@ def compile_blocks(network: nn.Module, backend: str = "inductor", budget: float 
     for unit in network.units():
         if unit.role == "block" and unit.apart:
             for module in unit.modules:
-                module.forward = compile_strictly(module.forward, backend=backend)
+                whole = getattr(module.forward, "recomputes", False)
+                module.forward = compile_strictly(module.forward, whole=whole, backend=backend)
 
 
 def compile_loss(network: nn.Module) -> None:
@@ -80,8 +110,10 @@ def compile_model(network: nn.Module, backend: str = "inductor", budget: float =
     network.forward = compile_strictly(network.forward, backend=backend)
 
 
-def recompute_blocks(network: nn.Module, selective: bool = False, every: int = 1) -> None:
-    """Recompute the activations of every so many-th block in backward (Chen et al., arXiv 1604.06174).
+def recompute_blocks(
+    network: nn.Module, selective: bool = False, every: int = 1, only: Callable[[Unit], bool] = lambda unit: True
+) -> None:
+    """Recompute the activations of every so many-th block in backward (Chen et al., arXiv 1604.06174), of those that are asked for.
 
     Stored are the block's inputs, and with `selective` the results of its projections and attention (arXiv 2205.05198). A block must not
     change such a result in place: torch 2.13 would store the changed one, and say nothing. Every family is tested for it.
@@ -89,15 +121,20 @@ def recompute_blocks(network: nn.Module, selective: bool = False, every: int = 1
     # torch's compiler knows no other function than its own default, which therefore is not named.
     contexts = {"context_fn": _store_products} if selective else {}
     blocks = [unit for unit in network.units() if unit.role == "block"]
-    for unit in blocks[::every]:
+    for unit in filter(only, blocks[::every]):
         for module in unit.modules:
-            module.forward = functools.partial(_recomputed, module.forward, contexts)
+            module.forward = _recomputed(module.forward, contexts)
 
 
-def _recomputed(forward: Callable, contexts: dict[str, Callable], *args: Any, **options: Any) -> Any:
-    if torch.is_grad_enabled():
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
-    return forward(*args, **options)
+def _recomputed(forward: Callable, contexts: dict[str, Callable]) -> Callable:
+    @functools.wraps(forward)
+    def call(*args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
+        return forward(*args, **options)
+
+    call.recomputes = True
+    return call
 
 
 def _store_products() -> Any:
@@ -110,6 +147,5 @@ def _policy(context: Any, operator: Any, *args: Any, **options: Any) -> Checkpoi
 
 @functools.cache
 def _stored_operators() -> set[Any]:
-    fused = {getattr(torch.ops.aten, name).default for name in _STORED if hasattr(torch.ops.aten, name)}
-    ours = torch.ops.pretrain.causal_attention.default, torch.ops.pretrain.causal_attention_fp32.default
-    return fused | {torch.ops.higher_order.flex_attention, *ours}
+    names = [(torch.ops.aten, name) for name in _STORED] + [(torch.ops.pretrain, name) for name in _OURS]
+    return {getattr(ops, name).default for ops, name in names if hasattr(ops, name)} | {torch.ops.higher_order.flex_attention}

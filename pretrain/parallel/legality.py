@@ -38,10 +38,15 @@ def check_options(config: Config) -> None:
             f"run.init_from={config.run.init_from} and run.resume={config.run.resume} both say where to start; keep one"
         )
     compiled = config.parallel.compile != "none"
-    if config.parallel.activation_checkpointing == "selective" and compiled:
+    cut_up = [
+        f"parallel.{axis}={getattr(config.parallel, axis)}"
+        for axis in ("tensor", "expert")
+        if getattr(config.parallel, axis) > 1
+    ]
+    if config.parallel.activation_checkpointing == "selective" and config.parallel.compile == "blocks" and cut_up:
         raise ConfigError(
-            f"parallel.activation_checkpointing=selective does not reach into what parallel.compile={config.parallel.compile} compiles; set "
-            "parallel.activation_memory_budget (0 to 1) instead, or activation_checkpointing=full"
+            f"parallel.activation_checkpointing=selective does not reach into what parallel.compile=blocks compiles with {' and '.join(cut_up)}; use "
+            "activation_checkpointing=full"
         )
     if config.parallel.activation_offload and config.parallel.compile == "model":
         raise ConfigError(

@@ -16,6 +16,7 @@ from pretrain.data.stream import check_micro_steps
 from pretrain.data.tasks import Spans
 from pretrain.errors import ConfigError
 from pretrain.models.families import complete, family_of
+from pretrain.models.masks import check_flex_with_dropout
 from pretrain.models.shape import resolved_switches
 from pretrain.optim.schedule import check, fit
 from pretrain.parallel.legality import check_context, check_expert, check_options, check_pipeline, check_tensor
@@ -158,6 +159,7 @@ def _check_masks(config: Config) -> None:
         raise ConfigError(  # a recipe with a window may be tried with shorter samples
             f"model.attention_backend={model.attention_backend} has no effect without data.document_mask or a sliding window; remove it"
         )
+    check_flex_with_dropout(model)
 
 
 def _check_loss_weights(config: Config) -> None:

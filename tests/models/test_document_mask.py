@@ -325,6 +325,8 @@ def test_auto_takes_flex_on_cuda_and_sdpa_elsewhere():
     assert attention_backend(dropping, cuda, True) == "sdpa"
     with pytest.raises(ConfigError, match="model.attention_backend=flex drops no weights, as model.attention_dropout=0.1 asks; use sdpa or auto"):
         attention_backend(dataclasses.replace(dropping, attention_backend="flex"), cuda, True)
+    for backend in ("auto", "flex"):  # evaluation drops nothing
+        assert attention_backend(dataclasses.replace(dropping, attention_backend=backend), cuda, False) == "flex"
     with pytest.raises(ConfigError, match="model.attention_backend=flex needs model.head_dim of at least 16, and it is 8"):
         attention_backend(dataclasses.replace(narrow, attention_backend="flex"), cuda, True)
 
@@ -357,9 +359,11 @@ def test_the_mask_is_made_once_per_forward_and_recomputed_blocks_give_bit_equal_
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
-def compiled(name: str, backend: str, compiler: str) -> Decoder:
+def compiled(name: str, backend: str, compiler: str, recompute: bool = False) -> Decoder:
     torch._dynamo.reset()
     model = ours(name, backend)
+    if recompute:
+        recompute_blocks(model)
     compile_blocks(model, compiler)
     return model
 
@@ -367,8 +371,7 @@ def compiled(name: str, backend: str, compiler: str) -> Decoder:
 def check_compiled_blocks(compiler: str) -> None:
     graphs = torch._dynamo.utils.counters["stats"]
     model, eager = compiled("grouped queries", "sdpa", compiler), ours("grouped queries")
-    recomputed, flex = compiled("grouped queries", "sdpa", compiler), compiled("grouped queries", "flex", compiler)
-    recompute_blocks(recomputed)
+    recomputed, flex = compiled("grouped queries", "sdpa", compiler, True), compiled("grouped queries", "flex", compiler)
     before = graphs["unique_graphs"]
     for seed in range(3):  # other documents are no other graph
         ids = tokens(SMALL, 2, 151).roll(seed)
@@ -383,7 +386,7 @@ def check_compiled_blocks(compiler: str) -> None:
                 assert (gradient - found[1][name]).norm() <= 5e-6 * gradient.norm(), name
         with torch.no_grad():
             assert (flex(ids[:, :-1], None, documents) - eager(ids[:, :-1], None, documents)).abs().max() <= 1e-5
-    assert graphs["unique_graphs"] == before + 2  # one of each back end for all layers
+    assert graphs["unique_graphs"] == before + 3  # one of each back end for all layers, and one with recomputation
 
 
 def test_blocks_are_captured_whole_with_either_mask_and_once_for_all_documents():

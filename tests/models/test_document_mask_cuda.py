@@ -81,7 +81,7 @@ def test_in_bf16_flex_is_as_near_to_fp32_as_sdpa_is(name):
 def test_recomputed_and_compiled_blocks_change_nothing(backend):
     model = decoder(HEADS["grouped queries"], backend)
     plain = gradients(model, 500)
-    for prepare in ([recompute_blocks], [compile_blocks], [compile_blocks, recompute_blocks]):
+    for prepare in ([recompute_blocks], [compile_blocks], [recompute_blocks, compile_blocks], [compile_blocks, recompute_blocks]):
         model = decoder(HEADS["grouped queries"], backend)
         for change in prepare:
             change(model)

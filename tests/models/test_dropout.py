@@ -78,6 +78,10 @@ def test_gradients_pass_where_values_do():
     y = mask(x)
     y.sum().backward()
     assert torch.equal(x.grad, mask.kept(8) * 2.0) and torch.equal(y, x * x.grad)
+    stored = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: stored.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+        mask(x)
+    assert sum(stored) == x.numel()  # for backward, a byte per element
 
 
 def test_a_sample_has_another_key_in_every_epoch_and_run():

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from family_cases import FAMILIES
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from parity import cases
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,7 +25,8 @@ from pretrain.config.written import of_today
 from pretrain.errors import ConfigError
 from pretrain.models import build_network, causal_blocks, causal_blocks_fp32
 from pretrain.models.families import complete
-from pretrain.parallel.blocks import compile_blocks, recompute_blocks, set_compute_format
+from pretrain.parallel import blocks
+from pretrain.parallel.blocks import compile_blocks, prepare_blocks, recompute_blocks, set_compute_format
 from pretrain.parallel.initialise import initialise
 from pretrain.train.resolve import resolve
 
@@ -90,9 +96,9 @@ def test_selective_is_refused_where_blocks_change_results_in_place():
     resolve(dataclasses.replace(config, parallel=Parallel(activation_checkpointing="full")))
 
 
-@pytest.mark.parametrize("blocks", [(causal_blocks_fp32, "_parts", torch.float32), (causal_blocks, "_blocks", torch.bfloat16)], ids=["fp32", "bf16"])
-def test_selective_stores_what_attention_over_blocks_gave(blocks, monkeypatch, one_thread):
-    module, name, dtype = blocks
+@pytest.mark.parametrize("kind", [(causal_blocks_fp32, "_parts", torch.float32), (causal_blocks, "_blocks", torch.bfloat16)], ids=["fp32", "bf16"])
+def test_selective_stores_what_attention_over_blocks_gave(kind, monkeypatch, one_thread):
+    module, name, dtype = kind
     if dtype == torch.float32 and not causal_blocks_fp32.HAS_MKL:
         pytest.skip("this build of torch has no MKL, for whose products the blocks are")
     model, calls, results = Model(family="llama", dim=128, layers=2, heads=2, vocab_size=VOCABULARY), [], {}
@@ -127,6 +133,72 @@ def test_the_work_is_what_the_mode_says():
     assert flops({"selective": True}) == stored
     assert flops({}) == stored + sum(blocks)
     assert flops({"every": 2}) == stored + sum(blocks) // 2
+
+
+def compiled_products(model: Model, options: dict | None) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """How many matrix products each compiled pass has, forward ones first, and the gradients. With inductor's partitioner, and without its code generation."""
+    found: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def count(which: str, graph: torch.fx.GraphModule, inputs: list) -> object:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        found[which].append(sum(any(word in name for word in (".mm.", ".addmm.", "multiply_rows", "outer_products")) for name in names))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    network = network_of(model, torch.float32, options)
+    passes = {f"{short}_compiler": partial(count, which) for short, which in (("fw", "forward"), ("bw", "backward"))}
+    partition = partial(min_cut_rematerialization_partition, compiler="inductor")
+    compile_blocks(network, aot_autograd(**passes, partition_fn=partition, decompositions=select_decomp_table()))
+    grads = gradients(network)
+    return found["forward"] + found["backward"], grads
+
+
+PRODUCTS = {"llama": (LLAMA, 7, 6), "qwen3_moe": (model_of("qwen3_moe"), 8, 8), "gpt2": (model_of("gpt2"), 6, 5)}
+"""Those of a block forward: projections, the router, and the three of all experts with their weights. And those that backward needs again: all but the
+last projection, or all, because the results of experts are weighted."""
+
+
+@pytest.mark.parametrize("family", PRODUCTS)
+def test_a_compiled_block_recomputes_what_its_backward_needs_and_no_more(family):
+    """Compiled first and recomputed then, blocks computed their last projection too, a quarter of a Llama's products."""
+    model, forward, again = PRODUCTS[family]
+    plain, expected = compiled_products(model, None)
+    assert plain == [forward, 2 * forward]
+    for mode, recomputed in {"full": again, "selective": 0}.items():
+        counts, found = compiled_products(model, MODES[mode])
+        assert counts == [forward, 2 * forward + recomputed], mode
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), mode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({*FAMILIES, "t5"}))
+def test_compiled_blocks_have_the_same_gradients_whatever_is_recomputed(family):
+    model = model_of(family)
+    _, expected = compiled_products(model, None)
+    for mode in ("full", "selective", "every second"):
+        _, found = compiled_products(model, MODES[mode])
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), mode
+
+
+def test_blocks_are_recomputed_inside_of_what_is_compiled_unless_they_are_cut_up():
+    def order(model: Model, change=lambda network: None) -> list[bool]:
+        config = Config(model=model, parallel=Parallel(compile="blocks", activation_checkpointing="full"))
+        network = network_of(model, torch.float32, None)
+        change(network)
+        compiled = []
+        with patch.object(blocks, "compile_strictly", lambda function, whole, **_: compiled.append(whole) or function):
+            prepare_blocks(network, config)
+        return compiled
+
+    def cut(network: torch.nn.Module) -> None:
+        class Apart(torch.nn.Identity):
+            forward = torch.compiler.disable(torch.nn.Identity.forward)
+
+        network.units()[1].modules[0].extra = Apart()
+
+    assert order(LLAMA) == [True] * 4
+    assert order(LLAMA, cut) == [False, True, True, True]
+    assert order(Model(family="hf", hf_config=json.dumps(OLMO))) == [False] * 2
 
 
 def kept_by_forward(network: torch.nn.Module) -> int:

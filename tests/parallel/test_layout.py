@@ -314,8 +314,8 @@ def test_what_is_proposed_for_a_batch_is_legal(sequences, micro, world_size):
     "overrides, keys",
     [
         (
-            ["parallel={activation_checkpointing: selective, compile: blocks}"],
-            ["activation_checkpointing=selective", "parallel.compile=blocks", "parallel.activation_memory_budget"],
+            ["parallel={strategy: fsdp, tensor: 2, expert: 2, activation_checkpointing: selective, compile: blocks}"],
+            ["activation_checkpointing=selective", "parallel.compile=blocks", "parallel.tensor=2 and parallel.expert=2"],
         ),
         (["run={init_from: x, resume: required}"], ["run.init_from=x", "run.resume=required", "keep one"]),
         (["run={init_from: x, resume: runs/y}"], ["run.init_from=x", "run.resume=runs/y"]),

@@ -56,6 +56,10 @@ ABSENT = "data.sources=[{path: /nowhere}]"
         ("schedule={name: wsd, decay_tokens: 99999, warmup_steps: 0}", "schedule.decay_tokens=99999 do not fit in the run"),
         ("run.accept_changes=[model.dim]", "run.accept_changes=model.dim: a change of this key cannot be accepted"),
         ("model.attention_backend=flex", "model.attention_backend=flex has no effect"),
+        (
+            "model={dim: 32, layers: 2, heads: 2, attention_backend: flex, attention: {window: 100}, max_sequence_length: 256, attention_dropout: 0.3}",
+            "model.attention_backend=flex drops no weights, as model.attention_dropout=0.3 asks; use sdpa or auto",
+        ),
         ("data.objective=span_corruption", "data.objective=span_corruption needs an encoder-decoder"),
         ("model.family=hf", "model.hf_config"),
         ("batch.micro_sequences=3", "batch.sequences=16 is not divisible by batch.micro_sequences=3"),

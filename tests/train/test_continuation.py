@@ -207,11 +207,19 @@ def test_what_is_compiled_and_recomputed_computes_the_same(pool, config_file, tm
 
 
 EXPERTS = ("model.family=qwen3_moe", "model.experts={count: 4, active: 2, ffn_dim: 32}")
+LATENT = ("model.family=deepseek_v3", "model.latent={kv_rank: 8, rope_dim: 8, plain_dim: 8, value_dim: 8}", "model.kv_heads=null",
+          "model.experts={count: 4, active: 2, ffn_dim: 32, dense_layers: [0]}")  # fmt: skip
 SHARED = {
     "tensor": ("parallel.tensor=2",),
     "context": ("parallel.context=2",),
     "tensor, experts": ("parallel.tensor=2", *EXPERTS),
     "expert": ("parallel.expert=2", *EXPERTS),
+    "tensor, recomputed": ("parallel.tensor=2", "parallel.activation_checkpointing=full"),
+    "context, recomputed": ("parallel.context=2", "parallel.activation_checkpointing=full"),
+    "context, selective": ("parallel.context=2", "parallel.activation_checkpointing=selective"),
+    "tensor, experts, recomputed": ("parallel.tensor=2", "parallel.activation_checkpointing=full", *EXPERTS),
+    "expert, recomputed": ("parallel.expert=2", "parallel.activation_checkpointing=full", *EXPERTS),
+    "expert, latent, recomputed": ("parallel.expert=2", "parallel.activation_checkpointing=full", *LATENT),
 }
 
 

@@ -56,9 +56,6 @@ def test_every_row_is_a_command_that_exists(part, tmp_path):
         if program in ("-", "-c", "-m"):
             continue
         assert (ROOT / program).is_file(), program
-        if program == "tools/gpu_day/in_parts.py":
-            assert int(arguments.pop(0)) > 0
-            program = "tools/bench.py"
         asked = bench.parser().parse_args(arguments) if program == "tools/bench.py" else None
         if asked is not None and asked.subject == "speed":
             config, _ = load_config(ROOT / asked.config, [f"data.sequence_length={asked.length}", *asked.overrides])

@@ -103,7 +103,7 @@ class Parallel:
     )
     reshard_after_forward: Literal["always", "never", "last_block_kept"] | int = key(
         "always",
-        "What becomes of gathered weights after forward: `always` frees them (ZeRO-3), `never` keeps them for backward (ZeRO-2), "
+        "What becomes of gathered weights after forward: `always` frees them (ZeRO-3), `never` keeps them until the last backward of a step (ZeRO-2), "
         "`last_block_kept` keeps those of the last block, whose backward comes first. With a number n, every n neighbouring "
         "ranks keep one whole copy, 1/n each: if n is the number of GPUs of a host, backward gathers inside the host.",
         ge=2,

@@ -167,8 +167,9 @@ def _plain(
     sinks_H: Tensor | None,
     dropout: WeightMask | None,
 ) -> Tensor:
-    """Matrix products, and between them a softmax in fp32: what no fused kernel of torch's computes on a CPU. In bf16 scores are rounded once, as products are;
-    those of a fused kernel are not.
+    """Matrix products, and between them a softmax in fp32: what no fused kernel of torch's computes on a CPU.
+
+    In bf16 scores are rounded, as every product is. Those of a fused kernel are not.
     """
     heads, length = q_BHTG.shape[1], q_BHTG.shape[2]
     q_BKRTG = q_BHTG.unflatten(1, (k_BKSG.shape[1], -1))

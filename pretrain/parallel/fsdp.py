@@ -27,7 +27,7 @@ from pretrain.distributed.mesh import Mesh
 from pretrain.models.layers import Embedding
 from pretrain.models.output_head import OutputHead
 from pretrain.parallel.blocks import DTYPES
-from pretrain.parallel.fsdp_gathers import gather_ahead, groups_of, lend, resharding, wait_for_gather
+from pretrain.parallel.fsdp_gathers import gather_ahead, groups_of, keeps_weights, lend, resharding, wait_for_gather
 from pretrain.parallel.pipeline_order import DEFERRING
 
 
@@ -122,6 +122,8 @@ class FullyShard:
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
         mode = self.config.parallel.grad_sync
+        if keeps_weights(self.config):
+            self.root.set_reshard_after_backward(last)
         if self.deferring:
             self.root.set_requires_gradient_sync(False)
         elif mode == "last":

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from pretrain.config.schema import Config
 from pretrain.models.experts import Experts
 from pretrain.models.layers import Embedding
 from pretrain.models.network import Network, Unit
@@ -33,6 +34,11 @@ def resharding(units: list[Unit], mode: str | int) -> list[bool | int]:
         return True if is_table or isinstance(mode, str) else mode
 
     return [of_unit(unit) for unit in units]
+
+
+def keeps_weights(config: Config) -> bool:
+    """Whether what forward leaves gathered stays so until the last micro-step of a step. Weights do not change before."""
+    return config.parallel.reshard_after_forward == "never" and config.parallel.pipeline == 1
 
 
 def kept_parameters(network: Network, mode: str | int, expert_ranks: int) -> int:

@@ -33,7 +33,7 @@ from pretrain.models.loss import LossOptions
 from pretrain.models.loss_chunks import whole_chunk_size
 from pretrain.models.network import Unit
 from pretrain.parallel.blocks import DTYPES
-from pretrain.parallel.fsdp_gathers import resharding
+from pretrain.parallel.fsdp_gathers import keeps_weights, resharding
 from pretrain.parallel.layout import Layout
 from pretrain.parallel.pipeline_order import DEFERRING, FORWARD, WEIGHT, Action, cut, order, stage_ranks, stages_of
 from pretrain.parallel.strategy import layer_costs
@@ -137,7 +137,7 @@ def _add_shards(traffic: Traffic, network: nn.Module, config: Config, layout: La
     for unit, reshard, groups in weights:
         for ranks in groups:
             if ranks > 1:
-                traffic.each[GATHER] += gathers(unit, reshard, look_ups)
+                _add(traffic, GATHER, gathers(unit, reshard, look_ups), reshard is True or not keeps_weights(config))
                 _add(traffic, SCATTER, 1, scatters)
             if hybrid:
                 _add(traffic, REDUCE, 1, reduces)

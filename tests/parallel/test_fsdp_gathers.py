@@ -39,7 +39,7 @@ def built(config_file: str, overrides: tuple[str, ...]):
 
 
 def count_gathers(config_file: str, *overrides: str) -> dict[int, int]:
-    """All-gathers of a step of one micro-step, by the number of ranks in them."""
+    """All-gathers of a step, by the number of ranks in them."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     found: Counter[int] = Counter()
@@ -57,7 +57,8 @@ def count_gathers(config_file: str, *overrides: str) -> dict[int, int]:
     return dict(found)
 
 
-# The embedding is gathered once, and the head; a tied table for each of its two uses. In backward, blocks as the mode says.
+TWICE = "batch.micro_sequences=2"  # two micro-steps
+# In a micro-step the embedding is gathered once, and the head; a tied table for each of its two uses. In backward, blocks as the mode says.
 GATHERS = {
     "always": (("always",), {4: 1 + 2 * BLOCKS + 1}),
     "never": (("never",), {4: 1 + BLOCKS + 1}),
@@ -66,6 +67,10 @@ GATHERS = {
     "always, ahead": (("always", "parallel.prefetch=2"), {4: 1 + 2 * BLOCKS + 1}),
     "tied, always": (("always", TIED), {4: 2 + 2 * BLOCKS}),
     "tied, never, ahead": (("never", TIED, "parallel.prefetch=1"), {4: 1 + BLOCKS}),
+    # What is kept is kept for the second micro-step too.
+    "always, twice": (("always", TWICE), {4: 2 * (1 + 2 * BLOCKS + 1)}),
+    "never, twice": (("never", TWICE), {4: 2 + BLOCKS + 1}),
+    "tied, never, ahead, twice": (("never", TIED, "parallel.prefetch=1", TWICE), {4: 1 + BLOCKS}),
 }
 
 

@@ -3,11 +3,11 @@
 # because a machine is lent for minutes; models of few layers stand for those that part 2 measures, and fill its cache of compiled kernels.
 # Then, alone, the three speeds that are asked for most.
 # It needs an H200: 8B takes 105 GB.
-#   bash tools/gpu_day/part1.sh
+#   bash tools/gpu_day/part1.sh            (ALONE=95: with that many seconds for what runs alone, of which 8B is the first)
 
 source "$(dirname "$0")/rows.sh"
 export TORCHINDUCTOR_COMPILE_THREADS=3
-alone=180 # seconds that are kept for the rows at the end
+alone=${ALONE:-180} # seconds that are kept for the rows at the end
 
 quickstart() {
   row corpus 40 "$PY" tools/collect_source.py --output quickstart/corpus.jsonl

@@ -75,7 +75,6 @@ row() {
   printf '{"row": "%s", "rc": %s, "seconds": %s, "commit": "%s"}\n' "$name" "$rc" $((SECONDS - begin)) "$commit" >> "$OUT/rows.jsonl"
 }
 
-bench=(tools/bench.py) # or a script that takes its arguments
 # speed NAME SECONDS PRESET LENGTH MICRO ACCUMULATION [--profile DIR] [--steps N] KEY=VALUE...
 speed() {
   local name=$1 limit=$2 preset=$3 length=$4 micro=$5 accumulation=$6 tiny=()
@@ -83,7 +82,7 @@ speed() {
   if [ -n "${TRY:-}" ]; then
     length=64 tiny=(model.dim=64 model.layers=2 model.heads=4 model.kv_heads=2 model.ffn_dim=128 model.vocab_size=512)
   fi
-  row "$name" "$limit" "$PY" "${bench[@]}" speed --config "configs/models/$preset.yaml" --length "$length" --micro "$micro" --accumulation "$accumulation" \
+  row "$name" "$limit" "$PY" tools/bench.py speed --config "configs/models/$preset.yaml" --length "$length" --micro "$micro" --accumulation "$accumulation" \
     --name "$name" --json "$OUT/speed.jsonl" "$@" run.device=$device "${tiny[@]}"
 }
 

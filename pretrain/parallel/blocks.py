@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -32,20 +33,23 @@ def prepare_blocks(network: nn.Module, config: Config) -> None:
     set_compute_format(network, DTYPES[config.precision.compute])
     if options.compile != "none":
         compile_loss(network)
-    recompute = functools.partial(
-        recompute_blocks, network, options.activation_checkpointing == "selective", options.checkpoint_every_block
-    )
+    recomputes, selective = options.activation_checkpointing != "none", options.activation_checkpointing == "selective"
+    recompute = functools.partial(recompute_blocks, network, selective, options.checkpoint_every_block)
+    if (
+        selective and options.compile != "none"
+    ):  # torch warns of results that a block changes in place, for which every family is tested
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+            lambda record: "context_fn is passed" not in record.getMessage()
+        )
+    if recomputes:
+        recompute(is_one_graph if options.compile == "blocks" else lambda unit: True)
     if options.compile == "blocks":
-        if options.activation_checkpointing != "none":
-            recompute(is_one_graph)
         compile_blocks(network, budget=options.activation_memory_budget)
-        if options.activation_checkpointing != "none":
+        if recomputes:
             recompute(lambda unit: not is_one_graph(unit))
             # Or else torch tries what it has compiled in the order of last use, and recomputes with another version than it ran forward, which
             # saves other tensors: a CheckpointError (pytorch issue 166926).
             torch._C._dynamo.eval_frame._set_lru_cache(False)
-    elif options.activation_checkpointing != "none":
-        recompute()
     if options.activation_offload:
         from pretrain.parallel.activation_offload import offload_activations
 

@@ -44,9 +44,9 @@ def keeps_weights(config: Config) -> bool:
 def kept_parameters(network: Network, mode: str | int, expert_ranks: int) -> int:
     """Parameters of the gathered matrices that a rank keeps while other blocks compute, of a whole network.
 
-    A rank gathers those experts that belong to its place among `expert_ranks`.
+    A rank gathers those experts that belong to its place among `expert_ranks`. What comes last is not counted: where most memory is in use, it is
+    gathered in every mode.
     """
-
     units = [unit for unit in network.units() if unit.apart]
     shares: dict[nn.Module, float] = {}  # of the modules that are not the root's, which keeps its own
     for unit, reshard in zip(units, resharding(units, mode)):

@@ -52,9 +52,10 @@ def kept_bytes(config: Config, layout: Layout) -> int:
         network = build_network(config.model)
     if has_copies:
         return WeightCopies(network, DTYPES[config.precision.compute]).bytes
-    from pretrain.parallel.fsdp_gathers import kept_parameters
+    from pretrain.parallel.fsdp_gathers import keeps_weights, kept_parameters
 
-    kept = kept_parameters(network, config.parallel.reshard_after_forward, layout.expert)
+    for_later = keeps_weights(config) and layout.micro_steps != 1
+    kept = kept_parameters(network, config.parallel.reshard_after_forward, layout.expert, for_later)
     stages = 1 if config.parallel.reshard_after_forward == "last_block_kept" else layout.pipeline
     return kept * FORMAT_BYTES[config.precision.compute] // (layout.tensor * stages)
 

@@ -41,16 +41,16 @@ def keeps_weights(config: Config) -> bool:
     return config.parallel.reshard_after_forward == "never" and config.parallel.pipeline == 1
 
 
-def kept_parameters(network: Network, mode: str | int, expert_ranks: int) -> int:
+def kept_parameters(network: Network, mode: str | int, expert_ranks: int, for_later: bool = False) -> int:
     """Parameters of the gathered matrices that a rank keeps while other blocks compute, of a whole network.
 
-    A rank gathers those experts that belong to its place among `expert_ranks`. What comes last is not counted: where most memory is in use, it is
-    gathered in every mode.
+    A rank gathers those experts that belong to its place among `expert_ranks`. `for_later`: weights are kept for
+    micro-steps that follow (`keeps_weights`), and so is what comes last.
     """
     units = [unit for unit in network.units() if unit.apart]
     shares: dict[nn.Module, float] = {}  # of the modules that are not the root's, which keeps its own
     for unit, reshard in zip(units, resharding(units, mode)):
-        freed = reshard is True or not unit.reshard  # what comes last is needed for backward at once
+        freed = reshard is True or not (unit.reshard or for_later)  # what comes last is needed for backward at once
         share = 0.0 if freed else 1 / max(reshard, 1)
         shares |= {module: share for top in unit.modules for module in top.modules()}
     kept: dict[nn.Parameter, float] = {}

@@ -12,6 +12,7 @@ from pretrain.config.written import from_recorded
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.observe.metrics import read_metrics
+from pretrain.parallel.explain import kept_bytes
 from pretrain.parallel.fsdp_gathers import groups_of, kept_parameters
 from pretrain.train.plan import make_plan
 
@@ -120,8 +121,10 @@ def what_is_gathered(config_file: str, *overrides: str) -> dict[str, set[str]]:
     return found
 
 
-def count_kept(config_file: str, *overrides: str) -> int:
-    """Numbers in the gathered matrices that this rank holds when the head has computed, but for the head's own."""
+def count_kept(config_file: str, later: bool, *overrides: str) -> int:
+    """Numbers in the gathered matrices that this rank holds when the head has computed, but for the head's own. `later`: while the first block
+    computes in the last micro-step.
+    """
     trainer, batch = built(config_file, overrides)
     network, found = trainer.model, []
 
@@ -131,10 +134,18 @@ def count_kept(config_file: str, *overrides: str) -> int:
         parts = [p._unsharded_param for group in groups if group.is_unsharded for p in group.fsdp_params]
         found.append(sum(getattr(part, "_local_tensor", part).numel() for part in parts if part is not network.output.weight))
 
-    network.output.register_forward_hook(count)
+    def count_all(*_) -> None:
+        groups = [group for module in network.modules() if hasattr(module, "_get_fsdp_state") for group in groups_of(module)]
+        parts = {p._unsharded_param for group in groups if group.is_unsharded for p in group.fsdp_params}
+        found.append(sum(getattr(part, "_local_tensor", part).numel() for part in parts))
+
+    if later:
+        list(network.layers.values())[0].mlp.register_forward_hook(count_all)
+    else:
+        network.output.register_forward_hook(count)
     trainer.strategy.forward_backward(batch, 512)
     trainer.ranks.barrier("counted")
-    return found[0]
+    return found[-1]
 
 
 EXPERTS = ("model.family=custom", "model.experts={count: 4, active: 2, ffn_dim: 32}", "parallel.expert=2")
@@ -142,16 +153,17 @@ EXPERTS = ("model.family=custom", "model.experts={count: 4, active: 2, ffn_dim: 
 
 @pytest.mark.parametrize(
     "mode, others",
-    [("never", ()), ("never", EXPERTS), ("never", (TIED,)), ("last_block_kept", ())],
-    ids=["", "experts", "tied", "last"],
+    [("never", ()), ("never", EXPERTS), ("never", (TIED,)), ("last_block_kept", ()), ("never", (TWICE,)), ("never", (TIED, TWICE))],
+    ids=["", "experts", "tied", "last", "twice", "tied, twice"],
 )
 def test_the_memory_that_is_announced_for_kept_weights_is_what_a_rank_keeps(pool, config_file, mode, others):
     overrides = (*FSDP, "batch.micro_sequences=8", f"{KEPT}{mode}", *others)
     config, _ = load_config(config_file, list(overrides))
     plan = make_plan(config, 2, torch.device("cpu"))
     with torch.device("meta"):
-        announced = kept_parameters(build_network(plan.config.model), mode, plan.layout.expert)
-    assert announced and pool.launch(2, count_kept, str(config_file), *overrides) == [announced, announced]
+        announced = kept_parameters(build_network(plan.config.model), mode, plan.layout.expert, for_later=TWICE in others)
+    assert announced and pool.launch(2, count_kept, str(config_file), TWICE in others, *overrides) == [announced, announced]
+    assert kept_bytes(plan.config, plan.layout) == 4 * announced  # in fp32
 
 
 def test_units_ahead_are_under_way_while_one_computes(pool, config_file):

@@ -172,7 +172,7 @@ class Loader:
         name = digest(positions, tokens_BT.numpy(), targets_BT.numpy())
         rows = self.schedule.rows_at(consumed)
         cut = (len(positions) * rows, self.stream.sequence_length // rows)
-        # No row of another stage has the same: masks of dropout are made from it.
+        # Masks of dropout are made from a row's place, so no row of another stage has the same.
         places = (positions[:, None] * self.schedule.most_rows + np.arange(rows)).ravel()
         inputs = self.objective.inputs(tokens_BT.view(cut), targets_BT.view(cut), places)
         targets_B = np.count_nonzero(inputs["targets_BT"].numpy() != IGNORED, axis=1)

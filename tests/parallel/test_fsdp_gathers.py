@@ -130,7 +130,7 @@ def count_kept(config_file: str, later: bool, *overrides: str) -> int:
 
     def count(*_) -> None:
         units = [m for m in network.modules() if hasattr(m, "_get_fsdp_state") and (later or m is not network.output)]
-        groups = [group for unit in units for group in groups_of(unit) if group.is_unsharded]
+        groups = {group for unit in units for group in groups_of(unit) if group.is_unsharded}  # the head and its norm have one
         parts = [p._unsharded_param for group in groups for p in group.fsdp_params]
         kept = [part for part in parts if later or part is not network.output.weight]
         found.append(sum(getattr(part, "_local_tensor", part).numel() for part in kept))

@@ -88,7 +88,9 @@ class FullyShard:
             if isinstance(module, FSDPModule):
                 # Sum, never average. gloo has no pre-multiplied sum, which a divide factor would otherwise use.
                 module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
+                for group in groups_of(module):
+                    if group.mesh_info.mesh.size() > 1:  # one rank would divide by 1.0, with a copy of all gradients
+                        group.gradient_divide_factor = 1.0
                 module.set_unshard_in_backward(not isinstance(module, Embedding))  # the gradient of a table needs no table
             if isinstance(module, (Embedding, OutputHead)) and self.reduce_dtype == torch.float32:
                 module.register_forward_pre_hook(_keep_gradient_in_fp32)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -15,8 +13,7 @@ import time
 import numpy as np
 import psutil
 import pytest
-import torch
-from benchmarks import loading, preparing, quality
+from benchmarks import loading, preparing
 from benchmarks.collectives import HOPS, MOVED, Exchange, collectives, exchanges, fit_ring
 from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.data import PARTS, measure
@@ -36,19 +33,15 @@ from benchmarks.measure import (
     table,
 )
 from benchmarks.products import fastest
-from benchmarks.quality import all_settings
 from benchmarks.saving import run_state
 from benchmarks.scaling import LAYOUTS, weak_scaling
-from benchmarks.trainers.quality_task import QualityTask
 from benchmarks.training import IN_ANOTHER_ENVIRONMENT, PROGRAMS, Case, compare_trainers
 from benchmarks.updates import updates
-from documentation import quality_figure
 from running import tool
 
 from pretrain.config.load import load_config
 from pretrain.data.shards.reader import PreparedData
 from pretrain.errors import DataError
-from pretrain.huggingface.open_model import open_model
 from pretrain.observe.flops import matmul_parameters
 from pretrain.train.resolve import resolve
 
@@ -114,94 +107,6 @@ def test_programs_are_compared_on_the_same_task(options, tmp_path, ranks):
     assert all(row.value > 0 and row.baseline == rows[0].value and "MiB" in row.note for row in rows)
 
 
-def test_programs_are_tried_as_often_and_each_setting_of_ours_is_one():
-    settings = all_settings("fp32")
-    assert settings.keys() == quality.PROGRAMS.keys() and len({len(tries) for tries in settings.values()}) == 1
-    for setting in settings["pretrain"].values():
-        resolve(load_config(None, [*setting["overrides"], "data.sources=[{path: nowhere}]", "run.steps=100"])[0])
-    assert "bf16" not in json.dumps(settings) and "fp32" not in json.dumps(all_settings("bf16"))
-    assert all("fp32" in json.dumps(setting) for tries in settings.values() for setting in tries.values())
-
-
-def test_results_of_a_text_are_put_together_best_first():
-    line = {
-        "minutes": 5.0,
-        "program": "a",
-        "setting": "x",
-        "format": "bf16",
-        "bits_per_byte": 1.5,
-        "steps": 100,
-        "seconds": 300.4,
-        "others": 0.01,
-    }
-    louder = {**line, "bits_per_byte": 1.7, "seconds": 400.0, "others": 0.2}
-    other_format = {**line, "format": "fp32", "bits_per_byte": 1.8}
-    found = quality.summary([line, louder, {**line, "program": "b", "bits_per_byte": 1.4}, other_format]).splitlines()
-    assert found[2:] == [
-        "| 5 | b | x | bf16 | 1.4000 | 0.0000 | 1 | 100 | 300 | 1% |",
-        "| 5 | a | x | bf16 | 1.6000 | 0.2000 | 2 | 100 | 350 | 20% |",
-        "| 5 | a | x | fp32 | 1.8000 | 0.0000 | 1 | 100 | 300 | 1% |",
-    ]
-
-
-def test_steps_are_timed_in_turns_and_not_on_a_machine_that_others_use(tmp_path, monkeypatch):
-    stamps = iter(
-        [2.0, 1.0, 1.5, 4.0, 3.0, 5.0, 1.0, 0.5]
-    )  # seconds of a step: each program first compiles, then has three turns
-    monkeypatch.setattr(
-        quality,
-        "_run",
-        lambda *arguments: (0.0, [(number + 1) * step for step in [next(stamps)] for number in range(quality.FEW)], 1.0),
-    )
-    monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.0)  # whatever the machine does beside these tests
-    text, options = quality.Text(tmp_path, "", 3.0, "bf16"), Options(tmp_path, say=lambda line: None)
-    found = quality.paces([("a", "x"), ("b", "y")], text, options)
-    assert found == {("a", "x"): quality.Pace(1.0, 1.0), ("b", "y"): quality.Pace(0.5, 0.5)}
-    assert found["b", "y"].steps(5.0) == 1 + int((300 - 0.5) / 0.5)
-    monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.5)
-    monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, [float(number) for number in range(quality.FEW)], 1.0))
-    with pytest.raises(DataError, match="others have used 50% of the cores in each of 10 tries to time a step"):
-        quality.paces([("a", "x")], text, options)
-
-
-def test_a_result_is_made_again_when_its_setting_or_format_has_changed_and_seeds_take_the_same_steps(tmp_path, monkeypatch, capsys):
-    text, made = quality.Text(tmp_path, "0" * 64, 3.0, "bf16"), []
-
-    def train(program, setting, minutes, seed, steps, text):
-        made.append((settings[program][setting]["lr"], seed, steps, text.format))
-        return quality.Result(program, setting, text.format, minutes, seed, steps, 1.0, 1.5, 0.0)
-
-    def with_format(format):
-        return {
-            program: {name: {**values, "format": format} for name, values in tries.items()} for program, tries in settings.items()
-        }
-
-    settings = {"pretrain": {"a": {"lr": 1.0}}, "HF Trainer": {}, "nanoGPT's loop": {}}
-    monkeypatch.setattr(quality, "all_settings", with_format)
-    monkeypatch.setattr(quality, "prepare_text", lambda options, format: dataclasses.replace(text, format=format))
-    monkeypatch.setattr(quality, "train", train)
-    monkeypatch.setattr(quality, "paces", lambda cases, text, options: dict.fromkeys(cases, quality.Pace(1.0, 1.0)))
-    words = ["quality", "--work", str(tmp_path), "--json", str(tmp_path / "found.jsonl")]
-    for rate in (1.0, 1.0, 2.0, 2.0):
-        settings["pretrain"]["a"]["lr"] = rate
-        assert tool("bench").main(words) == 0
-    assert tool("bench").main([*words, "--format", "fp32"]) == 0
-    monkeypatch.setattr(
-        quality, "paces", lambda cases, text, options: {} if not cases else pytest.fail("known steps are timed")
-    )
-    assert tool("bench").main([*words, "--seeds", "0", "1"]) == 0
-    assert made == [(1.0, 0, 300, "bf16"), (2.0, 0, 300, "bf16"), (2.0, 0, 300, "fp32"), (2.0, 1, 300, "bf16")]
-    for seed in ("0", "2"):  # one that is there, and one that is not
-        assert tool("bench").main([*words, "--seeds", seed, "--steps", "70"]) == 1
-        assert "found.jsonl pretrain, a took 300; name another --json" in capsys.readouterr().err
-    settings["pretrain"] = {"b": {"lr": 3.0}}
-    assert tool("bench").main([*words, "--seeds", "0", "--steps", "70"]) == 0
-    assert tool("bench").main([*words, "--seeds", "1"]) == 0
-    assert made[4:] == [(3.0, 0, 70, "bf16"), (3.0, 1, 70, "bf16")]
-    assert tool("bench").main([*words, "--seeds", "3", "--steps", "11"]) == 1
-    assert "--steps 11: a result needs at least 12" in capsys.readouterr().err
-
-
 def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     quality_of = ["quality", "--work", str(tmp_path), "--json", str(tmp_path / "found.jsonl")]
     assert tool("bench").main([*quality_of, "--settings", "muon-256x4", "nosuch"]) == 1
@@ -241,99 +146,28 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
     assert "found.jsonl: line 1 is no row that --json wrote for this subject: it lacks program" in capsys.readouterr().err
 
 
-def test_a_text_whose_preparation_was_interrupted_is_prepared_to_its_end(options, tmp_path, monkeypatch):
-    """Its tokenizer was there and nothing behind it, and every later start was refused."""
-    options = dataclasses.replace(options, work=tmp_path, scale=0.002)
-    done, tools = quality._tool, []
-
-    def interrupted(name, *arguments):
-        tools.append(name)
-        if name == "prepare_data.py" and len(tools) == 3:
-            raise KeyboardInterrupt
-        done(name, *arguments)
-
-    monkeypatch.setattr(quality, "_tool", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        quality.prepare_text(options, "bf16")
-    text = quality.prepare_text(options, "bf16")
-    assert tools == ["collect_source.py", "train_tokenizer.py", "prepare_data.py", "prepare_data.py"]
-    assert quality.prepare_text(options, "bf16") == text and (tmp_path / "train.bin").stat().st_size > 100_000
-
-
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-def test_a_benchmark_that_is_stopped_leaves_no_process_behind(tmp_path, by):
+@pytest.mark.parametrize("run", ["run_program(typed)", "_in_parallel([lambda: run_program(typed)] * 3, 2)"], ids=["", "in parallel"])
+def test_a_benchmark_that_is_stopped_leaves_no_process_behind(tmp_path, by, run):
     script = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell lets what it starts behind it ignore Ctrl-C
-        "sys.path.insert(0, 'tools'); import bench; from benchmarks.measure import run_program\n"
+        "sys.path.insert(0, 'tools'); import bench; from benchmarks.measure import run_program; from benchmarks.quality import _in_parallel\n"
         "child = 'import subprocess, sys, time; subprocess.Popen([sys.executable, \"-c\", \"import time; time.sleep(600)  # grandchild\"]); "
-        "open(sys.argv[1], \"w\").close(); time.sleep(600)'\n"
-        "bench.compare_formats = lambda *_: run_program([sys.executable, '-c', child, sys.argv[1]])\n"
+        "open(sys.argv[1], \"a\").write(\"x\"); time.sleep(600)'\n"
+        "typed = [sys.executable, '-c', child, sys.argv[1]]\n"
+        f"bench.compare_formats = lambda *_: {run}\n"
         "raise SystemExit(bench.main(['formats']))"
     )
     started = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "runs")], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "runs").exists():
+    begun = 2 if "parallel" in run else 1
+    while not (tmp_path / "runs").exists() or len((tmp_path / "runs").read_text()) < begun:
         assert started.poll() is None
         time.sleep(0.05)
     family = psutil.Process(started.pid).children(recursive=True)
-    assert len(family) == 2
+    assert len(family) == 2 * begun
     started.send_signal(by)
     assert "interrupted" in started.communicate(timeout=60)[1] and started.returncode == 130
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_the_tables_and_the_figure_of_time_to_quality_show_the_results_that_are_kept(tmp_path):
-    lines = [json.loads(line) for line in quality_figure.RESULTS.read_text().splitlines()]
-    seeds = {}
-    for line in lines:
-        seeds.setdefault((line["minutes"], line["program"], line["setting"], line["format"]), []).append(line)
-    rows = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
-    for (_, program, setting, _), members in seeds.items():
-        mean = statistics.mean(line["bits_per_byte"] for line in members)
-        each = ", ".join(f"{line['bits_per_byte']:.4f}" for line in sorted(members, key=lambda line: line["seed"]))
-        row = next(row for row in rows if row.startswith(f"| {program} | {setting}") and each in row)
-        assert f"{mean:.3f}" in row and f"| {members[0]['steps']:,} |" in row, row
-    more = [{**line, "format": "another"} for line in lines[:1]]
-    assert quality_figure.rows([*lines, *more]) == quality_figure.rows(lines) + 1
-    quality_figure.draw([*lines, *more], tmp_path / "quality.png")
-    assert (tmp_path / "quality.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)  # each is compiled, and starts three times
-def test_each_program_learns_the_text_in_its_time(options, tmp_path, monkeypatch):
-    monkeypatch.setattr(quality, "QUIET", math.inf)  # other tests run beside this one
-    options = dataclasses.replace(options, work=tmp_path, scale=0.05)
-    text = quality.prepare_text(options, "bf16")
-    for program, tries in all_settings("bf16").items():
-        case = (program, next(iter(tries)))
-        found = quality.train(*case, 0.5, 1, quality.paces([case], text, options)[case].steps(0.5), text)
-        assert 1.0 < found.bits_per_byte < 3.0 and found.steps >= quality.FEW, found
-        assert found.seconds * (1 - found.others) < 45, found  # what the machine had left for it
-
-
-def test_pretrain_is_scored_on_all_windows_of_the_validation_text_like_the_others(tmp_path):
-    tokenizer = byte_tokenizer(tmp_path)
-    for name, tokens in {"train": 4096, "validation": 80 * 8}.items():  # more windows than a run validates by default
-        data = PreparedData.open(write_tokens(tmp_path / "data" / name, tokenizer, tokens, 1 << 20))
-        data.read_joined(np.array([0]), np.array([data.tokens])).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
-    overrides = [
-        "data.sequence_length=8",
-        "model={dim: 16, layers: 1, heads: 1, ffn_dim: 32}",
-        "batch={sequences: 4, micro_sequences: 4}",
-    ]
-    task = QualityTask(
-        {"warmup": 0.5, "length": 8, "overrides": overrides}, 2, 0, tokenizer.vocab_size, str(tmp_path), str(tmp_path / "r")
-    )
-    typed = [sys.executable, str(ROOT / "tools/benchmarks/trainers/quality_ours.py"), json.dumps(dataclasses.asdict(task))]
-    subprocess.run(typed, check=True, env=environment(1), capture_output=True)
-    network = open_model(tmp_path / "runs" / "r" / "checkpoints" / "step-00000002", torch.device("cpu"), "fp32").network
-    with torch.no_grad():
-        parts = [torch.from_numpy(window) for window in task.validation()]
-        losses = [network(tokens_BT=part[:, :-1], targets_BT=part[:, 1:]) for part in parts]
-    assert sum(map(len, parts)) > 64
-    assert json.loads((tmp_path / "r-0.json").read_text())["loss"] == pytest.approx(
-        float(torch.cat(losses).mean()) / 8, rel=1e-6
-    )
 
 
 def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):

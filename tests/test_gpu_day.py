@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from benchmarks.quality import all_settings
 from running import tool
 
 from pretrain.config.load import load_config
@@ -57,6 +58,11 @@ def test_every_row_is_a_command_that_exists(part, tmp_path):
             continue
         assert (ROOT / program).is_file(), program
         asked = bench.parser().parse_args(arguments) if program == "tools/bench.py" else None
+        if asked is not None and asked.subject == "quality":
+            known = {setting for tries in all_settings(asked.format, asked.device).values() for setting in tries}
+            assert asked.device == "cuda" and set(asked.settings) <= known
+            checked += 1
+            continue
         if asked is not None and asked.subject == "speed":
             config, _ = load_config(ROOT / asked.config, [f"data.sequence_length={asked.length}", *asked.overrides])
         elif program == "tools/check_equivalence.py":
@@ -79,7 +85,7 @@ def test_another_gpu_is_refused(part, tmp_path):
 
 def test_a_row_without_time_is_left_out_with_a_line(tmp_path):
     environment = {**with_an_h200(tmp_path), "OUT": str(tmp_path / "out"), "PY": "false", "SECONDS_LEFT": "9", "TRY": ""}
-    done = subprocess.run(["bash", str(PARTS[-1])], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", str(PARTS[1])], env=environment, capture_output=True, text=True, timeout=120)
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert len(rows) > 5 and all(row["rc"] is None for row in rows)
     assert done.stdout.count("left out, because the part has taken") == len(rows)

@@ -1,7 +1,6 @@
 """Measure training, data, products, collectives, checkpoints, layouts and optimizers, each number beside its comparison."""
 
 import argparse
-import dataclasses
 import functools
 import math
 import os
@@ -23,7 +22,6 @@ from benchmarks.measure import (  # noqa: E402
     command,
     heading,
     machine,
-    read_lines,
     read_rows,
     table,
 )  # fmt: skip
@@ -162,6 +160,8 @@ def add_quality(subjects: argparse._SubParsersAction) -> None:
     quality.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=list(PROGRAMS))
     quality.add_argument("--settings", nargs="+", metavar="NAME", help="those of them to run (default: all)")
     quality.add_argument("--format", choices=("bf16", "fp32"), default="bf16", help="of matrix products (default: bf16)")
+    quality.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="each has settings of its own (default: cpu)")
+    quality.add_argument("--at-once", type=count, default=1, metavar="N", help="trainings at a time, when their steps are known (default: 1)")
     quality.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
     quality.add_argument("--steps", type=count, metavar="N", help="how many to take (default: as many as fit into --minutes)")
     quality.add_argument("--work", type=Path, required=True, metavar="DIR", help="a folder for the text, which is kept")
@@ -297,51 +297,9 @@ def compare_programs(arguments: argparse.Namespace, typed: str) -> None:
 
 
 def compare_quality(arguments: argparse.Namespace, typed: str) -> None:
-    from benchmarks.quality import FEW, Result, all_settings, as_line, paces, prepare_text, summary, train
+    from benchmarks.quality import compare
 
-    settings = all_settings(arguments.format)
-    known = [name for program in arguments.programs for name in settings[program]]
-    if unknown := set(arguments.settings or ()) - set(known):
-        raise DataError(f"--settings {' '.join(sorted(unknown))}: there are {', '.join(known)}")
-    if arguments.steps and arguments.steps < FEW:
-        raise DataError(f"--steps {arguments.steps}: a result needs at least {FEW}")
-    arguments.json.open("a").close()  # before something is measured and could not be kept
-    fields = (*(field.name for field in dataclasses.fields(Result)), "text_sha256", "values")
-    kept = read_lines(arguments.json, *fields)
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    options = Options(arguments.work, scale=arguments.scale)
-    text = prepare_text(options, arguments.format)
-    done = [[line[name] for name in ("program", "setting", "minutes", "seed", "text_sha256", "values")] for line in kept]
-
-    def is_of_today(line: dict) -> bool:
-        """Whether a result is of this text and of a setting as it is now."""
-        values = settings.get(line["program"], {}).get(line["setting"])
-        return line["text_sha256"] == text.digest and line["values"] == values
-
-    cases = [
-        (program, setting, arguments.minutes, seed)
-        for seed in arguments.seeds
-        for program in arguments.programs
-        for setting in settings[program]
-        if not arguments.settings or setting in arguments.settings
-    ]
-    # Rows of other seeds say how many steps fit. What is not known is timed.
-    steps = {(line["program"], line["setting"], line["minutes"]): line["steps"] for line in kept if is_of_today(line)}
-    if arguments.steps:
-        others = {case[:2]: steps[case[:3]] for case in cases if steps.get(case[:3], arguments.steps) != arguments.steps}
-        for names, taken in others.items():
-            raise DataError(
-                f"--steps {arguments.steps}: in {arguments.json} {', '.join(names)} took {taken}; name another --json"
-            )
-        steps |= {case[:3]: arguments.steps for case in cases}
-    cases = [case for case in cases if [*case, text.digest, settings[case[0]][case[1]]] not in done]
-    pace_of = paces(list(dict.fromkeys(case[:2] for case in cases if case[:3] not in steps)), text, options)
-    steps |= {case[:3]: pace_of[case[:2]].steps(arguments.minutes) for case in cases if case[:3] not in steps}
-    for case in cases:
-        result = train(*case, steps[case[:3]], text)
-        with arguments.json.open("a", encoding="utf-8") as file:
-            file.write(as_line(result, text, typed) + "\n")
-    print(summary([line for line in read_lines(arguments.json, *fields) if is_of_today(line)]))
+    print(compare(arguments, typed))
 
 
 def compare_products(arguments: argparse.Namespace, typed: str) -> None:

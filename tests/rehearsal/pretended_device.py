@@ -55,6 +55,12 @@ def _set_sync_debug_mode(mode: int | str) -> None:
     _library.rehearsal_waiting_is_an_error(_waiting_is_an_error)
 
 
+def _device_count() -> int:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = _library.rehearsal_devices()
+    return there if named is None else min(there, len(named.split(",")))
+
+
 def _describe(torch) -> None:
     known = types.SimpleNamespace(
         name=NAME, total_memory=140 << 30, major=9, minor=0, multi_processor_count=132, uuid="0", pci_domain_id=0, pci_bus_id=1,
@@ -67,7 +73,7 @@ def _describe(torch) -> None:
         "is_bf16_supported": lambda including_emulation=True: True,
         "_lazy_init": lambda: None,
         "init": lambda: None,
-        "device_count": lambda: _library.rehearsal_devices(),
+        "device_count": _device_count,
         "current_device": lambda: _index(torch),
         "set_device": lambda device: _set_device(torch, device),
         "get_device_properties": lambda device=None: known,

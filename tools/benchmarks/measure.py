@@ -135,34 +135,46 @@ def environment(threads: int = 1) -> dict[str, str]:
     return {**os.environ, **offline, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
 
 
-def run_program(typed: Sequence[str], threads: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, as `subprocess.run` does. If this process is interrupted, all that the program has started ends as well."""
-    import psutil
-
+def run_program(typed: Sequence[str], threads: int = 1, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, as `subprocess.run` does. If this process is interrupted, all that the program has started ends as well.
+    `more`: further variables of its environment.
+    """
     with subprocess.Popen(
-        typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(threads)
+        typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment(threads), **more}
     ) as process:
         try:
             out, err = process.communicate()
         except BaseException:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                started = psutil.Process(process.pid)
-                family = [started, *started.children(recursive=True)]
-                for one in family:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        one.terminate()
-                for one in psutil.wait_procs(family, timeout=10)[1]:
-                    one.kill()
+            end_children()
             raise
     return subprocess.CompletedProcess(typed, process.returncode, out, err)
 
 
-def machine() -> dict[str, Any]:
-    """The machine that the numbers were measured on."""
+def end_children() -> None:
+    """End all that this process has started, and what they have started."""
+    import psutil
+
+    family = psutil.Process().children(recursive=True)
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.terminate()
+    for one in psutil.wait_procs(family, timeout=10)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """The machine that the numbers were measured on. `device`: cuda adds the GPU's name."""
     versions = {name: importlib.metadata.version(name) for name in _VERSIONS if _is_installed(name)}
+    gpu = {}
+    if device == "cuda":
+        import torch
+
+        gpu = {"gpu": torch.cuda.get_device_name()}
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _cpu_model(),
+        **gpu,
         "cores": len(os.sched_getaffinity(0)),
         "load_average": [round(load, 1) for load in os.getloadavg()],
         "python": platform.python_version(),

@@ -3,12 +3,13 @@
 The text is the Python source of the installed torch, whose version our constraints pin; its hash is kept with each result. A program's time begins when it is
 started and ends with its last step. It is told how many steps fit: short runs before, of all programs in turns, say how long they take. So what else the
 machine does later changes how long a training takes, and not its result. Further seeds take as many steps as the first one did, on any machine. All
-programs see the same tokens, and are tried as often, with settings of their own (quality_settings.yaml). Validation is of the whole held-out text, in
-windows of the setting's length.
+programs see the same tokens, and are tried as often, with settings of their own for a CPU and for a GPU (quality_settings.yaml, quality_settings_gpu.yaml).
+Validation is of the whole held-out text, in windows of the setting's length.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -18,14 +19,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from benchmarks.measure import TOOLS, Options, machine, require, run_program
+from benchmarks.measure import TOOLS, Options, end_children, machine, read_lines, require, run_program
 from benchmarks.trainers.quality_task import PROGRAMS, QualityTask
 from omegaconf import OmegaConf
 
@@ -33,23 +35,36 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.distributed.cores import usable_cores
 from pretrain.errors import DataError
 
-SETTINGS = Path(__file__).resolve().parent / "quality_settings.yaml"
+SETTINGS = {"cpu": "quality_settings.yaml", "cuda": "quality_settings_gpu.yaml"}
 VOCABULARY = 4096
 TEXT_MB = 46
-FEW = 12
-"""Steps that are timed beforehand."""
+FEW = {"cpu": 12, "cuda": 100}
+"""Steps that are timed beforehand. A GPU's are queued, and only what the queue has no room for takes its time."""
 QUIET, TRIES = 0.05, 10
 """The share of the cores that others may use while a step is timed, and how often it is tried."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """The prepared text. `digest`: of its bytes; `bytes_per_token`: of the validation text; `format`: in which programs learn it."""
+    """The prepared text. `digest`: of its bytes; `bytes_per_token`: of the validation text."""
 
     work: Path
     digest: str
     bytes_per_token: float
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What all programs have in common: the text, the `format` of matrix products, and the `device` that computes them, cpu or cuda."""
+
+    text: Text
     format: str
+    device: str
+
+    @property
+    def settings(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """By program and name."""
+        return all_settings(self.format, self.device)
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,7 @@ class Result:
     program: str
     setting: str
     format: str
+    device: str
     minutes: float
     seed: int
     steps: int
@@ -67,7 +83,7 @@ class Result:
     others: float
 
 
-def prepare_text(options: Options, format: str) -> Text:
+def prepare_text(options: Options) -> Text:
     """The text, tokenized once into the work folder."""
     work, corpus = options.work, options.work / "corpus.jsonl"
     root = Path(str(importlib.metadata.distribution("torch").locate_file("torch")))
@@ -89,7 +105,7 @@ def prepare_text(options: Options, format: str) -> Text:
     opened = {name: PreparedData.open(work / "data" / name) for name in ("train", "validation")}
     for name, data in opened.items():
         data.read_joined(np.array([0]), np.array([data.tokens])).astype(np.uint16).tofile(work / f"{name}.bin")
-    return Text(work, hashlib.sha256(corpus.read_bytes()).hexdigest(), float(opened["validation"].bytes_per_token), format)
+    return Text(work, hashlib.sha256(corpus.read_bytes()).hexdigest(), float(opened["validation"].bytes_per_token))
 
 
 def _tool(name: str, *arguments: str) -> None:
@@ -97,9 +113,10 @@ def _tool(name: str, *arguments: str) -> None:
     require(done.returncode == 0, f"{name} fails: {' '.join(done.stderr.splitlines()[-1:])}")
 
 
-def all_settings(format: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Settings by program and name, with this format of matrix products."""
-    settings = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(SETTINGS), {"format": format}), resolve=True)
+def all_settings(format: str, device: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Settings for a device by program and name, with this format of matrix products."""
+    file = Path(__file__).resolve().parent / SETTINGS[device]
+    settings = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(file), {"format": format}), resolve=True)
     del settings["format"]
     return settings
 
@@ -113,17 +130,18 @@ class Pace:
 
     def steps(self, minutes: float) -> int:
         """How many fit."""
-        return max(FEW, 1 + int((60 * minutes - self.first) / self.step))
+        return 1 + int((60 * minutes - self.first) / self.step)
 
 
-def paces(cases: Sequence[tuple[str, str]], text: Text, options: Options) -> dict[tuple[str, str], Pace]:
-    """The pace of each program and setting: the best of some short runs, which are made in turns while nothing else computes."""
+def paces(cases: Sequence[tuple[str, str]], contest: Contest, options: Options, at_once: int) -> dict[tuple[str, str], Pace]:
+    """The pace of each program and setting: the best of some short runs, which are made in turns while nothing else computes. On a GPU, whose
+    steps differ little, of one. Before, each runs once, `at_once` at a time: what it compiles then, is found.
+    """
     found: dict[tuple[str, str], list[Pace]] = {case: [] for case in cases}
-    for case in cases:
-        _run(*case, FEW, 0, text)  # what it compiles, the next ones find
-    for _ in range(options.turns):
+    _in_parallel([lambda case=case: _run(*case, FEW[contest.device], 0, contest) for case in cases], at_once)
+    for _ in range(options.turns if contest.device == "cpu" else 1):
         for case in cases:
-            found[case].append(_pace(*case, text, options))
+            found[case].append(_pace(*case, contest, options))
     best = {case: Pace(min(p.first for p in turns), min(p.step for p in turns)) for case, turns in found.items()}
     for (program, setting), pace in best.items():
         slowest = max(p.step for p in found[program, setting])
@@ -133,26 +151,47 @@ def paces(cases: Sequence[tuple[str, str]], text: Text, options: Options) -> dic
     return best
 
 
-def _pace(program: str, setting: str, text: Text, options: Options) -> Pace:
+def _pace(program: str, setting: str, contest: Contest, options: Options) -> Pace:
     for _ in range(TRIES):
         others = _OthersShare()
-        started, stamps, _ = _run(program, setting, FEW, 0, text)
+        started, stamps, _ = _run(program, setting, FEW[contest.device], 0, contest)
         if (loud := others.now()) < QUIET:
             # The last step is left out: some programs stamp it when they have validated.
-            return Pace(stamps[0] - started, statistics.median(after - now for now, after in zip(stamps[2:-2], stamps[3:-1])))
+            steps = [after - now for now, after in zip(stamps[2:-2], stamps[3:-1])]
+            return Pace(stamps[0] - started, statistics.median(steps[len(steps) // 2 :] if contest.device == "cuda" else steps))
         options.say(f"{program}, {setting}: others use {loud:.0%} of the cores; its steps are timed again")
     raise DataError(
         f"others have used {loud:.0%} of the cores in each of {TRIES} tries to time a step: start it again when they rest"
     )
 
 
-def train(program: str, setting: str, minutes: float, seed: int, steps: int, text: Text) -> Result:
+def train(program: str, setting: str, minutes: float, seed: int, steps: int, contest: Contest) -> Result:
     """Train once, for as many steps as fit into so many minutes."""
     others = _OthersShare()
-    started, stamps, loss = _run(program, setting, steps, seed, text)
+    started, stamps, loss = _run(program, setting, steps, seed, contest)
     # The last step is as long as the one before: some programs stamp it when they have validated.
     share, seconds = others.now(), 2 * stamps[-2] - stamps[-3] - started
-    return Result(program, setting, text.format, minutes, seed, steps, seconds, loss / math.log(2) / text.bytes_per_token, share)
+    bits = loss / math.log(2) / contest.text.bytes_per_token
+    return Result(program, setting, contest.format, contest.device, minutes, seed, steps, seconds, bits, share)
+
+
+def _in_parallel(acts: Sequence[Callable[[], Any]], at_once: int, keep: Callable[[Any], None] = lambda result: None) -> None:
+    """Do all, and give each result to `keep` when it is there. Where one fails, the others are done all the same, and then its error is raised."""
+    failed = []
+    with ThreadPoolExecutor(at_once) as pool:
+        pending = [pool.submit(act) for act in acts]
+        try:
+            for done in as_completed(pending):
+                if (error := done.exception()) is None:
+                    keep(done.result())
+                else:
+                    failed.append(error)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_children()  # else their threads wait for them
+            raise
+    if failed:
+        raise failed[0]
 
 
 class _OthersShare:
@@ -170,24 +209,79 @@ class _OthersShare:
         return sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - sum(own[:4])
 
 
-def _run(program: str, setting: str, steps: int, seed: int, text: Text) -> tuple[float, list[float], float]:
+def _run(program: str, setting: str, steps: int, seed: int, contest: Contest) -> tuple[float, list[float], float]:
     """When it was started, when each step was done, and the validation loss in nats per token."""
-    result = text.work / f"quality-{time.monotonic_ns()}"
-    task = QualityTask(all_settings(text.format)[program][setting], steps, seed, VOCABULARY, str(text.work), str(result))
+    work = contest.text.work
+    result = work / f"quality-{time.monotonic_ns()}"
+    task = QualityTask(contest.settings[program][setting], contest.device, steps, seed, VOCABULARY, str(work), str(result))
     typed = [sys.executable, str(TOOLS / "benchmarks" / "trainers" / PROGRAMS[program]), json.dumps(dataclasses.asdict(task))]
     started = time.time()
-    done = run_program(typed, threads=2)
-    require(done.returncode == 0, f"{program} fails: {' '.join(done.stderr.splitlines()[-1:])}")
+    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # of several the Trainer would take all
+    done = run_program(typed, threads=2, CUDA_VISIBLE_DEVICES=one_gpu)
+    require(done.returncode == 0, f"{program}, {setting} fails: {' '.join(done.stderr.splitlines()[-1:])}")
     found = json.loads(Path(f"{result}-0.json").read_text())
     require(len(found["stamps"]) == steps, f"{program} took {len(found['stamps'])} steps, not {steps}")
     return started, [wall for _, wall in found["stamps"]], found["loss"]
 
 
-def as_line(result: Result, text: Text, typed: str) -> str:
+def as_line(result: Result, contest: Contest, typed: str) -> str:
     """A line of JSON with all that belongs to a result. `values`: of its setting, which may change while its name stays."""
-    values = all_settings(text.format)[result.program][result.setting]
-    about = {"values": values, "text_sha256": text.digest, "machine": machine(), "command": typed}
+    about = {
+        "values": contest.settings[result.program][result.setting],
+        "text_sha256": contest.text.digest,
+        "machine": machine(result.device),
+        "command": typed,
+    }
     return json.dumps({**dataclasses.asdict(result), **about})
+
+
+def compare(asked: argparse.Namespace, typed: str) -> str:
+    """What `bench.py quality` does: trains what `asked.json` has no result of, adds each result to it, and says what it has: Markdown."""
+    few, settings = FEW[asked.device], all_settings(asked.format, asked.device)
+    known = [name for program in asked.programs for name in settings[program]]
+    if unknown := set(asked.settings or ()) - set(known):
+        raise DataError(f"--settings {' '.join(sorted(unknown))}: there are {', '.join(known)}")
+    if asked.steps and asked.steps < few:
+        raise DataError(f"--steps {asked.steps}: a result needs at least {few}")
+    asked.json.open("a").close()  # before something is measured and could not be kept
+    fields = (*(field.name for field in dataclasses.fields(Result)), "text_sha256", "values")
+    kept = read_lines(asked.json, *fields)
+    asked.work.mkdir(parents=True, exist_ok=True)
+    options = Options(asked.work, scale=asked.scale)
+    contest = Contest(prepare_text(options), asked.format, asked.device)
+
+    def is_of_today(line: dict[str, Any]) -> bool:
+        """Whether a result is of this text and device, and of a setting as it is now."""
+        here = line["text_sha256"] == contest.text.digest and line["device"] == asked.device
+        return here and line["values"] == settings.get(line["program"], {}).get(line["setting"])
+
+    cases = [
+        (program, setting, asked.minutes, seed)
+        for seed in asked.seeds
+        for program in asked.programs
+        for setting in settings[program]
+        if not asked.settings or setting in asked.settings
+    ]
+    # Rows of other seeds say how many steps fit. What is not known is timed.
+    now = [line for line in kept if is_of_today(line)]
+    steps = {(line["program"], line["setting"], line["minutes"]): line["steps"] for line in now}
+    if asked.steps:
+        others = {case[:2]: steps[case[:3]] for case in cases if steps.get(case[:3], asked.steps) != asked.steps}
+        for names, taken in others.items():
+            raise DataError(f"--steps {asked.steps}: in {asked.json} {', '.join(names)} took {taken}; name another --json")
+        steps |= {case[:3]: asked.steps for case in cases}
+    done = {(line["program"], line["setting"], line["minutes"], line["seed"]) for line in now}
+    cases = [case for case in cases if case not in done]
+    unknown_paces = list(dict.fromkeys(case[:2] for case in cases if case[:3] not in steps))
+    pace_of = paces(unknown_paces, contest, options, asked.at_once)
+    steps |= {case[:3]: max(few, pace_of[case[:2]].steps(asked.minutes)) for case in cases if case[:3] not in steps}
+
+    def keep(result: Result) -> None:
+        with asked.json.open("a", encoding="utf-8") as file:
+            file.write(as_line(result, contest, typed) + "\n")
+
+    _in_parallel([lambda case=case: train(*case, steps[case[:3]], contest) for case in cases], asked.at_once, keep)
+    return summary([line for line in read_lines(asked.json, *fields) if is_of_today(line)])
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:

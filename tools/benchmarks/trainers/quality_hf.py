@@ -42,30 +42,32 @@ class Stamp(TrainerCallback):
         clock.stamp()
 
 
+dropout = setting.get("dropout", 0.0)
 sizes = {"vocab_size": task.vocabulary, "use_cache": False, "tie_word_embeddings": setting.get("tied", True)}
 if setting.get("model", "gpt2") == "gpt2":
     network = GPT2LMHeadModel(
         GPT2Config(
             n_positions=setting["length"] + 1, n_embd=setting["dim"], n_layer=setting["layers"], n_head=setting["heads"],
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **sizes,
         )
     )  # fmt: skip
 else:
     network = LlamaForCausalLM(
         LlamaConfig(
             hidden_size=setting["dim"], num_hidden_layers=setting["layers"], num_attention_heads=setting["heads"],
-            intermediate_size=setting["ffn_dim"], max_position_embeddings=setting["length"] + 1, **sizes,
+            intermediate_size=setting["ffn_dim"], max_position_embeddings=setting["length"] + 1, attention_dropout=dropout, **sizes,
         )
     )  # fmt: skip
 arguments = TrainingArguments(
     output_dir=f"{task.result}.out", per_device_train_batch_size=setting["micro"], gradient_accumulation_steps=setting["accumulation"],
     max_steps=task.steps, learning_rate=setting["lr"], weight_decay=setting["weight_decay"], adam_beta2=setting["beta2"], max_grad_norm=1.0,
     optim="adamw_torch_fused", lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": setting["min_ratio"]},
-    warmup_steps=max(1, round(setting["warmup"] * task.steps)), bf16=setting["format"] == "bf16", torch_compile=setting["compile"], use_cpu=True,
+    warmup_steps=max(1, round(setting["warmup"] * task.steps)), bf16=setting["format"] == "bf16", torch_compile=setting["compile"], use_cpu=task.device == "cpu",
+    dataloader_num_workers=setting.get("workers", 0),
     save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, seed=task.seed,
 )  # fmt: skip
 Trainer(model=network, args=arguments, train_dataset=Windows(), callbacks=[Stamp()]).train()
 network.eval()
-with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting["format"] == "bf16"):
-    windows = [torch.from_numpy(window) for window in task.validation()]
+with torch.no_grad(), torch.autocast(task.device, dtype=torch.bfloat16, enabled=setting["format"] == "bf16"):
+    windows = [torch.from_numpy(window).to(task.device) for window in task.validation()]
     task.report(clock, [(float(network(input_ids=window, labels=window).loss), len(window)) for window in windows])

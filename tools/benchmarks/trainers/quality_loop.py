@@ -13,19 +13,27 @@ from benchmarks.trainers.quality_task import QualityTask  # noqa: E402
 task = QualityTask.given()
 setting, clock = task.setting, Clock(task.result)
 torch.manual_seed(task.seed)
-network = Network(setting["dim"], setting["layers"], setting["heads"], task.vocabulary, setting["length"])
+sizes = (setting["dim"], setting["layers"], setting["heads"], task.vocabulary, setting["length"], setting.get("dropout", 0.0))
+network = Network(*sizes).to(task.device)
 groups = [
     {"params": [p for p in network.parameters() if p.dim() > 1], "weight_decay": setting["weight_decay"]},
     {"params": [p for p in network.parameters() if p.dim() < 2], "weight_decay": 0.0},
 ]
 optimizer = torch.optim.AdamW(groups, lr=setting["lr"], betas=(0.9, setting["beta2"]), fused=True)
 called = torch.compile(network) if setting["compile"] else network
-casting = torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting["format"] == "bf16")
+casting = torch.autocast(task.device, dtype=torch.bfloat16, enabled=setting["format"] == "bf16")
+
+
+def there(windows):
+    windows = torch.from_numpy(windows)
+    return windows.pin_memory().to(task.device, non_blocking=True) if task.device == "cuda" else windows
+
+
 for step in range(task.steps):
     for group in optimizer.param_groups:
         group["lr"] = task.rate(step)
     for micro in range(setting["accumulation"]):
-        window = torch.from_numpy(task.batch(step * setting["accumulation"] + micro))
+        window = there(task.batch(step * setting["accumulation"] + micro))
         with casting:
             loss = called(window[:, :-1], window[:, 1:]) / setting["accumulation"]
         loss.backward()
@@ -33,6 +41,7 @@ for step in range(task.steps):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     clock.stamp()
+network.eval()
 with torch.no_grad(), casting:
-    windows = [torch.from_numpy(window) for window in task.validation()]
+    windows = [there(window) for window in task.validation()]
     task.report(clock, [(float(network(window[:, :-1], window[:, 1:])), len(window)) for window in windows])

@@ -36,7 +36,7 @@ code = main(
     [
         "--config",
         str(config),
-        f"run={{dir: {task.work}/runs, name: {name}, steps: {task.steps}, seed: {task.seed}, resume: never, device: cpu}}",
+        f"run={{dir: {task.work}/runs, name: {name}, steps: {task.steps}, seed: {task.seed}, resume: never, device: {task.device}}}",
         f"data={{sources: [{{path: {task.work}/data/train, name: text}}], validation: [{{path: {task.work}/data/validation, name: text}}]}}",
         "log={every_steps: 1, tensorboard: false}",
         "checkpoint={every_steps: 0, export_check: false}",

@@ -21,6 +21,8 @@ class QualityTask:
     """A text to learn in a number of steps, with settings of the program's own."""
 
     setting: dict[str, Any]
+    device: str
+    """cpu or cuda."""
     steps: int
     seed: int
     vocabulary: int

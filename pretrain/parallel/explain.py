@@ -46,7 +46,7 @@ def kept_bytes(config: Config, layout: Layout) -> int:
     Each rank of a pipeline has those of its own layers.
     """
     has_copies = keeps_casts(config, layout.strategy, layout.data_size)
-    if not has_copies and (layout.strategy != "fsdp" or layout.shard * layout.context == 1):
+    if not has_copies and layout.strategy != "fsdp":
         return 0
     with torch.device("meta"):
         network = build_network(config.model)

@@ -155,7 +155,8 @@ def count_kept(config_file: str, later: bool, *overrides: str) -> int:
     def count(*_) -> None:
         units = [m for m in network.modules() if hasattr(m, "_get_fsdp_state") and (later or m is not network.output)]
         groups = {group for unit in units for group in groups_of(unit) if group.is_unsharded}  # the head and its norm have one
-        parts = [p._unsharded_param for group in groups for p in group.fsdp_params]
+        # Without a copy they would be no memory.
+        parts = [p._unsharded_param for group in groups for p in group.fsdp_params if _storage(p._unsharded_param) != _storage(p.sharded_param)]
         kept = [part for part in parts if later or part is not network.output.weight]
         found.append(sum(getattr(part, "_local_tensor", part).numel() for part in kept))
 
@@ -165,21 +166,33 @@ def count_kept(config_file: str, later: bool, *overrides: str) -> int:
     return found[-1]
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+
+
 EXPERTS = ("model.family=custom", "model.experts={count: 4, active: 2, ffn_dim: 32}", "parallel.expert=2")
 
 
 @pytest.mark.parametrize(
-    "mode, others",
-    [("never", ()), ("never", EXPERTS), ("never", (TIED,)), ("last_block_kept", ()), ("never", (SEVERAL,)), ("never", (TIED, SEVERAL))],
-    ids=["", "experts", "tied", "last", "several", "tied, several"],
+    "ranks, mode, others",
+    [
+        (2, "never", ()),
+        (2, "never", EXPERTS),
+        (2, "never", (TIED,)),
+        (2, "last_block_kept", ()),
+        (2, "never", (SEVERAL,)),
+        (2, "never", (TIED, SEVERAL)),
+        (1, "never", ("parallel.shard=1", "batch.micro_sequences=16")),
+    ],
+    ids=["", "experts", "tied", "last", "several", "tied, several", "one rank"],
 )
-def test_the_memory_that_is_announced_for_kept_weights_is_what_a_rank_keeps(pool, config_file, mode, others):
+def test_the_memory_that_is_announced_for_kept_weights_is_what_a_rank_keeps(pool, config_file, ranks, mode, others):
     overrides = (*FSDP, "batch.micro_sequences=8", f"{KEPT}{mode}", *others)
     config, _ = load_config(config_file, list(overrides))
-    plan = make_plan(config, 2, torch.device("cpu"))
+    plan = make_plan(config, ranks, torch.device("cpu"))
     with torch.device("meta"):
         announced = kept_parameters(build_network(plan.config.model), mode, plan.layout.expert, for_later=SEVERAL in others)
-    assert announced and pool.launch(2, count_kept, str(config_file), SEVERAL in others, *overrides) == [announced, announced]
+    assert announced and pool.launch(ranks, count_kept, str(config_file), SEVERAL in others, *overrides) == [announced] * ranks
     assert kept_bytes(plan.config, plan.layout) == 4 * announced  # in fp32
 
 

@@ -147,7 +147,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("run", ["run_program(typed)", "_in_parallel([lambda: run_program(typed)] * 3, 2)"], ids=["", "in parallel"])
+@pytest.mark.parametrize("run", ["run_program(typed)", "_in_parallel({n: lambda: run_program(typed) for n in range(3)}, 2, print)"], ids=["", "in parallel"])
 def test_a_benchmark_that_is_stopped_leaves_no_process_behind(tmp_path, by, run):
     script = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell lets what it starts behind it ignore Ctrl-C

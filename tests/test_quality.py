@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import statistics
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from benchmarks import quality
 from benchmarks.corpora import byte_tokenizer, write_tokens
 from benchmarks.measure import ROOT, Options, environment
 from benchmarks.quality import Contest, Text, all_settings
+from benchmarks.trainers.plain_network import Network
 from benchmarks.trainers.quality_task import QualityTask
 from documentation import quality_figure
 from running import tool
@@ -68,32 +72,36 @@ def test_results_of_a_text_are_put_together_best_first():
 def test_steps_are_timed_in_turns_and_not_on_a_machine_that_others_use(tmp_path, monkeypatch, device, turns):
     # Seconds of a step: each program first compiles, then has its turns.
     stamps = iter([2.0, 1.0, 1.5, 4.0, 3.0, 5.0, 1.0, 0.5] if turns == 3 else [2.0, 1.0, 1.0, 0.5])
-    few = quality.FEW[device]
-    monkeypatch.setattr(
-        quality, "_run", lambda *arguments: (0.0, [(number + 1) * step for step in [next(stamps)] for number in range(few)], 1.0)
-    )
+
+    def run(program, setting, steps, seed, contest):
+        marks = QualityTask({}, device, steps, seed, 0, "", "").marks
+        assert steps == quality.FEW[device] and len(marks) == (2 if device == "cuda" else steps)
+        return 0.0, [mark * step for step in [next(stamps)] for mark in marks], 1.0
+
+    monkeypatch.setattr(quality, "_run", run)
     monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.0)  # whatever the machine does beside these tests
     contest, options = Contest(Text(tmp_path, "", 3.0), "bf16", device), Options(tmp_path, say=lambda line: None)
     found = quality.paces([("a", "x"), ("b", "y")], contest, options, 1)
     assert found == {("a", "x"): quality.Pace(1.0, 1.0), ("b", "y"): quality.Pace(0.5, 0.5)} and next(stamps, None) is None
     assert found["b", "y"].steps(5.0) == 1 + int((300 - 0.5) / 0.5)
     monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.5)
-    monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, [float(number) for number in range(few)], 1.0))
+    monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, [float(number) for number in range(12)], 1.0))
     with pytest.raises(DataError, match="others have used 50% of the cores in each of 10 tries to time a step"):
         quality.paces([("a", "x")], contest, options, 1)
 
 
-def test_a_step_of_a_gpu_is_what_it_takes_once_the_queue_is_full(tmp_path, monkeypatch):
-    """Its first steps are only queued, each in a moment."""
-    stamps = [1.0 + 0.001 * number for number in range(40)] + [2.0 + 0.1 * number for number in range(60)]
-    monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, stamps, 1.0))
-    monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.0)
+@pytest.mark.parametrize("steps", [201, 300])
+def test_a_gpus_seconds_are_counted_from_two_marks(tmp_path, monkeypatch, steps):
+    """It starts in 5 s and takes 0.1 s per step; what comes after the marks, validation, does not count."""
+    marks = QualityTask({}, "cuda", steps, 0, 0, "", "").marks
+    monkeypatch.setattr(quality, "_run", lambda *arguments: (0.0, [5.0 + 0.1 * mark for mark in marks], 1.0))
     contest = Contest(Text(tmp_path, "", 3.0), "bf16", "cuda")
-    assert quality._pace("a", "x", contest, Options(tmp_path)).step == pytest.approx(0.1)
+    assert quality.train("a", "x", 1.0, 0, steps, contest).seconds == pytest.approx(5.0 + 0.1 * steps)
+    assert marks[1] == 2 * marks[0] and steps - 2 <= marks[1] < steps
 
 
 def test_of_several_trainings_at_once_one_that_fails_stops_no_other():
-    begun, kept, meeting = [], [], threading.Barrier(2)
+    begun, kept, meeting = [], {}, threading.Barrier(2)
 
     def act(number):
         begun.append(number)
@@ -101,11 +109,46 @@ def test_of_several_trainings_at_once_one_that_fails_stops_no_other():
             meeting.wait(60)  # both are under way
         if number == 0:
             raise DataError("the first one fails")
-        return number
+        return 10 * number
 
-    with pytest.raises(DataError, match="the first one fails"):
-        quality._in_parallel([lambda number=number: act(number) for number in range(4)], 2, kept.append)
-    assert sorted(begun) == [0, 1, 2, 3] and sorted(kept) == [1, 2, 3]
+    failed = quality._in_parallel({number: functools.partial(act, number) for number in range(4)}, 2, kept.__setitem__)
+    assert sorted(begun) == [0, 1, 2, 3] and kept == {1: 10, 2: 20, 3: 30}
+    assert {name: str(error) for name, error in failed.items()} == {0: "the first one fails"}
+
+
+def test_a_program_that_fails_costs_no_other_its_result(tmp_path, monkeypatch, capsys):
+    def run(program, setting, steps, seed, contest):
+        if program == "HF Trainer" or (program == "pretrain" and seed == 1):
+            raise DataError(f"{program} fails")
+        return 0.0, [float(number) for number in range(1, steps + 1)], 1.0
+
+    monkeypatch.setattr(quality, "all_settings", lambda format, device: {program: {f"of {program}": {}} for program in quality.PROGRAMS})
+    monkeypatch.setattr(quality, "prepare_text", lambda options: Text(tmp_path, "0" * 64, 3.0))
+    monkeypatch.setattr(quality, "_run", run)
+    monkeypatch.setattr(quality._OthersShare, "now", lambda self: 0.0)
+    words = ["quality", "--work", str(tmp_path), "--json", str(tmp_path / "found.jsonl"), "--seeds", "0", "1", "--at-once", "2"]
+    assert tool("bench").main(words) == 1
+    printed = capsys.readouterr()
+    assert "HF Trainer, of HF Trainer has no pace: HF Trainer fails" in printed.err
+    assert "error: pretrain fails; HF Trainer, of HF Trainer failed when its steps were timed" in printed.err
+    found = [(line["program"], line["seed"]) for line in map(json.loads, (tmp_path / "found.jsonl").read_text().splitlines())]
+    assert sorted(found) == [("nanoGPT's loop", 0), ("nanoGPT's loop", 1), ("pretrain", 0)] and "| pretrain |" in printed.out.replace("| 5 ", "")
+
+
+def test_programs_that_run_beside_one_are_not_others():
+    """Their time counts from when the measurement began, whether they end in it or not."""
+    busy = "import time\nend = time.process_time() + {}\nwhile time.process_time() < end: pass"
+    beside = subprocess.Popen([sys.executable, "-c", busy.format(60)])
+    try:
+        time.sleep(1.0)
+        others, before = quality._OthersShare(), psutil.cpu_times()
+        subprocess.run([sys.executable, "-c", busy.format(1.0)], check=True)
+        share, after = others.now(), psutil.cpu_times()
+    finally:
+        beside.kill()
+        beside.wait()
+    used = sum(after) - after.idle - after.iowait - sum(before) + before.idle + before.iowait
+    assert used >= 2.0 and -0.1 <= share * quality.usable_cores() <= used - 1.5
 
 
 def test_a_result_is_made_again_when_what_it_depends_on_has_changed_and_seeds_take_the_same_steps(tmp_path, monkeypatch, capsys):
@@ -213,6 +256,18 @@ def test_the_tables_and_the_figure_of_time_to_quality_show_the_results_that_are_
     assert (tmp_path / "quality.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_plain_network_drops_only_while_it_trains(bias):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 50, (4, 17))
+    network, plain = (Network(32, 2, 2, 50, 16, dropout, bias) for dropout in (0.5, 0.0))
+    plain.load_state_dict(network.state_dict())
+    dropped = float(network(ids[:, :-1], ids[:, 1:]))
+    assert dropped != float(network(ids[:, :-1], ids[:, 1:])) != float(plain(ids[:, :-1], ids[:, 1:]))
+    assert float(network.eval()(ids[:, :-1], ids[:, 1:])) == float(plain(ids[:, :-1], ids[:, 1:]))
+    assert any(name.endswith("bias") for name in network.state_dict()) is bias
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(1200)
@@ -230,9 +285,6 @@ def test_each_program_computes_on_a_gpu_what_it_computes_on_a_cpu(options, monke
     for program in tries:
         cpu, gpu = (quality._run(program, "tiny", 6, 0, Contest(text, "fp32", device))[2] for device in ("cpu", "cuda"))
         assert gpu == pytest.approx(cpu, rel=1e-5), program
-    with_dropout = {**tiny, "dropout": 0.5}
-    monkeypatch.setattr(quality, "all_settings", lambda format, device: {"nanoGPT's loop": {"tiny": with_dropout}})
-    assert quality._run("nanoGPT's loop", "tiny", 6, 0, Contest(text, "fp32", "cuda"))[2] != pytest.approx(gpu, rel=1e-5)
 
 
 @pytest.mark.slow

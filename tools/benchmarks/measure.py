@@ -135,13 +135,18 @@ def environment(threads: int = 1) -> dict[str, str]:
     return {**os.environ, **offline, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
 
 
-def run_program(typed: Sequence[str], threads: int = 1, **more: str) -> subprocess.CompletedProcess[str]:
+def run_program(
+    typed: Sequence[str], threads: int = 1, log: Path | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, as `subprocess.run` does. If this process is interrupted, all that the program has started ends as well.
-    `more`: further variables of its environment.
+
+    `log`: a file for what it prints, which is not returned then; what it leaves running is not waited for. `more`: further variables of its environment.
     """
-    with subprocess.Popen(
-        typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment(threads), **more}
-    ) as process:
+    with contextlib.ExitStack() as end:
+        out, err = (end.enter_context(log.open("w")), subprocess.STDOUT) if log else (subprocess.PIPE, subprocess.PIPE)
+        process = end.enter_context(
+            subprocess.Popen(typed, stdout=out, stderr=err, text=True, env={**environment(threads), **more})
+        )
         try:
             out, err = process.communicate()
         except BaseException:

@@ -10,7 +10,9 @@ Validation is of the whole held-out text, in windows of the setting's length.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -38,8 +40,8 @@ from pretrain.errors import DataError
 SETTINGS = {"cpu": "quality_settings.yaml", "cuda": "quality_settings_gpu.yaml"}
 VOCABULARY = 4096
 TEXT_MB = 46
-FEW = {"cpu": 12, "cuda": 100}
-"""Steps that are timed beforehand. A GPU's are queued, and only what the queue has no room for takes its time."""
+FEW = {"cpu": 12, "cuda": 201}
+"""Steps that are timed beforehand."""
 QUIET, TRIES = 0.05, 10
 """The share of the cores that others may use while a step is timed, and how often it is tried."""
 
@@ -135,12 +137,16 @@ class Pace:
 
 def paces(cases: Sequence[tuple[str, str]], contest: Contest, options: Options, at_once: int) -> dict[tuple[str, str], Pace]:
     """The pace of each program and setting: the best of some short runs, which are made in turns while nothing else computes. On a GPU, whose
-    steps differ little, of one. Before, each runs once, `at_once` at a time: what it compiles then, is found.
+    steps differ little, of one. Before, each runs once, `at_once` at a time: what it compiles then, is found. A program that fails has none.
     """
-    found: dict[tuple[str, str], list[Pace]] = {case: [] for case in cases}
-    _in_parallel([lambda case=case: _run(*case, FEW[contest.device], 0, contest) for case in cases], at_once)
+    ran: dict[tuple[str, str], list[Pace]] = {}
+    warm = {case: functools.partial(_run, *case, FEW[contest.device], 0, contest) for case in cases}
+    failed = _in_parallel(warm, at_once, lambda case, result: ran.update({case: []}))
+    found = {case: ran[case] for case in cases if case in ran}
+    for case, error in failed.items():
+        options.say(f"{', '.join(case)} has no pace: {error}")
     for _ in range(options.turns if contest.device == "cpu" else 1):
-        for case in cases:
+        for case in found:
             found[case].append(_pace(*case, contest, options))
     best = {case: Pace(min(p.first for p in turns), min(p.step for p in turns)) for case, turns in found.items()}
     for (program, setting), pace in best.items():
@@ -156,9 +162,12 @@ def _pace(program: str, setting: str, contest: Contest, options: Options) -> Pac
         others = _OthersShare()
         started, stamps, _ = _run(program, setting, FEW[contest.device], 0, contest)
         if (loud := others.now()) < QUIET:
+            if contest.device == "cuda":
+                half = (FEW["cuda"] - 1) // 2
+                step = (stamps[1] - stamps[0]) / half
+                return Pace(stamps[0] - started - (half - 1) * step, step)
             # The last step is left out: some programs stamp it when they have validated.
-            steps = [after - now for now, after in zip(stamps[2:-2], stamps[3:-1])]
-            return Pace(stamps[0] - started, statistics.median(steps[len(steps) // 2 :] if contest.device == "cuda" else steps))
+            return Pace(stamps[0] - started, statistics.median(after - now for now, after in zip(stamps[2:-2], stamps[3:-1])))
         options.say(f"{program}, {setting}: others use {loud:.0%} of the cores; its steps are timed again")
     raise DataError(
         f"others have used {loud:.0%} of the cores in each of {TRIES} tries to time a step: start it again when they rest"
@@ -169,33 +178,37 @@ def train(program: str, setting: str, minutes: float, seed: int, steps: int, con
     """Train once, for as many steps as fit into so many minutes."""
     others = _OthersShare()
     started, stamps, loss = _run(program, setting, steps, seed, contest)
-    # The last step is as long as the one before: some programs stamp it when they have validated.
-    share, seconds = others.now(), 2 * stamps[-2] - stamps[-3] - started
+    # What comes after the last mark is as long as before: some programs stamp the last step when they have validated.
+    if contest.device == "cuda":
+        half = (steps - 1) // 2
+        seconds = stamps[1] - started + (steps - 2 * half) * (stamps[1] - stamps[0]) / half
+    else:
+        seconds = 2 * stamps[-2] - stamps[-3] - started
+    share = others.now()
     bits = loss / math.log(2) / contest.text.bytes_per_token
     return Result(program, setting, contest.format, contest.device, minutes, seed, steps, seconds, bits, share)
 
 
-def _in_parallel(acts: Sequence[Callable[[], Any]], at_once: int, keep: Callable[[Any], None] = lambda result: None) -> None:
-    """Do all, and give each result to `keep` when it is there. Where one fails, the others are done all the same, and then its error is raised."""
-    failed = []
+def _in_parallel(acts: dict[Any, Callable[[], Any]], at_once: int, keep: Callable[[Any, Any], None]) -> dict[Any, BaseException]:
+    """Do all, and give each name and result to `keep` when it is there. What fails stops no other; its error is returned by its name."""
+    failed = {}
     with ThreadPoolExecutor(at_once) as pool:
-        pending = [pool.submit(act) for act in acts]
+        pending = {pool.submit(act): name for name, act in acts.items()}
         try:
             for done in as_completed(pending):
                 if (error := done.exception()) is None:
-                    keep(done.result())
+                    keep(pending[done], done.result())
                 else:
-                    failed.append(error)
+                    failed[pending[done]] = error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             end_children()  # else their threads wait for them
             raise
-    if failed:
-        raise failed[0]
+    return failed
 
 
 class _OthersShare:
-    """The share of the cores that programs other than this one and those that it ran to their end have used since it was made."""
+    """The share of the cores that other programs than this one and those that it has started have used since it was made."""
 
     def __init__(self) -> None:
         self._started, self._busy = time.time(), self._seconds()
@@ -205,8 +218,12 @@ class _OthersShare:
 
     @staticmethod
     def _seconds() -> float:
-        machine, own = psutil.cpu_times(), os.times()
-        return sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - sum(own[:4])
+        machine, own = psutil.cpu_times(), psutil.Process()
+        used = 0.0
+        for process in (own, *own.children(recursive=True)):  # with the time of those that have ended, which their parents have
+            with contextlib.suppress(psutil.NoSuchProcess):
+                used += sum(process.cpu_times()[:4])
+        return sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - used
 
 
 def _run(program: str, setting: str, steps: int, seed: int, contest: Contest) -> tuple[float, list[float], float]:
@@ -217,10 +234,13 @@ def _run(program: str, setting: str, steps: int, seed: int, contest: Contest) ->
     typed = [sys.executable, str(TOOLS / "benchmarks" / "trainers" / PROGRAMS[program]), json.dumps(dataclasses.asdict(task))]
     started = time.time()
     one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # of several the Trainer would take all
-    done = run_program(typed, threads=2, CUDA_VISIBLE_DEVICES=one_gpu)
-    require(done.returncode == 0, f"{program}, {setting} fails: {' '.join(done.stderr.splitlines()[-1:])}")
+    log = Path(f"{result}.log")
+    done = run_program(typed, threads=2, log=log, CUDA_VISIBLE_DEVICES=one_gpu)
+    last = " ".join(log.read_text(errors="replace").splitlines()[-1:])
+    require(done.returncode == 0, f"{program}, {setting} fails: {last} ({log} has all that it printed)")
     found = json.loads(Path(f"{result}-0.json").read_text())
-    require(len(found["stamps"]) == steps, f"{program} took {len(found['stamps'])} steps, not {steps}")
+    stamps = len(found["stamps"])
+    require(stamps == len(task.marks), f"{program} stamped {stamps} of {steps} steps, not {len(task.marks)}; see {log}")
     return started, [wall for _, wall in found["stamps"]], found["loss"]
 
 
@@ -274,14 +294,21 @@ def compare(asked: argparse.Namespace, typed: str) -> str:
     cases = [case for case in cases if case not in done]
     unknown_paces = list(dict.fromkeys(case[:2] for case in cases if case[:3] not in steps))
     pace_of = paces(unknown_paces, contest, options, asked.at_once)
-    steps |= {case[:3]: max(few, pace_of[case[:2]].steps(asked.minutes)) for case in cases if case[:3] not in steps}
+    steps |= {(*case, asked.minutes): max(few, pace.steps(asked.minutes)) for case, pace in pace_of.items()}
+    without = [case for case in cases if case[:3] not in steps]
 
-    def keep(result: Result) -> None:
+    def keep(case: tuple, result: Result) -> None:
         with asked.json.open("a", encoding="utf-8") as file:
             file.write(as_line(result, contest, typed) + "\n")
 
-    _in_parallel([lambda case=case: train(*case, steps[case[:3]], contest) for case in cases], asked.at_once, keep)
-    return summary([line for line in read_lines(asked.json, *fields) if is_of_today(line)])
+    trainings = {case: functools.partial(train, *case, steps[case[:3]], contest) for case in cases if case not in without}
+    failed = [str(error) for error in _in_parallel(trainings, asked.at_once, keep).values()]
+    found = summary([line for line in read_lines(asked.json, *fields) if is_of_today(line)])
+    failed += [f"{', '.join(names)} failed when its steps were timed" for names in dict.fromkeys(case[:2] for case in without)]
+    if failed:
+        print(found)
+        raise DataError("; ".join(failed))
+    return found
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:

@@ -49,7 +49,7 @@ speed small 50 llama-10m 256 64 1 --steps 100 "${profile[@]}" $bf16 $blocks
 # The best of the tries on 2026-11-27 (1.4342 in 89 s, beside three others), alone and with another seed.
 [ ! -f "$text" ] || { characters; shakespeare shakespeare_alone 90 "$(either 4 1600)" model.dropout=0.3 model.attention_dropout=0.2 loss.label_smoothing=0.05 optim.ema_decay=0.99 run.seed=1; }
 # The width, depth and vocabulary of autoresearch, which reports 1.665 million tokens/s on an H100; it has 50M parameters with its embeddings of values, and this has 30M.
-speed 50m 50 llama-10m 2048 128 2 --steps 5 model.dim=512 model.layers=8 model.heads=4 model.kv_heads=4 model.ffn_dim=1408 model.vocab_size=8192 "${profile[@]}" $bf16 $blocks
+speed 50m 50 llama-10m 2048 128 2 --steps 5 "${profile[@]}" model.dim=512 model.layers=8 model.heads=4 model.kv_heads=4 model.ffn_dim=1408 model.vocab_size=8192 $bf16 $blocks
 # How long training stands still for a checkpoint of 2 GB. A scale: of layers and of the vocabulary.
 row checkpoint 60 "$PY" tools/bench.py checkpoint stall --model configs/models/llama3.2-1b.yaml --device $device --work build --json "$OUT/checkpoint.jsonl" \
   --scale "$(either 0.01 0.099)"

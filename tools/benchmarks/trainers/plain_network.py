@@ -1,4 +1,6 @@
-"""GPT-2's network as people write it after nanoGPT's, with the logits of a micro-batch at once. `dropout`: where nanoGPT has it."""
+"""GPT-2's network as people write it after nanoGPT's, with the logits of a micro-batch at once. `dropout`: where nanoGPT has it; `bias`: of norms and
+projections, which nanoGPT's settings leave out, and GPT-2 has.
+"""
 
 import torch
 from torch import nn
@@ -10,13 +12,13 @@ def dropped(share: float) -> nn.Module:
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+    def __init__(self, dim: int, heads: int, dropout: float, bias: bool) -> None:
         super().__init__()
         self.dim, self.heads, self.dropout = dim, heads, dropout
         self.drop_1, self.drop_2 = dropped(dropout), dropped(dropout)
-        self.norm_1, self.norm_2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.projection = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.norm_1, self.norm_2 = nn.LayerNorm(dim, bias=bias), nn.LayerNorm(dim, bias=bias)
+        self.qkv, self.projection = nn.Linear(dim, 3 * dim, bias), nn.Linear(dim, dim, bias)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias), nn.Linear(4 * dim, dim, bias)
 
     def forward(self, x):
         heads = [
@@ -28,12 +30,14 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    def __init__(self, dim: int, layers: int, heads: int, vocabulary: int, length: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, layers: int, heads: int, vocabulary: int, length: int, dropout: float = 0.0, bias: bool = True
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(length, dim)
         self.drop = dropped(dropout)
-        self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        self.blocks = nn.ModuleList(Block(dim, heads, dropout, bias) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim, bias=bias), nn.Linear(dim, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):

@@ -13,8 +13,8 @@ from benchmarks.trainers.quality_task import QualityTask  # noqa: E402
 task = QualityTask.given()
 setting, clock = task.setting, Clock(task.result)
 torch.manual_seed(task.seed)
-sizes = (setting["dim"], setting["layers"], setting["heads"], task.vocabulary, setting["length"], setting.get("dropout", 0.0))
-network = Network(*sizes).to(task.device)
+sizes = (setting["dim"], setting["layers"], setting["heads"], task.vocabulary, setting["length"])
+network = Network(*sizes, setting.get("dropout", 0.0), setting.get("bias", True)).to(task.device)
 groups = [
     {"params": [p for p in network.parameters() if p.dim() > 1], "weight_decay": setting["weight_decay"]},
     {"params": [p for p in network.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -40,8 +40,9 @@ for step in range(task.steps):
     torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    clock.stamp()
+    task.stamp(clock, step + 1)
 network.eval()
 with torch.no_grad(), casting:
     windows = [there(window) for window in task.validation()]
     task.report(clock, [(float(network(window[:, :-1], window[:, 1:])), len(window)) for window in windows])
+task.end()

@@ -15,18 +15,18 @@ from pretrain.train.garbage import first_import  # noqa: E402
 
 end = contextlib.ExitStack()
 with first_import(until=end):  # as pretrain/run.py does
-    from pretrain.train.callbacks import Callback
+    from pretrain.observe.sinks import Sink
 
 task = QualityTask.given()
 clock = Clock(task.result)
 
 
-class Stamp(Callback):
-    """Stamps the clock after each step; after the last one it is stamped when the text was validated."""
+class Stamp(Sink):
+    """Stamps the clock when a step's figures are there, the last one's after validation. A callback would make each step wait for the GPU."""
 
-    def evaluate(self, run, step):
-        clock.stamp()
-        return {}
+    def write(self, record):
+        if record.step in task.marks:
+            clock.stamp()
 
 
 config, name = Path(f"{task.result}.yaml"), Path(task.result).name
@@ -38,16 +38,16 @@ code = main(
         str(config),
         f"run={{dir: {task.work}/runs, name: {name}, steps: {task.steps}, seed: {task.seed}, resume: never, device: {task.device}}}",
         f"data={{sources: [{{path: {task.work}/data/train, name: text}}], validation: [{{path: {task.work}/data/validation, name: text}}]}}",
-        "log={every_steps: 1, tensorboard: false}",
+        f"log={{every_steps: {task.marks[0]}, tensorboard: false}}",
         "checkpoint={every_steps: 0, export_check: false}",
         "validation.sequences=0",  # all of them, as the other programs
         f"schedule.warmup_steps={max(1, round(share * task.steps))}",
         *(f"schedule.decay_steps={round(value * task.steps)}" for value in [task.setting.get("decay")] if value),
         *task.setting["overrides"],
     ],
-    callbacks=[Stamp()],
+    sinks=[Stamp()],
 )
 if code == 0:
     lines = (Path(task.work) / "runs" / name / "metrics.jsonl").read_text().splitlines()
     clock.write(json.loads(lines[-1])["validation"]["text"])
-raise SystemExit(code)
+task.end(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,26 @@ class QualityTask:
     @classmethod
     def given(cls) -> QualityTask:
         return cls(**json.loads(sys.argv[1]))
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """The steps, counted from 1, after which the clock is stamped: on a CPU all. A GPU's are only queued, and are waited for where it is stamped:
+        in the middle, and as many steps later, before the last one, some of whose programs are done when they have validated.
+        """
+        if self.device == "cpu":
+            return tuple(range(1, self.steps + 1))
+        half = (self.steps - 1) // 2
+        return half, 2 * half
+
+    def stamp(self, clock: Clock, step: int) -> None:
+        """To be called after each step."""
+        if step not in self.marks:
+            return
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        clock.stamp()
 
     def batch(self, number: int) -> np.ndarray:
         """Random windows of the text [micro, length + 1], as nanoGPT draws them."""
@@ -70,3 +91,9 @@ class QualityTask:
     def report(self, clock: Clock, losses: list[tuple[float, int]]) -> None:
         """Leave the clock and the mean loss. `losses`: mean and number of windows of each batch of `validation`."""
         clock.write(sum(loss * count for loss, count in losses) / sum(count for _, count in losses))
+
+    def end(self, code: int = 0) -> None:
+        """Leave at once: torch 2.11's compiler would wait for its processes, for up to five minutes."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

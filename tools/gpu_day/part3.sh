@@ -16,7 +16,7 @@ tries=("muon-384x6 llama-384x6 384x6" "muon-512x8 llama-512x8 512x8" "muon-512x8
 [ -z "${SETTINGS:-}" ] || tries=("$SETTINGS")
 scale=()
 if [ -n "${TRY:-}" ]; then # on a CPU: these models are too large for a pretended GPU
-  device=cpu tries=("192x4 adamw-256x4 llama-192x4") scale=(--scale 0.05 --minutes 0.1)
+  device=cpu tries=("192x4 adamw-256x4 llama-192x4") scale=(--format fp32 --scale 0.05 --minutes 0.1)
 fi
 for number in "${!tries[@]}"; do
   limit=$((SECONDS_LEFT - SECONDS)) # all that is left, if that is enough

@@ -163,8 +163,10 @@ def test_embeddings_that_are_used_again_by_later_depths_have_the_same_gradient(p
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in FAMILIES if f != "hf"])
 def test_ranks_that_share_matrices_are_as_close_to_fp32_as_one_process(pool, trained, family):
-    """Partial sums are rounded to bf16 on each rank, and once more when they are added. Two independent halves of a sum have together the variance of one
-    rounding, so what is exchanged has twice that of one process, and a distance that consists of nothing else is √2 times as long.
+    """Partial sums are rounded to bf16 on each rank, and then added: other roundings than those of one process, and few more of them.
+
+    The sum is rounded once more, and two independent halves have together the variance of one rounding. So a distance of nothing else is √2 times as long:
+    in the original transformer, whose norms come after the residual, all that a block reads is such a sum.
     """
     exact = gradient_of(pool, 1, trained, "exact", "precision.compute=fp32", *masks(family))
     single = gradient_of(pool, 1, trained, "single", *masks(family))
@@ -174,7 +176,7 @@ def test_ranks_that_share_matrices_are_as_close_to_fp32_as_one_process(pool, tra
     def distance(found: dict) -> float:
         return float(torch.stack([(found[name] - g).norm() for name, g in exact.items()]).norm())
 
-    assert 0 < distance(shared) <= 2**0.5 * distance(single)
+    assert 0 < distance(shared) <= (2**0.5 if family == "transformer" else 1.25) * distance(single)
 
 
 @pytest.mark.slow

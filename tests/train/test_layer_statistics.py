@@ -14,7 +14,9 @@ from pretrain.models.masks import attention_mask
 from pretrain.observe.metrics import FIRST_EXPONENT, LAST_EXPONENT, read_metrics
 from pretrain.train.layer_statistics import _sizes, layer_of
 
-SHORT = ("run.steps=2", "schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=1", "log.gradients_at=[1,2]", "log.layers_every_steps=2")  # fmt: skip
+STATISTICS = "log.layers_every_steps=2"
+# AdamW's first step divides a gradient by its own size, so that with its usual eps the rounding of the smallest ones moves weights, and step 2 with them.
+SHORT = ("run.steps=2", "schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=1", "log.gradients_at=[1,2]", "optim.eps=1e-6", STATISTICS)  # fmt: skip
 SCALARS = ("gradient_norms", "weight_norms", "update_norms", "activations", "largest_activations", "attention_scores")
 LAYOUTS = {
     "recomputation": (1, "parallel.activation_checkpointing=full", "batch.micro_sequences=2"),
@@ -105,7 +107,7 @@ def test_every_layout_finds_the_same(alone, pool, config_file, layout):
     other = train(pool, ranks, config_file, *SHORT, *model, *overrides)
     one, two = (next(r for r in read_metrics(path) if "gradient_norms" in r) for path in (run, other))
     for field in SCALARS:
-        assert close(one[field], two[field], 2e-5), (field, one[field], two[field])
+        assert close(one[field], two[field], 2e-6), (field, one[field], two[field])
     assert all(value > 0 for field in SCALARS if field != "attention_scores" for value in one[field].values())
     assert list(one["activations"]) == list(one["attention_scores"]) == ["layers.0", "layers.1"]
     moved = sum(
@@ -154,7 +156,7 @@ def test_activations_and_scores_are_those_that_a_hook_sees(alone, config_file, m
 
 def test_statistics_change_nothing_of_the_run(pool, config_file):
     one = train(pool, 1, config_file, *SHORT, "run.name=with")
-    two = train(pool, 1, config_file, *SHORT[:-1], "run.name=without")
+    two = train(pool, 1, config_file, *(key for key in SHORT if key != STATISTICS), "run.name=without")
     for step in (1, 2):
         a, b = (Payload(run / "checkpoints" / f"step-{step:08d}").whole("") for run in (one, two))
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -23,9 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pretrain.errors import DataError
+
+if TYPE_CHECKING:
+    import psutil
 
 TOOLS = Path(__file__).resolve().parents[1]
 ROOT = TOOLS.parent
@@ -142,24 +145,27 @@ def run_program(
 
     `log`: a file for what it prints, which is not returned then; what it leaves running is not waited for. `more`: further variables of its environment.
     """
-    with contextlib.ExitStack() as end:
-        out, err = (end.enter_context(log.open("w")), subprocess.STDOUT) if log else (subprocess.PIPE, subprocess.PIPE)
-        process = end.enter_context(
+    import psutil
+
+    with contextlib.ExitStack() as stack:
+        out, err = (stack.enter_context(log.open("w")), subprocess.STDOUT) if log else (subprocess.PIPE, subprocess.PIPE)
+        process = stack.enter_context(
             subprocess.Popen(typed, stdout=out, stderr=err, text=True, env={**environment(threads), **more})
         )
         try:
             out, err = process.communicate()
         except BaseException:
-            end_children()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started = psutil.Process(process.pid)
+                end([started, *started.children(recursive=True)])
             raise
     return subprocess.CompletedProcess(typed, process.returncode, out, err)
 
 
-def end_children() -> None:
-    """End all that this process has started, and what they have started."""
+def end(family: list[psutil.Process]) -> None:
+    """End these processes, by force those that have not ended after ten seconds."""
     import psutil
 
-    family = psutil.Process().children(recursive=True)
     for one in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.terminate()

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from benchmarks.measure import TOOLS, Options, end_children, machine, read_lines, require, run_program
+from benchmarks.measure import TOOLS, Options, end, machine, read_lines, require, run_program
 from benchmarks.trainers.quality_task import PROGRAMS, QualityTask
 from omegaconf import OmegaConf
 
@@ -135,6 +135,34 @@ class Pace:
         return 1 + int((60 * minutes - self.first) / self.step)
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a program has done. `stamps`: steps, counted from 1, and when they were done; `loss`: of validation, in nats per token."""
+
+    steps: int
+    started: float
+    stamps: Sequence[tuple[int, float]]
+    loss: float
+
+    @property
+    def pace(self) -> Pace:
+        """The first steps are left out: they compile."""
+        usual = statistics.median(self._seconds_per_step(2))
+        first, at = self.stamps[0]
+        return Pace(at - self.started - (first - 1) * usual, usual)
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its last step."""
+        last, at = max(stamp for stamp in self.stamps if stamp[0] < self.steps)
+        return at - self.started + (self.steps - last) * self._seconds_per_step(0)[-1]
+
+    def _seconds_per_step(self, after: int) -> list[float]:
+        # Without the last step, which some programs stamp when they have validated.
+        known = [stamp for stamp in self.stamps if after < stamp[0] < self.steps]
+        return [(end - begin) / (later - step) for (step, begin), (later, end) in zip(known, known[1:])]
+
+
 def paces(cases: Sequence[tuple[str, str]], contest: Contest, options: Options, at_once: int) -> dict[tuple[str, str], Pace]:
     """The pace of each program and setting: the best of some short runs, which are made in turns while nothing else computes. On a GPU, whose
     steps differ little, of one. Before, each runs once, `at_once` at a time: what it compiles then, is found. A program that fails has none.
@@ -160,14 +188,9 @@ def paces(cases: Sequence[tuple[str, str]], contest: Contest, options: Options, 
 def _pace(program: str, setting: str, contest: Contest, options: Options) -> Pace:
     for _ in range(TRIES):
         others = _OthersShare()
-        started, stamps, _ = _run(program, setting, FEW[contest.device], 0, contest)
+        run = _run(program, setting, FEW[contest.device], 0, contest)
         if (loud := others.now()) < QUIET:
-            if contest.device == "cuda":
-                half = (FEW["cuda"] - 1) // 2
-                step = (stamps[1] - stamps[0]) / half
-                return Pace(stamps[0] - started - (half - 1) * step, step)
-            # The last step is left out: some programs stamp it when they have validated.
-            return Pace(stamps[0] - started, statistics.median(after - now for now, after in zip(stamps[2:-2], stamps[3:-1])))
+            return run.pace
         options.say(f"{program}, {setting}: others use {loud:.0%} of the cores; its steps are timed again")
     raise DataError(
         f"others have used {loud:.0%} of the cores in each of {TRIES} tries to time a step: start it again when they rest"
@@ -177,16 +200,9 @@ def _pace(program: str, setting: str, contest: Contest, options: Options) -> Pac
 def train(program: str, setting: str, minutes: float, seed: int, steps: int, contest: Contest) -> Result:
     """Train once, for as many steps as fit into so many minutes."""
     others = _OthersShare()
-    started, stamps, loss = _run(program, setting, steps, seed, contest)
-    # What comes after the last mark is as long as before: some programs stamp the last step when they have validated.
-    if contest.device == "cuda":
-        half = (steps - 1) // 2
-        seconds = stamps[1] - started + (steps - 2 * half) * (stamps[1] - stamps[0]) / half
-    else:
-        seconds = 2 * stamps[-2] - stamps[-3] - started
-    share = others.now()
-    bits = loss / math.log(2) / contest.text.bytes_per_token
-    return Result(program, setting, contest.format, contest.device, minutes, seed, steps, seconds, bits, share)
+    run = _run(program, setting, steps, seed, contest)
+    bits = run.loss / math.log(2) / contest.text.bytes_per_token
+    return Result(program, setting, contest.format, contest.device, minutes, seed, steps, run.seconds, bits, others.now())
 
 
 def _in_parallel(acts: dict[Any, Callable[[], Any]], at_once: int, keep: Callable[[Any, Any], None]) -> dict[Any, BaseException]:
@@ -202,7 +218,7 @@ def _in_parallel(acts: dict[Any, Callable[[], Any]], at_once: int, keep: Callabl
                     failed[pending[done]] = error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            end_children()  # else their threads wait for them
+            end(psutil.Process().children(recursive=True))  # else their threads wait for them
             raise
     return failed
 
@@ -226,8 +242,7 @@ class _OthersShare:
         return sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - used
 
 
-def _run(program: str, setting: str, steps: int, seed: int, contest: Contest) -> tuple[float, list[float], float]:
-    """When it was started, when each step was done, and the validation loss in nats per token."""
+def _run(program: str, setting: str, steps: int, seed: int, contest: Contest) -> Run:
     work = contest.text.work
     result = work / f"quality-{time.monotonic_ns()}"
     task = QualityTask(contest.settings[program][setting], contest.device, steps, seed, VOCABULARY, str(work), str(result))
@@ -239,9 +254,9 @@ def _run(program: str, setting: str, steps: int, seed: int, contest: Contest) ->
     last = " ".join(log.read_text(errors="replace").splitlines()[-1:])
     require(done.returncode == 0, f"{program}, {setting} fails: {last} ({log} has all that it printed)")
     found = json.loads(Path(f"{result}-0.json").read_text())
-    stamps = len(found["stamps"])
-    require(stamps == len(task.marks), f"{program} stamped {stamps} of {steps} steps, not {len(task.marks)}; see {log}")
-    return started, [wall for _, wall in found["stamps"]], found["loss"]
+    times = [wall for _, wall in found["stamps"]]
+    require(len(times) == len(task.marks), f"{program} stamped {len(times)} of {steps} steps, not {len(task.marks)}; see {log}")
+    return Run(steps, started, list(zip(task.marks, times)), found["loss"])
 
 
 def as_line(result: Result, contest: Contest, typed: str) -> str:

@@ -43,12 +43,12 @@ class Dropout:
     def __init__(self, rate: float, keys_B: Tensor, dim: int, steps_R: Tensor, weights: DropoutOfWeights | None = None) -> None:
         self.rate, self.keys_B, self.dim, self.steps_R, self.weights = rate, keys_B, dim, steps_R, weights
 
-    def at(self, name: str) -> DropoutMask | None:
+    def at(self, name: str) -> StateMask | None:
         """The mask of one place in the network, None at rate 0. Every place has a name of its own."""
         if not self.rate:
             return None
         columns = _columns(-(-self.dim // 2), self.keys_B.device)
-        return DropoutMask(self.rate, _finalise(self.keys_B ^ _hash_of(name)), self.steps_R, columns)
+        return StateMask(self.rate, _finalise(self.keys_B ^ _hash_of(name)), self.steps_R, columns)
 
     def of_block(self, block: str, sublayers: Sequence[str] = ("attention", "mlp")) -> BlockDropout:
         """The masks of a block, by sublayer. They are made outside the block, so that one compiled function serves all blocks."""
@@ -74,13 +74,13 @@ class DropoutOfWeights:
 
 
 class DropoutMask:
-    """Dropout at one place in the network. `keys`: of the samples there, [B]; `steps_R`: a number per position; `columns`: one per two components.
+    """Dropout at one place in the network. `keys`: of the samples there, or of their heads; `steps_R`: a number per position.
 
     The elements that are kept are scaled up by what is right for the rounded rate.
     """
 
-    def __init__(self, rate: float, keys: Tensor, steps_R: Tensor, columns: Tensor | None) -> None:
-        self.rate, self.keys, self.steps_R, self.columns = rate, keys, steps_R, columns
+    def __init__(self, rate: float, keys: Tensor, steps_R: Tensor) -> None:
+        self.rate, self.keys, self.steps_R = rate, keys, steps_R
         self.dropped = max(1, min(_LEVELS - 1, round(rate * _LEVELS)))  # a rate is never nothing, nor everything
         self.scale = _LEVELS / (_LEVELS - self.dropped)
 
@@ -93,7 +93,7 @@ class DropoutMask:
         """False where an element is zeroed, [B, R, D] or [B, H, R, D], of the first `dim` components."""
         rows = _finalise(self.keys[..., None] + self.steps_R)
         # Two elements to a hash, its halves; in place, because this is the whole cost.
-        z = rows.to(torch.int32)[..., None] ^ self._columns_of(dim)
+        z = rows.to(torch.int32)[..., None] ^ self.columns(-(-dim // 2))
         z.mul_(_THIRD)
         z ^= z >> 15
         z.mul_(_FOURTH)
@@ -101,15 +101,24 @@ class DropoutMask:
         halves[..., 0::2] ^= halves[..., 1::2]  # low bits of a product depend on low bits alone
         return halves[..., :dim] >= self.dropped - _LEVELS // 2
 
-    def _columns_of(self, dim: int) -> Tensor:
-        return self.columns
+    def columns(self, count: int) -> Tensor:
+        """A number per two components, int32 [count]."""
+        raise NotImplementedError
+
+
+class StateMask(DropoutMask):
+    """Dropout of hidden states [B, R, D]. `keys`: of the samples, [B]; `columns_C`: the numbers of all components."""
+
+    def __init__(self, rate: float, keys: Tensor, steps_R: Tensor, columns_C: Tensor) -> None:
+        super().__init__(rate, keys, steps_R)
+        self.columns_C = columns_C
+
+    def columns(self, count: int) -> Tensor:
+        return self.columns_C
 
 
 class WeightMask(DropoutMask):
     """Dropout of the weights [B, H, R, S] of one attention. `keys`: of the heads at hand, [B, H]. Any number of keys may be seen."""
-
-    def __init__(self, rate: float, keys: Tensor, steps_R: Tensor) -> None:
-        super().__init__(rate, keys, steps_R, None)
 
     def of_heads(self, heads: slice) -> WeightMask:
         """The mask of some of the heads."""
@@ -119,8 +128,8 @@ class WeightMask(DropoutMask):
         """The mask of the queries with these of the numbers `steps_R`."""
         return WeightMask(self.rate, self.keys, steps_R)
 
-    def _columns_of(self, dim: int) -> Tensor:
-        return _finalise(position_steps(-(-dim // 2), self.keys.device) ^ _hash_of("keys of attention")).to(torch.int32)
+    def columns(self, count: int) -> Tensor:
+        return _finalise(position_steps(count, self.keys.device) ^ _hash_of("keys of attention")).to(torch.int32)
 
 
 BlockDropout = dict[str, DropoutMask | None]

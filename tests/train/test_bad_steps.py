@@ -20,6 +20,7 @@ EXPERTS = (
     "model.experts={count: 4, active: 2, ffn_dim: 16, correction: true, correction_rate: 0.01, scoring: sigmoid}",
 )
 DDP, FSDP = (2, "parallel.strategy=ddp"), (2, "parallel.strategy=fsdp")
+KEPT = (*FSDP, "parallel.reshard_after_forward=never", "batch.micro_sequences=2")  # gathered weights stay for a second micro-step
 
 
 def with_bad_steps(bad: list[int], config_file: str, *overrides: str) -> tuple[int, str]:
@@ -53,7 +54,9 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param((1, *EXPERTS), marks=pytest.mark.slow), FSDP, pytest.param(DDP, marks=pytest.mark.slow)]
+    "layout",
+    [KEPT, *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((1, *EXPERTS), FSDP, DDP))],
+    ids=["fsdp, kept", "experts", "fsdp", "ddp"],
 )
 def test_a_skipped_step_changes_no_weight_and_no_moment_and_its_samples_are_consumed(pool, config_file, layout):
     """T-D4: any single step that was not finite ended the run, and each restart met the same samples again."""

@@ -123,6 +123,10 @@ def all_settings(format: str, device: str) -> dict[str, dict[str, dict[str, Any]
     return settings
 
 
+class BusyMachine(DataError):
+    """Others compute all the time, so that nothing can be timed."""
+
+
 @dataclass(frozen=True)
 class Pace:
     """How fast a program is: seconds from its start to the end of its first step, and of each step after it."""
@@ -167,15 +171,20 @@ def paces(cases: Sequence[tuple[str, str]], contest: Contest, options: Options, 
     """The pace of each program and setting: the best of some short runs, which are made in turns while nothing else computes. On a GPU, whose
     steps differ little, of one. Before, each runs once, `at_once` at a time: what it compiles then, is found. A program that fails has none.
     """
-    ran: dict[tuple[str, str], list[Pace]] = {}
     warm = {case: functools.partial(_run, *case, FEW[contest.device], 0, contest) for case in cases}
-    failed = _in_parallel(warm, at_once, lambda case, result: ran.update({case: []}))
-    found = {case: ran[case] for case in cases if case in ran}
+    failed = _in_parallel(warm, at_once, lambda case, result: None)
+    found: dict[tuple[str, str], list[Pace]] = {case: [] for case in cases}
+    for _ in range(options.turns if contest.device == "cpu" else 1):
+        for case in (case for case in cases if case not in failed):
+            try:
+                found[case].append(_pace(*case, contest, options))
+            except BusyMachine:
+                raise
+            except DataError as error:
+                failed[case] = error
     for case, error in failed.items():
         options.say(f"{', '.join(case)} has no pace: {error}")
-    for _ in range(options.turns if contest.device == "cpu" else 1):
-        for case in found:
-            found[case].append(_pace(*case, contest, options))
+        del found[case]
     best = {case: Pace(min(p.first for p in turns), min(p.step for p in turns)) for case, turns in found.items()}
     for (program, setting), pace in best.items():
         slowest = max(p.step for p in found[program, setting])
@@ -192,7 +201,7 @@ def _pace(program: str, setting: str, contest: Contest, options: Options) -> Pac
         if (loud := others.now()) < QUIET:
             return run.pace
         options.say(f"{program}, {setting}: others use {loud:.0%} of the cores; its steps are timed again")
-    raise DataError(
+    raise BusyMachine(
         f"others have used {loud:.0%} of the cores in each of {TRIES} tries to time a step: start it again when they rest"
     )
 

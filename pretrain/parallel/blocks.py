@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from pretrain.config.schema import Config
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.network import Unit
-from pretrain.models.output_head import OutputHead
+from pretrain.models.output_head import OutputHead, fused_losses_and_entropy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -97,8 +97,7 @@ def compile_blocks(network: nn.Module, backend: str = "inductor", budget: float 
     for unit in network.units():
         if unit.role == "block" and unit.apart:
             for module in unit.modules:
-                whole = getattr(module.forward, "recomputes", False)
-                module.forward = compile_strictly(module.forward, whole=whole, backend=backend)
+                module.forward = compile_strictly(module.forward, whole=_recomputes(module), backend=backend)
 
 
 def compile_loss(network: nn.Module) -> None:
@@ -109,9 +108,10 @@ def compile_loss(network: nn.Module) -> None:
 
 
 def compile_model(network: nn.Module, backend: str = "inductor", budget: float = 1.0) -> None:
-    """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break)."""
+    """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break). Where blocks are recomputed, only the loss may be."""
     torch._functorch.config.activation_memory_budget = budget
-    network.forward = compile_strictly(network.forward, backend=backend)
+    whole = any(_recomputes(module) for unit in network.units() for module in unit.modules)
+    network.forward = compile_strictly(network.forward, whole=whole, but_for=fused_losses_and_entropy.__name__, backend=backend)
 
 
 def recompute_blocks(
@@ -139,6 +139,10 @@ def _recomputed(forward: Callable, contexts: dict[str, Callable]) -> Callable:
 
     call.recomputes = True
     return call
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return getattr(module.forward, "recomputes", False)
 
 
 def _store_products() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import patch
 
@@ -22,11 +23,11 @@ from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.config.parallel_schema import Parallel
 from pretrain.config.schema import Config
 from pretrain.config.written import of_today
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, TrainingError
 from pretrain.models import build_network, causal_blocks, causal_blocks_fp32
 from pretrain.models.families import complete
 from pretrain.parallel import blocks
-from pretrain.parallel.blocks import compile_blocks, prepare_blocks, recompute_blocks, set_compute_format
+from pretrain.parallel.blocks import compile_blocks, compile_model, prepare_blocks, recompute_blocks, set_compute_format
 from pretrain.parallel.initialise import initialise
 from pretrain.train.resolve import resolve
 
@@ -135,7 +136,7 @@ def test_the_work_is_what_the_mode_says():
     assert flops({"every": 2}) == stored + sum(blocks) // 2
 
 
-def compiled_products(model: Model, options: dict | None) -> tuple[list[int], dict[str, torch.Tensor]]:
+def compiled_products(model: Model, options: dict | None, compile_it: Callable = compile_blocks) -> tuple[list[int], dict[str, torch.Tensor]]:
     """How many matrix products each compiled pass has, forward ones first, and the gradients. With inductor's partitioner, and without its code generation."""
     found: dict[str, list[int]] = {"forward": [], "backward": []}
 
@@ -148,7 +149,7 @@ def compiled_products(model: Model, options: dict | None) -> tuple[list[int], di
     network = network_of(model, torch.float32, options)
     passes = {f"{short}_compiler": partial(count, which) for short, which in (("fw", "forward"), ("bw", "backward"))}
     partition = partial(min_cut_rematerialization_partition, compiler="inductor")
-    compile_blocks(network, aot_autograd(**passes, partition_fn=partition, decompositions=select_decomp_table()))
+    compile_it(network, aot_autograd(**passes, partition_fn=partition, decompositions=select_decomp_table()))
     grads = gradients(network)
     return found["forward"] + found["backward"], grads
 
@@ -167,6 +168,37 @@ def test_a_compiled_block_recomputes_what_its_backward_needs_and_no_more(family)
     for mode, recomputed in {"full": again, "selective": 0}.items():
         counts, found = compiled_products(model, MODES[mode])
         assert counts == [forward, 2 * forward + recomputed], mode
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), mode
+
+
+def test_recomputed_blocks_of_transformers_are_compiled_with_their_model():
+    """They hold their cast weights in their modules while they compute. The compiler left out recomputed blocks for that, and the run was a slow one."""
+    model = Model(family="hf", hf_config=json.dumps(OLMO))
+    plain, expected = compiled_products(model, None, compile_model)
+    assert plain == [15, 30]  # two blocks of seven, and the head
+    counts, found = compiled_products(model, MODES["full"], compile_model)
+    assert counts == [15, 30 + 2 * 6]
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_a_recomputed_block_that_the_compiler_would_leave_out_of_its_model_is_refused():
+    network = network_of(LLAMA, torch.float32, None)
+    norm = network.units()[1].modules[0].attention_norm
+    computed = norm.forward
+    norm.forward = lambda x: computed(x) * float(x.detach().abs().max() > -1)  # asks the host
+    recompute_blocks(network)
+    compile_model(network, "eager")
+    with pytest.raises(TrainingError, match="Decoder.forward cannot be compiled as a whole .*Tensor.item.*parallel.activation_checkpointing=none"):
+        loss_of(network)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({*FAMILIES, "t5"}))
+def test_compiled_models_have_the_same_gradients_whatever_is_recomputed(family):
+    model = model_of(family)
+    _, expected = compiled_products(model, None, compile_model)
+    for mode in ("full", "selective", "every second"):
+        _, found = compiled_products(model, MODES[mode], compile_model)
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), mode
 
 

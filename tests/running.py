@@ -42,6 +42,23 @@ def run_main(config_file: str, *overrides: str) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
+def traced(config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run that compiles. What it compiles is traced and differentiated by the compiler, and then run operator by operator."""
+    from pretrain.models import loss_chunks
+    from pretrain.models.compiling import compile_strictly
+
+    def trace(function, **options):
+        return compile_strictly(function, **{**options, "backend": "aot_eager"})
+
+    torch._dynamo.reset()
+    loss_chunks.compiled.cache_clear()
+    try:
+        with patch("pretrain.parallel.blocks.compile_strictly", trace), patch.object(loss_chunks, "compile_strictly", trace):
+            return run_main(config_file, *overrides)
+    finally:
+        loss_chunks.compiled.cache_clear()  # a later run of this process compiles its loss by inductor
+
+
 def train(pool, world_size: int, config_file: Path, *overrides: str) -> Path:
     """Run to the end on `world_size` ranks; the run directory."""
     for rank, (code, printed) in enumerate(pool.launch(world_size, run_main, str(config_file), *overrides)):

@@ -15,6 +15,7 @@ from running import (
     run_directory,
     run_main,
     run_main_with,
+    traced,
     train,
 )
 
@@ -233,25 +234,6 @@ def test_blocks_that_ranks_share_compute_the_same_compiled(pool, config_file, ca
     compiled = run_directory(config_file, "run.name=traced")
     assert largest_gradient_difference(gradients(compiled), gradients(plain)) <= 5e-6
     assert largest_relative_difference(losses(compiled), losses(plain)) <= 2e-6
-
-
-def traced(config_file: str, *overrides: str) -> tuple[int, str]:
-    """A run whose blocks and loss are traced and differentiated by the compiler, and then run operator by operator."""
-    from unittest.mock import patch
-
-    from pretrain.models import loss_chunks
-    from pretrain.models.compiling import compile_strictly
-
-    def trace(function, **options):
-        return compile_strictly(function, **{**options, "backend": "aot_eager"})
-
-    torch._dynamo.reset()
-    loss_chunks.compiled.cache_clear()
-    try:
-        with patch("pretrain.parallel.blocks.compile_strictly", trace), patch.object(loss_chunks, "compile_strictly", trace):
-            return run_main(config_file, *overrides)
-    finally:
-        loss_chunks.compiled.cache_clear()  # a later run of this process compiles its loss by inductor
 
 
 def compile_anew(cache: str, config_file: str, *overrides: str) -> tuple[int, str]:

@@ -11,7 +11,16 @@ import pytest
 import torch
 import yaml
 from hf_configs import write_config
-from running import gradients, largest_gradient_difference, largest_relative_difference, losses, run_main, train
+from running import (
+    gradients,
+    largest_gradient_difference,
+    largest_relative_difference,
+    losses,
+    run_directory,
+    run_main,
+    traced,
+    train,
+)
 
 from pretrain.checkpoint.files import complete_checkpoints
 from pretrain.checkpoint.payload import Payload
@@ -81,6 +90,24 @@ def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_p
     assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
     assert len(losses(run)) == 6 and largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
     assert losses(single)[-1] < losses(single)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.parametrize("strategy, what", [("single", "model"), ("ddp", "model"), ("fsdp", "blocks")])
+@pytest.mark.parametrize("kind", ["granite", "nemotron_h"])
+def test_what_is_compiled_computes_the_same(pool, hf_config_file, tmp_path, kind, strategy, what, recomputed):
+    """python -m pytest tests/train/test_hf_runs.py -m slow -k compiled"""
+    common = (of(tmp_path, kind), "log.gradients_at=[1]", "run.steps=3", "schedule.warmup_steps=1")
+    single = train(pool, 1, hf_config_file, "run.name=single", *common)
+    overrides = (f"parallel.strategy={strategy}", f"parallel.compile={what}", f"parallel.activation_checkpointing={recomputed}")
+    ranks = 1 if strategy == "single" else 2
+    results = pool.launch(ranks, traced, str(hf_config_file), "run.name=compiled", *common, *overrides)
+    assert [code for code, _ in results] == [0] * ranks, results[0][1]
+    assert "graph break" not in results[0][1] and "compiled " in results[0][1]
+    run = run_directory(hf_config_file, "run.name=compiled")
+    assert largest_gradient_difference(gradients(run), gradients(single)) <= GRADIENT_TOLERANCE
+    assert largest_relative_difference(losses(run), losses(single)) <= METRIC_TOLERANCE
 
 
 @pytest.mark.parametrize(

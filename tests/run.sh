@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up .venv and run the tests: 2 CPU cores, no GPU, no network but a package registry.
-#   bash tests/run.sh                 everything but the long campaigns
-#   bash tests/run.sh --slow          the long campaigns as well
+#   bash tests/run.sh                 everything but tests marked slow or cuda
+#   bash tests/run.sh --slow          the slow ones as well
 #   bash tests/run.sh --cuda          only what needs a GPU
 #   bash tests/run.sh --rehearse      the same, on a device that calls itself CUDA and computes on the CPU; needs g++
 #   bash tests/run.sh tests/models    any pytest arguments

@@ -1,7 +1,7 @@
 """The configuration: one dataclass per YAML section.
 
 Every key carries its documentation and its legal range, so that checking (`load.py`), docs/configuration.md
-(`show.py`) and the code that uses it read the same definition. `null` means "derived"; what it was derived to is in
+(`tools/make_docs.py`) and the code that uses it read the same definition. `null` means "derived"; what it was derived to is in
 the resolved configuration (`--print-config`, and config.yaml in the run directory).
 """
 

@@ -70,7 +70,7 @@ class StepRecord:
         "model FLOPs of the step alone over the devices' peak (`pretrain/observe/flops.py` lists the devices)",
         "share",
         SINCE,
-        "where the peak is known; not on a CPU",
+        "in bf16, where the peak is known; not on a CPU",
     )
     pipeline_wait: float | None = measured(
         "share of the time in steps that ranks of a pipeline waited for hidden states and gradients of other stages, mean over ranks",

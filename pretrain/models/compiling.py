@@ -24,11 +24,11 @@ def new_name(result: Tensor) -> Tensor:
     return result.view_as(result) if torch.compiler.is_compiling() else result
 
 
-def compile_strictly(function: Callable, whole: bool = False, but_for: str | None = None, **options: Any) -> Callable:
+def compile_strictly(function: Callable, whole: bool = False, **options: Any) -> Callable:
     """`torch.compile(function, **options)`. Raises TrainingError where the function needs more than `MOST_VERSIONS` versions.
 
     By default torch then runs the function uncompiled for ever, and only warns: slow blocks, or attention whose scores fill the memory.
-    `whole`: raise TrainingError also for a function that the compiler cannot trace as a whole; `but_for`: a function in it that may be left out, by name.
+    `whole`: raise TrainingError also for a function that the compiler cannot trace as a whole.
     """
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -42,7 +42,7 @@ def compile_strictly(function: Callable, whole: bool = False, but_for: str | Non
             config.recompile_limit, config.fail_on_recompile_limit_hit = MOST_VERSIONS, True
             # A model of transformers holds its cast weights in its modules while they compute. Backward need not see that again.
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        before = dict(counters["graph_break"])
+        before = counters["graph_break"].total()
         try:
             results = compiled(*args, **named)
         except FailOnRecompileLimitHit as error:
@@ -51,11 +51,10 @@ def compile_strictly(function: Callable, whole: bool = False, but_for: str | Non
                 "or model.attention_backend=sdpa if it is flex_attention"
             ) from error
         # torch's `fullgraph` would do, but for refusing also to leave out the compiler where operators are counted.
-        new = (reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0))
-        if whole and (reasons := [reason for reason in new if f"function {but_for} at " not in reason]):
+        if whole and counters["graph_break"].total() > before:
+            reason = next(reversed(counters["graph_break"])).partition("\n")[0]
             raise TrainingError(
-                f"{function.__qualname__} cannot be compiled as a whole ({reasons[-1].splitlines()[0]}); set parallel.compile=none, or "
-                "parallel.activation_checkpointing=none"
+                f"{function.__qualname__} cannot be compiled as a whole ({reason}); set parallel.compile=none, or parallel.activation_checkpointing=none"
             )
         return results
 

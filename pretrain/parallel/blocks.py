@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pretrain.config.schema import Config
+from pretrain.errors import TrainingError
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.network import Unit
-from pretrain.models.output_head import OutputHead, fused_losses_and_entropy
+from pretrain.models.output_head import OutputHead
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -108,10 +109,12 @@ def compile_loss(network: nn.Module) -> None:
 
 
 def compile_model(network: nn.Module, backend: str = "inductor", budget: float = 1.0) -> None:
-    """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break). Where blocks are recomputed, only the loss may be."""
+    """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break). A block that is recomputed may not be."""
     torch._functorch.config.activation_memory_budget = budget
-    whole = any(_recomputes(module) for unit in network.units() for module in unit.modules)
-    network.forward = compile_strictly(network.forward, whole=whole, but_for=fused_losses_and_entropy.__name__, backend=backend)
+    for module in (module for unit in network.units() for module in unit.modules):
+        if _recomputes(module):
+            module.forward.compiled = True
+    network.forward = compile_strictly(network.forward, backend=backend)
 
 
 def recompute_blocks(
@@ -131,13 +134,24 @@ def recompute_blocks(
 
 
 def _recomputed(forward: Callable, contexts: dict[str, Callable]) -> Callable:
+    def block(*args: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling() and call.compiled:
+            from torch._dynamo.utils import counters
+
+            reason = next(reversed(counters["graph_break"]), "").partition("\n")[0]
+            raise TrainingError(
+                f"torch's compiler leaves a block out that is recomputed ({reason}), which would run uncompiled; set parallel.compile=blocks, or "
+                "parallel.activation_checkpointing=none"
+            )
+        return forward(*args, **options)
+
     @functools.wraps(forward)
     def call(*args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
-            return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
+            return checkpoint(block, *args, use_reentrant=False, **contexts, **options)
         return forward(*args, **options)
 
-    call.recomputes = True
+    call.recomputes, call.compiled = True, False
     return call
 
 

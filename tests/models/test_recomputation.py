@@ -171,6 +171,7 @@ def test_a_compiled_block_recomputes_what_its_backward_needs_and_no_more(family)
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items()), mode
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the compiler of torch 2.11 cuts blocks of transformers at their casts")
 def test_recomputed_blocks_of_transformers_are_compiled_with_their_model():
     """They hold their cast weights in their modules while they compute. The compiler left out recomputed blocks for that, and the run was a slow one."""
     model = Model(family="hf", hf_config=json.dumps(OLMO))

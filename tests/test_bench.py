@@ -66,6 +66,7 @@ def test_every_part_measures_at_a_tiny_size(options):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_weak_scaling_measures_every_layout_beside_one_process(options):
     rows = weak_scaling(options)
     assert [row.name for row in rows] == list(LAYOUTS) and all(row.value > 0 and row.baseline == rows[0].value for row in rows)

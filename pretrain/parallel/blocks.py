@@ -110,11 +110,21 @@ def compile_loss(network: nn.Module) -> None:
 
 def compile_model(network: nn.Module, backend: str = "inductor", budget: float = 1.0) -> None:
     """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break). A block that is recomputed may not be."""
+    from torch._dynamo.utils import counters
+
     torch._functorch.config.activation_memory_budget = budget
+    compiled, before = compile_strictly(network.forward, backend=backend), {}
     for module in (module for unit in network.units() for module in unit.modules):
         if _recomputes(module):
-            module.forward.compiled = True
-    network.forward = compile_strictly(network.forward, backend=backend)
+            module.forward.breaks_before = before
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **options: Any) -> Any:
+        before.clear()
+        before.update(counters["graph_break"])
+        return compiled(*args, **options)
+
+    network.forward = call
 
 
 def recompute_blocks(
@@ -135,14 +145,8 @@ def recompute_blocks(
 
 def _recomputed(forward: Callable, contexts: dict[str, Callable]) -> Callable:
     def block(*args: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling() and call.compiled:
-            from torch._dynamo.utils import counters
-
-            reason = next(reversed(counters["graph_break"]), "").partition("\n")[0]
-            raise TrainingError(
-                f"torch's compiler leaves a block out that is recomputed ({reason}), which would run uncompiled; set parallel.compile=blocks, or "
-                "parallel.activation_checkpointing=none"
-            )
+        if not torch.compiler.is_compiling() and call.breaks_before is not None:
+            _refuse_to_be_left_out(call.breaks_before)
         return forward(*args, **options)
 
     @functools.wraps(forward)
@@ -151,8 +155,19 @@ def _recomputed(forward: Callable, contexts: dict[str, Callable]) -> Callable:
             return checkpoint(block, *args, use_reentrant=False, **contexts, **options)
         return forward(*args, **options)
 
-    call.recomputes, call.compiled = True, False
+    call.recomputes, call.breaks_before = True, None
     return call
+
+
+def _refuse_to_be_left_out(before: dict[str, int]) -> None:
+    """Raise TrainingError if a block runs uncompiled because of a graph break that was not there `before`, and not because nothing is compiled."""
+    from torch._dynamo.utils import counters
+
+    if reasons := [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]:
+        raise TrainingError(
+            f"torch's compiler leaves a block out that is recomputed ({reasons[-1].splitlines()[0]}), which would run uncompiled; set "
+            "parallel.compile=blocks, or parallel.activation_checkpointing=none"
+        )
 
 
 def _recomputes(module: nn.Module) -> bool:

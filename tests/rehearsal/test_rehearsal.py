@@ -102,7 +102,7 @@ def test_steps_on_a_pretended_gpu_never_make_the_host_wait_and_can_be_recorded()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_all_that_needs_a_gpu_passes_on_a_pretended_one():
     done = rehearse("-m", "pytest", "-p", "no:cacheprovider", "-m", "cuda", "-n", "2", "tests")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout

@@ -93,6 +93,7 @@ def test_a_layout_computes_what_one_process_computes(pool, hf_config_file, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the compiler of torch 2.11 cuts blocks of transformers at their casts")
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 @pytest.mark.parametrize("strategy, what", [("single", "model"), ("ddp", "model"), ("fsdp", "blocks")])
 @pytest.mark.parametrize("kind", ["granite", "nemotron_h"])

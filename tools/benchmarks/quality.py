@@ -172,7 +172,14 @@ def paces(cases: Sequence[tuple[str, str]], contest: Contest, options: Options, 
     steps differ little, of one. Before, each runs once, `at_once` at a time: what it compiles then, is found. A program that fails has none.
     """
     warm = {case: functools.partial(_run, *case, FEW[contest.device], 0, contest) for case in cases}
-    failed = _in_parallel(warm, at_once, lambda case, result: None)
+    failed: dict[tuple[str, str], BaseException] = {}
+
+    def fail(case: tuple[str, str], error: BaseException) -> None:
+        options.say(f"{', '.join(case)} has no pace: {error}")
+        failed[case] = error
+
+    for case, error in _in_parallel(warm, at_once, lambda case, result: None).items():
+        fail(case, error)
     found: dict[tuple[str, str], list[Pace]] = {case: [] for case in cases}
     for _ in range(options.turns if contest.device == "cpu" else 1):
         for case in (case for case in cases if case not in failed):
@@ -180,11 +187,9 @@ def paces(cases: Sequence[tuple[str, str]], contest: Contest, options: Options, 
                 found[case].append(_pace(*case, contest, options))
             except BusyMachine:
                 raise
-            except DataError as error:
-                failed[case] = error
-    for case, error in failed.items():
-        options.say(f"{', '.join(case)} has no pace: {error}")
-        del found[case]
+            except Exception as error:  # whatever a program leaves behind that cannot be read
+                fail(case, error)
+    found = {case: turns for case, turns in found.items() if case not in failed}
     best = {case: Pace(min(p.first for p in turns), min(p.step for p in turns)) for case, turns in found.items()}
     for (program, setting), pace in best.items():
         slowest = max(p.step for p in found[program, setting])

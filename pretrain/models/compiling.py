@@ -24,15 +24,13 @@ def new_name(result: Tensor) -> Tensor:
     return result.view_as(result) if torch.compiler.is_compiling() else result
 
 
-def compile_strictly(function: Callable, whole: bool = False, **options: Any) -> Callable:
+def compile_strictly(function: Callable, **options: Any) -> Callable:
     """`torch.compile(function, **options)`. Raises TrainingError where the function needs more than `MOST_VERSIONS` versions.
 
     By default torch then runs the function uncompiled for ever, and only warns: slow blocks, or attention whose scores fill the memory.
-    `whole`: raise TrainingError also for a function that the compiler cannot trace as a whole.
     """
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
-    from torch._dynamo.utils import counters
 
     compiled = torch.compile(function, **options)
 
@@ -42,20 +40,12 @@ def compile_strictly(function: Callable, whole: bool = False, **options: Any) ->
             config.recompile_limit, config.fail_on_recompile_limit_hit = MOST_VERSIONS, True
             # A model of transformers holds its cast weights in its modules while they compute. Backward need not see that again.
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        before = counters["graph_break"].total()
         try:
-            results = compiled(*args, **named)
+            return compiled(*args, **named)
         except FailOnRecompileLimitHit as error:
             raise TrainingError(
                 f"{function.__qualname__} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; set parallel.compile=none, "
                 "or model.attention_backend=sdpa if it is flex_attention"
             ) from error
-        # torch's `fullgraph` would do, but for refusing also to leave out the compiler where operators are counted.
-        if whole and counters["graph_break"].total() > before:
-            reason = next(reversed(counters["graph_break"])).partition("\n")[0]
-            raise TrainingError(
-                f"{function.__qualname__} cannot be compiled as a whole ({reason}); set parallel.compile=none, or parallel.activation_checkpointing=none"
-            )
-        return results
 
     return call

@@ -98,7 +98,7 @@ def compile_blocks(network: nn.Module, backend: str = "inductor", budget: float 
     for unit in network.units():
         if unit.role == "block" and unit.apart:
             for module in unit.modules:
-                module.forward = compile_strictly(module.forward, whole=_recomputes(module), backend=backend)
+                module.forward = _compile(module.forward, [module], backend)
 
 
 def compile_loss(network: nn.Module) -> None:
@@ -110,12 +110,17 @@ def compile_loss(network: nn.Module) -> None:
 
 def compile_model(network: nn.Module, backend: str = "inductor", budget: float = 1.0) -> None:
     """Compile the forward of a network as a whole, as far as no part of it is left out (a graph break). A block that is recomputed may not be."""
+    torch._functorch.config.activation_memory_budget = budget
+    network.forward = _compile(network.forward, [module for unit in network.units() for module in unit.modules], backend)
+
+
+def _compile(forward: Callable, modules: list[nn.Module], backend: str) -> Callable:
+    """The compiled `forward`, which computes what `modules` compute. Those of them that are recomputed may not be left out of it."""
     from torch._dynamo.utils import counters
 
-    torch._functorch.config.activation_memory_budget = budget
-    compiled, before = compile_strictly(network.forward, backend=backend), {}
-    for module in (module for unit in network.units() for module in unit.modules):
-        if _recomputes(module):
+    compiled, before = compile_strictly(forward, backend=backend), {}
+    for module in modules:
+        if hasattr(module.forward, "breaks_before"):
             module.forward.breaks_before = before
 
     @functools.wraps(compiled)
@@ -124,7 +129,7 @@ def compile_model(network: nn.Module, backend: str = "inductor", budget: float =
         before.update(counters["graph_break"])
         return compiled(*args, **options)
 
-    network.forward = call
+    return call
 
 
 def recompute_blocks(
@@ -155,7 +160,7 @@ def _recomputed(forward: Callable, contexts: dict[str, Callable]) -> Callable:
             return checkpoint(block, *args, use_reentrant=False, **contexts, **options)
         return forward(*args, **options)
 
-    call.recomputes, call.breaks_before = True, None
+    call.breaks_before = None
     return call
 
 
@@ -166,12 +171,8 @@ def _refuse_to_be_left_out(before: dict[str, int]) -> None:
     if reasons := [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]:
         raise TrainingError(
             f"torch's compiler leaves a block out that is recomputed ({reasons[-1].splitlines()[0]}), which would run uncompiled; set "
-            "parallel.compile=blocks, or parallel.activation_checkpointing=none"
+            "parallel.activation_checkpointing=none, or another parallel.compile"
         )
-
-
-def _recomputes(module: nn.Module) -> bool:
-    return getattr(module.forward, "recomputes", False)
 
 
 def _store_products() -> Any:

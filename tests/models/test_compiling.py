@@ -42,17 +42,3 @@ def test_a_whole_model_with_dropout_is_compiled_but_for_its_loss():
         found.append(network(ids[:, :-1], ids[:, 1:], keys_B=torch.arange(3)))
     torch.testing.assert_close(*found)
     assert [reason for reason in torch._dynamo.utils.counters["graph_break"] if "fused_losses" not in reason] == []
-
-
-def test_what_is_to_be_compiled_as_a_whole_is_refused_if_it_is_not():
-    """torch would leave all of a recomputed block uncompiled, and say nothing."""
-
-    def two_graphs(x: torch.Tensor) -> torch.Tensor:
-        return x.sin() + float(x.sum())
-
-    x = torch.ones(3)
-    assert compile_strictly(two_graphs, backend="eager")(x) is not None
-    torch._dynamo.reset()
-    with pytest.raises(TrainingError, match=r"two_graphs cannot be compiled as a whole \(Unsupported Tensor.item.*set parallel.compile=none, or"):
-        compile_strictly(two_graphs, whole=True, backend="eager")(x)
-    assert torch.equal(compile_strictly(torch.sin, whole=True, backend="eager")(x), x.sin())

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -157,9 +158,20 @@ def _run_once(
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    _end_with_pytest()
     torch.set_num_threads(1)
     os.environ.update(environment)
     sys.exit(function(*arguments))
+
+
+def _end_with_pytest() -> None:
+    """End this process when pytest's has ended, also while it computes, and however pytest ended. The server that forks it would live on with it."""
+
+    def wait_and_end() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait_and_end, daemon=True).start()
 
 
 def _server() -> multiprocessing.context.ForkServerContext:
@@ -182,6 +194,7 @@ def _work(connection: Connection, stacks: Path) -> None:
     from pretrain.distributed.joining import close_meeting
     from pretrain.distributed.ranks import forget_meshes
 
+    _end_with_pytest()
     torch.set_num_threads(1)
     os.fsync = lambda file: None  # tests kill processes; none of them cuts the power
     gc.freeze()  # a run ends with a collection, which need not look at modules

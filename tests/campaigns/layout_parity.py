@@ -31,8 +31,12 @@ TWO_ROUNDINGS = 2 * 2**-24 / GRADIENT_LIMIT
 SHARED_AXES = ("context", "tensor", "pipeline")
 FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "olmo2", "olmo3", "phi3", "gpt2", "gpt_neox", "smollm3",
-    "deepseek_v3", "gpt_oss", "glm4", "granite", "starcoder2", "olmoe", "minimax_m2", "ernie4_5", "custom", "custom", "custom", "transformer", "t5",
+    "deepseek_v3", "gpt_oss", "glm4", "glm4_moe", "granite", "starcoder2", "olmoe", "minimax_m2", "ernie4_5", "ernie4_5_moe", "custom", "custom", "custom",
+    "transformer", "t5",
 )  # fmt: skip
+
+CORRECTED = ("deepseek_v3", "glm4_moe", "ernie4_5_moe")
+SPARSE = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "minimax_m2", *CORRECTED)
 
 
 def case(random: Random, folder: Path) -> Case:
@@ -105,7 +109,8 @@ def layout_of(random: Random, world: int) -> dict[str, Any]:
     elif random.random() < 0.3:
         overrides["parallel.ddp.bucket_mb"] = 0.01
     if random.random() < 0.4:
-        overrides["parallel.activation_checkpointing"] = "full"
+        overrides["parallel.activation_checkpointing"] = random.choice(("full", "selective"))
+        overrides["parallel.checkpoint_every_block"] = random.choice((1, 1, 2))
     if random.random() < 0.2:
         overrides["parallel.activation_offload"] = True
     return {"world": world, "overrides": overrides, "sizes": sizes, "data_size": data_size}
@@ -155,9 +160,7 @@ def model_section(random: Random, family: str, sizes: dict[str, int]) -> dict[st
         return model | {"encoder": {"layers": random.choice((1, 2)), "share_embedding": True}}
     if random.random() < 0.2:
         model["predict_ahead"] = random.choice((1, 2))
-    if family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "minimax_m2") or (
-        family == "custom" and random.random() < 0.3
-    ):
+    if family in SPARSE or family == "custom" and random.random() < 0.3:
         model["experts"] = experts_section(random, family, tensor)
     if family == "deepseek_v3":
         model["latent"] = {"kv_rank": 6, "query_rank": random.choice((0, 5)), "rope_dim": 4, "plain_dim": 6, "value_dim": 5}
@@ -171,16 +174,16 @@ def model_section(random: Random, family: str, sizes: dict[str, int]) -> dict[st
 
 def experts_section(random: Random, family: str, tensor: int) -> dict[str, Any]:
     count = random.choice((2, 3, 4, 6))
-    section: dict[str, Any] = {"count": count, "active": random.randint(1, count), "ffn_dim": tensor * random.choice((4, 9))}
+    section: dict[str, Any] = {"count": count, "active": random.randint(2 if family == "ernie4_5_moe" else 1, count), "ffn_dim": tensor * random.choice((4, 9))}
     if section["active"] == 1:
         section["normalise"] = False
-    if family in ("custom", "deepseek_v3"):
+    if family in ("custom", *CORRECTED):
         section |= {"correction": True, "correction_rate": 0.01} if random.random() < 0.5 else {}
     if not section.get("correction"):
         section["balance_loss"] = 0.02
     if random.random() < 0.3:
         section["router_z_loss"] = 0.01
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "glm4_moe"):
         section |= {"groups": 1, "active_groups": 1}
     return section
 

@@ -216,7 +216,7 @@ def _soft_capped(cap: float) -> Callable[..., Tensor]:
 @functools.cache
 def _compiled_flex(trains: bool) -> Callable[..., Tensor]:
     """Training has few lengths, each with a version of its own. Evaluation has many, which share one version from the second on."""
-    return compile_strictly(flex_attention, dynamic=False if trains else None)
+    return compile_strictly(flex_attention, "set model.attention_backend=sdpa", dynamic=False if trains else None)
 
 
 SCORES_AT_ONCE = 1 << 24

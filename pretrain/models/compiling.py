@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.errors import TrainingError
+from pretrain.errors import TrainingError, clipped
 
 MOST_VERSIONS = 64
 """How often torch may compile one function anew, for other shapes, masks, kinds of layers, with and without gradients. Its own limit is 8."""
@@ -24,13 +24,14 @@ def new_name(result: Tensor) -> Tensor:
     return result.view_as(result) if torch.compiler.is_compiling() else result
 
 
-def compile_strictly(function: Callable, **options: Any) -> Callable:
-    """`torch.compile(function, **options)`. Raises TrainingError where the function needs more than `MOST_VERSIONS` versions.
+def compile_strictly(function: Callable, remedy: str = "set parallel.compile=none", **options: Any) -> Callable:
+    """`torch.compile(function, **options)`. Raises TrainingError, with the `remedy`, where the compiler fails, or the function needs more than
+    `MOST_VERSIONS` versions.
 
-    By default torch then runs the function uncompiled for ever, and only warns: slow blocks, or attention whose scores fill the memory.
+    Beyond those torch would run the function uncompiled for ever, and only warn: slow blocks, or attention whose scores fill the memory.
     """
     from torch._dynamo import config
-    from torch._dynamo.exc import FailOnRecompileLimitHit
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     compiled = torch.compile(function, **options)
 
@@ -44,8 +45,10 @@ def compile_strictly(function: Callable, **options: Any) -> Callable:
             return compiled(*args, **named)
         except FailOnRecompileLimitHit as error:
             raise TrainingError(
-                f"{function.__qualname__} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; set parallel.compile=none, "
-                "or model.attention_backend=sdpa if it is flex_attention"
+                f"{function.__qualname__} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; {remedy}"
             ) from error
+        except TorchDynamoException as error:
+            reason = clipped(str(error).partition("\n\n")[0], 300)
+            raise TrainingError(f"torch's compiler fails at {function.__qualname__} ({reason}); {remedy}") from error
 
     return call

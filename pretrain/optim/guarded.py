@@ -139,7 +139,9 @@ def are_few(function: Callable, like: Tensor, count: int) -> bool:
 
 @functools.cache
 def _compiled(function: Callable[..., T], by_shape: bool) -> Callable[..., T]:
-    return compile_strictly(function, dynamic=not by_shape, fullgraph=True)
+    return compile_strictly(
+        function, "an optimizer on a GPU needs that compiler, and a C compiler", dynamic=not by_shape, fullgraph=True
+    )
 
 
 def widest(tensor: Tensor) -> torch.dtype:

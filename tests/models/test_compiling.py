@@ -42,3 +42,28 @@ def test_a_whole_model_with_dropout_is_compiled_but_for_its_loss():
         found.append(network(ids[:, :-1], ids[:, 1:], keys_B=torch.arange(3)))
     torch.testing.assert_close(*found)
     assert [reason for reason in torch._dynamo.utils.counters["graph_break"] if "fused_losses" not in reason] == []
+
+
+def test_a_compiler_that_fails_is_told_in_one_line():
+    """Without a C++ compiler, for one, the user saw some forty lines of torch's."""
+
+    def broken(graph: torch.fx.GraphModule, inputs: list) -> None:
+        raise RuntimeError("No working C++ compiler found\nin PATH\n\nmore of it")
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    def two_graphs(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x.sin()
+
+    x = torch.ones(3)
+    failing = {square: dict(backend=broken), two_graphs: dict(backend="eager", fullgraph=True)}
+    said = {
+        square: r"square \(backend='broken' raised: RuntimeError: No working C\+\+ compiler found in PATH\)",
+        two_graphs: r"two_graphs \(.*graph_break.*\)",
+    }
+    for function, options in failing.items():
+        with pytest.raises(TrainingError, match=f"^torch's compiler fails at .*{said[function]}; do without$") as caught:
+            compile_strictly(function, "do without", **options)(x)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

@@ -91,7 +91,7 @@ class Log:
     prometheus: PrometheusLog = section(PrometheusLog)
     gradients_at: list[int] = key(
         [],
-        "Steps whose whole gradients, before clipping, are written to gradients/step-N.safetensors, to compare layouts.",
+        "Steps whose whole gradients, before clipping, are written to gradients/step-00000001.safetensors (of step 1), to compare layouts.",
         ge=1,
         le=MOST_STEPS,
     )

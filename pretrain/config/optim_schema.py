@@ -14,7 +14,7 @@ class ParameterGroup:
 
     pattern: str = key(
         "???",
-        "Names of parameters, where `*` stands for any characters, e.g. `layers.*.attention.*`; quoted in YAML. Of several groups that match "
+        "Names of parameters, where `*` stands for any characters, `?` for one and `[01]` for one of these, e.g. `layers.*.attention.*`; quoted in YAML. Of several groups that match "
         "a name the first one holds.",
     )
     lr_scale: float = key(1.0, "Their learning rate, as a share of the schedule's. 0: they stay as they are.", ge=0, le=1e6)
@@ -184,7 +184,7 @@ class Schedule:
     )
     decay_tokens: int | None = key(
         None,
-        "Instead of `decay_steps`: tokens of the steps of the final decay.",
+        "Instead of `decay_steps`: tokens of the final decay, which has as many whole steps as fit in, and at least one.",
         ge=1,
         le=2**62,
         when={"schedule.name": ("wsd",), "data.pairs": UNSET},

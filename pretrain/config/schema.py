@@ -83,7 +83,7 @@ class Run:
         "change all the time (pairs, generation), since it plans each anew. Any other value is the only kernel of it that is used, and inputs that it "
         "cannot take are an error; what FlexAttention computes stays its own. `FA3` and `FA4`: those packages in place of torch's flash kernel; they have to be installed. "
         "On CPUs, `auto` trains with blocks of matrix products where they are faster: in bf16; in fp32 without masks, with one thread per process, heads wider than "
-        "32 and 129 to 1,536 positions. `flash` is torch's fused kernel.",
+        "32 and 129 to 1,536 positions. `flash` is torch's fused kernel. The start of a run says what it comes to.",
         resume="free",
     )
     deterministic: bool = key(

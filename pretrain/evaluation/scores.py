@@ -25,7 +25,7 @@ from pretrain.data.shards.reader import PreparedData
 from pretrain.data.tokenizers.tokenizer import identity_of
 from pretrain.errors import ConfigError, DataError
 from pretrain.huggingface.open_model import Opened
-from pretrain.models.attention import changing_shapes
+from pretrain.models.attention_ways import changing_shapes
 
 Window = tuple[list[int], list[int]]
 """Context, which is not empty, and the tokens after it that are predicted."""

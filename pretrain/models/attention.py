@@ -13,8 +13,7 @@ Its cache holds the latent and the turned key, which is all that keys and values
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from pretrain.config.model_schema import Model
+from pretrain.models.attention_ways import repeats_groups, way_of
 from pretrain.models.causal_blocks import causal_attention
-from pretrain.models.causal_blocks_fp32 import causal_attention_fp32, is_faster
+from pretrain.models.causal_blocks_fp32 import causal_attention_fp32
 from pretrain.models.compiling import compile_strictly
 from pretrain.models.dropout import WeightMask, drop
 from pretrain.models.layers import Linear, RMSNorm, make_norm
@@ -94,29 +94,6 @@ class Cache:
             self.documents_BS = self.documents_BS.index_select(0, rows)
 
 
-SHORT = 128
-"""Positions up to which plain matrix products are the fastest in bf16 on a CPU. torch's fused kernel takes 7 times as long at 16 positions."""
-
-_asked = "auto"
-
-
-def ask_for_kernel(name: str) -> None:
-    """The kernel that `run.attention_kernel` names. On a CPU `flash` is torch's fused one, also where training is faster with matrix products."""
-    global _asked
-    _asked = name
-
-
-@contextmanager
-def changing_shapes() -> Iterator[None]:
-    """Where nearly every call of attention has another shape. torch prefers cuDNN's kernel on an H100, which takes about a second to plan each new one."""
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(enabled and _asked != "auto")
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
-
-
 def attend(
     q_BHTG: Tensor,
     k_BKSG: Tensor,
@@ -136,22 +113,17 @@ def attend(
         if dropout is not None:
             raise ValueError("FlexAttention drops no weights")
         return _flex(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H)
-    trains_on_cpu = _asked != "flash" and q_BHTG.device.type == "cpu" and torch.is_grad_enabled()
-    products = trains_on_cpu and q_BHTG.dtype == torch.bfloat16
-    is_special = bool(soft_cap) or sinks_H is not None or dropout is not None
-    if is_special or (products and q_BHTG.shape[2] * k_BKSG.shape[2] <= SHORT**2):
+    way = way_of(q_BHTG, k_BKSG, mask is not None, bool(soft_cap) or sinks_H is not None or dropout is not None)
+    if way == "products":
         return _plain(q_BHTG, k_BKSG, v_BKSG, mask, scale, soft_cap, sinks_H, dropout)
-    if products and mask is None and q_BHTG.shape[2] == k_BKSG.shape[2]:
+    if way == "blocks":
         return causal_attention(q_BHTG, k_BKSG, v_BKSG, scale)[0]
-    if trains_on_cpu and mask is None and q_BHTG.dtype == torch.float32 and is_faster(q_BHTG, k_BKSG):
+    if way == "blocks_fp32":
         return causal_attention_fp32(q_BHTG, k_BKSG, v_BKSG, scale)
-    grouped = q_BHTG.shape[1] != k_BKSG.shape[1]
-    if grouped and q_BHTG.is_cuda and (mask is not None or q_BHTG.dtype == torch.float32 or _asked == "efficient"):
-        # On CUDA the memory-efficient kernel knows no groups. Where others cannot compute (fp32; a mask, but for cuDNN's), torch would fall back to
-        # plain matrix products and keep all H x T x T scores (sdp_utils.cpp, notes of scaled_dot_product_attention).
+    if repeats_groups(q_BHTG, k_BKSG, mask is not None):
         repeats = q_BHTG.shape[1] // k_BKSG.shape[1]
         k_BKSG, v_BKSG = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSG, v_BKSG))
-        grouped = False
+    grouped = q_BHTG.shape[1] != k_BKSG.shape[1]
     return F.scaled_dot_product_attention(
         q_BHTG, k_BKSG, v_BKSG, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.errors import GenerationError
-from pretrain.models.attention import Cache, changing_shapes
+from pretrain.models.attention import Cache
+from pretrain.models.attention_ways import changing_shapes
 from pretrain.models.decoder import Decoder
 from pretrain.models.encoder_decoder import DecodingCache
 

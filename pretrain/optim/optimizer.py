@@ -93,7 +93,7 @@ class OptimizerSet:
         self.counts, self.sum_over_layers = counts, sum_over_layers
         self.ema_decay = config.ema_decay
         self.means: dict[str, Tensor] = {}
-        """The running mean of each parameter. It begins as the parameter was before the first step."""
+        """The running mean of each parameter. It begins as the parameter was before the first step, or at `begin_means`."""
         groups: dict[str, dict[tuple[Rule, object], list[nn.Parameter]]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         for part in parts:
@@ -140,6 +140,12 @@ class OptimizerSet:
     def _create_means(self) -> None:
         if self.ema_decay is not None and not self.means:
             self.means = {name: p.detach().to(widest(p), copy=True) for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def begin_means(self) -> None:
+        """Let the running mean begin with the weights as they are now."""
+        for name, mean in self.means.items():
+            local(mean).copy_(local(self.parameters[name]))
 
     @torch.no_grad()
     def _average(self, taken: Tensor | None) -> None:

@@ -1,12 +1,13 @@
-"""The kernel of attention: what `run.attention_kernel` asks for."""
+"""The kernel of attention: what `run.attention_kernel` asks for, and what computes attention in the end."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
-from pretrain.models.attention import SHORT, ask_for_kernel
+from pretrain.models.attention_ways import SHORT, ask_for_kernel, repeats_groups, way_of
 from pretrain.models.causal_blocks_fp32 import LONGEST, NARROW, SHORTEST
 from pretrain.models.families import family_of
 from pretrain.models.masks import attention_backend
@@ -173,3 +174,57 @@ def set_attention_kernel(asked: str, shapes_change: bool = False) -> None:
         switch(asked in ("auto", name) or (name == "flash" and asked in _OTHERS))
     if asked == "auto" and shapes_change:
         _SWITCHES["cudnn"](False)
+
+
+_WAYS = {
+    "products": "matrix products",
+    "blocks": "matrix products over blocks of queries",
+    "blocks_fp32": "matrix products over blocks of queries",
+}
+_KERNELS = {
+    SDPBackend.MATH: "matrix products",
+    SDPBackend.FLASH_ATTENTION: "torch's flash kernel",
+    SDPBackend.EFFICIENT_ATTENTION: "torch's efficient kernel",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN's kernel",
+}
+
+
+def describe_attention(config: Config, device: torch.device) -> str:
+    """What computes attention in training, by `run.attention_kernel`, this device, and this process's threads."""
+    if not family_of(config.model.family).splits:
+        return "as transformers computes it"
+    if config.parallel.context > 1 and config.parallel.context_method == "ring":
+        return "blocks of keys in a ring"
+    if config.data.pairs is not None and device.type == "cpu":
+        return "by the lengths of each batch"
+    has_own_masks = config.model.positions == "relative" or config.model.encoder.layers > 0 or config.parallel.context > 1
+    masked = has_own_masks or needs_masks(config)
+    if not masked or has_own_masks or _are_all_masked(config):
+        return _computed_by(config, device, masked)
+    return f"{_computed_by(config, device, False)}; in layers with windows {_computed_by(config, device, True)}"
+
+
+def _computed_by(config: Config, device: torch.device, has_mask: bool) -> str:
+    model, switches = config.model, config.model.attention
+    is_special = bool(switches.soft_cap or switches.sinks or model.attention_dropout)
+    if has_mask and needs_masks(config) and attention_backend(model, device, training=True) == "flex":
+        return "FlexAttention"
+    # On a GPU no kernel is chosen by the length.
+    length = config.data.sequence_length if device.type == "cpu" else min(config.data.sequence_length, 1024)
+    rows = -(-length // (2 * config.parallel.context)) if config.parallel.context > 1 else length
+    key, value = _widths(config)
+    dtype = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
+
+    def of(heads: int, length: int, width: int) -> torch.Tensor:
+        return torch.empty(1, heads, length, width, dtype=dtype, device=device, requires_grad=True)
+
+    q, k, v = of(model.heads, rows, key), of(model.kv_heads, length, key), of(model.kv_heads, length, value)
+    way = way_of(q, k, has_mask, is_special)
+    if way != "fused":
+        return _WAYS[way]
+    if repeats_groups(q, k, has_mask):
+        k, v = of(model.heads, length, key), of(model.heads, length, value)
+    mask = torch.empty(rows, length, dtype=torch.bool, device=device) if has_mask else None
+    choice = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=not has_mask, enable_gqa=q.shape[1] != k.shape[1])
+    asked = config.run.attention_kernel
+    return asked if asked in _OTHERS else _KERNELS.get(SDPBackend(choice), f"torch's kernel {choice}")

@@ -213,16 +213,28 @@ class Continuation:
 
     def _resume(self, checkpoint: Path, state: dict[str, Any]) -> Progress:
         payload = Payload(checkpoint)
-        self.ranks.attempt("means of a checkpoint", lambda: self._check_means(payload), CheckpointError)
         rng = self.ranks.attempt(
             "generators of a checkpoint", lambda: self._generators(payload, state["world_size"]), CheckpointError
         )
-        payload.load(model_tensors(self.model) | optimizer_tensors(self.optimizer), self.ranks, replicas=self.replicas)
+        begins_mean = self.optimizer.ema_decay is not None and not payload.names("optim.ema.")
+        state_of_optimizer = optimizer_tensors(self.optimizer)
+        if begins_mean:
+            state_of_optimizer = {
+                name: tensor for name, tensor in state_of_optimizer.items() if not name.startswith("optim.ema.")
+            }
+        payload.load(model_tensors(self.model) | state_of_optimizer, self.ranks, replicas=self.replicas)
+        if begins_mean:
+            self.optimizer.begin_means()
         payload.load(rng, self.ranks)
         restore_rng(rng, self.ranks)
         if self.ranks.is_main:
             step, samples, layout = state["step"], state["samples"], state["layout"]
             log.info("resumed from %s: step %d, %d samples, saved as %s", checkpoint, step, samples, layout)
+            if begins_mean:
+                log.info(
+                    "the running mean of the weights (optim.ema_decay) begins with those of step %d, which was saved without one",
+                    step,
+                )
         # Earlier versions of this program did not count skipped steps or seconds. Those of another run do not count here.
         useful = state.get("useful_seconds", 0.0) if self.origin.own else 0.0
         return Progress(
@@ -233,13 +245,6 @@ class Continuation:
             record=state.get("record"),
             useful_seconds=useful,
         )
-
-    def _check_means(self, payload: Payload) -> None:
-        if self.plan.config.optim.ema_decay is not None and not payload.names("optim.ema."):
-            raise CheckpointError(
-                f"{payload.checkpoint} has no running mean of the weights, because it was saved without optim.ema_decay; remove the key, or begin a "
-                f"new run with run.init_from={payload.checkpoint}"
-            )
 
     def _generators(self, payload: Payload, world_size: int) -> dict[str, Tensor]:
         # Generators belong to ranks: on another number of ranks, this rank keeps the one from its seed. Nothing in training

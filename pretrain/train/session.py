@@ -33,7 +33,7 @@ from pretrain.parallel.explain import explain_ranks, explain_strategy, kept_byte
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, expected_world_size, gradient_bytes, state_bytes
 from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
-from pretrain.train.attention_kernel import set_attention_kernel
+from pretrain.train.attention_kernel import describe_attention, set_attention_kernel
 from pretrain.train.callbacks import NO_EXTENSIONS, Extensions
 from pretrain.train.plan import Plan, check_without_data, make_plan
 from pretrain.train.run_directory import RunDirectory, directory_of
@@ -205,6 +205,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
             lines = [
                 *describe(plan, ranks.world_size, origin),
                 *describe_surroundings(place),
+                f"attention {describe_attention(plan.config, ranks.device)}",
                 *_describe_threads(ranks, plan.config.run.affinity),
             ]
             for line in [*lines, *origin.lines]:

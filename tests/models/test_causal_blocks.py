@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrain.models import attention, causal_blocks, causal_blocks_fp32
-from pretrain.models.attention import ask_for_kernel, attend
+from pretrain.models.attention import attend
+from pretrain.models.attention_ways import ask_for_kernel
 from pretrain.models.causal_blocks import causal_attention
 from pretrain.models.causal_blocks_fp32 import causal_attention_fp32
 

@@ -74,11 +74,18 @@ def test_it_changes_nothing_is_validated_alike_everywhere_and_can_be_exported(po
         export(plain, tmp_path / "none", averaged=True)
 
 
-def test_a_run_that_has_no_mean_cannot_begin_one_in_the_middle(pool, config_file):
-    short = ("run.steps=4", "schedule={name: constant, warmup_steps: 0}")
-    train(pool, 1, config_file, *short, "run.steps=2")
-    [(code, printed)] = pool.launch(1, run_main, str(config_file), *short, EMA, "run.accept_changes=[optim.ema_decay]")
-    assert code == 1 and "was saved without optim.ema_decay; remove the key, or begin a new run with run.init_from=" in printed
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_a_resumed_run_begins_its_mean_with_the_weights_of_the_checkpoint(pool, config_file, ranks, strategy):
+    short = ("run.steps=4", "schedule={name: constant, warmup_steps: 0}", "checkpoint={every_steps: 1, keep_last: 0}", f"parallel.strategy={strategy}")
+    train(pool, ranks, config_file, *short, "run.steps=2")
+    for code, printed in pool.launch(ranks, run_main, str(config_file), *short, EMA):
+        assert code != 0 and "optim.ema_decay was None and is 0.8" in printed
+    run = train(pool, ranks, config_file, *short, EMA, "run.accept_changes=[optim.ema_decay]")
+    mean = model_of(run, 2)
+    for step in (3, 4):
+        mean = {name: 0.8 * tensor + 0.2 * model_of(run, step)[name] for name, tensor in mean.items()}
+        for name, tensor in mean.items():
+            torch.testing.assert_close(state_of(run, step)[f"optim.ema.{name}"], tensor, rtol=1e-6, atol=1e-7)
 
 
 def model_of(run, step) -> dict[str, torch.Tensor]:

@@ -7,17 +7,20 @@ import dataclasses
 import pytest
 import torch
 from running import gradients, largest_gradient_difference, run_main, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import EncoderConfig, Model
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
-from pretrain.models.attention import attend, changing_shapes
+from pretrain.models.attention import attend
+from pretrain.models.attention_ways import changing_shapes
 from pretrain.models.causal_blocks_fp32 import HAS_MKL
 from pretrain.models.families import complete
 from pretrain.models.generate import generate
+from pretrain.parallel.blocks import DTYPES, set_compute_format
 from pretrain.parallel.initialise import initialise
-from pretrain.train.attention_kernel import check_attention_kernel, set_attention_kernel
+from pretrain.train.attention_kernel import check_attention_kernel, describe_attention, set_attention_kernel
 from pretrain.train.resolve import resolve
 
 ENABLED = {
@@ -227,3 +230,61 @@ def test_the_kernel_that_knows_no_groups_computes_them(dtype):
     finally:
         set_attention_kernel("auto")
     torch.testing.assert_close(y.double(), expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=1e-2)
+
+
+BLOCKS, PRODUCTS, FUSED = "matrix products over blocks of queries", "matrix products", "torch's flash kernel"
+OF_ATTENTION = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": FUSED,
+    "pretrain.causal_attention.default": BLOCKS,
+    "pretrain.causal_attention_fp32.default": BLOCKS,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["precision.compute=fp32"], FUSED),
+        (["precision.compute=fp32", "model.head_dim=40", "data.sequence_length=160"], BLOCKS),
+        (["precision.compute=bf16"], PRODUCTS),
+        (["precision.compute=bf16", "data.sequence_length=160"], BLOCKS),
+        (["precision.compute=bf16", "data.sequence_length=160", "run.attention_kernel=flash"], FUSED),
+        (["precision.compute=bf16", "data.sequence_length=160", "data.document_mask=true"], FUSED),
+        (
+            ["precision.compute=bf16", "data.sequence_length=160", "model.attention={window: 30, window_pattern: [true, false]}"],
+            f"{BLOCKS}; in layers with windows {FUSED}",
+        ),
+        (["precision.compute=fp32", "model.attention.soft_cap=30"], PRODUCTS),
+        (["precision.compute=fp32", "model.attention_dropout=0.1"], PRODUCTS),
+        (["precision.compute=fp32", LATENT % 32, "model.kv_heads=4"], PRODUCTS),
+    ],
+)
+def test_what_is_said_to_compute_attention_computes_it(config_file, values, said):
+    config = resolve(load_config(config_file, [*FAMILY, "model.vocab_size=61", *values])[0])
+    length, seen = config.data.sequence_length, set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.add(OF_ATTENTION.get(str(operator)))
+            return operator(*args, **(kwargs or {}))
+
+    network = build_network(config.model)
+    set_compute_format(network, DTYPES[config.precision.compute])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        set_attention_kernel(config.run.attention_kernel)
+        assert describe_attention(config, CPU) == said
+        documents = torch.zeros(1, length, dtype=torch.long) if config.data.document_mask else None
+        with Watch():
+            ids = torch.zeros(1, length, dtype=torch.long)
+            network(ids, ids, documents, keys_B=torch.zeros(1, dtype=torch.long))
+    finally:
+        set_attention_kernel("auto")
+        torch.set_num_threads(threads)
+    assert seen - {None} == {BLOCKS: {BLOCKS}, FUSED: {FUSED}, PRODUCTS: set()}.get(said, {BLOCKS, FUSED})
+
+
+def test_a_run_says_what_computes_attention(pool, config_file, tmp_path):
+    short = ("run.steps=1", "schedule.warmup_steps=0", "checkpoint.every_steps=0", "precision.compute=fp32")
+    [(code, printed)] = pool.launch(1, run_main, str(config_file), *short)
+    assert code == 0 and f"attention {FUSED}" in printed

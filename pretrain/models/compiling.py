@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,15 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
             # A model of transformers holds its cast weights in its modules while they compute. Backward need not see that again.
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         try:
-            return compiled(*args, **named)
+            try:
+                return compiled(*args, **named)
+            except TorchDynamoException as error:
+                if not _was_killed(error):
+                    raise
+                from torch._inductor.utils import clear_caches
+
+                clear_caches()  # which keep what has failed
+                return compiled(*args, **named)
         except FailOnRecompileLimitHit as error:
             raise TrainingError(
                 f"{function.__qualname__} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; {remedy}"
@@ -52,3 +61,9 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
             raise TrainingError(f"torch's compiler fails at {function.__qualname__} ({reason}); {remedy}") from error
 
     return call
+
+
+def _was_killed(error: BaseException) -> bool:
+    """Whether a signal ended the C++ compiler. One that asks the run to stop meets all its processes, and the run has a step to complete."""
+    cause = getattr(error, "inner_exception", error).__cause__
+    return isinstance(cause, subprocess.CalledProcessError) and cause.returncode < 0

@@ -1,5 +1,9 @@
 """What is compiled stays compiled: torch alone would run a function as it is from its ninth version on."""
 
+import signal
+import subprocess
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -67,3 +71,23 @@ def test_a_compiler_that_fails_is_told_in_one_line():
         with pytest.raises(TrainingError, match=f"^torch's compiler fails at .*{said[function]}; do without$") as caught:
             compile_strictly(function, "do without", **options)(x)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(("code", "times"), [(-signal.SIGTERM, 2), (1, 1)])
+def test_a_compiler_that_a_signal_killed_is_started_again(code, times):
+    """A signal to a run's whole group, Ctrl-C for one, ends the C++ compiler too. The run completes its step, saves, and ends as preempted."""
+    started = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        started.append(graph)
+        if len(started) == 1:
+            raise RuntimeError("C++ compile error") from subprocess.CalledProcessError(code, "g++")
+        return graph
+
+    function, x = compile_strictly(lambda x: x.exp() + 3, backend=backend), torch.ones(3)
+    if code < 0:
+        assert torch.equal(function(x), x.exp() + 3)
+    else:
+        with pytest.raises(TrainingError, match="torch's compiler fails"):
+            function(x)
+    assert len(started) == times

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -13,7 +15,8 @@ import time
 import numpy as np
 import psutil
 import pytest
-from benchmarks import loading, preparing
+import torch
+from benchmarks import loading, preparing, speed
 from benchmarks.collectives import HOPS, MOVED, Exchange, collectives, exchanges, fit_ring
 from benchmarks.corpora import byte_tokenizer, link_shards, write_tokens
 from benchmarks.data import PARTS, measure
@@ -83,6 +86,23 @@ def test_speed_profiles_one_more_step_of_which_the_row_has_nothing(tmp_path):
     assert "| matrix products |" in page.read_text()
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_speed_is_measured_in_a_process_that_is_set_up_as_that_of_a_run(tmp_path, monkeypatch):
+    """`run.affinity` and `run.deterministic` had no effect on it."""
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    found = []
+    monkeypatch.setattr(speed, "_measure", lambda *_: found.append((os.sched_getaffinity(0), torch.are_deterministic_algorithms_enabled())) or [])
+    keys = ("run={device: cpu, affinity: cores, deterministic: true}", "parallel.strategy=ddp")
+    allowed = os.sched_getaffinity(0)
+    try:
+        speed.measure_speed(speed.Speed(None, 32, 1, 1, 1, keys), "name", Options(tmp_path))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    [(cores, deterministic)] = found
+    assert deterministic and cores < allowed and os.sched_getaffinity(0) == allowed
+
+
 @pytest.mark.slow
 def test_speed_counts_the_tokens_that_ranks_train_together(tmp_path):
     file, start = (
@@ -130,14 +150,19 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tmp_path, monkeypatch, c
         (*quality_of, "--minutes", "0"): "argument --minutes: must be a positive number",
         ("train", "--comp", "rows.jsonl"): "unrecognized arguments: --comp",
         ("checkpoint", "stalls"): "unknown part stalls; there are stall, files",
+        ("collectives", "--ranks", "2", "1"): "argument --ranks: must be at least 2",
     }.items():
         with pytest.raises(SystemExit):
             tool("bench").main(list(words))
         assert problem in capsys.readouterr().err
     for words, problem in {
-        ("collectives", "--ranks", "2", "1"): "--ranks 1: collectives need two ranks",
         ("checkpoint", "--work", f"{tmp_path}/none"): f"--work {tmp_path}/none: no such directory; make it first",
+        ("checkpoint", "--work", f"{tmp_path}/found.jsonl"): f"--work {tmp_path}/found.jsonl: not a directory",
         ("speed", "batch.sequences=4"): "batch.sequences=4: --micro, --accumulation and --steps decide it; remove it",
+        ("speed", "run={device: cpu, steps: 3}"): "--micro, --accumulation and --steps decide it; remove it",
+        ("matmul", "--device", "cuda"): "--device cuda: there is no GPU; leave --device out",
+        ("collectives", "--backend", "nccl"): "--backend nccl: there is no GPU; leave --backend out",
+        (*quality_of, "--device", "cuda"): "--device cuda: there is no GPU; leave --device out",
         (*quality_of[:3], "--json", f"{tmp_path}/none/a.jsonl"): f"{tmp_path}/none/a.jsonl: No such file or directory",
     }.items():
         assert tool("bench").main(list(words)) != 0
@@ -196,6 +221,9 @@ def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
     ]
     assert changes(now, read_rows(file), f"{typed} --compare {file}") == expected
     assert changes(now, read_rows(file), f"{typed} --compare={file} --seconds=3") == expected
+    rows = read_rows(file)
+    other = {**rows[0], "value": 5.0, "command": "python tools/bench.py train --steps 9"}
+    assert changes(now, [*rows, other], typed) == expected  # what this command measured goes before what another did later
     [line, *_] = changes(now, read_rows(file), f"{typed} --scale 0.1")
     assert line == f"{expected[0]}; then command: {typed}"
     before = {**read_rows(file)[0], "value": 0.0, "machine": {**machine(), "cores": 1000, "versions": {"torch": "1.0"}}}
@@ -203,9 +231,31 @@ def test_numbers_are_kept_by_line_and_compared_with_the_last_time(tmp_path):
     assert line == "A: pretrain: 3 µs/token, before 0 µs/token: no ratio to 0, worse; then cores: 1000; then torch: 1.0"
     [line, *_] = changes(now, [before | {"unit": "ms/token"}], typed)
     assert line.endswith(": not compared, because the units differ")
-    file.write_text("{")
-    with pytest.raises(DataError, match="no file that --json wrote"):
+    good = json.dumps(rows[0])
+    file.write_text(f"{good}\n\n  \n")
+    assert read_rows(file) == [rows[0]]
+    file.write_text(f"{good}\n{{")
+    with pytest.raises(DataError, match=r"numbers.jsonl: no file that --json wrote \(line 2: Expecting property name"):
         read_rows(file)
+    file.write_bytes(b"\xff")
+    with pytest.raises(DataError, match="it is not UTF-8"):
+        read_rows(file)
+    for changed, problem in (
+        ({"value": "fast"}, "value is 'fast', and no number"),
+        ({"value": None}, "value is None"),
+        ({"value": float("nan")}, "value is nan"),
+        ({"value": float("inf")}, "value is inf"),
+        ({"value": -1}, "value is -1"),
+        ({"value": True}, "value is True"),
+        ({"machine": {}}, "machine lacks cpu, cores or versions"),
+        ({"machine": "x"}, "machine lacks"),
+        ({"command": 5}, "command is 5, and no text"),
+        ({"command": "python 'x"}, "No closing quotation"),
+        ({"unit": None}, "unit is None, and no text"),
+    ):
+        file.write_text(f"{good}\n{json.dumps(rows[0] | changed)}\n")
+        with pytest.raises(DataError, match=f"line 2 is no row that --json wrote: .*{problem}"):
+            read_rows(file)
 
 
 def test_a_file_that_cannot_be_compared_or_written_is_refused_before_anything_is_measured(tmp_path, capsys):

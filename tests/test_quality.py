@@ -189,6 +189,7 @@ def test_a_result_is_made_again_when_what_it_depends_on_has_changed_and_seeds_ta
     monkeypatch.setattr(quality, "train", train)
     monkeypatch.setattr(quality, "paces", paces)
     monkeypatch.setattr(quality, "machine", lambda device: {})  # there is no GPU to be named
+    monkeypatch.setattr(quality, "require_device", lambda device: None)
     words = ["quality", "--work", str(tmp_path), "--json", str(tmp_path / "found.jsonl")]
     for rate in (1.0, 1.0, 2.0, 2.0):
         settings["pretrain"]["a"]["lr"] = rate

@@ -27,7 +27,7 @@ from benchmarks.measure import (  # noqa: E402
 )  # fmt: skip
 from benchmarks.trainers.quality_task import PROGRAMS  # noqa: E402
 
-from pretrain.errors import DataError, run_tool  # noqa: E402
+from pretrain.errors import ConfigError, run_tool  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -127,7 +127,10 @@ def compare_speed(arguments: argparse.Namespace, typed: str) -> None:
         tuple(arguments.overrides),
         arguments.profile,
     )
-    name = " ".join([*([arguments.config.stem] if arguments.config else []), *arguments.overrides])
+    # What makes another measurement of it, and is not in the keys.
+    sizes = {"length": 4096, "micro": 1, "accumulation": 1}
+    others = [f"--{option} {value}" for option, least in sizes.items() if (value := getattr(arguments, option)) != least]
+    name = " ".join([arguments.config.stem if arguments.config else "the default model", *arguments.overrides, *others])
     measure_and_keep(arguments, typed, lambda options: measure_speed(asked, arguments.name or name, options))
 
 
@@ -137,7 +140,7 @@ def add_training(subjects: argparse._SubParsersAction) -> None:
     peers = subjects.add_parser("peers", help="the same beside transformers' Trainer and a plain loop, in turns")
     for subject in (train, peers):
         subject.add_argument(
-            "--shapes", nargs="+", choices=("A", "B"), default=["A"], help="15M and 110M parameters (default: A)"
+            "--shapes", nargs="+", choices=("A", "B"), default=["A"], help="14M and 110M parameters (default: A)"
         )
         subject.add_argument("--formats", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
         subject.add_argument("--ranks", nargs="+", type=count, default=[1], metavar="N", help="processes, by DDP (default: 1)")
@@ -188,7 +191,7 @@ def add_matmul(subjects: argparse._SubParsersAction) -> None:
 
 def add_collectives(subjects: argparse._SubParsersAction) -> None:
     collectives = subjects.add_parser("collectives", help="seconds of collectives by size and ranks, beside a ring's formula")
-    collectives.add_argument("--ranks", nargs="+", type=count, default=[2, 4], metavar="N", help="processes (default: 2 4)")
+    collectives.add_argument("--ranks", nargs="+", type=several, default=[2, 4], metavar="N", help="processes (default: 2 4)")
     collectives.add_argument(
         "--sizes", nargs="+", type=count, metavar="BYTES", help="of whole tensors (default: 4 KiB to 16 MiB)"
     )
@@ -247,6 +250,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def several(text: str) -> int:
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError("must be at least 2")
+    return int(text)
+
+
 def size(text: str) -> float:
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError("must be a positive number")
@@ -261,7 +270,7 @@ def measure_and_keep(arguments: argparse.Namespace, typed: str, rows_of: Callabl
     given = {name: value for name, value in vars(arguments).items() if name in ("seconds", "scale")}
     place, start = getattr(arguments, "work", None), machine()
     if place is not None and not place.is_dir():
-        raise DataError(f"--work {place}: no such directory; make it first")
+        raise ConfigError(f"--work {place}: {'not a directory' if place.exists() else 'no such directory; make it first'}")
     with tempfile.TemporaryDirectory(prefix="bench-", dir=place) as work:
         rows = rows_of(Options(Path(work), source=tuple(getattr(arguments, "source", ())), **given))
     if int(os.environ.get("RANK", "0")) != 0:

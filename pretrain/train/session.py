@@ -139,12 +139,7 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
     check_launcher(config)
     rank, local_rank, world_size = distributed.launched_ranks()
     log_to_console(rank == 0)
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before the first CUDA call
-    torch.use_deterministic_algorithms(config.run.deterministic)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    set_attention_kernel(config.run.attention_kernel, shapes_change=bool(config.data.pairs))
+    prepare_process(config)
     meeting = Meeting(rank, local_rank, world_size, config.parallel.join_seconds, config.parallel.timeout_seconds)
     try:
         device = distributed.choose_device(config, local_rank)
@@ -152,7 +147,6 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
             choice = agreed_format(config, device, meeting)
             with meeting.doing("plan of the run"):
                 plan = make_plan(config, world_size, device, choice)
-            torch.set_float32_matmul_precision("high" if plan.config.precision.tf32 else "highest")
             directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
             _agree(plan, device, meeting, directory, extensions)
             ranks = distributed.start(plan.config, plan.layout.strategy == "single", meeting)
@@ -162,6 +156,17 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
         raise
     distributed.stop()
     return 0
+
+
+def prepare_process(config: Config) -> None:
+    """Set what holds for this whole process. It must precede the first call of CUDA."""
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    set_attention_kernel(config.run.attention_kernel, shapes_change=bool(config.data.pairs))
 
 
 def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDirectory, extensions: Extensions) -> None:

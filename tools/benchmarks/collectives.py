@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from benchmarks.measure import Options, Row, require, run_program
+from benchmarks.measure import Options, Row, require, require_device, run_program
 
 SIZES = (4096, 65_536, 1 << 20, 1 << 24)
 _WORKER = Path(__file__).resolve().parent / "exchange.py"
@@ -78,7 +78,7 @@ def fit_ring(found: Sequence[Exchange]) -> tuple[float, float]:
 def collectives(ranks: Sequence[int], sizes: Sequence[int], backend: str, options: Options) -> list[Row]:
     """Milliseconds of each operation beside the formula: hops x latency + bytes / bandwidth."""
     rows = []
-    require(min(ranks) > 1, f"--ranks {min(ranks)}: collectives need two ranks")
+    require_device("cuda" if backend == "nccl" else "cpu", f"--backend {backend}")
     for count in ranks:
         options.say(f"{count} ranks")
         found = exchanges(count, sizes, backend, options)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from benchmarks.measure import Options, Row, in_turns, rate_row, require
+from benchmarks.measure import Options, Row, in_turns, rate_row, require_device
 from benchmarks.products import FORMATS
 from torch import nn
 
@@ -47,7 +47,7 @@ def matmul(
     squares: Sequence[int], model: Path | None, tokens: int, formats: Sequence[str], device: str, options: Options
 ) -> list[Row]:
     """TFLOP/s of each square (one product) and of each shape of the layers (the product forward and the two backward)."""
-    require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU; leave --device out")
+    require_device(device)
     config = resolve(load_config(model, [])[0]) if model else None
     layers = layer_products(config, options.scaled(tokens, 8), options.scale) if config else []
     rows = []

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -25,7 +26,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pretrain.errors import DataError
+from pretrain.errors import ConfigError, DataError, shown
 
 if TYPE_CHECKING:
     import psutil
@@ -129,6 +130,15 @@ def require(holds: bool, otherwise: str) -> None:
     """Raise DataError if a result is wrong: the speed of a wrong result is worth nothing."""
     if not holds:
         raise DataError(f"the benchmark stops: {otherwise}")
+
+
+def require_device(device: str, option: str = "--device cuda") -> None:
+    """Raise ConfigError if a GPU is asked for, by this option, and there is none."""
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(f"{option}: there is no GPU; leave {option.split()[0]} out")
 
 
 def environment(threads: int = 1) -> dict[str, str]:
@@ -256,11 +266,22 @@ def as_lines(rows: Sequence[Row], start: dict[str, Any], end: dict[str, Any], ty
 
 def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:
     """What `--json` wrote. Raises DataError for a file that it did not write, whose lines lack some of these fields."""
+    return list(_numbered_lines(path, *fields).values())
+
+
+def _numbered_lines(path: Path, *fields: str) -> dict[int, dict[str, Any]]:
+    lines = {}
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: no file that --json wrote ({error})") from None
-    for number, line in enumerate(lines, start=1):
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if text.strip():
+                lines[number] = json.loads(text)
+    except OSError as error:
+        raise DataError(f"{path}: no file that --json wrote ({error.strerror})") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: no file that --json wrote (line {number}: {error.msg})") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: no file that --json wrote (it is not UTF-8)") from None
+    for number, line in lines.items():
         missing = [name for name in fields if not isinstance(line, dict) or name not in line]
         if missing:
             raise DataError(
@@ -270,13 +291,38 @@ def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """What `as_lines` wrote."""
-    return read_lines(path, *(field.name for field in dataclasses.fields(Row)), "command", "machine")
+    """What `as_lines` wrote. Raises DataError for anything else."""
+    lines = _numbered_lines(path, *(field.name for field in dataclasses.fields(Row)), "command", "machine")
+    for number, line in lines.items():
+        if reason := _damage(line):
+            raise DataError(f"{path}: line {number} is no row that --json wrote: {reason}")
+    return list(lines.values())
+
+
+def _damage(row: dict[str, Any]) -> str | None:
+    """What makes a row with all its fields useless for a comparison."""
+    value, machine = row["value"], row["machine"]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        return f"value is {shown(value)}, and no number of 0 or above"
+    if texts := [name for name in ("part", "name", "unit", "clock", "command") if not isinstance(row[name], str)]:
+        return f"{texts[0]} is {shown(row[texts[0]])}, and no text"
+    has_all = isinstance(machine, dict) and {"cpu", "cores"} <= machine.keys() and isinstance(machine.get("versions"), dict)
+    if not has_all:
+        return "machine lacks cpu, cores or versions"
+    try:
+        shlex.split(row["command"])
+    except ValueError as error:
+        return f"command is {shown(row['command'])} ({error})"
+    return None
 
 
 def changes(rows: Sequence[Row], earlier: Sequence[dict[str, Any]], typed: str) -> list[str]:
-    """A line on each row: against the last time that it was measured, and what was not alike then. `typed`: the command of now."""
-    before = {(one["part"], one["name"]): one for one in earlier}
+    """A line on each row, and what was not alike before: against the last time that this command measured it, or else any command.
+
+    `typed`: the command of now.
+    """
+    ours = _what(typed)
+    before = {(one["part"], one["name"]): one for one in sorted(earlier, key=lambda one: _what(one["command"]) == ours)}
     return [_change(row, before.get((row.part, row.name)), typed) for row in rows]
 
 

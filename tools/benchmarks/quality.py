@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from benchmarks.measure import TOOLS, Options, end, machine, read_lines, require, run_program
+from benchmarks.measure import TOOLS, Options, end, machine, read_lines, require, require_device, run_program
 from benchmarks.trainers.quality_task import PROGRAMS, QualityTask
 from omegaconf import OmegaConf
 
@@ -286,6 +286,7 @@ def as_line(result: Result, contest: Contest, typed: str) -> str:
 
 def compare(asked: argparse.Namespace, typed: str) -> str:
     """What `bench.py quality` does: trains what `asked.json` has no result of, adds each result to it, and says what it has: Markdown."""
+    require_device(asked.device)
     few, settings = FEW[asked.device], all_settings(asked.format, asked.device)
     known = [name for program in asked.programs for name in settings[program]]
     if unknown := set(asked.settings or ()) - set(known):

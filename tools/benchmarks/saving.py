@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from benchmarks.measure import Options, Row, Turns, in_turns, require
+from benchmarks.measure import Options, Row, Turns, in_turns, require, require_device
 from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint import files
@@ -37,7 +37,7 @@ def run_state(model: Path, device: str, options: Options) -> dict[str, torch.Ten
 
 def saving(model: Path, device: str, parts: Sequence[str], options: Options) -> list[Row]:
     """Rows of `stall`, how long a save in the background holds training up, and of `files`, which are written, read and verified."""
-    require(device == "cpu" or torch.cuda.is_available(), "--device cuda: there is no GPU; leave --device out")
+    require_device(device)
     own = torch.device(device, 0) if device == "cuda" else torch.device(device)
     tensors, ranks = run_state(model, device, options), Ranks(0, 0, 1, own)
     stalls = _stalls_beside(options.work / "beside", tensors, ranks, options.turns) if "stall" in parts else None

@@ -14,14 +14,17 @@ from benchmarks.corpora import byte_tokenizer, write_tokens
 from benchmarks.measure import Options, Row, require
 
 from pretrain.config.load import load_config
+from pretrain.config.schema import Config
 from pretrain.distributed import ranks as distributed
+from pretrain.distributed.cores import kept_on_cores
+from pretrain.distributed.launcher import ranks_of_host
 from pretrain.errors import ConfigError
 from pretrain.observe.flops import peak_flops
 from pretrain.observe.profile import Recorded, profiled
 from pretrain.parallel.layout import take_rest
-from pretrain.train.attention_kernel import set_attention_kernel
 from pretrain.train.plan import make_plan
 from pretrain.train.run_directory import RunDirectory
+from pretrain.train.session import prepare_process
 from pretrain.train.starting_point import StartingPoint
 from pretrain.train.trainer import Trainer
 
@@ -48,7 +51,7 @@ class Speed:
 def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     """A row of this rank; of all ranks together but for the memory, which is this rank's."""
     _, local_rank, world_size = distributed.launched_ranks()
-    if decided := [word for word in asked.overrides if re.match(r"(batch|run\.steps)\b", word)]:
+    if decided := [word for word in asked.overrides if re.match(r"(batch|run\.steps|run=.*\bsteps)\b", word)]:
         raise ConfigError(f"{' '.join(decided)}: --micro, --accumulation and --steps decide it; remove it")
     folder = options.work / f"rank-{local_rank}"
     parallel = take_rest(load_config(asked.config, list(asked.overrides))[0], world_size).parallel
@@ -57,11 +60,14 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
     samples = (WARM_UP + asked.steps + 1) * sequences
     write_tokens(folder / "tokens", byte_tokenizer(folder), (samples + 1) * (asked.length + 1), 1 << 24)
     config, _ = load_config(asked.config, [*_own_keys(asked, folder, sequences), *asked.overrides])
-    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    set_attention_kernel(config.run.attention_kernel)
+    prepare_process(config)
     device = distributed.choose_device(config, local_rank)
+    with kept_on_cores(config.run.affinity, device, local_rank, ranks_of_host(world_size)):
+        return _measure(asked, name, config, device, folder, options)
+
+
+def _measure(asked: Speed, name: str, config: Config, device: torch.device, folder: Path, options: Options) -> list[Row]:
+    world_size = distributed.launched_ranks()[2]
     plan = make_plan(config, world_size, device)
     ranks = distributed.start(plan.config, plan.layout.strategy == "single")
     started = time.monotonic()

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrain.models import attention, causal_blocks, causal_blocks_fp32
 from pretrain.models.attention import attend
-from pretrain.models.attention_ways import ask_for_kernel
+from pretrain.models.attention_ways import SHORT, ask_for_kernel
 from pretrain.models.causal_blocks import causal_attention
 from pretrain.models.causal_blocks_fp32 import causal_attention_fp32
 
@@ -170,7 +170,7 @@ def test_it_trains_in_bf16_on_a_cpu_where_it_is_the_fastest(monkeypatch):
         attend(q, k, v, mask, 0.25)
         return taken[0] if taken else "fused"
 
-    short, length = attention.SHORT, attention.SHORT + 1
+    short, length = SHORT, SHORT + 1
     mask = torch.ones(length, length, dtype=torch.bool).tril()
     assert took(length, torch.bfloat16) == "causal_attention" and took(short, torch.bfloat16) == "_plain"
     assert took(length, torch.float32) == "fused" and took(length, torch.bfloat16, mask) == "fused"

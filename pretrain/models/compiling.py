@@ -29,7 +29,7 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
     """`torch.compile(function, **options)`. Raises TrainingError, with the `remedy`, where the compiler fails, or the function needs more than
     `MOST_VERSIONS` versions.
 
-    Beyond those torch would run the function uncompiled for ever, and only warn: slow blocks, or attention whose scores fill the memory.
+    Where a signal has ended the C++ compiler, the function is called once more, from its beginning. Beyond those versions torch would run the function uncompiled for ever, and only warn: slow blocks, or attention whose scores fill the memory.
     """
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -42,6 +42,8 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
             config.recompile_limit, config.fail_on_recompile_limit_hit = MOST_VERSIONS, True
             # A model of transformers holds its cast weights in its modules while they compute. Backward need not see that again.
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+            # torch would compile backward when it comes to it, where nothing below would meet an error.
+            torch._functorch.config.force_non_lazy_backward_lowering = True
         try:
             try:
                 return compiled(*args, **named)
@@ -57,10 +59,17 @@ def compile_strictly(function: Callable, remedy: str = "set parallel.compile=non
                 f"{function.__qualname__} needs more than {MOST_VERSIONS} compiled versions, for the reasons that torch has just logged; {remedy}"
             ) from error
         except TorchDynamoException as error:
-            reason = clipped(str(error).partition("\n\n")[0], 300)
-            raise TrainingError(f"torch's compiler fails at {function.__qualname__} ({reason}); {remedy}") from error
+            raise TrainingError(f"torch's compiler fails at {function.__qualname__} ({_reason_of(error)}); {remedy}") from error
 
     return call
+
+
+def _reason_of(error: BaseException) -> str:
+    """What a compiler's error begins with, and the line in which a C++ compiler says what is wrong."""
+    said, _, printed = str(error).partition("\n\nSet TORCH")[0].partition("\n\nOutput:\n")
+    lines = printed.strip().splitlines()
+    line = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "")
+    return ": ".join(clipped(text, 300) for text in (said.partition("\n\n")[0], line) if text)
 
 
 def _was_killed(error: BaseException) -> bool:

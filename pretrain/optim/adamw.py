@@ -107,7 +107,7 @@ def _in_rows(updates: list[Update], hashes: StackedHashes | None) -> Iterator[tu
 
 def _corrections(beta: float, steps: list[Tensor]) -> list[Tensor]:
     """1 - beta^steps of each parameter: what divides a mean that began at zero. By expm1: in fp32 the difference from 1 would keep four digits."""
-    powers = list(torch._foreach_mul(steps, math.log(beta) if beta else -math.inf))
+    powers = list(torch._foreach_mul(steps, math.log(beta or math.ulp(0.0))))
     torch._foreach_expm1_(powers)
     torch._foreach_neg_(powers)
     return powers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch.nn.attention import SDPBackend
 
@@ -195,23 +197,38 @@ def describe_attention(config: Config, device: torch.device) -> str:
         return "as transformers computes it"
     if config.parallel.context > 1 and config.parallel.context_method == "ring":
         return "blocks of keys in a ring"
-    if config.data.pairs is not None and device.type == "cpu":
+    if device.type == "cpu" and (config.data.pairs is not None or config.model.encoder.layers):
         return "by the lengths of each batch"
+    found = {}
+    for length in sorted({*(stage.length for stage in config.batch.lengths), config.data.sequence_length}):
+        rows = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=length))
+        found.setdefault(_in_layers(rows, device), []).append(length)
+    texts = list(found)
+    if len(texts) == 1:
+        return texts[0]
+    return "; ".join(f"in rows of {', '.join(map(str, found[text]))}: {text}" for text in texts)
+
+
+def _in_layers(config: Config, device: torch.device) -> str:
     has_own_masks = config.model.positions == "relative" or config.model.encoder.layers > 0 or config.parallel.context > 1
-    masked = has_own_masks or needs_masks(config)
+    masked, length = has_own_masks or needs_masks(config), config.data.sequence_length
+    if config.parallel.context > 1:  # each stretch of queries meets the keys up to its end
+        stretch = -(-length // (2 * config.parallel.context))
+        few, many = (_computed_by(config, device, True, stretch, keys) for keys in (stretch, length))
+        return many if few == many else f"{many}, and {few} where keys are few"
     if not masked or has_own_masks or _are_all_masked(config):
-        return _computed_by(config, device, masked)
-    return f"{_computed_by(config, device, False)}; in layers with windows {_computed_by(config, device, True)}"
+        return _computed_by(config, device, masked, length, length)
+    plain, windows = (_computed_by(config, device, has_mask, length, length) for has_mask in (False, True))
+    return f"{plain}; in layers with windows {windows}"
 
 
-def _computed_by(config: Config, device: torch.device, has_mask: bool) -> str:
+def _computed_by(config: Config, device: torch.device, has_mask: bool, rows: int, length: int) -> str:
     model, switches = config.model, config.model.attention
     is_special = bool(switches.soft_cap or switches.sinks or model.attention_dropout)
     if has_mask and needs_masks(config) and attention_backend(model, device, training=True) == "flex":
         return "FlexAttention"
-    # On a GPU no kernel is chosen by the length.
-    length = config.data.sequence_length if device.type == "cpu" else min(config.data.sequence_length, 1024)
-    rows = -(-length // (2 * config.parallel.context)) if config.parallel.context > 1 else length
+    if device.type != "cpu":  # there no kernel is chosen by the length
+        rows, length = min(rows, 1024), min(length, 1024)
     key, value = _widths(config)
     dtype = torch.bfloat16 if config.precision.compute == "bf16" else torch.float32
 
@@ -224,7 +241,12 @@ def _computed_by(config: Config, device: torch.device, has_mask: bool) -> str:
         return _WAYS[way]
     if repeats_groups(q, k, has_mask):
         k, v = of(model.heads, length, key), of(model.heads, length, value)
-    mask = torch.empty(rows, length, dtype=torch.bool, device=device) if has_mask else None
+    has_bias = model.positions == "relative"  # which is trained
+    mask = (
+        torch.empty(rows, length, dtype=dtype if has_bias else torch.bool, device=device, requires_grad=has_bias)
+        if has_mask
+        else None
+    )
     choice = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=not has_mask, enable_gqa=q.shape[1] != k.shape[1])
     asked = config.run.attention_kernel
     return asked if asked in _OTHERS else _KERNELS.get(SDPBackend(choice), f"torch's kernel {choice}")

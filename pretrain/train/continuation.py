@@ -216,7 +216,7 @@ class Continuation:
         rng = self.ranks.attempt(
             "generators of a checkpoint", lambda: self._generators(payload, state["world_size"]), CheckpointError
         )
-        begins_mean = self.optimizer.ema_decay is not None and not payload.names("optim.ema.")
+        begins_mean = self.ranks.attempt("means of a checkpoint", lambda: self._begins_mean(payload), CheckpointError)
         state_of_optimizer = optimizer_tensors(self.optimizer)
         if begins_mean:
             state_of_optimizer = {
@@ -245,6 +245,9 @@ class Continuation:
             record=state.get("record"),
             useful_seconds=useful,
         )
+
+    def _begins_mean(self, payload: Payload) -> bool:
+        return self.optimizer.ema_decay is not None and not payload.names("optim.ema.")
 
     def _generators(self, payload: Payload, world_size: int) -> dict[str, Tensor]:
         # Generators belong to ranks: on another number of ranks, this rank keeps the one from its seed. Nothing in training

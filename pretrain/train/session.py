@@ -147,6 +147,7 @@ def train(config: Config, extensions: Extensions = NO_EXTENSIONS) -> int:
             choice = agreed_format(config, device, meeting)
             with meeting.doing("plan of the run"):
                 plan = make_plan(config, world_size, device, choice)
+            torch.set_float32_matmul_precision("high" if plan.config.precision.tf32 else "highest")
             directory = RunDirectory(directory_of(plan.config.run), plan.config.run.lock)
             _agree(plan, device, meeting, directory, extensions)
             ranks = distributed.start(plan.config, plan.layout.strategy == "single", meeting)
@@ -163,7 +164,6 @@ def prepare_process(config: Config) -> None:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.run.deterministic)
-    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     set_attention_kernel(config.run.attention_kernel, shapes_change=bool(config.data.pairs))

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.config.load import load_config
 from pretrain.config.model_schema import EncoderConfig, Model
+from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.models import build_network
 from pretrain.models.attention import attend
@@ -20,7 +21,7 @@ from pretrain.models.families import complete
 from pretrain.models.generate import generate
 from pretrain.parallel.blocks import DTYPES, set_compute_format
 from pretrain.parallel.initialise import initialise
-from pretrain.train.attention_kernel import check_attention_kernel, describe_attention, set_attention_kernel
+from pretrain.train.attention_kernel import _in_layers, check_attention_kernel, describe_attention, set_attention_kernel
 from pretrain.train.resolve import resolve
 
 ENABLED = {
@@ -260,11 +261,12 @@ OF_ATTENTION = {
 )
 def test_what_is_said_to_compute_attention_computes_it(config_file, values, said):
     config = resolve(load_config(config_file, [*FAMILY, "model.vocab_size=61", *values])[0])
-    length, seen = config.data.sequence_length, set()
+    length, seen, products = config.data.sequence_length, set(), []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             seen.add(OF_ATTENTION.get(str(operator)))
+            products.append(str(operator) == "aten.bmm.default")
             return operator(*args, **(kwargs or {}))
 
     network = build_network(config.model)
@@ -282,6 +284,33 @@ def test_what_is_said_to_compute_attention_computes_it(config_file, values, said
         set_attention_kernel("auto")
         torch.set_num_threads(threads)
     assert seen - {None} == {BLOCKS: {BLOCKS}, FUSED: {FUSED}, PRODUCTS: set()}.get(said, {BLOCKS, FUSED})
+    assert any(products) == (said == PRODUCTS)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["data.sequence_length=160", "batch.lengths=[{until_tokens: 9999, length: 80}]"], f"in rows of 80: {PRODUCTS}; in rows of 160: {BLOCKS}"),
+        (
+            ["data.sequence_length=320", "model.attention.window=200", "batch.lengths=[{until_tokens: 9999, length: 160}]"],
+            f"in rows of 160: {BLOCKS}; in rows of 320: {FUSED}",
+        ),
+        (["data.sequence_length=300", "parallel.context=2"], f"{FUSED}, and {PRODUCTS} where keys are few"),
+        (["data.sequence_length=600", "parallel.context=2"], FUSED),
+        (["data.sequence_length=160", "parallel.context=2", "parallel.context_method=ring"], "blocks of keys in a ring"),
+    ],
+)
+def test_what_computes_attention_is_said_of_all_rows_and_stretches(config_file, values, said):
+    config = resolve(load_config(config_file, [*FAMILY, "model.vocab_size=61", "precision.compute=bf16", *values])[0])
+    assert describe_attention(config, CPU) == said
+
+
+def test_a_bias_that_is_trained_is_for_torch_to_multiply():
+    """Of relative positions, which all of a T5's layers but those between encoder and decoder have."""
+    config = Config(model=complete(Model(family="t5", dim=32, layers=1, heads=2, vocab_size=61, encoder=EncoderConfig(layers=1)), 160))
+    config.precision.compute = "fp32"
+    assert _in_layers(config, CPU) == PRODUCTS
+    assert describe_attention(config, CPU) == "by the lengths of each batch"
 
 
 def test_a_run_says_what_computes_attention(pool, config_file, tmp_path):

@@ -69,6 +69,7 @@ def measure_speed(asked: Speed, name: str, options: Options) -> list[Row]:
 def _measure(asked: Speed, name: str, config: Config, device: torch.device, folder: Path, options: Options) -> list[Row]:
     world_size = distributed.launched_ranks()[2]
     plan = make_plan(config, world_size, device)
+    torch.set_float32_matmul_precision("high" if plan.config.precision.tf32 else "highest")
     ranks = distributed.start(plan.config, plan.layout.strategy == "single")
     started = time.monotonic()
     trainer = Trainer(plan, ranks, RunDirectory(folder / "run"), StartingPoint())

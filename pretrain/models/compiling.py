@@ -27,9 +27,9 @@ def new_name(result: Tensor) -> Tensor:
 
 def compile_strictly(function: Callable, remedy: str = "set parallel.compile=none", **options: Any) -> Callable:
     """`torch.compile(function, **options)`. Raises TrainingError, with the `remedy`, where the compiler fails, or the function needs more than
-    `MOST_VERSIONS` versions.
+    `MOST_VERSIONS` versions. With more, torch would run it uncompiled for ever, and only warn: slow blocks, or attention whose scores fill the memory.
 
-    Where a signal has ended the C++ compiler, the function is called once more, from its beginning. Beyond those versions torch would run the function uncompiled for ever, and only warn: slow blocks, or attention whose scores fill the memory.
+    Where a signal has ended the C++ compiler, the function is called once more, from its beginning.
     """
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException

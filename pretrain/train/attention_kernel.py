@@ -210,6 +210,7 @@ def describe_attention(config: Config, device: torch.device) -> str:
 
 
 def _in_layers(config: Config, device: torch.device) -> str:
+    """What computes attention in all layers, in rows of `data.sequence_length`."""
     has_own_masks = config.model.positions == "relative" or config.model.encoder.layers > 0 or config.parallel.context > 1
     masked, length = has_own_masks or needs_masks(config), config.data.sequence_length
     if config.parallel.context > 1:  # each stretch of queries meets the keys up to its end

@@ -306,7 +306,7 @@ def test_what_computes_attention_is_said_of_all_rows_and_stretches(config_file, 
 
 
 def test_a_bias_that_is_trained_is_for_torch_to_multiply():
-    """Of relative positions, which all of a T5's layers but those between encoder and decoder have."""
+    """T5's relative positions add such a bias to the scores."""
     config = Config(model=complete(Model(family="t5", dim=32, layers=1, heads=2, vocab_size=61, encoder=EncoderConfig(layers=1)), 160))
     config.precision.compute = "fp32"
     assert _in_layers(config, CPU) == PRODUCTS

@@ -133,7 +133,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 def require_device(device: str, option: str = "--device cuda") -> None:
-    """Raise ConfigError if a GPU is asked for, by this option, and there is none."""
+    """Raise ConfigError where `option` asks for a GPU on a host without one."""
     if device == "cuda":
         import torch
 

@@ -67,7 +67,7 @@ def add_data(subjects: argparse._SubParsersAction) -> None:
     data.add_argument("parts", nargs="*", metavar="PART", type=functools.partial(part_of, PARTS), help=f"some of: {', '.join(PARTS)} (default: all)")
     add_keeping(data, Options.seconds)
     data.add_argument(
-        "--source", nargs="+", default=[], metavar="GLOB", help="text to prepare (default: this Python's libraries)"
+        "--source", nargs="+", action="extend", default=[], metavar="GLOB", help="text to prepare (default: this Python's libraries)"
     )
     data.add_argument("--work", type=Path, metavar="DIR", help="the place for a folder of generated data (about 1 GB)")
     data.set_defaults(measure=measure_data)
@@ -161,7 +161,7 @@ def add_quality(subjects: argparse._SubParsersAction) -> None:
     )
     quality.add_argument("--minutes", type=size, default=5.0, help="of training, start-up included (default: 5)")
     quality.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=list(PROGRAMS))
-    quality.add_argument("--settings", nargs="+", metavar="NAME", help="those of them to run (default: all)")
+    quality.add_argument("--settings", nargs="+", action="extend", metavar="NAME", help="those of them to run (default: all)")
     quality.add_argument("--format", choices=("bf16", "fp32"), default="bf16", help="of matrix products (default: bf16)")
     quality.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="each has settings of its own (default: cpu)")
     quality.add_argument("--at-once", type=count, default=1, metavar="N", help="trainings at a time, when their steps are known (default: 1)")
@@ -180,7 +180,7 @@ def add_matmul(subjects: argparse._SubParsersAction) -> None:
         "matmul", help="TFLOP/s of squares and of a model's shapes, beside the device's published peak"
     )
     matmul.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    matmul.add_argument("--squares", nargs="+", type=count, metavar="N", help="sizes (default: by the device)")
+    matmul.add_argument("--squares", nargs="+", action="extend", type=count, metavar="N", help="sizes (default: by the device)")
     matmul.add_argument("--model", type=Path, metavar="FILE", help="a configuration: products of its layers as well")
     matmul.add_argument("--tokens", type=count, metavar="N", help="rows of a layer's input (default: by the device)")
     matmul.add_argument("--formats", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
@@ -193,7 +193,7 @@ def add_collectives(subjects: argparse._SubParsersAction) -> None:
     collectives = subjects.add_parser("collectives", help="seconds of collectives by size and ranks, beside a ring's formula")
     collectives.add_argument("--ranks", nargs="+", type=several, default=[2, 4], metavar="N", help="processes (default: 2 4)")
     collectives.add_argument(
-        "--sizes", nargs="+", type=count, metavar="BYTES", help="of whole tensors (default: 4 KiB to 16 MiB)"
+        "--sizes", nargs="+", action="extend", type=count, metavar="BYTES", help="of whole tensors (default: 4 KiB to 16 MiB)"
     )
     collectives.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     add_keeping(collectives, 10.0)

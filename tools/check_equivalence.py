@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None, start: Start | None = None) -> int:
     parser.add_argument(
         "--layouts",
         nargs="+",
+        action="extend",
         metavar="LAYOUT",
         help="names of the table in docs/parallelism.md or parts of them ('table': all), or keys of the section parallel such as "
         "'strategy=fsdp tensor=2' (default: every legal layout of up to --ranks processes)",
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None, start: Start | None = None) -> int:
     parser.add_argument(
         "--formats",
         nargs="+",
+        action="extend",
         choices=FORMATS,
         help="number formats to compute in (default: precision.compute; both if it is auto)",
     )

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         "--data", action="append", default=[], type=Path, metavar="DIR", help="prepared data, made with the model's tokenizer"
     )
     parser.add_argument(
-        "--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-evaluation-harness, which has to be installed"
+        "--tasks", nargs="+", action="extend", default=[], metavar="NAME", help="tasks of lm-evaluation-harness, which has to be installed"
     )
     parser.add_argument("--task-folder", type=Path, metavar="DIR", help="folder of task files of your own")
     parser.add_argument("--shots", type=int, metavar="N", help="examples before each question (default: the task's)")

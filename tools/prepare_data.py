@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     corpus = parser.add_mutually_exclusive_group(required=True)
     corpus.add_argument(
-        "--input", nargs="+", metavar="PATH", help="files, folders, patterns (** descends into folders), and URLs of these"
+        "--input", nargs="+", action="extend", metavar="PATH", help="files, folders, patterns (** descends into folders), and URLs of these"
     )
     corpus.add_argument("--dataset", metavar="NAME_OR_DIR", help="a Hugging Face dataset, downloaded or on disk")
     parser.add_argument("--dataset-config", metavar="NAME", help="which configuration of the dataset")
@@ -90,7 +90,7 @@ def _merge(argv: list[str]) -> int:
 
 def _add_shared(parser: argparse.ArgumentParser, default_invalid: int | None) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
-    parser.add_argument("--work", metavar="DIR", help="where unfinished work is kept (default: hidden, beside the output)")
+    parser.add_argument("--work", metavar="DIR", help="folder for the unfinished work, on the output's filesystem (default: the output's)")
     parser.add_argument(
         "--max-invalid",
         type=int,

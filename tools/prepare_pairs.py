@@ -15,12 +15,12 @@ from pretrain.errors import run_tool  # noqa: E402
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", nargs="+", required=True, metavar="FILE", help="sentences to translate, one per line")
-    parser.add_argument("--target", nargs="+", required=True, metavar="FILE", help="their translations")
+    parser.add_argument("--source", nargs="+", action="extend", required=True, metavar="FILE", help="sentences to translate, one per line")
+    parser.add_argument("--target", nargs="+", action="extend", required=True, metavar="FILE", help="their translations")
     parser.add_argument(
-        "--validation-source", nargs="+", metavar="FILE", help="with it OUTPUT has the parts train and validation"
+        "--validation-source", nargs="+", action="extend", metavar="FILE", help="with it OUTPUT has the parts train and validation"
     )
-    parser.add_argument("--validation-target", nargs="+", metavar="FILE")
+    parser.add_argument("--validation-target", nargs="+", action="extend", metavar="FILE")
     parser.add_argument(
         "--tokenizer", required=True, metavar="DIR_OR_FILE", help="tokenizer of both languages, or of the sources"
     )

@@ -13,12 +13,12 @@ from pretrain.errors import run_tool  # noqa: E402
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input", nargs="+", default=[], metavar="GLOB", help="corpus files; not needed for byte")
+    parser.add_argument("--input", nargs="+", action="extend", default=[], metavar="GLOB", help="corpus files; not needed for byte")
     parser.add_argument("--model-type", choices=MODEL_TYPES, required=True)
     parser.add_argument("--vocab-size", type=int, help="number of ids; for char at most this many")
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
     parser.add_argument(
-        "--special-tokens", nargs="+", default=[], metavar="TOKEN", help="ids that no text produces, e.g. '<|fim_prefix|>'"
+        "--special-tokens", nargs="+", action="extend", default=[], metavar="TOKEN", help="ids that no text produces, e.g. '<|fim_prefix|>'"
     )
     parser.add_argument("--lowercase", action="store_true", help="learn from the text in lower case")
     parser.add_argument("--text-field", default="text", help="JSON field or Parquet column (default: %(default)s)")

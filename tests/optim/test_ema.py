@@ -56,7 +56,8 @@ def test_it_changes_nothing_is_validated_alike_everywhere_and_can_be_exported(po
     plain = train(pool, 1, config_file, "run.name=plain", *checked, *saving)
     alone = train(pool, 1, config_file, "run.name=alone", *checked, *saving, EMA)
     assert losses(alone) == losses(plain)
-    assert all(torch.equal(tensor, state_of(alone, 6)[name]) for name, tensor in state_of(plain, 6).items())
+    state = state_of(alone, 6)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in state_of(plain, 6).items())
     found = [record["ema_validation"]["v"] for record in read_metrics(alone) if "ema_validation" in record]
     assert len(found) == 3 and found != [record["validation"]["v"] for record in read_metrics(alone) if "validation" in record]
     shared = train(pool, 2, config_file, "run.name=shared", *checked, "model.family=llama", EMA, *layout)
@@ -83,9 +84,10 @@ def test_a_resumed_run_begins_its_mean_with_the_weights_of_the_checkpoint(pool, 
     run = train(pool, ranks, config_file, *short, EMA, "run.accept_changes=[optim.ema_decay]")
     mean = model_of(run, 2)
     for step in (3, 4):
-        mean = {name: 0.8 * tensor + 0.2 * model_of(run, step)[name] for name, tensor in mean.items()}
+        weights, state = model_of(run, step), state_of(run, step)
+        mean = {name: 0.8 * tensor + 0.2 * weights[name] for name, tensor in mean.items()}
         for name, tensor in mean.items():
-            torch.testing.assert_close(state_of(run, step)[f"optim.ema.{name}"], tensor, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(state[f"optim.ema.{name}"], tensor, rtol=1e-6, atol=1e-7)
 
 
 def model_of(run, step) -> dict[str, torch.Tensor]:

@@ -137,10 +137,11 @@ def _persistently(url: str, ask: Callable[[], Any]) -> Any:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
-    """The files that `patterns` name, each once, sorted. A pattern is a file, a glob (`**` descends), a folder, or a URL of one of these.
+    """The files that `patterns` name, sorted. A pattern is a file, a glob (`**` descends), a folder, or a URL of one of these.
 
-    Hidden files and folders in a folder are left out, and links to folders are not followed. A line on standard error reports what
-    was left out. Raises DataError for a pattern that gives no file.
+    A file that two patterns name is taken once, whatever they call its folder. Hidden files and folders in a folder are left out, links to
+    folders are not followed, and a glob's folders are not descended into without `**`: a line on standard error says how many. Raises
+    DataError for a pattern that gives no file, and for a link to nothing.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -149,14 +150,34 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
             continue
         # An existing name is taken literally. Otherwise nobody could give a file called "a[1].txt".
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-        files = [os.path.normpath(match) for match in matches if os.path.isfile(match)]
+        files = [os.path.normpath(match) for match in matches if _is_file(match)]
         if os.path.isdir(pattern):
             files = _files_below(os.path.normpath(pattern))
+        elif (folders := sum(map(os.path.isdir, matches))) and "**" not in pattern:
+            print(f"{pattern}: left out {folders} folders; name them, or descend by **", file=sys.stderr, flush=True)
         if not files:
             hint = " (a folder without files)" if os.path.isdir(pattern) else ""
             raise DataError(f"{pattern}: no such input file{hint}")
         found.update(files)
-    return [InputFile.found_at(name) for name in sorted(found)]
+    return [InputFile.found_at(name) for name in sorted(_once(found))]
+
+
+def _is_file(path: str) -> bool:
+    """Whether it is a regular file. Raises DataError for a link to nothing, as a data set that was fetched in part has."""
+    if os.path.islink(path) and not os.path.exists(path):
+        raise DataError(f"{path}: is a link to {os.readlink(path)}, which is missing; fetch that file, or remove the link")
+    return os.path.isfile(path)
+
+
+def _once(names: set[str]) -> Iterator[str]:
+    """The names, less those of files that have another one: `c/a` and `/data/c/a`. Links within a folder are files of their own."""
+    places: set[tuple[str, str]] = set()
+    for name in sorted(names):
+        folder, base = os.path.split(name)
+        place = (folder, base) if is_url(name) else (os.path.realpath(folder), base)
+        if place not in places:
+            places.add(place)
+            yield name
 
 
 def _remote_files(pattern: str) -> list[str]:
@@ -188,7 +209,7 @@ def _files_below(folder: str) -> list[str]:
         hidden += len(folders) - len(shown_folders) + len(names) - len(visible)
         links += len(shown_folders) - len(followed)
         folders[:] = followed
-        found += [path for name in visible if os.path.isfile(path := os.path.join(parent, name))]
+        found += [path for name in visible if _is_file(path := os.path.join(parent, name))]
     if hidden or links:
         line = f"{folder}: left out {hidden} hidden files and folders and {links} links to folders"
         print(line, file=sys.stderr, flush=True)
@@ -280,9 +301,25 @@ def _saved(dataset: str, config: str | None, split: str) -> list[str]:
 
 def _files_of(loaded: Any, dataset: str) -> list[str]:
     paths = [entry["filename"] for entry in loaded.cache_files]
-    if not paths or loaded._indices is not None:
-        raise DataError(f"{dataset}: its rows differ from those of its files in their order; save it again with save_to_disk")
+    if not paths or loaded._indices is not None or sum(map(_rows_of, paths)) != len(loaded):
+        raise DataError(
+            f"{dataset}: its rows are not those of its files, all and in their order, as of a slice such as train[:5%] or after a shuffle;"
+            " write what you want with save_to_disk, and name that directory"
+        )
     return paths
+
+
+def _rows_of(arrow: str) -> int:
+    """The number of rows of an Arrow file of `datasets`, from the heads of its batches."""
+    import pyarrow as pa
+
+    with pa.memory_map(arrow) as source:
+        try:
+            content = pa.ipc.open_file(source)
+        except pa.ArrowInvalid:
+            source.seek(0)
+            return sum(batch.num_rows for batch in pa.ipc.open_stream(source))
+        return sum(content.get_batch(number).num_rows for number in range(content.num_record_batches))
 
 
 def _resolved(dataset: str, config: str | None, split: str) -> list[str]:

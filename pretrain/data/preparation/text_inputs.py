@@ -14,7 +14,7 @@ import io
 import lzma
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -65,10 +65,12 @@ def reading(file: InputFile) -> Iterator[None]:
 
 
 def require_columns(file: InputFile, columns: Sequence[str], present: Sequence[str]) -> None:
-    """Raise DataError unless the file has these columns."""
+    """Raise DataError unless the file has these columns, each once."""
     for name in columns:
         if name not in present:
             raise DataError(f"{file.name}: no column {name!r}; it has: {', '.join(present)}. Name one with --text-field")
+        if present.count(name) > 1:
+            raise DataError(f"{file.name}: has {present.count(name)} columns {name!r}; rename all but one")
 
 
 @contextlib.contextmanager
@@ -78,9 +80,10 @@ def open_bytes(file: InputFile, tally: Tally) -> Iterator[BinaryIO]:
         counted = _Counted(raw, tally, file.size)
         if file.compression == ".zst":
             unpacked: Any = _Zstandard(counted)
+        elif file.compression == ".gz":
+            unpacked = gzip.open(io.BufferedReader(counted, _BUFFER))
         elif file.compression:
-            opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[file.compression]
-            unpacked = opener(io.BufferedReader(counted, _BUFFER))
+            unpacked = _Streams(counted, {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}[file.compression])
         else:
             unpacked = counted
         yield io.BufferedReader(unpacked, _BUFFER)
@@ -142,8 +145,6 @@ def table_rows(file: InputFile, columns: Sequence[str], tally: Tally) -> Iterato
         if isinstance(names, str):
             raise ValueError(f"its first line is {names}")
         require_columns(file, columns, names)
-        if double := next((name for name in columns if names.count(name) > 1), None):
-            raise DataError(f"{file.name}: has two columns {double!r}; rename one")
         places = [names.index(name) for name in columns]
         for row, line in rows:
             first, line_before = line_before + 1, line
@@ -239,6 +240,41 @@ class _Counted(io.RawIOBase):
         if not size and len(buffer) and self._place < self._size:
             raise OSError(f"it ends after {self._place} of {self._size} bytes")
         return size
+
+
+class _Streams(io.RawIOBase):
+    """bzip2 or xz streams one after the other. Python's own readers take all that follows a damaged head for padding, and leave it out."""
+
+    def __init__(self, raw: BinaryIO, new: Callable[[], Any]):
+        self._raw, self._new = raw, new
+        self._stream = new()
+        self._rest = b""  # compressed bytes after the end of a stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        ready = b""
+        while not ready:
+            if self._stream.eof:
+                compressed = self._rest.lstrip(b"\0")  # zeros are padding
+                while not compressed:
+                    if not (more := self._raw.read(_BUFFER)):
+                        return 0
+                    compressed = more.lstrip(b"\0")
+                self._stream = self._new()
+            elif self._stream.needs_input:
+                if not (compressed := self._raw.read(_BUFFER)):
+                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            else:
+                compressed = b""
+            try:
+                ready = self._stream.decompress(compressed, len(buffer))
+            except OSError as error:
+                raise ValueError(str(error)) from error
+            self._rest = self._stream.unused_data
+        buffer[: len(ready)] = ready
+        return len(ready)
 
 
 class _Zstandard(io.RawIOBase):

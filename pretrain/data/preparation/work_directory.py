@@ -40,7 +40,8 @@ class WorkDirectory:
 
     def __init__(self, output: Path, work: str | Path | None) -> None:
         self.output, self._whole = output, Path(os.path.abspath(output))
-        self.path = Path(os.path.abspath(work)) if work else self._whole.parent / f".{self._whole.name}.preparing"
+        self._parent = Path(os.path.abspath(work)) if work else self._whole.parent
+        self.path = self._parent / f".{self._whole.name}.preparing"
         self.tokenizer = self.path / "tokenizer"
         self._plan = self.path / "plan.json"
 
@@ -51,7 +52,7 @@ class WorkDirectory:
     ) -> Iterator[WorkDirectory]:
         """Create the directory if it is missing, and hold it: alone, or as `task` (number, of how many) beside other tasks.
 
-        `work` (default: a hidden folder beside `output`) must be on the same filesystem as `output`. Raises DataError at once if
+        It is a hidden folder beside `output`, or in the folder `work`, which must be on the same filesystem. Raises DataError at once if
         another process holds it. The directory is removed again if it gets no plan.
         """
         refuse_url("--output", output)
@@ -62,9 +63,10 @@ class WorkDirectory:
             while True:
                 with writing(directory.output):
                     parent.mkdir(parents=True, exist_ok=True)
-                    path.mkdir(parents=True, exist_ok=True)
-                    if path.stat().st_dev != parent.stat().st_dev:
-                        raise ConfigError(f"--work {path}: must be on the same filesystem as the output {output}")
+                    directory._parent.mkdir(parents=True, exist_ok=True)
+                    if directory._parent.stat().st_dev != parent.stat().st_dev:
+                        raise ConfigError(f"--work {work}: must be on the same filesystem as the output {output}")
+                    path.mkdir(exist_ok=True)
                     if stack.enter_context(_lock(path / "lock", directory.output, shared=task is not None)):
                         break
                 # Its last owner has just removed it, lock and all.
@@ -88,7 +90,7 @@ class WorkDirectory:
 
     def _remove_all_but(self, kept: str = "") -> None:
         for path in list(self.path.iterdir()):
-            # Delete only our own files: --work may name any directory.
+            # Delete only our own files: the system may have put some there (.nfs0000...).
             if path.name == kept or not _OURS.fullmatch(path.name):
                 continue
             if path.is_dir():
@@ -169,6 +171,8 @@ class WorkDirectory:
         self._remove_all_but()
         with contextlib.suppress(OSError):  # another process has just come, and will see the output
             self.path.rmdir()
+            if self._parent != self._whole.parent:
+                self._parent.rmdir()  # if nothing else is there
 
 
 @contextlib.contextmanager

@@ -104,7 +104,8 @@ def join(url: str, name: str) -> str:
 
 def shown(url: str) -> str:
     """The URL without possible secrets: user, password and query."""
-    return re.sub(r"\?[^:]*", "", re.sub(r"//[^/@]*@", "//", url))
+    links = re.split(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)", url)  # a query may have colons too
+    return "::".join(re.sub(r"//[^/@]*@", "//", link.partition("?")[0]) for link in links)
 
 
 class Remote:

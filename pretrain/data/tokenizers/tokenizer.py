@@ -1,8 +1,9 @@
 """Text to token ids and back: one small interface, over SentencePiece models and Hugging Face `tokenizer.json` files.
 
 Neither library adds a begin or end token by itself: ids come from the text alone. The code that joins documents places `eod_id`
-between them. Text that merely looks like a special token (`</s>`, `<|endoftext|>`) is encoded as its characters, so a document
-cannot forge a document boundary. (A tokenizer exported for transformers does match such text: see export.py.)
+between them. Text that merely looks like a special token (`</s>`, `<|endoftext|>`) is encoded as its characters, or refused if the
+tokenizer cannot do that, so a document cannot forge a document boundary. (A tokenizer exported for transformers does match such
+text: see export.py.)
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.encode_special_tokens = True
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.fingerprint = hashlib.sha256(content).hexdigest()
+        self._forged = self._find_forged()
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
@@ -144,7 +146,32 @@ class HuggingFaceTokenizer(Tokenizer):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self._describe_failure(texts)}; use a tokenizer trained on this text") from error
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
+        arrays = [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
+        if self._forged and any(np.isin(ids, self._forged).any() for ids in arrays):
+            self._refuse_forged(arrays)
+        return arrays
+
+    def _find_forged(self) -> list[int]:
+        """The ids of special tokens that text can produce: a Unigram model has them among its pieces (T5's `</s>`)."""
+        special = [(id, entry.content) for id, entry in self._tokenizer.get_added_tokens_decoder().items() if entry.special]
+        found = [id for id, content in special if id in self._ids_of(content)]
+        model = self.specification()["model"] if found else {}
+        unknown = {model.get("unk_id"), self._tokenizer.token_to_id(model.get("unk_token") or "")}  # other text produces it too
+        return [id for id in found if id not in unknown]
+
+    def _ids_of(self, text: str) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception:  # a model without an unknown token has no ids for these characters
+            return []
+
+    def _refuse_forged(self, arrays: Sequence[np.ndarray]) -> None:
+        token = next(int(id) for ids in arrays for id in ids if id in self._forged)
+        meaning = "the end of a document" if token == self.eod_id else "a special token"
+        raise DataError(
+            f"the text holds {self._tokenizer.id_to_token(token)!r}, which {self.file} cannot tell from {meaning}; change the text, or take "
+            "the SentencePiece model of that tokenizer, if it has one"
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)

@@ -264,7 +264,10 @@ def _save_bytes(directory: Path, special_tokens: Sequence[str]) -> int:
 def _save_characters(directory: Path, documents: Iterator[str], limit: int | None, special_tokens: Sequence[str]) -> int:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    characters = sorted(set().union(*documents))
+    found: set[str] = set()
+    for document in documents:
+        found.update(document)
+    characters = sorted(found)
     if not characters:
         raise DataError("the corpus is empty: the input files hold no text")
     if limit is not None and len(characters) + 1 + len(special_tokens) > limit:

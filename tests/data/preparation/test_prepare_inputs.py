@@ -23,7 +23,7 @@ from running import tool
 
 from pretrain.data.preparation.binary_inputs import cut_at
 from pretrain.data.preparation.documents import PieceReader, read_documents
-from pretrain.data.preparation.inputs import InputFile, find_inputs
+from pretrain.data.preparation.inputs import InputFile, dataset_files, find_inputs
 from pretrain.data.preparation.preparation_plan import Piece, Settings, plan_units, unit_size
 from pretrain.data.preparation.prepare import merge, prepare
 from pretrain.data.preparation.text_inputs import Tally
@@ -207,6 +207,38 @@ def test_damaged_tables_are_named(tmp_path, name, byte_tokenizer):
             with pytest.raises(DataError, match=rf"{name}: cannot be read \(") as caught:
                 prepare([str(tmp_path / name)], byte_tokenizer, tmp_path / "out", unit_bytes=unit_bytes, restart=True)
             assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_read_once_a_link_to_nothing_is_refused_and_folders_of_a_glob_are_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "c" / "sub").mkdir(parents=True)
+    (tmp_path / "c" / "a.txt").write_text("hello")
+    (tmp_path / "c" / "sub" / "b.txt").write_text("deep")
+    (tmp_path / "again").symlink_to("c")
+    monkeypatch.chdir(tmp_path)
+    assert len(find_inputs(["c", str(tmp_path / "c"), "again"])) == 2
+    assert [file.name for file in find_inputs(["c/*"])] == ["c/a.txt"]
+    assert "c/*: left out 1 folders; name them, or descend by **" in capsys.readouterr().err
+    (tmp_path / "c" / "z.txt").symlink_to("nowhere")
+    for pattern in ("c", "c/*", "c/z.txt"):
+        with pytest.raises(DataError, match=r"c/z\.txt: is a link to nowhere, which is missing"):
+            find_inputs([pattern])
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path, byte_tokenizer):
+    table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["two"]), pa.array(["url"])], names=["text", "text", "url"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    write_arrow(tmp_path / "a.arrow", table, stream=False)
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(DataError, match=rf"{name}: has 2 columns 'text'; rename all but one"):
+            prepare([str(tmp_path / name)], byte_tokenizer, tmp_path / "out")
+
+
+def test_an_option_that_is_given_twice_adds(tmp_path, byte_tokenizer):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    words = ["--input", f"{tmp_path}/a.txt", "--input", f"{tmp_path}/b.txt", "--tokenizer", str(byte_tokenizer), "--output", f"{tmp_path}/out"]
+    assert tool("prepare_data").main([*words, "--workers", "1"]) == 0
+    assert contents(tmp_path / "out")[0] == ["a", "b"]
 
 
 def test_a_folder_means_its_visible_files(prepared, tmp_path, capsys):
@@ -401,7 +433,7 @@ def test_dirty_csv_is_named_or_left_out(tmp_path, byte_tokenizer):
     for content, message in (
         (b"a,b\n1,2\n", "no column 'text'; it has: a, b. Name one with --text-field"),
         (b"", "no column 'text'"),
-        (b"text,text\n1,2\n", "has two columns 'text'"),
+        (b"text,text\n1,2\n", "has 2 columns 'text'"),
     ):
         (tmp_path / "b.csv").write_bytes(content)
         with pytest.raises(DataError, match=rf"b\.csv: {re.escape(message)}"):
@@ -452,6 +484,19 @@ def test_bzip2_and_xz_are_read_like_gzip(prepared, tmp_path, suffix, compress):
 
 
 # URLs.
+
+
+@pytest.mark.parametrize("suffix, compress", [(".bz2", bz2.compress), (".xz", lzma.compress), (".gz", gzip.compress)])
+def test_a_damaged_part_of_an_archive_of_several_is_no_end(prepared, tmp_path, byte_tokenizer, suffix, compress):
+    """pbzip2 and `cat a.xz b.xz` write such files; Python's readers of bzip2 and xz end in silence at a damaged head."""
+    one, other = (compress(f"{name}\n".encode() * 9_000) for name in "ab")
+    file = tmp_path / f"a.txt{suffix}"
+    file.write_bytes(one + bytes(8) + other + bytes(4))  # zeros are padding
+    assert prepared(file, text_mode="line")[0] == ["a"] * 9_000 + ["b"] * 9_000
+    for content in (one + b"\x01" + other, one + other[:-9], one + b"rubbish"):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=rf"a\.txt{suffix}: cannot be read"):
+            prepare([str(file)], byte_tokenizer, tmp_path / "out", text_mode="line")
 
 
 def test_inputs_may_be_urls(prepared, tmp_path):
@@ -668,6 +713,22 @@ def test_a_dataset_by_name_is_read_from_the_cache_of_datasets(tmp_path, byte_tok
         ["one", "two"],
         [("owner/corpus/en/train/data-00000-of-00001.arrow", n) for n in (0, 1)],
     )
+
+
+def test_a_part_of_a_dataset_is_not_taken_for_the_whole(tmp_path, monkeypatch):
+    """The files of `train[:5%]` hold the other rows too."""
+    import datasets
+
+    whole = datasets.Dataset.from_dict({"text": [str(number) for number in range(100)]})
+    whole.save_to_disk(tmp_path / "cache")
+    loaded = datasets.load_from_disk(tmp_path / "cache")
+    for part, refused in ((loaded, False), (loaded.select(range(5)), True), (loaded.select([3, 1]), True)):
+        monkeypatch.setattr(datasets, "load_dataset", lambda *names, part=part, **options: part)
+        if refused:
+            with pytest.raises(DataError, match="its rows are not those of its files"):
+                dataset_files("owner/corpus", split="train[:5%]")
+        else:
+            assert len(dataset_files("owner/corpus")) == 1
 
 
 def test_a_dataset_that_cannot_be_had_is_one_line(tmp_path, byte_tokenizer, capsys):

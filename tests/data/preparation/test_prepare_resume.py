@@ -529,12 +529,15 @@ def test_files_that_nfs_leaves_in_the_work_directory_stop_nobody(inputs, trained
 
 def test_a_work_directory_keeps_what_is_not_ours(inputs, trained, tmp_path):
     work = tmp_path / "mine"
-    (work / "folder").mkdir(parents=True)
-    (work / "notes.txt").write_text("keep")
+    for name in ("folder", "tokenizer", "deduplicate", "parts-1"):  # some are called like ours
+        (work / name).mkdir(parents=True)
+    for name in ("notes.txt", "lock", "plan.json"):
+        (work / name).write_text("keep")
+    before = sorted(os.listdir(work))
     with pytest.raises(DataError):
         prepare([str(tmp_path / "none")], trained["bpe"], tmp_path / "out", work=work)
     prepare(inputs, trained["bpe"], tmp_path / "out", work=work, restart=True)
-    assert sorted(os.listdir(work)) == ["folder", "notes.txt"]
+    assert sorted(os.listdir(work)) == before and (work / "lock").read_text() == "keep"
 
 
 def test_a_work_directory_on_another_filesystem_is_refused(inputs, trained, tmp_path):

@@ -457,3 +457,13 @@ def test_names_are_joined_to_every_kind_of_url():
     assert [is_url(path) for path in ("s3://b", "simplecache::s3://b", "/a/b", "a/b", "C:/x", Path("/a"), "a//b")] == [
         True
     ] * 2 + [False] * 5
+
+
+def test_no_secret_of_a_url_is_shown():
+    for url, seen in (
+        ("https://h/f.jsonl?se=2026-12-31T08:00:00Z&sig=SECRET", "https://h/f.jsonl"),
+        ("https://user:SECRET@h/f?token=a::SECRET", "https://h/f"),
+        ("zip://d/*.csv::https://h/f.zip?sig=SECRET", "zip://d/*.csv::https://h/f.zip"),
+        ("filecache::s3://KEY:SECRET@bucket/a", "filecache::s3://bucket/a"),
+    ):
+        assert shown(url) == seen

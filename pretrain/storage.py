@@ -203,10 +203,12 @@ def make_once(path: Path, what: str, make: Callable[[], object]) -> None:
 
 
 def refuse_existing(output: Path) -> None:
-    """Raise DataError, naming `output`, unless it is free: absent, or an empty directory."""
+    """Raise DataError, naming `output`, unless it is free: absent, or an empty directory that a finished one can replace."""
+    if output.is_symlink():
+        raise DataError(f"{output}: is a link, which a finished directory cannot replace; give the place that it leads to")
     if output.is_dir() and not any(output.iterdir()):
         return
-    if output.exists() or output.is_symlink():
+    if output.exists():
         raise DataError(f"{output}: already exists; choose another output or remove it first")
 
 

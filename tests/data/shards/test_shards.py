@@ -480,6 +480,13 @@ def test_an_empty_directory_is_filled(tmp_path):
     assert PreparedData.open(write(tmp_path / "data", documents(3))).documents == 3
 
 
+def test_a_link_to_an_empty_directory_is_refused_before_the_work(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "data").symlink_to("there")
+    with pytest.raises(DataError, match="data: is a link, which a finished directory cannot replace; give the place that it leads to"):
+        write(tmp_path / "data", documents(3))
+
+
 def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "data").write_text("mine")
     with pytest.raises(DataError, match="data: already exists"):

@@ -39,6 +39,9 @@ SCALING: dict[str, dict[str, str]] = {
 # Of these, what transformers does without neither; an absent length is max_position_embeddings.
 _NEEDED = {"none": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
            "llama3": ("factor", "low_frequency", "high_frequency")}  # fmt: skip
+# Fields beside rope_parameters that say what it says too.
+_BESIDE = {"rope_theta": "theta", "rotary_emb_base": "theta", "rope_local_base_freq": "local_theta", "partial_rotary_factor": "fraction",
+           "rotary_pct": "fraction"}  # fmt: skip
 _OFF_WHEN_ZERO = ("attention_factor", "mscale", "mscale_all_dim")
 
 
@@ -115,7 +118,7 @@ def rope_from_hf(
         raise ConfigError(
             f"config.json: rope_parameters={shown(parameters)} is not supported for {family}, which has them by layer type"
         )
-    config = {"rope_theta": config.get("rotary_emb_base", theta), **config}
+    written, config = config, {"rope_theta": config.get("rotary_emb_base", theta), **config}
     ours = _read(parameters, config, family)
     older = _read(scaling, config, family) if scaling else ours
     if scaling and parameters and older != ours:
@@ -124,6 +127,10 @@ def rope_from_hf(
     ours = _unscaled(ours) if absent else ours
     if kind == "by_layer_type":
         ours |= _local(local, ours, {"rope_local_base_freq": local_theta, **config}, family)
+    for field, name in _BESIDE.items():
+        value = written.get(field)
+        if value is not None and name in ours and _number(field, value) != ours[name]:
+            raise ConfigError(f"config.json: {field}={shown(value)} contradicts that of rope_parameters, {ours[name]}")
     return {f"rope.{name}": value for name, value in ours.items()}
 
 

@@ -12,10 +12,11 @@ _ACCUMULATION = (
 )
 _MICRO = "it is batch.micro_sequences here: samples per rank in one forward and backward (batch.sequences: those of a whole optimizer step)"
 _GLOBAL = "it is batch.sequences here: samples per optimizer step over all ranks (batch.micro_sequences: per rank in one forward and backward)"
-_FORMAT = "it is precision.compute here: fp32 or bf16"
+_FORMAT = "it is precision.compute here: fp32, bf16 or auto"
 _FP16 = "fp16 is not supported, because it needs loss scaling; set precision.compute=bf16"
 _EPOCHS = "runs are counted in optimizer steps or in tokens: set run.steps or run.tokens; --check prints how many epochs of the data they are"
 _RATIO = "warmup is counted in steps or in tokens: set schedule.warmup_steps to the ratio x run.steps"
+_DECAY = "cosine and linear fall until run.steps here; schedule.decay_steps is only the final decay of wsd"
 _MIN_LR = "it is schedule.min_ratio here: the last learning rate as a share of optim.lr"
 _SHARDED = "sharding is parallel.strategy=fsdp here (FSDP2); parallel.reshard_after_forward=never is ZeRO-2"
 _BETAS = "it is a part of optim.betas here: a list of two numbers"
@@ -54,7 +55,8 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("schedule.decay_shape"): ("lr_wsd_decay_style", "decay_type"),
     _renamed("schedule.warmup_steps"): ("warmup_iters", "num_warmup_steps", "lr_warmup_iters", "lr_warmup_steps"),
     _renamed("schedule.name"): ("lr_scheduler_type", "lr_scheduler", "lr_schedule", "lr_decay_style", "scheduler"),
-    _renamed("schedule.decay_steps"): ("lr_decay_steps", "lr_decay_iters", "lr_wsd_decay_iters"),
+    _renamed("schedule.decay_steps"): ("lr_wsd_decay_iters",),
+    _DECAY: ("lr_decay_steps", "lr_decay_iters"),
     _MIN_LR: ("min_lr", "min_lr_ratio", "lr_min_ratio", "final_lr_frac"),
     _renamed("optim.clip"): ("max_grad_norm", "max_norm", "grad_clip", "clip_grad", "gradient_clip_val", "grad_clip_norm"),
     _BETAS: ("adam_beta1", "adam_beta2", "beta1", "beta2"),

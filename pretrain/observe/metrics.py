@@ -67,7 +67,9 @@ class StepRecord:
     )
     step_tokens_per_second: float | None = measured("target tokens over that time", "tokens per second", SINCE)
     mfu: float | None = measured(
-        "model FLOPs of the step alone over the devices' peak (`pretrain/observe/flops.py` lists the devices)",
+        "model FLOPs of the step alone, divided by the devices' peak (`pretrain/observe/flops.py` lists the devices). Per token they are 6 × parameters in "
+        "matrix products + 12 × layers × width of attention × min(sequence length, window), as in PaLM (arXiv 2204.02311, appendix B): the output head counts, "
+        "the embedding's look-up and recomputation do not, and attention counts as if it were not causal",
         "share",
         SINCE,
         "in bf16, where the peak is known; not on a CPU",

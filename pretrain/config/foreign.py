@@ -131,7 +131,7 @@ _VALUES = {
         **dict.fromkeys(("fp16", "float16", "half"), _FP16),
         **dict.fromkeys(("bfloat16", "bf16-mixed"), "bfloat16 is written bf16"),
         **dict.fromkeys(("float32", "32"), "float32 is written fp32"),
-        "fp8": "products in fp8 are precision.fp8=tensorwise, with precision.compute=bf16",
+        "fp8": "matrix products in fp8 are precision.fp8=tensorwise, with precision.compute=bf16",
     },
     "parallel.strategy": {
         **dict.fromkeys(("fsdp2", "zero3", "zero", "deepspeed", "fully_shard"), _SHARDED),

@@ -100,7 +100,7 @@ class StepRecord:
     )
     joules_per_token: float | None = measured("the energy of these devices per target token", "joules", SINCE, "with `watts`")
     device_hours: float | None = measured(
-        "time of all starts, each from its begin to its last sign of life, times its devices (processes on a CPU)", "hours", RUN
+        "time of all starts, each from its first to its last sign of life, times its devices (processes on a CPU)", "hours", RUN
     )
     goodput: float | None = measured(
         "share of this time in steps that count: the rest is start-up, data, validation, saving, and steps that were lost",

@@ -26,7 +26,8 @@ def configuration_page() -> str:
         "python pretrain/run.py --config configs/quickstart.yaml --print-config --origins # with the origin of every value\n"
         "python pretrain/run.py --config configs/quickstart.yaml --check run.name=try optim.lr=1e-3 # validate and stop\n```",
         "`null`: the value is derived, as the key's text says. Numbers are YAML 1.2's: `1e-4` is a number, and `010` in a "
-        "number's place is refused. `${run.seed}` refers to another key; nothing else is read that way.",
+        "number's place is refused. `${run.seed}` refers to another key; nothing else is read that way. "
+        "A sample is one sequence of `data.sequence_length` tokens.",
         "The last column says what happens at a resume if the value differs from the checkpoint's. Every difference is printed; "
         "`free` ones need nothing more. `accept`: the next steps would be computed differently, so the run stops unless "
         "`run.accept_changes` names the key. `schedule`: like `accept` if the steps already taken would have had another learning rate, "

@@ -9,8 +9,6 @@ shift
 cd "$(dirname "$0")/.."
 bash launch/setup.sh translation
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
-# Memory that a step gives back is kept for the next one: without this, a tenth of the time goes into getting it from the kernel again.
-export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
 work=quickstart/translation
 
 if [ ! -e "$work/pairs" ]; then

@@ -12,10 +12,15 @@ _ACCUMULATION = (
 )
 _MICRO = "it is batch.micro_sequences here: samples per rank in one forward and backward (batch.sequences: those of a whole optimizer step)"
 _GLOBAL = "it is batch.sequences here: samples per optimizer step over all ranks (batch.micro_sequences: per rank in one forward and backward)"
-_FORMAT = "it is precision.compute here: fp32 or bf16"
+_EITHER = (
+    "it is batch.micro_sequences here if it counts samples per rank in one forward and backward, as in nanoGPT; it is batch.sequences if it counts those "
+    "of a whole optimizer step over all ranks"
+)
+_FORMAT = "it is precision.compute here: fp32, bf16 or auto"
 _FP16 = "fp16 is not supported, because it needs loss scaling; set precision.compute=bf16"
 _EPOCHS = "runs are counted in optimizer steps or in tokens: set run.steps or run.tokens; --check prints how many epochs of the data they are"
 _RATIO = "warmup is counted in steps or in tokens: set schedule.warmup_steps to the ratio x run.steps"
+_DECAY = "cosine and linear fall until run.steps here; schedule.decay_steps is only the final decay of wsd"
 _MIN_LR = "it is schedule.min_ratio here: the last learning rate as a share of optim.lr"
 _SHARDED = "sharding is parallel.strategy=fsdp here (FSDP2); parallel.reshard_after_forward=never is ZeRO-2"
 _BETAS = "it is a part of optim.betas here: a list of two numbers"
@@ -35,7 +40,8 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
         "per_device_train_batch_size", "per_device_batch_size", "micro_batch_size", "device_batch_size", "local_batch_size",
         "train_micro_batch_size_per_gpu", "device_train_microbatch_size",
     ),
-    _GLOBAL: ("batch_size", "global_batch_size", "train_batch_size", "total_batch_size", "global_train_batch_size"),
+    _EITHER: ("batch_size",),
+    _GLOBAL: ("global_batch_size", "train_batch_size", "total_batch_size", "global_train_batch_size"),
     _renamed("optim.lr"): ("learning_rate", "max_lr", "peak_lr"),
     _renamed("run.steps"): ("max_steps", "max_iters", "train_iters", "train_steps", "training_steps", "num_steps", "num_train_steps", "total_steps"),
     _renamed("run.tokens"): ("total_tokens", "train_tokens", "num_tokens", "max_train_tokens", "training_tokens"),
@@ -49,12 +55,13 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     "trackers have keys of their own: log.wandb.project, log.mlflow.experiment, log.trackio.project, log.tensorboard": ("report_to", "log_with"),
     _renamed("log.wandb.project"): ("wandb", "wandb_project", "use_wandb", "wandb_log"),
     _renamed("log.mlflow.experiment"): ("mlflow", "mlflow_experiment"),
-    _RATIO: ("warmup_ratio", "warmup_fraction", "warmup_share"),
+    _RATIO: ("warmup_ratio", "warmup_fraction", "warmup_share", "lr_warmup_fraction"),
     _renamed("schedule.warmup_tokens"): ("num_warmup_tokens", "lr_warmup_tokens"),
     _renamed("schedule.decay_shape"): ("lr_wsd_decay_style", "decay_type"),
     _renamed("schedule.warmup_steps"): ("warmup_iters", "num_warmup_steps", "lr_warmup_iters", "lr_warmup_steps"),
     _renamed("schedule.name"): ("lr_scheduler_type", "lr_scheduler", "lr_schedule", "lr_decay_style", "scheduler"),
-    _renamed("schedule.decay_steps"): ("lr_decay_steps", "lr_decay_iters", "lr_wsd_decay_iters"),
+    _renamed("schedule.decay_steps"): ("lr_wsd_decay_iters",),
+    _DECAY: ("lr_decay_steps", "lr_decay_iters"),
     _MIN_LR: ("min_lr", "min_lr_ratio", "lr_min_ratio", "final_lr_frac"),
     _renamed("optim.clip"): ("max_grad_norm", "max_norm", "grad_clip", "clip_grad", "gradient_clip_val", "grad_clip_norm"),
     _BETAS: ("adam_beta1", "adam_beta2", "beta1", "beta2"),
@@ -67,6 +74,9 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("parallel.activation_checkpointing"): ("gradient_checkpointing", "activation_checkpoint", "recompute", "recompute_activations"),
     _renamed("parallel.activation_offload"): ("offload_activations", "enable_activation_offload", "cpu_offloading_activations", "activation_offloading"),
     _renamed("parallel.compile"): ("torch_compile", "use_compile"),
+    _renamed("parallel.shard"): ("data_parallel_shard_degree",),
+    _renamed("parallel.replicate"): ("data_parallel_replicate_degree",),
+    "it comes with parallel.tensor here": ("sequence_parallel",),
     _SHARDED: ("fsdp", "fsdp2", "fully_shard", "zero_stage", "zero", "deepspeed", "sharding_strategy"),
     _renamed("parallel.tensor"): ("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
     _renamed("parallel.pipeline"): (
@@ -83,16 +93,27 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     _renamed("data.workers"): ("num_workers", "dataloader_num_workers"),
     _renamed("model.layers"): ("n_layer", "n_layers", "num_layers", "num_hidden_layers"),
     _renamed("model.heads"): ("n_head", "n_heads", "num_heads", "num_attention_heads"),
+    _renamed("model.experts.count"): ("num_experts", "n_routed_experts", "num_local_experts"),
+    "it is model.experts.balance_loss here, whose text in docs/configuration.md says how other tools scale theirs": (
+        "moe_aux_loss_coeff", "router_aux_loss_coef",
+    ),
+    "it is run.attention_kernel here; model.attention_backend is for masks of documents and windows": (
+        "attn_implementation", "use_flash_attn", "flash_attention",
+    ),
     _renamed("model.kv_heads"): ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "n_query_groups", "num_query_groups"),
     _renamed("model.dim"): ("n_embd", "hidden_size", "d_model", "embed_dim"),
     _renamed("model.ffn_dim"): ("intermediate_size", "ffn_hidden_size", "d_ff", "mlp_hidden_size"),
     _renamed("model.tie_embeddings"): ("tie_word_embeddings", "weight_tying", "tie_weights"),
     _renamed("model.max_sequence_length"): ("max_position_embeddings", "max_positions"),
     _renamed("model.rope.theta"): ("rope_theta", "rotary_base"),
+    "the name of a run is run.name, also in trackers": ("wandb_run_name", "run_name", "exp_name"),
+    "prepared data is listed in data.sources; data.text.dataset is a Hugging Face dataset that is tokenized during the run": ("dataset", "dataset_name"),
+    "run.init_from is a checkpoint whose weights a new run starts from; a run that has checkpoints continues by itself (run.resume)": ("init_from",),
     _RUN_DIR: ("output_dir", "out_dir", "save_dir", "save_folder", "default_root_dir"),
     _renamed("run.resume"): ("resume_from_checkpoint", "resume_from", "load_checkpoint"),
     _renamed("checkpoint.every_steps"): ("save_steps", "save_interval", "save_every", "checkpoint_interval", "ckpt_interval"),
     _renamed("checkpoint.keep_last"): ("save_total_limit", "keep_latest_k"),
+    "it is validation.sequences here: samples per validation source, not batches": ("eval_iters",),
     _renamed("validation.every_steps"): ("eval_steps", "eval_interval", "eval_every", "val_check_interval"),
     _renamed("log.every_steps"): ("logging_steps", "log_interval", "log_every", "log_every_n_steps"),
 }  # fmt: skip
@@ -129,7 +150,7 @@ _VALUES = {
         **dict.fromkeys(("fp16", "float16", "half"), _FP16),
         **dict.fromkeys(("bfloat16", "bf16-mixed"), "bfloat16 is written bf16"),
         **dict.fromkeys(("float32", "32"), "float32 is written fp32"),
-        "fp8": "products in fp8 are precision.fp8=tensorwise, with precision.compute=bf16",
+        "fp8": "matrix products in fp8 are precision.fp8=tensorwise, with precision.compute=bf16",
     },
     "parallel.strategy": {
         **dict.fromkeys(("fsdp2", "zero3", "zero", "deepspeed", "fully_shard"), _SHARDED),

@@ -120,7 +120,7 @@ class ExpertsConfig:
         None,
         "Weight of each layer's load-balancing loss: `count` × sum over experts of (share of positions sent there) × (mean score), which is "
         "`active` where loads are even (arXiv 2101.03961). DeepSeek-V3 (arXiv 2412.19437) and Megatron divide theirs by `active`: their "
-        "weight over `active` is ours. transformers averages over layers: its router_aux_loss_coef over the number of layers is ours.",
+        "weight divided by `active` is ours. transformers averages over layers: its router_aux_loss_coef divided by the number of layers is ours.",
         ge=0,
         resume="accept",
         le=1e6,
@@ -284,7 +284,7 @@ class Model:
         "auto",
         "What applies masks of documents and windows; changes speed and memory, not the result. `sdpa` is torch's "
         "scaled_dot_product_attention with a dense mask, a byte per pair of positions. `flex` is FlexAttention, which skips masked blocks and "
-        "trains on CUDA only. `auto` takes flex on CUDA for heads of at least 16, else sdpa. Without such masks, `run.attention_kernel` says which "
+        "trains on CUDA only. `auto` takes flex on CUDA for a head_dim of at least 16, else sdpa. Without such masks, `run.attention_kernel` says which "
         "kernel computes causal attention.",
         resume="free",
     )
@@ -298,9 +298,9 @@ class Model:
     )
     init: Literal["fixed", "fan_in"] | None = key(
         None,
-        "Initial weights. `fixed`: of standard deviation `init_std`, and over sqrt(2 × layers) for projections into the residual stream "
-        "(GPT-2). `fan_in`, of an encoder-decoder: `init_std` over the root of a matrix's inputs, embeddings `init_std` itself; where "
-        "scores are not divided (attention.query_scalar=1) queries are, over sqrt(head_dim) (T5). `fixed` by default.",
+        "Standard deviation of initial weights. `fixed`: `init_std`, divided by sqrt(2 × layers) for projections into the residual stream "
+        "(GPT-2). `fan_in`, for an encoder-decoder: `init_std` divided by the root of the number of a matrix's inputs, and `init_std` for embeddings; "
+        "with attention.query_scalar=1 that of queries is also divided by sqrt(head_dim) (T5). `fixed` by default.",
     )
     init_std: float | None = key(
         None,

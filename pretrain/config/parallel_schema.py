@@ -33,14 +33,14 @@ class Parallel:
     )
     replicate: int | None = key(
         None,
-        "Copies of the model; by default one per process with ddp, and with fsdp one, or the processes over `shard` (or write -1).",
+        "Copies of the model; by default one per process with ddp, and with fsdp one, or the number of processes divided by `shard` (or write -1).",
         ge=1,
         le=10_000_000,
         rest=True,
     )
     shard: int | None = key(
         None,
-        "Ranks that share one copy, each with a part of it; by default the processes over `replicate` (or write -1).",
+        "Ranks that share one copy, each with a part of it; by default the number of processes divided by `replicate` (or write -1).",
         ge=1,
         le=10_000_000,
         rest=True,
@@ -197,7 +197,7 @@ class Precision:
     )
     tf32: bool = key(
         False,
-        "On GPUs, whether products of fp32 matrices keep ten bits of each factor (TF32): several times faster, and less exact than fp32.",
+        "On GPUs, whether matrix products in fp32 keep ten bits of each factor (TF32): several times faster, and less exact than fp32.",
         when={"precision.compute": ("fp32",)},
     )
     reduce: Literal["fp32", "bf16"] = key(

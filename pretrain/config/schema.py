@@ -79,11 +79,11 @@ class Run:
     )
     attention_kernel: Literal["auto", "cudnn", "flash", "efficient", "math", "FA3", "FA4"] = key(
         "auto",
-        "The kernel of attention. On GPUs it is that of scaled_dot_product_attention: `auto` is torch's choice by shape, without cuDNN's where shapes "
-        "change all the time (pairs, generation), since it plans each anew. Any other value is the only kernel of it that is used, and inputs that it "
-        "cannot take are an error; what FlexAttention computes stays its own. `FA3` and `FA4`: those packages in place of torch's flash kernel; they have to be installed. "
-        "On CPUs, `auto` trains with blocks of matrix products where they are faster: in bf16; in fp32 without masks, with one thread per process, heads wider than "
-        "32 and 129 to 1,536 positions. `flash` is torch's fused kernel. The start of a run says what it comes to.",
+        "The kernel of attention. On GPUs it is a kernel of scaled_dot_product_attention. `auto`: torch chooses by shape; cuDNN is left out where shapes "
+        "change all the time (pairs, generation), because it plans each new shape. Any other value: only this kernel is used, and inputs that it cannot "
+        "take are an error. `FA3` and `FA4` are packages in place of torch's flash kernel; install them first. FlexAttention is not affected. "
+        "On CPUs, `auto` trains with blocks of matrix products where they are faster: in bf16; in fp32 without masks, with one thread per process, a head_dim "
+        "above 32 and 129 to 1,536 positions. `flash` is torch's fused kernel there. The start of a run says which kernel is used.",
         resume="free",
     )
     deterministic: bool = key(

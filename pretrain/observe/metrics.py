@@ -61,13 +61,19 @@ class StepRecord:
     seconds: float | None = measured(
         "wall-clock time of a step with its share of all else: data, validation, translation, saving, logging", "seconds", SINCE
     )
-    tokens_per_second: float | None = measured("target tokens over wall-clock time, over all ranks", "tokens per second", SINCE)
+    tokens_per_second: float | None = measured(
+        "target tokens of all ranks divided by wall-clock time", "tokens per second", SINCE
+    )
     step_seconds: float | None = measured(
         "time of a step alone, from its batch in hand to the end of its update", "seconds", SINCE
     )
-    step_tokens_per_second: float | None = measured("target tokens over that time", "tokens per second", SINCE)
+    step_tokens_per_second: float | None = measured(
+        "target tokens of all ranks divided by that time", "tokens per second", SINCE
+    )
     mfu: float | None = measured(
-        "model FLOPs of the step alone over the devices' peak (`pretrain/observe/flops.py` lists the devices)",
+        "model FLOPs of the step alone, divided by the devices' peak (`pretrain/observe/flops.py` lists the devices). Per token they are 6 × parameters in "
+        "matrix products + 12 × layers × width of attention × min(sequence length, window), as in PaLM (arXiv 2204.02311, appendix B): the output head counts, "
+        "the embedding's look-up and recomputation do not, and attention counts as if it were not causal",
         "share",
         SINCE,
         "in bf16, where the peak is known; not on a CPU",
@@ -98,7 +104,7 @@ class StepRecord:
     )
     joules_per_token: float | None = measured("the energy of these devices per target token", "joules", SINCE, "with `watts`")
     device_hours: float | None = measured(
-        "time of all starts, each from its begin to its last sign of life, times its devices (processes on a CPU)", "hours", RUN
+        "time of all starts, each from its first to its last sign of life, times its devices (processes on a CPU)", "hours", RUN
     )
     goodput: float | None = measured(
         "share of this time in steps that count: the rest is start-up, data, validation, saving, and steps that were lost",
@@ -129,7 +135,7 @@ class StepRecord:
         "by layer, target tokens that each expert got", "tokens", SINCE, "with experts"
     )
     expert_load: dict[str, float] | None = measured(
-        "by layer, the largest of these over their mean; 1 is even", "", SINCE, "with experts"
+        "by layer, the largest of these divided by their mean; 1 is even", "", SINCE, "with experts"
     )
     gradient_norms: dict[str, float] | None = measured(
         "by layer, the 2-norm of its gradients, before clipping", "", STEP, LAYERS

@@ -26,11 +26,12 @@ def configuration_page() -> str:
         "python pretrain/run.py --config configs/quickstart.yaml --print-config --origins # with the origin of every value\n"
         "python pretrain/run.py --config configs/quickstart.yaml --check run.name=try optim.lr=1e-3 # validate and stop\n```",
         "`null`: the value is derived, as the key's text says. Numbers are YAML 1.2's: `1e-4` is a number, and `010` in a "
-        "number's place is refused. `${run.seed}` refers to another key; nothing else is read that way.",
+        "number's place is refused. `${run.seed}` refers to another key; nothing else is read that way. "
+        "A sample is one sequence of `data.sequence_length` tokens.",
         "The last column says what happens at a resume if the value differs from the checkpoint's. Every difference is printed; "
         "`free` ones need nothing more. `accept`: the next steps would be computed differently, so the run stops unless "
         "`run.accept_changes` names the key. `schedule`: like `accept` if the steps already taken would have had another learning rate, "
-        "else like `free`. So `run.steps` may be raised freely with `constant`, `inverse_sqrt` and a `wsd` that has not begun to fall. "
+        "else like `free`. So `run.steps` may be raised freely with `constant`, `inverse_sqrt`, `piecewise` and a `wsd` whose decay has not started. "
         "`content`: judged by its effect on the samples already taken ([data.md](data.md#what-makes-a-run-this-run)). `never`: another run.",
     ]
     for section in dataclasses.fields(Config):
@@ -55,19 +56,25 @@ def _table(kind: type, path: str, resume: AtResume, outer: When | None = None) -
             continue
         item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
         if dataclasses.is_dataclass(item):
-            rows.append(f"| `{full}` | list | `[]` | {fld.metadata['help']} Each item: | {rule} |")
+            rows.append(f"| `{full}` | list | `[]` | {_meaning(fld, full, when)} Each item: | {rule} |")
             rows += _table(item, f"{full}[]", rule)[2:]
             continue
         default = fld.default_factory() if fld.default is dataclasses.MISSING else fld.default
         shown = (
             "required" if default == "???" else f"`{dump(list(default) if isinstance(default, tuple) else default, flow=True)}`"
         )
-        others = {name: wanted for name, wanted in when.items() if name != full}
-        help_text = f"{fld.metadata['help']} {describe_when(others)}".strip()
-        rows.append(f"| `{full}` | {describe_type(hint)}{_range(fld.metadata)} | {shown} | {help_text} | {rule} |")
+        rows.append(
+            f"| `{full}` | {describe_type(hint)}{_range(fld.metadata)} | {shown} | {_meaning(fld, full, when)} | {rule} |"
+        )
     return rows
+
+
+def _meaning(fld: dataclasses.Field, full: str, when: When) -> str:
+    others = {name: wanted for name, wanted in when.items() if name != full}
+    return f"{fld.metadata['help']} {describe_when(others)}".strip()
 
 
 def _range(limits: Any) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    return "".join(f", {sign} {limits[name]}" for name, sign in signs.items() if limits[name] is not None)
+    bounds = "".join(f", {sign} {limits[name]}" for name, sign in signs.items() if limits[name] is not None)
+    return f"{bounds}, or -1" if limits["rest"] else bounds

@@ -210,7 +210,8 @@ def _absolute(config: Config, folder: Path) -> Config:
         own = dataset if (dataset := text.dataset) is None or not (folder / dataset).is_dir() else str(folder / dataset)
         inputs = [_placed(pattern, folder) for pattern in text.input]
         text = dataclasses.replace(text, input=inputs, dataset=own, tokenizer=str(folder / text.tokenizer))
-    return dataclasses.replace(config, data=dataclasses.replace(data, cache=cache, text=text, **moved))
+    pairs = None if data.pairs is None else str(folder / data.pairs)
+    return dataclasses.replace(config, data=dataclasses.replace(data, cache=cache, text=text, pairs=pairs, **moved))
 
 
 def _found(starts: list[Start]) -> list[Start]:

@@ -43,7 +43,8 @@ _BATCH = 4096  # pairs that are encoded at a time
 # ---- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _read_pairs(directory: Path) -> dict[str, Any]:
+def read_pairs(directory: Path) -> dict[str, Any]:
+    """The checked content of `directory`/pairs.json. Raises DataError, naming the file, unless it ties the manifests of both sides."""
     file = directory / NAME
     if not file.is_file():
         splits = [name for name in ("train", "validation") if (directory / name / NAME).is_file()]
@@ -79,7 +80,7 @@ class PreparedPairs:
         looked at (see `training_data.verify_everywhere`).
         """
         path = Path(path)
-        content = _read_pairs(path)
+        content = read_pairs(path)
         sides = [PreparedData.open(path / side, sizes=False) for side in SIDES]
         for side, data in zip(SIDES, sides):
             if data.documents != content["pairs"]:

@@ -72,6 +72,8 @@ def check_usage(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
     for option, needs in (("rank", "step"), ("html", "step"), ("source", "document"), ("epochs", "document")):
         if getattr(arguments, option) is not None and asked != [needs]:
             parser.error(f"--{option} goes with --{needs}")
+    if arguments.html is not None and arguments.json:
+        parser.error("--html writes a page and --json prints an object; give one of them")
     for name, least in (("samples", 0), ("lines", 0), ("width", 40), ("epochs", 1), ("ranks", 1)):
         if getattr(arguments, name) is not None and getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")

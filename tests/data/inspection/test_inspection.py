@@ -372,6 +372,7 @@ def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
         ["--run", "R", "--coverage", "--rank", "0"],
         ["--run", "R", "--coverage", "--html", "x.html"],
         ["--run", "R", "--step", "1", "--width", "3"],
+        ["--run", "R", "--step", "1", "--html", "x.html", "--json"],
     ],
 )
 def test_options_that_do_not_go_together_are_bad_usage(arguments, capsys):

@@ -703,3 +703,20 @@ def test_the_training_of_tokenizers_reads_the_same_texts(tmp_path):
     np.save(tmp_path / "c.npy", np.arange(3))
     with pytest.raises(DataError, match=r"c\.npy: holds ids, not text"):
         list(read_documents([tmp_path / "c.npy"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dataset-split", "train"], "--dataset-split has no effect without --dataset"),
+        (["--dataset-config", "c"], "--dataset-config has no effect without --dataset"),
+        (["--fim-spm-rate", "0.5"], "--fim-spm-rate has no effect without --fim-rate"),
+        (["--ids-dtype", "uint16"], "--ids-dtype has no effect, because no input is a .bin file"),
+    ],
+)
+def test_an_option_without_effect_is_bad_usage(tmp_path, byte_tokenizer, capsys, options, said):
+    (tmp_path / "a.txt").write_text("text")
+    command = ["--input", str(tmp_path / "a.txt"), "--tokenizer", str(byte_tokenizer), "--output", str(tmp_path / "o")]
+    with pytest.raises(SystemExit) as ended:
+        tool("prepare_data").main([*command, *options])
+    assert ended.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "o").exists()

@@ -720,3 +720,14 @@ def test_an_option_without_effect_is_bad_usage(tmp_path, byte_tokenizer, capsys,
     with pytest.raises(SystemExit) as ended:
         tool("prepare_data").main([*command, *options])
     assert ended.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "o").exists()
+
+
+def test_text_beside_ids_in_one_shard_has_no_bytes_per_token(tmp_path, byte_tokenizer):
+    """The bytes of 5 letters beside 1,000 tokens were 0.005 bytes per token, and bits per byte 200 times too high."""
+    (tmp_path / "a.txt").write_text("hello")
+    np.save(tmp_path / "b.npy", np.array([*b"x" * 994, 256], dtype=np.uint16))
+    prepare([str(tmp_path / "a.txt"), str(tmp_path / "b.npy")], byte_tokenizer, tmp_path / "mixed", workers=1)
+    prepare([str(tmp_path / "a.txt")], byte_tokenizer, tmp_path / "text", workers=1)
+    mixed, text = (PreparedData.open(tmp_path / name) for name in ("mixed", "text"))
+    assert len(mixed.manifest.shards) == 1 and mixed.bytes_per_token is None
+    assert text.bytes_per_token == 5 / 6

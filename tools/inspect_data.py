@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -133,10 +132,7 @@ def show_step(arguments: argparse.Namespace, history: Any) -> None:
 
 
 def show(arguments: argparse.Namespace, found: Any, lines: Iterable[str]) -> None:
-    try:
-        print(json.dumps(dataclasses.asdict(found)) if arguments.json else "\n".join(lines), flush=True)
-    except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(json.dumps(dataclasses.asdict(found)) if arguments.json else "\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":

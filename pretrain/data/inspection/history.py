@@ -179,6 +179,8 @@ def _read_starts(path: Path) -> list[Start]:
             f"{path}: cannot be read: {error.strerror}; a run directory has it from its first start on "
             "(for a planned run, give --config)"
         ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}): damaged; restore it") from error
     starts = []
     for number, line in enumerate(lines[:-1], start=1):  # text after the last line's end was torn before any step was made
         place = f"{path}:{number}"

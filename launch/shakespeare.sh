@@ -7,11 +7,15 @@ set -euo pipefail
 text=$(realpath "$1")
 shift
 cd "$(dirname "$0")/.."
-bash launch/setup.sh plot
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 python=.venv/bin/python
 work=quickstart/shakespeare
 
+if [ -e "$work/validation" ] && ! cat "$work/train.txt" "$work/validation.txt" 2>/dev/null | cmp -s - "$text"; then
+  echo "error: $PWD/$work was prepared from another text than $text; delete that folder, and its run in runs/ or give another run.name=NAME" >&2
+  exit 2
+fi
+bash launch/setup.sh plot
 if [ ! -e "$work/validation" ]; then
   rm -rf "$work"
   mkdir -p "$work"

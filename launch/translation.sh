@@ -7,13 +7,20 @@ set -euo pipefail
 data=$(realpath "$1")/multi30k
 shift
 cd "$(dirname "$0")/.."
-bash launch/setup.sh translation
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 work=quickstart/translation
 
+files=("$data".train.{de,en}.gz "$data".val.{de,en}.gz)
+found=$(sha256sum "${files[@]}" | cut -d " " -f 1)
+if [ -e "$work/pairs" ] && ! echo "$found" | cmp -s - "$work/files.sha256"; then
+  echo "error: $PWD/$work was prepared from other files than those in ${data%/*}; delete that folder, and its run in runs/ or give another run.name=NAME" >&2
+  exit 2
+fi
+bash launch/setup.sh translation
 if [ ! -e "$work/pairs" ]; then
   rm -rf "$work"
   mkdir -p "$work"
+  echo "$found" > "$work/files.sha256"
   .venv/bin/python tools/train_tokenizer.py --input "$data".train.*.gz --documents line --lowercase --model-type bpe --vocab-size 6000 \
     --output "$work/tokenizer"
   .venv/bin/python tools/prepare_pairs.py --source "$data.train.de.gz" --target "$data.train.en.gz" \

@@ -7,6 +7,7 @@ in the log; any other exception is a defect of ours and keeps its traceback.
 from __future__ import annotations
 
 import os
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -124,14 +125,40 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 INTERRUPTED = 130  # what shells report for a process ended by SIGINT
+NO_READER = 141  # and by SIGPIPE
 
 
 def run_tool(function: Callable[[], object]) -> int:
     """Call `function` and return the exit code of the process.
 
     A `UserError` becomes one line on standard error and its own exit code, and so does what the system says of a file that it names. Any other
-    exception is a defect of ours and keeps its traceback.
+    exception is a defect of ours and keeps its traceback. If the reader of standard output has ended (`| head`), the tool ends silently.
     """
+    code = 0
+    try:
+        code = _exit_code(function)
+        if sys.stdout is not None:  # it is None if the caller closed it (`>&-`)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise  # of another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again when it ends
+        return code or NO_READER
+    return code
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody can read what is written to standard output any more."""
+    try:
+        output = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # closed, or replaced by something without a file
+        return False
+    poll = select.poll()
+    poll.register(output, 0)  # errors are always reported
+    return bool(poll.poll(0))
+
+
+def _exit_code(function: Callable[[], object]) -> int:
     try:
         function()
     except UserError as error:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -499,3 +500,43 @@ def wait_for(condition, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.1)
+
+
+# ---- the scripts of one data set ----------------------------------------------------------------------------------------
+
+
+def in_a_clone(folder: Path, script: str, *arguments: str) -> tuple[int, str, str]:
+    """Run launch/SCRIPT in a clone whose tools only make the directory that is their --output."""
+    (folder / "launch").mkdir(exist_ok=True)
+    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "launch" / script, folder / "launch")
+    (folder / "launch" / "setup.sh").write_text("exit 0\n")
+    for name in ("python", "torchrun"):
+        tool = folder / ".venv" / "bin" / name
+        made = 'mkdir -p "$(echo "$*" | sed -n "s/.*--output //p")"'
+        tool.write_text(f'#!/bin/sh\ncase "$*" in *run.py*) echo trained;; *prepare*) {made};; esac\n')
+        tool.chmod(0o755)
+    done = subprocess.run(["bash", f"launch/{script}", *arguments], cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_refuses_to_train_on_an_earlier_text(tmp_path):
+    for name, text in (("one.txt", "a text, é"), ("copy.txt", "a text, é"), ("other.txt", "a text, e")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    for name in ("one.txt", "one.txt", "copy.txt"):
+        assert in_a_clone(tmp_path, "shakespeare.sh", name) == (0, "trained\n", "")
+    code, out, err = in_a_clone(tmp_path, "shakespeare.sh", "other.txt")
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert f"quickstart/shakespeare was prepared from another text than {tmp_path}/other.txt; delete that folder" in err
+
+
+def test_a_script_refuses_to_train_on_earlier_pairs(tmp_path):
+    for folder in ("one", "copy", "other"):
+        (tmp_path / folder).mkdir()
+        for name in ("train.de", "train.en", "val.de", "val.en"):
+            (tmp_path / folder / f"multi30k.{name}.gz").write_text(name + (folder if (folder, name) == ("other", "val.en") else ""))
+    for folder in ("one", "one", "copy"):
+        assert in_a_clone(tmp_path, "translation.sh", folder) == (0, "trained\n", "")
+    code, out, err = in_a_clone(tmp_path, "translation.sh", "other")
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert f"quickstart/translation was prepared from other files than those in {tmp_path}/other; delete that folder" in err

@@ -1,6 +1,7 @@
 """Convert checkpoints to and from Hugging Face's format (safetensors, config.json, tokenizer files), and exports on to GGUF."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -65,8 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         "--inexact", action="store_true", help="convert even a model that llama.cpp computes differently, and say what differs"
     )
     arguments = parser.parse_args(argv)
-    if arguments.direction == "to-hf" and not arguments.shard_gb >= 0.001:
-        parser.error("--shard-gb must be 0.001 or more")
+    if arguments.direction == "to-hf" and not 0.001 <= arguments.shard_gb < math.inf:
+        parser.error("--shard-gb must be a number from 0.001 on")
     return run_tool(lambda: convert(arguments))
 
 

@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works wi
 
 from pretrain.errors import run_tool  # noqa: E402
 
+SETTINGS = ("tokens", "length", "dtype", "text_field", "documents", "shots", "limit", "task_folder")
+"""The options that decide a result, besides what is evaluated."""
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,7 +68,13 @@ def evaluate(arguments: argparse.Namespace) -> None:
         return {name: value for line in results_of(checkpoint, arguments) for name, value in as_numbers(line).items()}
 
     on = [*arguments.text, *map(str, arguments.data), *(arguments.tasks or [])]
-    for step, found in follow(arguments.model, numbers, on, wait_seconds=5.0, tell=lambda line: print(line, file=sys.stderr)):
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
+    settings["task_folder"] = None if arguments.task_folder is None else str(arguments.task_folder)
+
+    def tell(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    for step, found in follow(arguments.model, numbers, on, settings, wait_seconds=5.0, tell=tell):
         print(json.dumps({"step": step, **found}) if arguments.json else f"step {step}: {_joined(found)}", flush=True)
 
 

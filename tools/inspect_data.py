@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -72,6 +71,8 @@ def check_usage(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
     for option, needs in (("rank", "step"), ("html", "step"), ("source", "document"), ("epochs", "document")):
         if getattr(arguments, option) is not None and asked != [needs]:
             parser.error(f"--{option} goes with --{needs}")
+    if arguments.html is not None and arguments.json:
+        parser.error("--html writes a page and --json prints an object; give one of them")
     for name, least in (("samples", 0), ("lines", 0), ("width", 40), ("epochs", 1), ("ranks", 1)):
         if getattr(arguments, name) is not None and getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")
@@ -131,10 +132,7 @@ def show_step(arguments: argparse.Namespace, history: Any) -> None:
 
 
 def show(arguments: argparse.Namespace, found: Any, lines: Iterable[str]) -> None:
-    try:
-        print(json.dumps(dataclasses.asdict(found)) if arguments.json else "\n".join(lines), flush=True)
-    except BrokenPipeError:  # of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(json.dumps(dataclasses.asdict(found)) if arguments.json else "\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":

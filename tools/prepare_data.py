@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["merge"]:
         return _merge(argv[1:])
-    arguments = vars(_parser().parse_args(argv))
+    arguments = vars(_arguments(argv))
     inputs, dataset = arguments.pop("input"), arguments.pop("dataset")
     config, split = arguments.pop("dataset_config"), arguments.pop("dataset_split")
 
@@ -41,6 +41,23 @@ def main(argv: list[str] | None = None) -> int:
     return run_tool(run)
 
 
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    for option in ("dataset_split", "dataset_config"):
+        if getattr(arguments, option) is not None and arguments.dataset is None:
+            parser.error(f"--{option.replace('_', '-')} has no effect without --dataset; leave it out")
+    if arguments.fim_spm_rate is not None and not arguments.fim_rate:
+        parser.error("--fim-spm-rate has no effect without --fim-rate; give both, or leave it out")
+    # Folders, patterns and URLs may hold .bin files, so only names of files are judged.
+    named = [Path(name) for name in arguments.input or []]
+    if arguments.ids_dtype and all(path.suffix.lower() != ".bin" and path.is_file() for path in named):
+        parser.error("--ids-dtype has no effect, because no input is a .bin file; leave it out")
+    arguments.dataset_split = arguments.dataset_split or "train"
+    arguments.fim_spm_rate = Settings.fim_spm_rate if arguments.fim_spm_rate is None else arguments.fim_spm_rate
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     corpus = parser.add_mutually_exclusive_group(required=True)
@@ -49,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     corpus.add_argument("--dataset", metavar="NAME_OR_DIR", help="a Hugging Face dataset, downloaded or on disk")
     parser.add_argument("--dataset-config", metavar="NAME", help="which configuration of the dataset")
-    parser.add_argument("--dataset-split", default="train", metavar="NAME", help="(default: %(default)s)")
+    parser.add_argument("--dataset-split", metavar="NAME", help="which split of the dataset (default: train)")
     parser.add_argument("--tokenizer", required=True, metavar="DIR_OR_FILE")
     _add_shared(parser, 0)
     parser.add_argument(
@@ -72,7 +89,10 @@ def _parser() -> argparse.ArgumentParser:
         "--fim-rate", type=float, default=0.0, metavar="F", help="share of documents in fill-in-the-middle form"
     )
     parser.add_argument(
-        "--fim-spm-rate", type=float, default=Settings.fim_spm_rate, metavar="F", help="share of those with the suffix first"
+        "--fim-spm-rate",
+        type=float,
+        metavar="F",
+        help=f"share of those with the suffix first (default: {Settings.fim_spm_rate})",
     )
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens per shard (default: %(default)s)")
     parser.add_argument("--task", type=int, metavar="I", help="do only this part of the work, 0 to N-1")

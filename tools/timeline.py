@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="run directories; several are drawn on one scale")
     parser.add_argument("--step", type=int, metavar="N", help="the profiled step (default: the last one of each run)")
     parser.add_argument(
-        "--title", action="append", metavar="TEXT", help="a title for each run, in order (default: their names)"
+        "--title", action="append", metavar="TEXT", help="a title for each run, in order (default: their names, or their paths where names are equal)"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png", help="needs matplotlib (the extra `plot`)")
     arguments = parser.parse_args(argv)
@@ -26,9 +26,11 @@ def main(argv: list[str] | None = None) -> int:
 def draw(arguments: argparse.Namespace) -> None:
     from pretrain.observe.timeline import describe_step, draw_timelines, read_step
 
-    titles = arguments.title or [run.resolve().name for run in arguments.runs]
-    steps = {title: read_step(run, arguments.step) for title, run in zip(titles, arguments.runs)}
-    for title, ranks in steps.items():
+    names = [run.resolve().name for run in arguments.runs]
+    told_apart = [name if names.count(name) == 1 else str(run) for name, run in zip(names, arguments.runs)]
+    titles = arguments.title or told_apart
+    steps = [(title, read_step(run, arguments.step)) for title, run in zip(titles, arguments.runs)]
+    for title, ranks in steps:
         print(*describe_step(title, ranks), sep="\n")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     draw_timelines(steps, arguments.output)

@@ -145,6 +145,8 @@ def _parse(text: str, place: str) -> Tree:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{_at(getattr(error, 'problem_mark', None), place)}: not valid YAML: {problem}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{place}: brackets or sections are nested too deeply; write fewer inside each other") from error
     finally:
         if loader:
             loader.dispose()
@@ -158,9 +160,15 @@ def _kind(node: yaml.Node) -> str:
     return {"scalar": "a single value", "sequence": "a list", "mapping": "a mapping"}[node.id]
 
 
-def _construct(loader: _Loader, node: yaml.Node, path: str, place: str, origins: dict[str, Origin]) -> Any:
+def _construct(
+    loader: _Loader, node: yaml.Node, path: str, place: str, origins: dict[str, Origin], inside: tuple[yaml.Node, ...] = ()
+) -> Any:
+    """The values of a node. `inside`: the nodes that hold it."""
+    if any(node is other for other in inside):
+        raise ConfigError(f"{_at(node.start_mark, place)}: {path} is an alias of what it is in; write its own value")
     if path:
         origins[path] = _origin(node, node, place)
+    inside = *inside, node
     if isinstance(node, yaml.MappingNode):
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -168,11 +176,11 @@ def _construct(loader: _Loader, node: yaml.Node, path: str, place: str, origins:
             full = f"{path}.{name}" if path else name
             if name in values:
                 raise ConfigError(f"{_at(key_node.start_mark, place)}: {full} is written twice")
-            values[name] = _construct(loader, value_node, full, place, origins)
+            values[name] = _construct(loader, value_node, full, place, origins, inside)
             origins[full] = _origin(key_node, value_node, place)
         return values
     if isinstance(node, yaml.SequenceNode):
-        return [_construct(loader, item, f"{path}.{i}", place, origins) for i, item in enumerate(node.value)]
+        return [_construct(loader, item, f"{path}.{i}", place, origins, inside) for i, item in enumerate(node.value)]
     return loader.construct_object(node)
 
 

@@ -24,13 +24,14 @@ def follow(
     run: Path,
     evaluate: Callable[[Path], dict[str, Any]],
     on: list[str],
+    settings: dict[str, Any],
     wait_seconds: float,
     tell: Callable[[str], None],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Evaluate the run's checkpoints, oldest first, also those to come, until the run has ended. Yields (step, results) of each.
 
-    `on`: what they are evaluated on. A checkpoint that has a line for that is not evaluated again; another one of the same step is, which the run made after
-    it went back. One that the run removes meanwhile (`checkpoint.keep_last`) is left out. `tell` is given a line when the run has been
+    `on`: what they are evaluated on; `settings`: the options that decide the results, as JSON values. A checkpoint that has a line for both is not evaluated
+    again; another one of the same step is, which the run made after it went back. So is one whose line has no settings, as lines of before 2026-12 have none. One that the run removes meanwhile (`checkpoint.keep_last`) is left out. `tell` is given a line when the run has been
     silent for long, once for each silence.
     """
     if not (run / STARTS_FILE).is_file():
@@ -45,7 +46,7 @@ def follow(
                 f"{run}: running by its status.json, but silent since {updated}; was it killed? Start it again, or end this by Ctrl-C"
             )
         lines = list(read_lines(run / EVALUATIONS_FILE)) if (run / EVALUATIONS_FILE).is_file() else []
-        known = {line.get("checkpoint") for line in lines if line.get("on") == on}
+        known = {line.get("checkpoint") for line in lines if line.get("on") == on and line.get("settings") == settings}
         found = {_identity(path): path for path in files.complete_checkpoints(run / "checkpoints")}
         new = {identity: path for identity, path in found.items() if identity and identity not in known}
         for identity, checkpoint in new.items():
@@ -56,7 +57,14 @@ def follow(
                 if checkpoint.is_dir():
                     raise
                 continue
-            line = {"step": step, "tokens": tokens, "on": on, "checkpoint": identity, "evaluation": results}
+            line = {
+                "step": step,
+                "tokens": tokens,
+                "on": on,
+                "settings": settings,
+                "checkpoint": identity,
+                "evaluation": results,
+            }
             append_line(run / EVALUATIONS_FILE, json.dumps(plain(line), allow_nan=False))
             yield step, results
         if has_ended and not new:

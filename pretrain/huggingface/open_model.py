@@ -53,6 +53,10 @@ def open_model(path: Path | str, device: torch.device | str = "cpu", dtype: str 
         source = HfDirectory(path, family or _family_for(path, notes))
         model, weights, place, tokens = source.model, source.whole(cast), path, path
     else:
+        if family and path.is_dir():
+            raise ConfigError(
+                f"--family {family} has no effect on {path}, which is no Hugging Face directory (no config.json); leave it out"
+            )
         model, weights, place = read_checkpoint(path, cast)
         tokens = place / "tokenizer"
     if model.encoder.layers:

@@ -87,8 +87,8 @@ def _add(stretches: list[tuple[float, float]], begin: float, end: float) -> None
         stretches.append((begin, end))
 
 
-def draw_timelines(steps: dict[str, list[RankTime]], output: Path) -> None:
-    """Draw steps below each other on one scale, by title. Raises DataError without matplotlib."""
+def draw_timelines(steps: list[tuple[str, list[RankTime]]], output: Path) -> None:
+    """Draw steps, each with its title, below each other on one scale. Raises DataError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -97,12 +97,12 @@ def draw_timelines(steps: dict[str, list[RankTime]], output: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    lanes = [len(ranks) for ranks in steps.values()]
+    lanes = [len(ranks) for _, ranks in steps]
     figure, panels = pyplot.subplots(
         len(steps), 1, sharex=True, squeeze=False, dpi=120, layout="constrained", figsize=(9, 1.1 + sum(0.45 + 0.55 * n for n in lanes)),
         gridspec_kw={"height_ratios": lanes},
     )  # fmt: skip
-    for axes, (title, ranks) in zip(panels[:, 0], steps.items()):
+    for axes, (title, ranks) in zip(panels[:, 0], steps):
         for place, rank in enumerate(ranks):
             for kind, stretches in rank.stretches.items():
                 bottom, height = (place + 0.62, 0.2) if kind == "collectives" else (place + 0.08, 0.5)
@@ -113,7 +113,7 @@ def draw_timelines(steps: dict[str, list[RankTime]], output: Path) -> None:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
     panels[-1, 0].set_xlabel("milliseconds since the step began")
-    shown = [kind for kind in COLOURS if any(rank.stretches[kind] for ranks in steps.values() for rank in ranks)]
+    shown = [kind for kind in COLOURS if any(rank.stretches[kind] for _, ranks in steps for rank in ranks)]
     figure.legend(
         [Patch(color=COLOURS[kind]) for kind in shown],
         shown,

@@ -47,6 +47,7 @@ def page(run: Path, width: int, height: int | None = None) -> RenderableType:
         parts = [Text("starting", style="bold yellow"), *rank_parts(ranks, width), *_events(run)]
         return Panel(Group(*parts), title=Text(str(run)), title_align="left")
     start = starts[-1]
+    _check_start(start, run / STARTS_FILE)
     records = read_metrics(run) if (run / METRICS_FILE).is_file() else []
     steps = start["config"]["run"]["steps"]
     above = [_headline(run, status, records), _bar(status.get("step", 0), steps, width)]
@@ -57,6 +58,16 @@ def page(run: Path, width: int, height: int | None = None) -> RenderableType:
         room = None if height is None else height - 3 - _lines([*above, *below], width)  # the border, and the curve
         numbers = [_numbers(records, start, width, room), _curve(records, width)]
     return Panel(Group(*above, *numbers, *below), title=Text(str(run)), title_align="left")
+
+
+def _check_start(start: dict[str, Any], path: Path) -> None:
+    """Raise DataError unless the record of a start has the configuration that the page shows."""
+    try:
+        known = isinstance(start["config"]["run"]["steps"], int) and isinstance(start["config"]["parallel"]["strategy"], str)
+    except (KeyError, TypeError):
+        known = False
+    if not known:
+        raise DataError(f"{path}: the last start has no configuration (config.run.steps, config.parallel.strategy); restore it")
 
 
 def _lines(parts: Iterable[RenderableType], width: int) -> int:

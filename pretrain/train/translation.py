@@ -52,7 +52,7 @@ def translate_and_score(
     source_tokenizer, tokenizer = (_tokenizer(str(side.tokenizer_path)) for side in (pairs.source, pairs.target))
     hypotheses = [text_of(tokenizer, tokens) for tokens in translations]
     references = [text_of(tokenizer, target[:-1].tolist()) for target in targets]
-    for i in np.linspace(0, len(numbers), options.samples, endpoint=False).astype(int).tolist():
+    for i in np.linspace(0, len(numbers), min(options.samples, len(numbers)), endpoint=False).astype(int).tolist():
         log.info("source     %s", text_of(source_tokenizer, sources[i][:-1].tolist()))
         log.info("reference  %s", references[i])
         log.info("hypothesis %s", hypotheses[i])

@@ -238,6 +238,8 @@ def test_the_name_of_a_run_is_the_stem_of_its_file_unless_it_says_otherwise(writ
         ("- a\n", ":1: a configuration is a mapping of sections, got a list"),
         ("run", ":1: a configuration is a mapping of sections, got a single value"),
         ("run: {steps: 3\n", ":2: not valid YAML: expected ',' or '}', but got '<stream end>'"),
+        ("model: &x\n  rope: *x\n", ":1: model.rope is an alias of what it is in; write its own value"),
+        ("data: {sources: " + 2000 * "[" + 2000 * "]" + "}\n", ": brackets or sections are nested too deeply"),
         ("run:\n\tsteps: 3\n", ":2: not valid YAML: found character '\\t' that cannot start any token"),
         ("run: {}\n---\nrun: {}\n", ":2: not valid YAML: but found another document"),
         ("run:\n", ":1: run is a section with keys (name, dir"),

@@ -117,10 +117,10 @@ def test_following_a_run_that_is_silent_for_long_says_so_once(tmp_path, monkeypa
     told, naps = [], iter([None, None])
     monkeypatch.setattr(follow.time, "sleep", lambda _: next(naps))
     with pytest.raises(RuntimeError, match="StopIteration"):  # the third nap
-        list(follow.follow(tmp_path, lambda _: {}, ["text"], 1.0, tell=told.append))
+        list(follow.follow(tmp_path, lambda _: {}, ["text"], {}, 1.0, tell=told.append))
     assert len(told) == 1 and "silent since 2026-11-24T08:00:00Z" in told[0]
     (tmp_path / "status.json").write_text('{"state": "finished", "updated": "2026-11-24T08:00:00Z"}')
-    assert list(follow.follow(tmp_path, lambda _: {}, ["text"], 1.0, tell=told.append)) == [] and len(told) == 1
+    assert list(follow.follow(tmp_path, lambda _: {}, ["text"], {}, 1.0, tell=told.append)) == [] and len(told) == 1
 
 
 
@@ -154,6 +154,11 @@ def test_a_trained_model_scores_data_text_and_checkpoints_to_come(pool, config_f
     )
     assert evaluate(["--model", str(run), "--text", str(text), "--follow", "--json"]) == 0 and said(capsys) == []
     assert len((run / "evaluations.jsonl").read_text().splitlines()) == 3
+    # Other options give other results.
+    for options in (["--tokens", "300"], ["--dtype", "bf16", "--tokens", "300"]):
+        for steps in ([2, 4, 6], []):
+            assert evaluate(["--model", str(run), "--text", str(text), *options, "--follow", "--json"]) == 0
+            assert [line["step"] for line in said(capsys)] == steps
     # Another text is another evaluation of the same checkpoints, and both stand in the story of the run.
     assert evaluate(["--model", str(run), "--data", str(prepared), "--tokens", tokens, "--follow", "--json"]) == 0
     assert [line["step"] for line in said(capsys)] == [2, 4, 6]

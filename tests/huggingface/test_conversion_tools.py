@@ -44,6 +44,7 @@ def test_the_tools_exit_with_1_on_failure_and_2_on_bad_usage(exported, tmp_path,
         (convert, ["to-hf", "--checkpoint", "x"]),
         (convert, ["to-hf", "--checkpoint", "x", "--output", "y", "--dtype", "int8"]),
         (convert, ["to-hf", "--checkpoint", "x", "--output", "y", "--shard-gb", "0"]),
+        (convert, ["to-hf", "--checkpoint", "x", "--output", "y", "--shard-gb", "inf"]),
         (generate, ["--model", "x", "--prompt", "a", "--max-tokens", "0"]),
         (generate, ["--model", "x", "--prompt", "a", "--max-tokens", "3", "--temperature", "0"]),
     ):

@@ -73,6 +73,7 @@ def test_a_prompt_may_hold_any_separator_but_the_end_of_a_line(run, tmp_path, ca
         (["--temperature", "0"], 2, "must be positive"),
         (["--temperature", "inf", "--top-k", "5"], 2, "must be positive"),
         (["--seed", str(10**23)], 2, "is not in 0.."),
+        (["--family", "hf"], 2, "--family hf has no effect on"),
     ],
 )
 def test_options_without_effect_are_refused(run, capsys, options, code, said):

@@ -137,6 +137,11 @@ def yarn(**changes) -> dict:
         ("qwen2.5-0.5b", {"rope_scaling": yarn(factor=0)}, "must be at least 1"),
         ("qwen2.5-0.5b", {"rope_theta": 0}, "must be above 1"),
         (
+            "qwen2.5-0.5b",
+            {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_theta=10000.0 contradicts that of rope_parameters, 500000.0",
+        ),
+        (
             "gemma3-1b",
             {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
             "which has them by layer type",

@@ -49,6 +49,19 @@ def test_a_run_is_drawn_from_its_own_profile(pool, config_file, tmp_path, capsys
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 5000
 
 
+@pytest.mark.parametrize("titles", [[], ["--title", "same", "--title", "same"]])
+def test_runs_of_one_name_are_all_drawn(tmp_path, capsys, monkeypatch, titles):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for place, ranks in (("ddp", 1), ("fsdp", 2)):
+        for rank in range(ranks):
+            write_trace(tmp_path / place / "base", 3, rank, [])
+    assert tool("timeline").main(["ddp/base", "fsdp/base", *titles, "--output", "a.png"]) == 0
+    told = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[:-1]]
+    first, second = ("same", "same") if titles else ("ddp/base", "fsdp/base")
+    assert told == [f"{first}, rank 0", f"{second}, rank 0", f"{second}, rank 1"]
+
+
 @pytest.mark.parametrize(
     ("words", "problem"), [([], "no step was profiled"), (["--step", "9"], "step 9 was not profiled; there are [3]")]
 )

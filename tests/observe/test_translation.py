@@ -1,9 +1,15 @@
 """Scores of translations against sacrebleu's own numbers and a plain edit distance."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pair_files import split_of
 
+from pretrain.config.schema import Config
+from pretrain.data.pairs.prepared_pairs import PreparedPairs, prepare_pairs
+from pretrain.distributed.ranks import Ranks
+from pretrain.train import translation
 from pretrain.train.translation import edit_distance, error_rate, score
 
 HYPOTHESES = ["the dog bit the man .", "it was not a surprise .", "the man had just bitten him ."]
@@ -55,6 +61,20 @@ def test_scores_ignore_case_when_asked():
     assert (round(perfect.bleu, 6), round(perfect.chrf, 6), perfect.cer, perfect.wer) == (100, 100, 0, 0)
     assert "case:lc" in perfect.signature
     assert score(shouted, REFERENCES).wer > 80
+
+
+@pytest.mark.parametrize(("samples", "shown"), [(0, []), (2, ["a", "b"]), (5, ["a", "b", "c"])])
+def test_a_translation_is_logged_once(tmp_path, byte_tokenizer, monkeypatch, caplog, samples, shown):
+    """Of one pair, five samples were the same lines five times."""
+    pytest.importorskip("sacrebleu")
+    prepare_pairs(tmp_path / "pairs", split_of(tmp_path, "x", ["a", "b", "c"], ["d", "e", "f"]), None, byte_tokenizer)
+    pairs, config = PreparedPairs.open(tmp_path / "pairs"), Config()
+    config.validation.translation.samples = samples
+    monkeypatch.setattr(translation, "translate_sources", lambda call, sources, *_: [source.tolist() for source in sources])
+    caplog.set_level("INFO")
+    translation.translate_and_score(None, pairs, config, Ranks(0, 0, 1, torch.device("cpu")), (0, 1), None)
+    said = [record.message.split() for record in caplog.records if record.name == translation.__name__]
+    assert [words[1] for words in said if words[0] == "source"] == shown
 
 
 def test_a_missing_package_is_named(monkeypatch):

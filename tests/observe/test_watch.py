@@ -57,6 +57,13 @@ def test_the_page_says_how_far_a_run_is_and_how_it_does(run):
     assert any(bar in text for bar in "▁▂▃▄▅▆▇█")
 
 
+@pytest.mark.parametrize("config", [{}, {"config": None}, {"config": {"run": {"steps": "7"}, "parallel": {"strategy": "ddp"}}}])
+def test_a_start_without_its_configuration_is_named(run, config):
+    (run / "starts.jsonl").write_text(json.dumps({"step": 0} | config) + "\n")
+    with pytest.raises(DataError, match=r"starts\.jsonl: the last start has no configuration"):
+        shown(run)
+
+
 def test_a_name_with_brackets_is_shown_as_it_is(run):
     write_status(run, updated=now())
     named = run.rename(run.parent / "exp[red] lr[=3e-4]")

@@ -179,6 +179,8 @@ def _read_starts(path: Path) -> list[Start]:
             f"{path}: cannot be read: {error.strerror}; a run directory has it from its first start on "
             "(for a planned run, give --config)"
         ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}): damaged; restore it") from error
     starts = []
     for number, line in enumerate(lines[:-1], start=1):  # text after the last line's end was torn before any step was made
         place = f"{path}:{number}"
@@ -210,7 +212,8 @@ def _absolute(config: Config, folder: Path) -> Config:
         own = dataset if (dataset := text.dataset) is None or not (folder / dataset).is_dir() else str(folder / dataset)
         inputs = [_placed(pattern, folder) for pattern in text.input]
         text = dataclasses.replace(text, input=inputs, dataset=own, tokenizer=str(folder / text.tokenizer))
-    return dataclasses.replace(config, data=dataclasses.replace(data, cache=cache, text=text, **moved))
+    pairs = None if data.pairs is None else str(folder / data.pairs)
+    return dataclasses.replace(config, data=dataclasses.replace(data, cache=cache, text=text, pairs=pairs, **moved))
 
 
 def _found(starts: list[Start]) -> list[Start]:

@@ -1,4 +1,4 @@
-"""Checks that prepared data and a run's packing indices are intact: every file is hashed, and every damaged one named."""
+"""Checks that prepared data, prepared pairs and a run's packing indices are intact: every file is hashed, and every damaged one named."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pretrain.config.data_schema import Data
 from pretrain.config.schema import Config
 from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.packing import index_path
+from pretrain.data.pairs.prepared_pairs import NAME as PAIRS_NAME
+from pretrain.data.pairs.prepared_pairs import SIDES, read_pairs
 from pretrain.data.shards.manifest import INDEX_DTYPE, INPUTS_NAME, INVALID_NAME, read_manifest
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.transfer import is_url
@@ -77,7 +79,7 @@ def _remote(data: PreparedData, number: int) -> _Checked:
 
 
 def check_integrity(path: str) -> Integrity:
-    """Hash every file of a prepared directory (or of both its splits), or of all data that a run reads. Shows progress on standard error.
+    """Hash every file of prepared data or pairs (or of both splits), or of all data that a run reads. Shows progress on standard error.
 
     Raises DataError if `path` is neither.
     """
@@ -111,6 +113,14 @@ def _of_directory(path: str) -> Iterator[_Found]:
         yield _of_prepared(path, Config().data)
         return
     folder = Path(path)
+    if (folder / PAIRS_NAME).exists():
+        yield from _of_pairs(path)
+        return
+    paired = [folder / name for name in ("train", "validation") if (folder / name / PAIRS_NAME).is_file()]
+    for split in paired:
+        yield from _of_pairs(str(split))
+    if paired:
+        return
     splits = [folder / name for name in ("train", "validation") if (folder / name / "manifest.json").is_file()]
     if (folder / "manifest.json").exists() or not splits:
         splits = [folder]
@@ -133,9 +143,24 @@ def _of_prepared(path: str, data: Data) -> _Found:
     return [*files, _Checked(tokenizer, 0, lambda: copy_difference(tokenizer, manifest.tokenizer))], None
 
 
+def _of_pairs(path: str) -> Iterator[_Found]:
+    """Both sides of prepared pairs, and what ties them."""
+    try:
+        read_pairs(Path(path))
+    except DataError as error:
+        yield [], Damage(path, str(error))
+    for side in SIDES:
+        if (Path(path) / side / "manifest.json").is_file():  # a missing one was named above
+            yield _of_prepared(f"{path}/{side}", Config().data)
+
+
 def _of_run(folder: Path) -> Iterator[_Found]:
     configs = {repr(stretch.config.data): stretch.config for stretch in History.read(folder).stretches}
     for data in (with_prepared_text(config).data for config in configs.values()):
+        if data.pairs is not None:
+            for path in [data.pairs, *(source.path for source in data.validation)]:
+                yield from _of_pairs(path)
+            continue
         for source in [*data.sources, *data.validation]:
             yield _of_prepared(source.path, data)
             yield _of_index(source.path, data)

@@ -43,7 +43,8 @@ _BATCH = 4096  # pairs that are encoded at a time
 # ---- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _read_pairs(directory: Path) -> dict[str, Any]:
+def read_pairs(directory: Path) -> dict[str, Any]:
+    """The checked content of `directory`/pairs.json. Raises DataError, naming the file, unless it ties the manifests of both sides."""
     file = directory / NAME
     if not file.is_file():
         splits = [name for name in ("train", "validation") if (directory / name / NAME).is_file()]
@@ -79,7 +80,7 @@ class PreparedPairs:
         looked at (see `training_data.verify_everywhere`).
         """
         path = Path(path)
-        content = _read_pairs(path)
+        content = read_pairs(path)
         sides = [PreparedData.open(path / side, sizes=False) for side in SIDES]
         for side, data in zip(SIDES, sides):
             if data.documents != content["pairs"]:
@@ -151,6 +152,8 @@ class PairCounts:
     too_long: int = 0
     altered: int = 0
     """Targets that a round trip through the tokenizer changes. Scores compare with the changed text."""
+    marks: int = 0
+    """Byte order marks that were removed."""
     source_tokens: int = 0
     target_tokens: int = 0
 
@@ -158,8 +161,9 @@ class PairCounts:
         """One line for people."""
         left_out = f"left out: {self.empty:,} with an empty side, {self.too_long:,} too long"
         altered = f"; {self.altered:,} targets are altered by the tokenizer" if self.altered else ""
+        marks = f", {self.marks} byte order marks removed" if self.marks else ""
         tokens = f"{self.source_tokens:,} and {self.target_tokens:,} tokens"
-        return f"{where}: {self.pairs:,} pairs of {self.lines:,} lines, {tokens}; {left_out}{altered}"
+        return f"{where}: {self.pairs:,} pairs of {self.lines:,} lines, {tokens}; {left_out}{marks}{altered}"
 
 
 @dataclass
@@ -249,8 +253,8 @@ def _encode(tokenizer: Tokenizer, lines: Sequence[Line]) -> list[np.ndarray]:
 
 def _pairs(split: Split, lowercase: bool) -> Iterator[tuple[Line, Line]]:
     """The pairs without an empty side. Both sides must have the same number of lines."""
-    counts = split.counts
-    sides = [read_lines(files, lowercase) for files in (split.source, split.target)]
+    counts, tally = split.counts, Tally()
+    sides = [read_lines(files, lowercase, tally) for files in (split.source, split.target)]
     for source, target in itertools.zip_longest(*sides):
         if source is None or target is None:
             longer, shorter = (split.target, split.source) if source is None else (split.source, split.target)
@@ -259,25 +263,29 @@ def _pairs(split: Split, lowercase: bool) -> Iterator[tuple[Line, Line]]:
                 f"{', '.join(map(str, longer))}: {more} lines, but {', '.join(map(str, shorter))}: {counts.lines}; line i of one is "
                 "the translation of line i of the other, so give files that match"
             )
-        counts.lines += 1
+        counts.lines, counts.marks = counts.lines + 1, tally.marks
         if source.text and target.text:
             yield source, target
         else:
             counts.empty += 1
 
 
-def read_lines(files: Sequence[str], lowercase: bool) -> Iterator[Line]:
-    """The lines of the files, without white space around them. Raises DataError naming file and line for bytes that are not UTF-8.
+def read_lines(files: Sequence[str], lowercase: bool, tally: Tally | None = None) -> Iterator[Line]:
+    """The lines of the files, without white space around them and without byte order marks, which `tally` counts. Raises DataError naming file and line for bytes that are not UTF-8.
 
     Only a line feed ends a line, so that no character inside a sentence shifts the lines after it.
     """
+    tally = Tally() if tally is None else tally
     for file in files:
-        for number, raw in enumerate(lines_of(InputFile.found_at(str(file)), 0, -1, Tally()), 1):
+        for number, raw in enumerate(lines_of(InputFile.found_at(str(file)), 0, -1, tally), 1):
             origin = f"{file}, line {number}"
             try:
-                text = raw.decode("utf-8").strip()
+                text = raw.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{origin}: not valid UTF-8 ({error.reason} at byte {error.start}); convert the file"
                 ) from error
+            if number == 1 and text.startswith("\ufeff"):
+                tally.marks, text = tally.marks + 1, text[1:]
+            text = text.strip()
             yield Line(text.lower() if lowercase else text, origin)

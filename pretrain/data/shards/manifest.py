@@ -47,7 +47,7 @@ class StoredFile(NamedTuple):
 class Shard:
     """Three files, as the manifest describes them.
 
-    `bytes`: the size of the documents' text as UTF-8, 0 for documents that came as ids; `longest`: the tokens of the longest
+    `bytes`: the size of the documents' text as UTF-8, 0 if any document came as ids; `longest`: the tokens of the longest
     document.
     """
 

@@ -136,7 +136,7 @@ class PreparedData:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes of text per token; None for data that came as ids, because the size of its text is unknown."""
+        """Mean bytes of text per token; None if any document came as ids, because the size of its text is unknown."""
         sizes = [shard.bytes for shard in self.manifest.shards]
         return sum(sizes) / self.tokens if all(sizes) else None
 

@@ -57,6 +57,7 @@ class ShardFiles:
     def __init__(self, directory: Path, number: int, dtype: np.dtype) -> None:
         self.tokens = 0
         self._documents = self._bytes = self._longest = 0
+        self._of_text = True  # every document; a document of ids has a size of 0
         self._dtype = dtype
         self._names = [f"shard-{number:05d}{suffix}" for suffix in (".bin", ".idx", ".src")]
         self._files = [open(directory / name, "xb", buffering=_BUFFER) for name in self._names]
@@ -73,6 +74,7 @@ class ShardFiles:
         self.tokens += len(tokens)
         self._documents += len(lengths)
         self._bytes += int(np.sum(sizes))
+        self._of_text = self._of_text and bool(np.all(sizes))
         self._longest = max(self._longest, int(np.max(lengths)))
 
     def finish(self) -> Shard:
@@ -83,7 +85,8 @@ class ShardFiles:
             if hasattr(os, "posix_fadvise"):  # so that a later check of the hash reads the disk and not the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self.close()
-        counts = (self._documents, self.tokens, self._bytes, self._longest)
+        # The bytes of some documents beside the tokens of all would be taken for bytes per token.
+        counts = (self._documents, self.tokens, self._bytes if self._of_text else 0, self._longest)
         return Shard(*self._names, *counts, *(digest.hexdigest() for digest in self._hashes))
 
     def close(self) -> None:

@@ -351,8 +351,9 @@ def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
         ("", "empty: the run has not started"),
         ("{}\n", "starts.jsonl:1: not the record of a start"),
         ("[\n", ":1"),
+        ("\xff{}\n", "starts.jsonl: not UTF-8 (invalid start byte at byte 0): damaged"),
     ):
-        (tmp_path / "starts.jsonl").write_text(content)
+        (tmp_path / "starts.jsonl").write_text(content, encoding="latin-1")
         assert tool("inspect_data").main(["--run", str(tmp_path), "--step", "1"]) == 1
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and said in err
@@ -372,6 +373,7 @@ def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
         ["--run", "R", "--coverage", "--rank", "0"],
         ["--run", "R", "--coverage", "--html", "x.html"],
         ["--run", "R", "--step", "1", "--width", "3"],
+        ["--run", "R", "--step", "1", "--html", "x.html", "--json"],
     ],
 )
 def test_options_that_do_not_go_together_are_bad_usage(arguments, capsys):

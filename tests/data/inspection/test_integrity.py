@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from pair_files import split_of
 from running import run_main, tool
 
+from pretrain.config.data_schema import ValidationSource
+from pretrain.config.schema import Config
 from pretrain.data.inspection.integrity import check_integrity
+from pretrain.data.pairs.prepared_pairs import prepare_pairs
 
 
 def flip(file: Path) -> str:
@@ -104,3 +109,30 @@ def test_both_splits_are_checked(copy, tmp_path, prepared):
 def test_a_directory_of_something_else_is_refused(tmp_path, capsys):
     assert tool("inspect_data").main(["--corrupt-check", str(tmp_path)]) == 1
     assert "is this a directory written by tools/prepare_data.py?" in capsys.readouterr().err
+
+
+def run_on_pairs(folder: Path, pairs: Path) -> Path:
+    """The directory of a run that trains and validates on pairs, named as a run names them: from the folder where it was started."""
+    config = Config()
+    config.data.pairs = str((pairs / "train").relative_to(folder))
+    config.data.validation = [ValidationSource(str((pairs / "validation").relative_to(folder)))]
+    start = {"step": 0, "samples": 0, "data_size": 1, "config": dataclasses.asdict(config), "folder": str(folder)}
+    (folder / "run").mkdir()
+    (folder / "run" / "starts.jsonl").write_text(json.dumps(start | {"fingerprints": []}) + "\n")
+    return folder / "run"
+
+
+def test_the_pairs_of_a_run_are_checked_and_so_is_a_directory_of_pairs(tmp_path, byte_tokenizer, capsys):
+    train, validation = (split_of(tmp_path, name, ["a b", "c"], ["x", "y z"]) for name in ("train", "validation"))
+    prepare_pairs(tmp_path / "pairs", train, validation, byte_tokenizer)
+    run = run_on_pairs(tmp_path, tmp_path / "pairs")
+    both = tmp_path / "pairs"
+    for place in (run, both):
+        code, found, _ = check(place, capsys)
+        assert code == 0 and found["damaged"] == [] and found["files"] == 20  # of 4 sides: 3 of a shard, inputs, tokenizer
+    damaged = [flip(both / "train" / "source" / "shard-00000.bin"), flip(both / "validation" / "target" / "shard-00000.idx")]
+    for place, named in ((run, damaged), (both, damaged), (both / "train", damaged[:1])):
+        code, found, _ = check(place, capsys)
+        assert code == 1 and [damage["file"] for damage in found["damaged"]] == named
+    flip(both / "train" / "pairs.json")
+    assert str(both / "train") in [damage["file"] for damage in check(run, capsys)[1]["damaged"]]

@@ -50,6 +50,16 @@ def test_windows_line_ends_and_spaces_around_are_no_part_of_a_sentence(tmp_path,
     assert texts(tmp_path / "out", byte_tokenizer)[0] == ("ein Hund", "a dog")
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_sentence(tmp_path, byte_tokenizer):
+    for name, first in (("a.de", "Hund"), ("b.de", "Katze"), ("a.en", "dog"), ("b.en", "a\ufeffcat")):
+        (tmp_path / name).write_text(f"{first}\nx\n", encoding="utf-8-sig")
+    split = Split(*([tmp_path / f"{part}.{side}" for part in "ab"] for side in ("de", "en")))
+    [line] = prepare_pairs(tmp_path / "out", split, None, byte_tokenizer)
+    found = texts(tmp_path / "out", byte_tokenizer)
+    assert found == [("Hund", "dog"), ("x", "x"), ("Katze", "a\ufeffcat"), ("x", "x")]
+    assert "0 too long, 4 byte order marks removed" in line
+
+
 def test_lower_case_and_left_out_pairs_are_written_down(tmp_path, byte_tokenizer):
     sources, targets = ["Über", "", "b", "c" * 9, "d"], ["OVER", "x", "  ", "y", "z" * 9]
     options = PairOptions(lowercase=True, max_source_length=8, max_target_length=9)

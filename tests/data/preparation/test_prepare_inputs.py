@@ -764,3 +764,31 @@ def test_the_training_of_tokenizers_reads_the_same_texts(tmp_path):
     np.save(tmp_path / "c.npy", np.arange(3))
     with pytest.raises(DataError, match=r"c\.npy: holds ids, not text"):
         list(read_documents([tmp_path / "c.npy"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dataset-split", "train"], "--dataset-split has no effect without --dataset"),
+        (["--dataset-config", "c"], "--dataset-config has no effect without --dataset"),
+        (["--fim-spm-rate", "0.5"], "--fim-spm-rate has no effect without --fim-rate"),
+        (["--ids-dtype", "uint16"], "--ids-dtype has no effect, because no input is a .bin file"),
+    ],
+)
+def test_an_option_without_effect_is_bad_usage(tmp_path, byte_tokenizer, capsys, options, said):
+    (tmp_path / "a.txt").write_text("text")
+    command = ["--input", str(tmp_path / "a.txt"), "--tokenizer", str(byte_tokenizer), "--output", str(tmp_path / "o")]
+    with pytest.raises(SystemExit) as ended:
+        tool("prepare_data").main([*command, *options])
+    assert ended.value.code == 2 and said in capsys.readouterr().err and not (tmp_path / "o").exists()
+
+
+def test_text_beside_ids_in_one_shard_has_no_bytes_per_token(tmp_path, byte_tokenizer):
+    """The bytes of 5 letters beside 1,000 tokens were 0.005 bytes per token, and bits per byte 200 times too high."""
+    (tmp_path / "a.txt").write_text("hello")
+    np.save(tmp_path / "b.npy", np.array([*b"x" * 994, 256], dtype=np.uint16))
+    prepare([str(tmp_path / "a.txt"), str(tmp_path / "b.npy")], byte_tokenizer, tmp_path / "mixed", workers=1)
+    prepare([str(tmp_path / "a.txt")], byte_tokenizer, tmp_path / "text", workers=1)
+    mixed, text = (PreparedData.open(tmp_path / name) for name in ("mixed", "text"))
+    assert len(mixed.manifest.shards) == 1 and mixed.bytes_per_token is None
+    assert text.bytes_per_token == 5 / 6

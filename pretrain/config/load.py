@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import os
 import re
 import types
 import typing
@@ -130,6 +131,8 @@ def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str
     """The value in the type of its key. Nothing is guessed: `yes` is not a bool, and 1.5 is not an int."""
     where = f"{origin_of(full, origins)}: {full}={_shown(value)}"
     for item in _items(value):
+        if isinstance(item, str) and (item == "~" or item.startswith("~/")) and "prompt" not in full:
+            raise ConfigError(f"{where}: ~ would be the name of a folder here; write {os.path.expanduser(item)}")
         if isinstance(item, str) and (item == "???" or "${" in item):
             raise ConfigError(f"{where}: {item!r} has a meaning of its own here and cannot be part of a str")
         if isinstance(item, str) and ("\0" in item or any("\ud800" <= sign <= "\udfff" for sign in item)):
@@ -137,7 +140,7 @@ def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str
         if describe_type(hint) != describe_type(str) and isinstance(item, str):
             _check_number_text(item, hint, where)
     try:
-        value = _converted(hint, value, origins[full].text if full in origins else None)
+        value = _converted(hint, value, full, origins)
     except ValueError:
         meant = " (true or false)" if hint is bool else ""
         raise ConfigError(f"{where}: expected {describe_type(hint)}{meant}{value_advice(full, value)}") from None
@@ -167,25 +170,28 @@ def _check_number_text(text: str, hint: Any, where: str) -> None:
         )
 
 
-def _converted(hint: Any, value: Any, text: str | None) -> Any:
-    """`value` as a `hint`; ValueError if it cannot be one. `text`: as it was written, which is what a `str` keeps of `1e-4`."""
+def _converted(hint: Any, value: Any, full: str, origins: dict[str, Origin]) -> Any:
+    """`value` as a `hint`; ValueError if it cannot be one. A `str` is what was written, such as `1e-4`."""
     args = typing.get_args(hint)
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        return _converted_to_one_of(args, value, text)
+        return _converted_to_one_of(args, value, full, origins)
     if origin is typing.Literal and value in args:
         return value
     if origin in (list, tuple) and isinstance(value, (list, tuple)) and (origin is list or len(value) == len(args)):
-        return [_converted(args[i] if origin is tuple else args[0], item, None) for i, item in enumerate(value)]
+        return [
+            _converted(args[i] if origin is tuple else args[0], item, f"{full}.{i}", origins) for i, item in enumerate(value)
+        ]
     if origin is dict and isinstance(value, dict):
-        return {str(name): _converted(args[1], item, None) for name, item in value.items()}
+        return {str(name): _converted(args[1], item, f"{full}.{name}", origins) for name, item in value.items()}
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int and is_number and (isinstance(value, int) or value.is_integer()):
         return int(value)  # 1e3 steps are 1000 steps
     if hint is float and is_number:
         return _as_float(value)
     if hint is str and (isinstance(value, str) or is_number):
-        return value if isinstance(value, str) else text or str(value)
+        written = origins[full].text if full in origins else None
+        return value if isinstance(value, str) else written or str(value)
     if hint is bool and isinstance(value, bool):
         return value
     raise ValueError
@@ -198,12 +204,12 @@ def _as_float(value: float) -> float:
         raise ValueError from error
 
 
-def _converted_to_one_of(kinds: tuple, value: Any, text: str | None) -> Any:
+def _converted_to_one_of(kinds: tuple, value: Any, full: str, origins: dict[str, Origin]) -> Any:
     if value is None and type(None) in kinds:
         return None
     for kind in kinds:
         with contextlib.suppress(ValueError):
-            return _converted(kind, value, text)
+            return _converted(kind, value, full, origins)
     raise ValueError
 
 

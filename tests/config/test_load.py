@@ -212,6 +212,14 @@ def test_a_text_is_kept_as_it_was_written(write, text):
     config, _ = load_config(path)
     assert (config.run.name, config.data.sources[0].path) == (text, text)
     assert loaded(f"data.sources=[{{path: {text}}}]").data.sources[0].path == text
+    assert loaded("log.wandb.project=p", f"log.wandb.tags=[{text}, {text}]").log.wandb.tags == [text, text]
+
+
+@pytest.mark.parametrize("override", ["run.dir=~/runs", "data.sources=[{path: ~/data}]", "data.text.input=[a, ~/b]", "run.init_from='~'"])
+def test_a_folder_of_the_user_is_not_taken_for_one_called_tilde(override):
+    """A shell does not expand it after `=` either."""
+    with pytest.raises(ConfigError, match=rf"~ would be the name of a folder here; write {Path.home()}"):
+        loaded(override)
 
 
 @pytest.mark.parametrize("text", ["null", "~", "", "Null"])

@@ -127,11 +127,15 @@ def rope_from_hf(
     ours = _unscaled(ours) if absent else ours
     if kind == "by_layer_type":
         ours |= _local(local, ours, {"rope_local_base_freq": local_theta, **config}, family)
+    _check_beside(written, ours)
+    return {f"rope.{name}": value for name, value in ours.items()}
+
+
+def _check_beside(config: dict[str, Any], ours: dict[str, Any]) -> None:
     for field, name in _BESIDE.items():
-        value = written.get(field)
+        value = config.get(field)
         if value is not None and name in ours and _number(field, value) != ours[name]:
             raise ConfigError(f"config.json: {field}={shown(value)} contradicts that of rope_parameters, {ours[name]}")
-    return {f"rope.{name}": value for name, value in ours.items()}
 
 
 def _unscaled(ours: dict[str, Any]) -> dict[str, Any]:

@@ -140,29 +140,17 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
     own, incomplete = files.complete_checkpoints(folder), files.incomplete_checkpoints(folder)
     for path in incomplete:
         log.warning("incomplete checkpoint: %s has no %s and is passed over", path, files.MANIFEST)
-    if resume == "never":
-        if own:
-            raise CheckpointError(
-                f"run.resume=never, but {folder.parent} has checkpoints up to {own[-1].name}; "
-                "choose another run.name, or run.resume=auto to continue"
-            )
-        return _Candidates(())
-    if resume not in ("auto", "required"):
-        if not own:
-            return _Candidates(tuple(files.resolve(Path(resume))))
-        return _named(own, Path(resume))
-    newest = saved_last()
-    # A later one was saved after that was written; it may have retired this one.
-    if (
-        newest is not None
-        and not exists(folder / newest)
-        and not any((len(p.name), p.name) > (len(newest), newest) for p in own)
-        and not files.was_set_aside(folder / newest)
-    ):
-        raise UnreadableError(
-            f"{folder / newest} was saved last, as status.json says, and is not there: shared storage may show it later; if it was removed on "
-            "purpose, say so by run.resume=PATH of an earlier one, or by removing status.json"
+    if resume == "never" and own:
+        raise CheckpointError(
+            f"run.resume=never, but {folder.parent} has checkpoints up to {own[-1].name}; "
+            "choose another run.name, or run.resume=auto to continue"
         )
+    path = None if resume in ("auto", "required", "never") else Path(resume)
+    named = next((checkpoint for checkpoint in own if path is not None and checkpoint.resolve() == path.resolve()), None)
+    if named is not None:  # who names one that is there has chosen among what is seen
+        return _going_back(own, named, path)
+    # Before any other start: without a sight of its own checkpoints, a run would begin anew and later write over what it has.
+    _refuse_lost(folder, own, saved_last())
     if resume == "required" and not own:
         raise CheckpointError(f"run.resume=required, but {folder} has no complete checkpoint")
     if incomplete and not own:
@@ -170,15 +158,33 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
             f"{incomplete[-1]} has no {files.MANIFEST}, and there is no complete checkpoint: a partial copy? "
             "Restore it, or remove it to start afresh"
         )
+    if path is None:
+        return _Candidates(tuple(own))
+    if not own:
+        return _Candidates(tuple(files.resolve(path)))
+    log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
     return _Candidates(tuple(own))
 
 
-def _named(own: list[Path], path: Path) -> _Candidates:
-    """What a path means to a run that has checkpoints of its own: those, or one of them that it goes back to."""
-    named = next((checkpoint for checkpoint in own if checkpoint.resolve() == path.resolve()), None)
-    if named is None:
-        log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
-        return _Candidates(tuple(own))
+def _refuse_lost(folder: Path, own: list[Path], newest: str | None) -> None:
+    """Raise UnreadableError where the checkpoint that was saved last is not seen."""
+    if newest is None or exists(folder / newest) or files.was_set_aside(folder / newest):
+        return
+    # A later one was saved after that was written; it may have retired this one.
+    if any((len(p.name), p.name) > (len(newest), newest) for p in own):
+        return
+    status = folder.parent / "status.json"
+    remedy = (
+        f"say so by run.resume=PATH of an earlier one, or by removing {status}" if own else f"remove {status} to start afresh"
+    )
+    raise UnreadableError(
+        f"{folder / newest} was saved last, as status.json says, and is not there: shared storage may show it later; if it was removed on "
+        f"purpose, {remedy}"
+    )
+
+
+def _going_back(own: list[Path], named: Path, path: Path) -> _Candidates:
+    """What a path to one of the run's own checkpoints means: going back to it, or going on after the run has done so."""
     step = files.step_of(named)
     newer = [checkpoint for checkpoint in own if files.step_of(checkpoint) > step]
     for checkpoint in newer:

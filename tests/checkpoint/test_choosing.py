@@ -123,6 +123,33 @@ def test_a_checkpoint_that_is_known_to_be_there_and_is_not_seen_stops_the_run(po
     assert checkpoints(run) == ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]
 
 
+@pytest.mark.parametrize("resume", ["path", "never", "auto"])
+def test_a_run_whose_own_checkpoints_are_lost_starts_from_nowhere_else(pool, trained_run, config_file, run, resume):
+    """run.resume=PATH began again from the path, and `never` at step 0, without a look for the run's own checkpoints."""
+    other = trained_run(1, config_file, *PERIODIC, "run.name=other")
+    start_from = ("run.steps=8", f"run.resume={other if resume == 'path' else resume}")
+    folder, hidden = run / "checkpoints", run.parent / "hidden"
+    folder.rename(hidden)
+    code, printed = start(pool, config_file, "--check", *start_from)
+    assert code == 1 and "step-00000006 was saved last, as status.json says, and is not there" in printed
+    assert f"if it was removed on purpose, remove {run / 'status.json'} to start afresh" in printed
+    (run / "status.json").unlink()
+    copy = shutil.copytree(hidden / "step-00000006", folder / "step-00000006")
+    (copy / "manifest.json").unlink()
+    code, printed = start(pool, config_file, "--check", *start_from)
+    assert code == 1 and f"{copy} has no manifest.json, and there is no complete checkpoint: a partial copy?" in printed
+    shutil.rmtree(copy)
+    code, printed = start(pool, config_file, "--check", *start_from)
+    assert code == 0 and ("would resume from step 6" if resume == "path" else "would start at step 0") in printed
+
+
+def test_a_path_elsewhere_does_not_hide_that_the_newest_checkpoint_is_lost(pool, trained_run, config_file, run):
+    other = trained_run(1, config_file, *PERIODIC, "run.name=other")
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    code, printed = start(pool, config_file, "--check", "run.steps=8", f"run.resume={other}")
+    assert code == 1 and "step-00000006 was saved last, as status.json says, and is not there" in printed
+
+
 def test_a_kill_between_a_save_and_the_status_is_no_missing_checkpoint(pool, config_file, run):
     """T-D3: the newest may have retired the one that status.json still names."""
     for step in (2, 4):

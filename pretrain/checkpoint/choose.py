@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -59,9 +60,11 @@ def choose_checkpoint(
     """The checkpoint to continue from, verified by all ranks together; None for a fresh start.
 
     A path is where a run without checkpoints of its own starts. Once it has some, it continues from those, so that the same
-    command can be given again after an interruption. The path of one of its own goes back to that. The run falls back from a
-    damaged checkpoint, with a warning, but not from one that was given as a path. If all are damaged, that is an error, never a fresh
-    start. `saved_last`: name of the last checkpoint that the run is known to have saved. Without `content`, sizes are verified only.
+    command can be given again after an interruption. The path of one of its own goes back to that, and any other path in its
+    directory is an error. The run falls back from a damaged checkpoint, with a warning, but not from one that was given as a path. If
+    all are damaged, that is an error, never a fresh start. `saved_last`: name of the last checkpoint that the run is known to have
+    saved. A start that does not find it is refused, unless a path names another of the run's own. Without `content`, sizes are verified
+    only.
 
     Raises UnreadableError where the files cannot be read, and CheckpointError where no checkpoint can be chosen.
     """
@@ -160,6 +163,7 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
         )
     if path is None:
         return _Candidates(tuple(own))
+    _refuse_inside(folder, own, path)
     if not own:
         return _Candidates(tuple(files.resolve(path)))
     log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
@@ -180,6 +184,27 @@ def _refuse_lost(folder: Path, own: list[Path], newest: str | None) -> None:
     raise UnreadableError(
         f"{folder / newest} was saved last, as status.json says, and is not there: shared storage may show it later; if it was removed on "
         f"purpose, {remedy}"
+    )
+
+
+def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
+    """Raise CheckpointError for a path in the run's own directory that is none of its checkpoints: whoever gives one wants to go back.
+
+    If the run went on from its newest checkpoint instead, retention might soon remove the one that was meant.
+    """
+    place, homes = path.resolve(), (folder.parent.resolve(), folder.resolve())  # checkpoints/ may be a link
+    if place in homes[:1] or not any(place.is_relative_to(home) for home in homes):
+        return
+    number = re.search(r"step-(\d{1,18})", path.name)
+    nearest = sorted(own, key=lambda c: abs(files.step_of(c) - int(number[1])) if number else -files.step_of(c))[:3]
+    has = f"the run has {', '.join(sorted(c.name for c in nearest))} there" if own else "the run has none there"
+    remedy = "name one of those, or run.resume=auto continues from the newest" if own else "run.resume=auto starts afresh"
+    if exists(path / files.MANIFEST) and number:
+        free = folder / files.directory_of(int(number[1]))
+        move = "" if exists(free) else f"copy it to {free} and name that, "
+        remedy = f"to go on from it, {move}{'or ' if move else ''}choose another run.name"
+    raise CheckpointError(
+        f"run.resume={path} lies in the run's own directory and is none of its checkpoints in {folder}: {has}; {remedy}"
     )
 
 

@@ -293,6 +293,36 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_keeps_what_it_left(pool, con
     files.verify(folder / "abandoned-step-00000006")
 
 
+@pytest.mark.parametrize(("name", "remedy"), [
+    ("checkpoints/step-0000002", "the run has step-00000002, step-00000004, step-00000006 there; name one of those, or run.resume=auto"),
+    ("checkpoints/step-00000003", "the run has step-00000002, step-00000004, step-00000006 there; name one of those, or run.resume=auto"),
+    ("checkpoints", "step-00000006 there; name one of those"),
+    ("best/step-00000004", "to go on from it, choose another run.name"),
+    ("checkpoints/abandoned-step-00000005", "step-00000005 and name that, or choose another run.name"),
+])  # fmt: skip
+def test_a_path_in_the_runs_own_directory_that_is_none_of_its_checkpoints_is_refused(pool, config_file, run, name, remedy):
+    """One digit short, the path was passed over: the run went on from the newest, and retention removed the one that was meant."""
+    folder, path = run / "checkpoints", run / name
+    if name.startswith("best") or "abandoned" in name:
+        shutil.copytree(folder / "step-00000004", path)
+    before = checkpoints(run)
+    code, printed = start(pool, config_file, "run.steps=8", "checkpoint.keep_last=2", f"run.resume={path}")
+    line = next(line for line in printed.splitlines() if line.startswith("error: "))
+    assert code == 1 and f"run.resume={path} lies in the run's own directory and is none of its checkpoints in {folder}" in line
+    assert remedy in line and checkpoints(run) == before
+
+
+def test_a_checkpoint_that_was_set_aside_starts_another_run_or_comes_back_as_a_copy(pool, config_file, run):
+    """What the errors and the documentation say of one."""
+    folder = run / "checkpoints"
+    aside = files.set_aside(folder / "step-00000004", "abandoned")
+    code, printed = start(pool, config_file, "--check", "run.name=new", f"run.resume={aside}")
+    assert code == 0 and f"would resume from step 4 of {aside}" in printed
+    shutil.copytree(aside, folder / "step-00000004")
+    code, printed = start(pool, config_file, "--check", f"run.resume={folder / 'step-00000004'}")
+    assert code == 0 and "would resume from step 4" in printed and f"would set aside {folder / 'step-00000006'}" in printed
+
+
 def test_a_run_that_was_interrupted_at_a_step_can_go_back_to_it(pool, config_file):
     """T-D3: a plain restart from a checkpoint is no going back to it."""
     train(pool, 1, config_file, *PERIODIC, "run.steps=2")

@@ -288,8 +288,9 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True) -> str | 
         found: tuple[str | None, str | None, bool] = (None, None, False)
         try:
             if not intact:
-                files.verify(checkpoint, ranks.rank, ranks.world_size, content=content)
-                manifest = files.manifest_hash(checkpoint)
+                with ranks.part("hashes of a checkpoint", storage=True):  # the others wait for it, and see why
+                    files.verify(checkpoint, ranks.rank, ranks.world_size, content=content)
+                    manifest = files.manifest_hash(checkpoint)
             intact = True
         except UnreadableError as error:
             found = str(error), error.path, error.missing

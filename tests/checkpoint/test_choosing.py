@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,9 +10,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from running import losses, run_main, tool, train
 
 from pretrain.checkpoint import choose, files
+from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.observe.metrics import read_metrics
 from pretrain.train.run_directory import RunDirectory
@@ -158,6 +161,23 @@ def test_a_kill_between_a_save_and_the_status_is_no_missing_checkpoint(pool, con
     (run / "status.json").write_text(json.dumps(status | {"state": "running", "checkpoint": "step-00000004"}))
     code, printed = start(pool, config_file, "run.steps=8")
     assert code == 0 and "step-00000006: step 6" in printed
+
+
+def test_a_rank_that_hashes_says_so_to_those_that_wait(run, monkeypatch):
+    """Hashing for longer than parallel.timeout_seconds ended a run with the name of what the rank had done before that."""
+    parts, seen, describe = [], set(), files.describe_file
+
+    class Parts:
+        @contextlib.contextmanager
+        def doing(self, name, waiting=False, device=False, storage=False, exchanges=False):
+            parts.append((name, storage))
+            yield
+            parts.pop()
+
+    monkeypatch.setattr(files, "describe_file", lambda *arguments: seen.update(parts) or describe(*arguments))
+    ranks = Ranks(0, 0, 1, torch.device("cpu"), monitor=Parts())
+    assert choose.first_damage(run / "checkpoints" / "step-00000006", ranks) is None
+    assert seen == {("hashes of a checkpoint", True)}
 
 
 def in_own_folder(folders: list[str], config_file: str, *overrides: str) -> tuple[int, str]:

@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.device_mesh import DeviceMesh
 
+from pretrain.checkpoint.files import METADATA
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.shards import local
 from pretrain.errors import CheckpointError
 from pretrain.optim.optimizer import OptimizerSet
 
-METADATA_FILE = ".metadata"
 PORTION_BYTES = 1 << 30
 """What a rank reads of a checkpoint before all ranks hear of it. They wait for one portion at most `parallel.timeout_seconds`."""
 
@@ -241,7 +241,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def read_metadata(directory: Path) -> Metadata:
     """DCP's metadata of a checkpoint directory. Raises CheckpointError for a missing, broken or hostile file."""
-    path = directory / METADATA_FILE
+    path = directory / METADATA
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()

@@ -31,7 +31,6 @@ from torch.futures import Future
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.host_copies import HostCopies
-from pretrain.checkpoint.payload import METADATA_FILE
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, reason_of
@@ -266,7 +265,7 @@ def _start(writing: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict[str, Path | str]) -> dict[str, dict[str, Any]]:
-    names = [METADATA_FILE, files.STATE]
+    names = [files.METADATA, files.STATE]
     saved_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     files.write_json(directory / files.STATE, plain({**state, "saved_at": saved_at}))
     for name, source in attachments.items():

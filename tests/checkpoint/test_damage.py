@@ -94,12 +94,24 @@ def test_a_directory_without_its_manifest_is_no_checkpoint(run, name):
     ({"format": "other"}, "not a manifest"),
     ({"files": {"../../outside": {"bytes": 1, "sha256": ""}}}, "list of files is damaged"),
     ({"files": []}, "list of files is damaged"),
+    ({"files": {}}, "list of files is damaged: .metadata is not in it"),
+    ({"files": {".metadata": {"bytes": 1, "sha256": ""}}}, "list of files is damaged: state.json is not in it"),
 ])  # fmt: skip
 def test_a_foreign_manifest_is_refused(run, change, message):
     path = newest(run) / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(CheckpointError, match=message):
         files.verify(newest(run))
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", None), ("world_size", "two"), ("samples", -1), ("tokens", True)])
+def test_a_state_without_its_numbers_is_an_error_in_one_line(run, name, value):
+    """A state.json without `step` or `world_size` ended a start in a traceback."""
+    path = newest(run) / "state.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in {**content, name: value}.items() if v is not None}))
+    with pytest.raises(CheckpointError, match=rf"state\.json: {name} is {value!r}, not a number; choose another checkpoint"):
+        files.load_state(newest(run))
 
 
 class Bomb:

@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from running import run_main, tool, train
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from pretrain.checkpoint import files, save
-from pretrain.checkpoint.payload import Payload, read_metadata
+from pretrain.checkpoint.payload import Payload, _make_whole, read_metadata
 from pretrain.config.schema import Checkpoint
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.import_model import ALONE
@@ -178,6 +179,40 @@ def test_pieces_that_do_not_cover_a_tensor_are_refused(run):
     """The rest of the tensor would have kept whatever was in memory."""
     metadata = read_metadata(newest(run))
     next(iter(metadata.state_dict_metadata.values())).chunks.clear()
+    (newest(run) / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused: the pieces of .* do not make the whole of it"):
+        read_metadata(newest(run))
+
+
+@pytest.mark.parametrize(("size", "pieces", "good"), [
+    ((4, 6), [((0, 0), (4, 6))], True),
+    ((4, 6), [((0, 0), (2, 6)), ((2, 0), (2, 6))], True),
+    ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))], True),  # a pinwheel
+    ((4, 6), [((0, 0), (4, 6)), ((4, 0), (0, 6))], True),  # a rank that has nothing
+    ((), [((), ())], True),
+    ((0, 5), [((0, 0), (0, 5))], True),
+    ((0, 5), [], True),
+    ((4, 6), [((0, 0), (2, 6)), ((0, 0), (2, 6))], False),  # one half twice
+    ((4, 6), [((0, 0), (2, 6)), ((1, 0), (2, 6))], False),
+    ((4, 6), [((0, 0), (2, 6)), ((4, 0), (2, 6))], False),  # beside the tensor
+    ((4, 6), [((0, 0), (2, 3)), ((2, 3), (2, 3)), ((0, 3), (2, 3)), ((0, 3), (2, 3))], False),
+    ((4, 6), [((0, 0), (4, 6)), ((2, 0), (2, 6)), ((4, 0), (-2, 6))], False),
+    ((4, 6), [((0,), (24,))], False),
+    ((4, 6), [((0, 0, 0), (4, 6, 1))], False),
+    ((), [((), ()), ((), ())], False),
+    ((2,) * 30, [((0,) * 30, (1,) * 30)], False),
+])  # fmt: skip
+def test_pieces_make_a_tensor_if_they_cover_each_element_once(size, pieces, good):
+    """Sizes that add up are not enough: two pieces at one place left another as it was in memory."""
+    chunks = [ChunkStorageMetadata(torch.Size(begin), torch.Size(length)) for begin, length in pieces]
+    assert _make_whole(TensorStorageMetadata(TensorProperties(), torch.Size(size), chunks)) is good
+
+
+def test_pieces_that_overlap_are_refused(run):
+    metadata = read_metadata(newest(run))
+    chunks = next(item.chunks for item in metadata.state_dict_metadata.values() if len(item.size) == 2)
+    half = torch.Size((chunks[0].sizes[0] - 1, *chunks[0].sizes[1:]))
+    chunks[:] = [ChunkStorageMetadata(chunks[0].offsets, half), ChunkStorageMetadata(chunks[0].offsets, torch.Size((1, *half[1:])))]
     (newest(run) / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"\.metadata: refused: the pieces of .* do not make the whole of it"):
         read_metadata(newest(run))

@@ -13,11 +13,13 @@ import torch
 from running import run_main, tool, train
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
+from pretrain import storage
 from pretrain.checkpoint import files, save
 from pretrain.checkpoint.payload import Payload, _make_whole, read_metadata
 from pretrain.config.schema import Checkpoint
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.import_model import ALONE
+from pretrain.train.run_directory import RunDirectory
 
 PERIODIC = ("run.steps=15", "checkpoint.every_steps=5", "checkpoint.keep_last=0")
 
@@ -267,8 +269,6 @@ def test_resume_never_refuses_a_used_directory_and_required_an_empty_one(pool, c
 
 
 def test_two_processes_cannot_hold_one_run_directory(pool, config_file, run):
-    from pretrain.train.run_directory import RunDirectory
-
     holder = RunDirectory(run)
     assert holder.claim() == json.loads((run / "identity.json").read_text())
     [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC)
@@ -368,6 +368,19 @@ def test_a_save_that_would_not_fit_says_how_much_is_missing_and_leaves_nothing(t
     with pytest.raises(CheckpointError, match=r"it takes 2\.0 MB and 1\.0 MB are free; make room"):
         save.write_checkpoint(tmp_path / "step-00000001", tensors, {}, {}, ALONE)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_names_of_new_directories_are_flushed_with_the_first_checkpoint(tmp_path, monkeypatch):
+    """A power failure could take checkpoints/ with all that was flushed below it: its name in the run directory was not."""
+    flushed = []
+    monkeypatch.setattr(storage, "flush", flushed.append)
+    save.write_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000001", {"model.weight": torch.ones(4)}, {}, {}, ALONE)
+    assert set(flushed) == {tmp_path, tmp_path / "run"}
+    flushed.clear()
+    save.write_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002", {"model.weight": torch.ones(4)}, {}, {}, ALONE)
+    assert not flushed
+    RunDirectory(tmp_path / "runs" / "other").claim()
+    assert {tmp_path, tmp_path / "runs"} <= set(flushed)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # they are what is tested

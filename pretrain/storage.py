@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -31,6 +32,14 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and those above it where they are missing, their names durable. A lost name would take all below it."""
+    missing = list(itertools.takewhile(lambda place: not exists(place), (path, *path.parents)))
+    path.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        flush(place.parent)
 
 
 def sha256_of(path: Path, seen: Callable[[int], object] | None = None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -59,9 +60,11 @@ def choose_checkpoint(
     """The checkpoint to continue from, verified by all ranks together; None for a fresh start.
 
     A path is where a run without checkpoints of its own starts. Once it has some, it continues from those, so that the same
-    command can be given again after an interruption. The path of one of its own goes back to that. The run falls back from a
-    damaged checkpoint, with a warning, but not from one that was given as a path. If all are damaged, that is an error, never a fresh
-    start. `saved_last`: name of the last checkpoint that the run is known to have saved. Without `content`, sizes are verified only.
+    command can be given again after an interruption. The path of one of its own goes back to that, and any other path in its
+    directory is an error. The run falls back from a damaged checkpoint, with a warning, but not from one that was given as a path. If
+    all are damaged, that is an error, never a fresh start. `saved_last`: name of the last checkpoint that the run is known to have
+    saved. A start that does not find it is refused, unless a path names another of the run's own. Without `content`, sizes are verified
+    only.
 
     Raises UnreadableError where the files cannot be read, and CheckpointError where no checkpoint can be chosen.
     """
@@ -140,29 +143,17 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
     own, incomplete = files.complete_checkpoints(folder), files.incomplete_checkpoints(folder)
     for path in incomplete:
         log.warning("incomplete checkpoint: %s has no %s and is passed over", path, files.MANIFEST)
-    if resume == "never":
-        if own:
-            raise CheckpointError(
-                f"run.resume=never, but {folder.parent} has checkpoints up to {own[-1].name}; "
-                "choose another run.name, or run.resume=auto to continue"
-            )
-        return _Candidates(())
-    if resume not in ("auto", "required"):
-        if not own:
-            return _Candidates(tuple(files.resolve(Path(resume))))
-        return _named(own, Path(resume))
-    newest = saved_last()
-    # A later one was saved after that was written; it may have retired this one.
-    if (
-        newest is not None
-        and not exists(folder / newest)
-        and not any((len(p.name), p.name) > (len(newest), newest) for p in own)
-        and not files.was_set_aside(folder / newest)
-    ):
-        raise UnreadableError(
-            f"{folder / newest} was saved last, as status.json says, and is not there: shared storage may show it later; if it was removed on "
-            "purpose, say so by run.resume=PATH of an earlier one, or by removing status.json"
+    if resume == "never" and own:
+        raise CheckpointError(
+            f"run.resume=never, but {folder.parent} has checkpoints up to {own[-1].name}; "
+            "choose another run.name, or run.resume=auto to continue"
         )
+    path = None if resume in ("auto", "required", "never") else Path(resume)
+    named = next((checkpoint for checkpoint in own if path is not None and checkpoint.resolve() == path.resolve()), None)
+    if named is not None:  # who names one that is there has chosen among what is seen
+        return _going_back(own, named, path)
+    # Before any other start: without a sight of its own checkpoints, a run would begin anew and later write over what it has.
+    _refuse_lost(folder, own, saved_last())
     if resume == "required" and not own:
         raise CheckpointError(f"run.resume=required, but {folder} has no complete checkpoint")
     if incomplete and not own:
@@ -170,15 +161,55 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
             f"{incomplete[-1]} has no {files.MANIFEST}, and there is no complete checkpoint: a partial copy? "
             "Restore it, or remove it to start afresh"
         )
+    if path is None:
+        return _Candidates(tuple(own))
+    _refuse_inside(folder, own, path)
+    if not own:
+        return _Candidates(tuple(files.resolve(path)))
+    log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
     return _Candidates(tuple(own))
 
 
-def _named(own: list[Path], path: Path) -> _Candidates:
-    """What a path means to a run that has checkpoints of its own: those, or one of them that it goes back to."""
-    named = next((checkpoint for checkpoint in own if checkpoint.resolve() == path.resolve()), None)
-    if named is None:
-        log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
-        return _Candidates(tuple(own))
+def _refuse_lost(folder: Path, own: list[Path], newest: str | None) -> None:
+    """Raise UnreadableError where the checkpoint that was saved last is not seen."""
+    if newest is None or exists(folder / newest) or files.was_set_aside(folder / newest):
+        return
+    # A later one was saved after that was written; it may have retired this one.
+    if any((len(p.name), p.name) > (len(newest), newest) for p in own):
+        return
+    status = folder.parent / "status.json"
+    remedy = (
+        f"say so by run.resume=PATH of an earlier one, or by removing {status}" if own else f"remove {status} to start afresh"
+    )
+    raise UnreadableError(
+        f"{folder / newest} was saved last, as status.json says, and is not there: shared storage may show it later; if it was removed on "
+        f"purpose, {remedy}"
+    )
+
+
+def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
+    """Raise CheckpointError for a path in the run's own directory that is none of its checkpoints: whoever gives one wants to go back.
+
+    If the run went on from its newest checkpoint instead, retention might soon remove the one that was meant.
+    """
+    place, homes = path.resolve(), (folder.parent.resolve(), folder.resolve())  # checkpoints/ may be a link
+    if place in homes[:1] or not any(place.is_relative_to(home) for home in homes):
+        return
+    number = re.search(r"step-(\d{1,18})", path.name)
+    nearest = sorted(own, key=lambda c: abs(files.step_of(c) - int(number[1])) if number else -files.step_of(c))[:3]
+    has = f"the run has {', '.join(sorted(c.name for c in nearest))} there" if own else "the run has none there"
+    remedy = "name one of those, or run.resume=auto continues from the newest" if own else "run.resume=auto starts afresh"
+    if exists(path / files.MANIFEST) and number:
+        free = folder / files.directory_of(int(number[1]))
+        move = "" if exists(free) else f"copy it to {free} and name that, "
+        remedy = f"to go on from it, {move}{'or ' if move else ''}choose another run.name"
+    raise CheckpointError(
+        f"run.resume={path} lies in the run's own directory and is none of its checkpoints in {folder}: {has}; {remedy}"
+    )
+
+
+def _going_back(own: list[Path], named: Path, path: Path) -> _Candidates:
+    """What a path to one of the run's own checkpoints means: going back to it, or going on after the run has done so."""
     step = files.step_of(named)
     newer = [checkpoint for checkpoint in own if files.step_of(checkpoint) > step]
     for checkpoint in newer:
@@ -257,8 +288,9 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True) -> str | 
         found: tuple[str | None, str | None, bool] = (None, None, False)
         try:
             if not intact:
-                files.verify(checkpoint, ranks.rank, ranks.world_size, content=content)
-                manifest = files.manifest_hash(checkpoint)
+                with ranks.part("hashes of a checkpoint", storage=True):  # the others wait for it, and see why
+                    files.verify(checkpoint, ranks.rank, ranks.world_size, content=content)
+                    manifest = files.manifest_hash(checkpoint)
             intact = True
         except UnreadableError as error:
             found = str(error), error.path, error.missing

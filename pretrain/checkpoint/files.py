@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.written import identity_of_today, of_today
-from pretrain.errors import CheckpointError, UnreadableError
+from pretrain.errors import CheckpointError, UnreadableError, shown
 from pretrain.storage import exists, flush, sha256_of, unrepeated
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+METADATA = ".metadata"
+"""The table of contents that torch.distributed.checkpoint writes."""
 FORMAT, VERSION = "pretrain-checkpoint", 1
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.((writing|replaced)-step-\d{8,}|removing-step-\d{8,}(\.\d+)?)")
@@ -106,10 +108,15 @@ def _unreadable(path: Path, error: OSError) -> UnreadableError:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """state.json of a checkpoint, with the configuration keys of this version."""
+    """state.json of a checkpoint, with the configuration keys of this version. Raises UnreadableError, and CheckpointError for what is no state."""
     state = read_json(checkpoint / STATE)
     if not isinstance(state, dict):
         raise CheckpointError(f"{checkpoint / STATE}: is not the state of a checkpoint; choose another checkpoint")
+    for name in ("step", "samples", "tokens", "world_size"):
+        if type(state.get(name)) is not int or state[name] < 0:
+            raise CheckpointError(
+                f"{checkpoint / STATE}: {name} is {shown(state.get(name))}, not a number; choose another checkpoint"
+            )
     if isinstance(state.get("model"), dict):
         state |= of_today({"model": state["model"]})
     if isinstance(state.get("identity"), dict):
@@ -133,6 +140,8 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     )
     if not valid or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         raise CheckpointError(f"{path}: its list of files is damaged")
+    if missing := [name for name in (METADATA, STATE) if name not in files]:  # what is not listed would not be verified
+        raise CheckpointError(f"{path}: its list of files is damaged: {missing[0]} is not in it")
     return files
 
 

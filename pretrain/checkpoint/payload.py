@@ -13,11 +13,13 @@ is refused.
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,12 +33,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.device_mesh import DeviceMesh
 
+from pretrain.checkpoint.files import METADATA
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.shards import local
 from pretrain.errors import CheckpointError
 from pretrain.optim.optimizer import OptimizerSet
 
-METADATA_FILE = ".metadata"
 PORTION_BYTES = 1 << 30
 """What a rank reads of a checkpoint before all ranks hear of it. They wait for one portion at most `parallel.timeout_seconds`."""
 
@@ -241,7 +243,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def read_metadata(directory: Path) -> Metadata:
     """DCP's metadata of a checkpoint directory. Raises CheckpointError for a missing, broken or hostile file."""
-    path = directory / METADATA_FILE
+    path = directory / METADATA
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -260,6 +262,39 @@ def read_metadata(directory: Path) -> Metadata:
     for name, item in metadata.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
             raise CheckpointError(f"{path}: refused: item {name} is not a tensor, and reading it could execute code")
-        if sum(chunk.sizes.numel() for chunk in item.chunks) != item.size.numel():
+        if not _make_whole(item):
             raise CheckpointError(f"{path}: refused: the pieces of {name} do not make the whole of it")
     return metadata
+
+
+_CUT_AT_MOST = 8
+"""Dimensions along which a tensor is cut. Layouts cut two or three; a hostile file may not make work without end."""
+
+
+def _make_whole(item: TensorStorageMetadata) -> bool:
+    """Whether the pieces of a tensor cover each element exactly once.
+
+    Corners decide it, in a time that grows with the number of pieces and not with its square. Each box has a sign at each of its corners,
+    which changes from one corner to the next along an edge. The signs of boxes add up to those of the whole exactly if the boxes cover each
+    element once (the signs are the mixed derivative of how often an element is covered).
+    """
+    whole, boxes = tuple(item.size), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
+    if not boxes or any(len(begin) != len(whole) or len(size) != len(whole) for begin, size in boxes):
+        return not boxes and 0 in whole
+    # The whole comes first, as a box that is taken away.
+    begins, sizes = (
+        np.array([first, *others], dtype=np.int64) for first, others in zip(((0,) * len(whole), whole), zip(*boxes))
+    )
+    if min(begins.min(initial=0), sizes.min(initial=0)) < 0 or (begins > sizes[0] - sizes).any():
+        return False
+    cut = np.flatnonzero((sizes != sizes[0]).any(0) | (sizes[0] == 0))
+    if len(cut) > _CUT_AT_MOST or math.prod(whole[d] + 1 for d in cut) >= 1 << 63:
+        return False
+    places, signs = np.zeros((len(begins), 1), dtype=np.int64), np.ones((len(begins), 1))
+    signs[0] = -1
+    for d in cut:
+        numbers = places * (whole[d] + 1)  # one number for each place, as in a flat tensor
+        places = np.concatenate([numbers + begins[:, [d]], numbers + begins[:, [d]] + sizes[:, [d]]], axis=1)
+        signs = np.concatenate([signs, -signs], axis=1)
+    _, which = np.unique(places, return_inverse=True)
+    return not np.bincount(which.ravel(), weights=signs.ravel()).any()

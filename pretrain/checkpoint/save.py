@@ -31,11 +31,10 @@ from torch.futures import Future
 
 from pretrain.checkpoint import files
 from pretrain.checkpoint.host_copies import HostCopies
-from pretrain.checkpoint.payload import METADATA_FILE
 from pretrain.config.schema import Checkpoint
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, reason_of
-from pretrain.storage import flush, plain, sha256_of
+from pretrain.storage import flush, make_directory, plain, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -255,7 +254,8 @@ def write_checkpoint(
 
 def _start(writing: Path, tensors: dict[str, Tensor]) -> None:
     shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
+    make_directory(writing.parent)
+    writing.mkdir()
     # Whole sizes: the ranks' shards add up to them, on storage that they share. torch reports a disk that fills up while it
     # writes as a mismatch of positions, so it is better to look before.
     needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(writing).free
@@ -266,7 +266,7 @@ def _start(writing: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict[str, Path | str]) -> dict[str, dict[str, Any]]:
-    names = [METADATA_FILE, files.STATE]
+    names = [files.METADATA, files.STATE]
     saved_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     files.write_json(directory / files.STATE, plain({**state, "saved_at": saved_at}))
     for name, source in attachments.items():

@@ -20,7 +20,7 @@ from pretrain.config.written import identity_of_today
 from pretrain.errors import CheckpointError, ConfigError, reason_of
 from pretrain.observe.logs import Tolerated
 from pretrain.observe.metrics import STARTS_FILE
-from pretrain.storage import append_line, exists, replace_text
+from pretrain.storage import append_line, exists, make_directory, replace_text
 from pretrain.train.run_lock import LockKind, RunLock, sees_token
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class RunDirectory:
 
         Raises CheckpointError if another process holds it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path)
         self.token = self._lock.acquire()
         before = self.status().get("device_seconds")
         self._spent_before = float(before) if isinstance(before, (int, float)) else 0.0
@@ -117,7 +117,7 @@ class RunDirectory:
             self.path,
         )
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             self.record_start(*self._recorded)
         except OSError as error:
             log.warning("%s: it cannot be written: %s", self.path, reason_of(error))

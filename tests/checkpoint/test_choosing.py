@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,9 +10,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from running import losses, run_main, tool, train
 
 from pretrain.checkpoint import choose, files
+from pretrain.distributed.ranks import Ranks
 from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.observe.metrics import read_metrics
 from pretrain.train.run_directory import RunDirectory
@@ -123,6 +126,33 @@ def test_a_checkpoint_that_is_known_to_be_there_and_is_not_seen_stops_the_run(po
     assert checkpoints(run) == ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]
 
 
+@pytest.mark.parametrize("resume", ["path", "never", "auto"])
+def test_a_run_whose_own_checkpoints_are_lost_starts_from_nowhere_else(pool, trained_run, config_file, run, resume):
+    """run.resume=PATH began again from the path, and `never` at step 0, without a look for the run's own checkpoints."""
+    other = trained_run(1, config_file, *PERIODIC, "run.name=other")
+    start_from = ("run.steps=8", f"run.resume={other if resume == 'path' else resume}")
+    folder, hidden = run / "checkpoints", run.parent / "hidden"
+    folder.rename(hidden)
+    code, printed = start(pool, config_file, "--check", *start_from)
+    assert code == 1 and "step-00000006 was saved last, as status.json says, and is not there" in printed
+    assert f"if it was removed on purpose, remove {run / 'status.json'} to start afresh" in printed
+    (run / "status.json").unlink()
+    copy = shutil.copytree(hidden / "step-00000006", folder / "step-00000006")
+    (copy / "manifest.json").unlink()
+    code, printed = start(pool, config_file, "--check", *start_from)
+    assert code == 1 and f"{copy} has no manifest.json, and there is no complete checkpoint: a partial copy?" in printed
+    shutil.rmtree(copy)
+    code, printed = start(pool, config_file, "--check", *start_from)
+    assert code == 0 and ("would resume from step 6" if resume == "path" else "would start at step 0") in printed
+
+
+def test_a_path_elsewhere_does_not_hide_that_the_newest_checkpoint_is_lost(pool, trained_run, config_file, run):
+    other = trained_run(1, config_file, *PERIODIC, "run.name=other")
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    code, printed = start(pool, config_file, "--check", "run.steps=8", f"run.resume={other}")
+    assert code == 1 and "step-00000006 was saved last, as status.json says, and is not there" in printed
+
+
 def test_a_kill_between_a_save_and_the_status_is_no_missing_checkpoint(pool, config_file, run):
     """T-D3: the newest may have retired the one that status.json still names."""
     for step in (2, 4):
@@ -131,6 +161,23 @@ def test_a_kill_between_a_save_and_the_status_is_no_missing_checkpoint(pool, con
     (run / "status.json").write_text(json.dumps(status | {"state": "running", "checkpoint": "step-00000004"}))
     code, printed = start(pool, config_file, "run.steps=8")
     assert code == 0 and "step-00000006: step 6" in printed
+
+
+def test_a_rank_that_hashes_says_so_to_those_that_wait(run, monkeypatch):
+    """Hashing for longer than parallel.timeout_seconds ended a run with the name of what the rank had done before that."""
+    parts, seen, describe = [], set(), files.describe_file
+
+    class Parts:
+        @contextlib.contextmanager
+        def doing(self, name, waiting=False, device=False, storage=False, exchanges=False):
+            parts.append((name, storage))
+            yield
+            parts.pop()
+
+    monkeypatch.setattr(files, "describe_file", lambda *arguments: seen.update(parts) or describe(*arguments))
+    ranks = Ranks(0, 0, 1, torch.device("cpu"), monitor=Parts())
+    assert choose.first_damage(run / "checkpoints" / "step-00000006", ranks) is None
+    assert seen == {("hashes of a checkpoint", True)}
 
 
 def in_own_folder(folders: list[str], config_file: str, *overrides: str) -> tuple[int, str]:
@@ -264,6 +311,36 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_keeps_what_it_left(pool, con
     assert start(pool, config_file, "run.steps=8", "optim.lr=1e-3")[0] == 0  # and so does the plain command
     assert checkpoints(run) == sorted([*names, "step-00000006", "step-00000008"])
     files.verify(folder / "abandoned-step-00000006")
+
+
+@pytest.mark.parametrize(("name", "remedy"), [
+    ("checkpoints/step-0000002", "the run has step-00000002, step-00000004, step-00000006 there; name one of those, or run.resume=auto"),
+    ("checkpoints/step-00000003", "the run has step-00000002, step-00000004, step-00000006 there; name one of those, or run.resume=auto"),
+    ("checkpoints", "step-00000006 there; name one of those"),
+    ("best/step-00000004", "to go on from it, choose another run.name"),
+    ("checkpoints/abandoned-step-00000005", "step-00000005 and name that, or choose another run.name"),
+])  # fmt: skip
+def test_a_path_in_the_runs_own_directory_that_is_none_of_its_checkpoints_is_refused(pool, config_file, run, name, remedy):
+    """One digit short, the path was passed over: the run went on from the newest, and retention removed the one that was meant."""
+    folder, path = run / "checkpoints", run / name
+    if name.startswith("best") or "abandoned" in name:
+        shutil.copytree(folder / "step-00000004", path)
+    before = checkpoints(run)
+    code, printed = start(pool, config_file, "run.steps=8", "checkpoint.keep_last=2", f"run.resume={path}")
+    line = next(line for line in printed.splitlines() if line.startswith("error: "))
+    assert code == 1 and f"run.resume={path} lies in the run's own directory and is none of its checkpoints in {folder}" in line
+    assert remedy in line and checkpoints(run) == before
+
+
+def test_a_checkpoint_that_was_set_aside_starts_another_run_or_comes_back_as_a_copy(pool, config_file, run):
+    """What the errors and the documentation say of one."""
+    folder = run / "checkpoints"
+    aside = files.set_aside(folder / "step-00000004", "abandoned")
+    code, printed = start(pool, config_file, "--check", "run.name=new", f"run.resume={aside}")
+    assert code == 0 and f"would resume from step 4 of {aside}" in printed
+    shutil.copytree(aside, folder / "step-00000004")
+    code, printed = start(pool, config_file, "--check", f"run.resume={folder / 'step-00000004'}")
+    assert code == 0 and "would resume from step 4" in printed and f"would set aside {folder / 'step-00000006'}" in printed
 
 
 def test_a_run_that_was_interrupted_at_a_step_can_go_back_to_it(pool, config_file):

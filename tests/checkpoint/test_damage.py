@@ -11,12 +11,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from running import run_main, tool, train
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
+from pretrain import storage
 from pretrain.checkpoint import files, save
-from pretrain.checkpoint.payload import Payload, read_metadata
+from pretrain.checkpoint.payload import Payload, _make_whole, read_metadata
 from pretrain.config.schema import Checkpoint
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.import_model import ALONE
+from pretrain.train.run_directory import RunDirectory
 
 PERIODIC = ("run.steps=15", "checkpoint.every_steps=5", "checkpoint.keep_last=0")
 
@@ -94,12 +97,24 @@ def test_a_directory_without_its_manifest_is_no_checkpoint(run, name):
     ({"format": "other"}, "not a manifest"),
     ({"files": {"../../outside": {"bytes": 1, "sha256": ""}}}, "list of files is damaged"),
     ({"files": []}, "list of files is damaged"),
+    ({"files": {}}, "list of files is damaged: .metadata is not in it"),
+    ({"files": {".metadata": {"bytes": 1, "sha256": ""}}}, "list of files is damaged: state.json is not in it"),
 ])  # fmt: skip
 def test_a_foreign_manifest_is_refused(run, change, message):
     path = newest(run) / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(CheckpointError, match=message):
         files.verify(newest(run))
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", None), ("world_size", "two"), ("samples", -1), ("tokens", True)])
+def test_a_state_without_its_numbers_is_an_error_in_one_line(run, name, value):
+    """A state.json without `step` or `world_size` ended a start in a traceback."""
+    path = newest(run) / "state.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in {**content, name: value}.items() if v is not None}))
+    with pytest.raises(CheckpointError, match=rf"state\.json: {name} is {value!r}, not a number; choose another checkpoint"):
+        files.load_state(newest(run))
 
 
 class Bomb:
@@ -171,6 +186,40 @@ def test_pieces_that_do_not_cover_a_tensor_are_refused(run):
         read_metadata(newest(run))
 
 
+@pytest.mark.parametrize(("size", "pieces", "good"), [
+    ((4, 6), [((0, 0), (4, 6))], True),
+    ((4, 6), [((0, 0), (2, 6)), ((2, 0), (2, 6))], True),
+    ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))], True),  # a pinwheel
+    ((4, 6), [((0, 0), (4, 6)), ((4, 0), (0, 6))], True),  # a rank that has nothing
+    ((), [((), ())], True),
+    ((0, 5), [((0, 0), (0, 5))], True),
+    ((0, 5), [], True),
+    ((4, 6), [((0, 0), (2, 6)), ((0, 0), (2, 6))], False),  # one half twice
+    ((4, 6), [((0, 0), (2, 6)), ((1, 0), (2, 6))], False),
+    ((4, 6), [((0, 0), (2, 6)), ((4, 0), (2, 6))], False),  # beside the tensor
+    ((4, 6), [((0, 0), (2, 3)), ((2, 3), (2, 3)), ((0, 3), (2, 3)), ((0, 3), (2, 3))], False),
+    ((4, 6), [((0, 0), (4, 6)), ((2, 0), (2, 6)), ((4, 0), (-2, 6))], False),
+    ((4, 6), [((0,), (24,))], False),
+    ((4, 6), [((0, 0, 0), (4, 6, 1))], False),
+    ((), [((), ()), ((), ())], False),
+    ((2,) * 30, [((0,) * 30, (1,) * 30)], False),
+])  # fmt: skip
+def test_pieces_make_a_tensor_if_they_cover_each_element_once(size, pieces, good):
+    """Sizes that add up are not enough: two pieces at one place left another as it was in memory."""
+    chunks = [ChunkStorageMetadata(torch.Size(begin), torch.Size(length)) for begin, length in pieces]
+    assert _make_whole(TensorStorageMetadata(TensorProperties(), torch.Size(size), chunks)) is good
+
+
+def test_pieces_that_overlap_are_refused(run):
+    metadata = read_metadata(newest(run))
+    chunks = next(item.chunks for item in metadata.state_dict_metadata.values() if len(item.size) == 2)
+    half = torch.Size((chunks[0].sizes[0] - 1, *chunks[0].sizes[1:]))
+    chunks[:] = [ChunkStorageMetadata(chunks[0].offsets, half), ChunkStorageMetadata(chunks[0].offsets, torch.Size((1, *half[1:])))]
+    (newest(run) / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused: the pieces of .* do not make the whole of it"):
+        read_metadata(newest(run))
+
+
 @pytest.mark.parametrize("how", ["shorter", "other", "gone"])
 def test_a_payload_that_does_not_fit_its_table_of_contents_is_an_error_in_one_line(run, how):
     """What verification would have found: a reader that comes after it ends in a line as well."""
@@ -220,8 +269,6 @@ def test_resume_never_refuses_a_used_directory_and_required_an_empty_one(pool, c
 
 
 def test_two_processes_cannot_hold_one_run_directory(pool, config_file, run):
-    from pretrain.train.run_directory import RunDirectory
-
     holder = RunDirectory(run)
     assert holder.claim() == json.loads((run / "identity.json").read_text())
     [(code, printed)] = pool.launch(1, run_main, str(config_file), *PERIODIC)
@@ -321,6 +368,19 @@ def test_a_save_that_would_not_fit_says_how_much_is_missing_and_leaves_nothing(t
     with pytest.raises(CheckpointError, match=r"it takes 2\.0 MB and 1\.0 MB are free; make room"):
         save.write_checkpoint(tmp_path / "step-00000001", tensors, {}, {}, ALONE)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_names_of_new_directories_are_flushed_with_the_first_checkpoint(tmp_path, monkeypatch):
+    """A power failure could take checkpoints/ with all that was flushed below it: its name in the run directory was not."""
+    flushed = []
+    monkeypatch.setattr(storage, "flush", flushed.append)
+    save.write_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000001", {"model.weight": torch.ones(4)}, {}, {}, ALONE)
+    assert set(flushed) == {tmp_path, tmp_path / "run"}
+    flushed.clear()
+    save.write_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002", {"model.weight": torch.ones(4)}, {}, {}, ALONE)
+    assert not flushed
+    RunDirectory(tmp_path / "runs" / "other").claim()
+    assert {tmp_path, tmp_path / "runs"} <= set(flushed)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # they are what is tested

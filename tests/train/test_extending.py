@@ -242,6 +242,23 @@ def test_steps_without_a_checkpoint_do_not_count_among_the_best(pool, config_fil
     assert kept(run) == ["step-00000006"]
 
 
+def test_the_best_stays_the_best_without_the_log_of_metrics(pool, config_file):
+    """e17: KeepBest knew the values of its copies from metrics.jsonl alone, and removed the best one for a worse one."""
+    [(code, _)] = pool.launch(1, run_extended, "later", str(config_file), "run.steps=5")
+    run = config_file.parent / "runs" / "run"
+    assert code == 0 and kept(run) == ["step-00000004"]
+    measured = run / "best" / "step-00000004" / "measured.json"
+    assert json.loads(measured.read_text()) == {"metric": GIVEN, "value": 3.0}
+    (run / "metrics.jsonl").unlink()
+    [(code, printed)] = pool.launch(1, run_extended, "later", str(config_file), "run.steps=6")
+    assert code == 0 and kept(run) == ["step-00000004"] and "unknown" not in printed
+    measured.unlink()  # a copy of an earlier version of the program
+    (run / "metrics.jsonl").unlink()
+    [(code, printed)] = pool.launch(1, run_extended, "later", str(config_file), "run.steps=7")
+    line = f"KeepBest: {GIVEN} of steps [4] in {run / 'best'} is unknown, so they stay there and do not count"
+    assert code == 0 and line in printed and kept(run) == ["step-00000004", "step-00000007"]
+
+
 def test_a_sink_that_fails_is_warned_of_and_the_run_goes_on(pool, config_file):
     [(code, printed)] = pool.launch(1, run_extended, "failing sink", str(config_file), "log.every_steps=1")
     assert code == 0 and "the sink FailingSink: cannot be written: the server is away; the run goes on" in printed

@@ -241,6 +241,14 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path):
     assert [p.name for p in files.complete_checkpoints(tmp_path)] == ["step-00000200", "step-00000400"]
 
 
+def test_the_milestones_are_saved_whatever_else_is_saved(pool, config_file):
+    """e31: with saves by time, which is the default, or at other steps, keep_every_steps was accepted and kept nothing."""
+    options = ("checkpoint.keep_every_steps=2", "checkpoint.keep_last=1", "schedule.warmup_steps=1", "run.steps=5")
+    for every in (0, 3):
+        run = train(pool, 1, config_file, *options, f"checkpoint.every_steps={every}", f"run.name=every-{every}")
+        assert [p.name for p in files.complete_checkpoints(run / "checkpoints")] == [files.directory_of(s) for s in (2, 4, 5)]
+
+
 def test_files_of_older_checkpoints_are_removed_beside_training(tmp_path, monkeypatch):
     """All ranks waited while the main rank removed terabytes. Now the older one is no checkpoint at once, and its files go by and by."""
     for step in (1, 2):

@@ -179,7 +179,12 @@ class Callbacks:
 
 
 class Watched:
-    """A number of the records: `loss`, `validation` (the mean over its sources), `validation/NAME`, `evaluation/NAME`."""
+    """A number of the records: `loss`, `evaluation/NAME`, `translation/SOURCE/bleu` (or another score), and those that validation measures.
+
+    The latter are `validation`, `ema_validation` and `bits_per_byte`, each with `/SOURCE`, or the mean over the sources without it.
+    """
+
+    SCORES = ("bleu", "chrf", "cer", "wer")
 
     def __init__(self, metric: str, mode: str) -> None:
         if mode not in ("min", "max"):
@@ -188,13 +193,18 @@ class Watched:
         self.was_seen = False
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for a number that this run never logs."""
-        group, _, name = self.metric.partition("/")
+        """Raise ConfigError for a number that cannot be watched in this run."""
         sources = [source.name for source in config.data.validation]
-        known = (group == "evaluation" and name) or self.metric == "loss" or (group == "validation" and sources)
-        if not known or (group == "validation" and name and name not in sources):
-            have = ", ".join(["loss", *(f"validation/{source}" for source in sources), "evaluation/NAME"])
-            raise ConfigError(f"the metric {self.metric} is never logged by this run; it has {have}")
+        groups = ["validation", "ema_validation", "bits_per_byte"] if sources else []
+        if config.optim.ema_decay is None and groups:
+            groups.remove("ema_validation")
+        scores = self.SCORES if config.validation.translation.every_steps else ()
+        have = ["loss", *(f"{group}/{source}" for group in groups for source in sources)]
+        have += [f"translation/{source}/{score}" for source in sources for score in scores]
+        if self.metric not in [*have, *groups] and not (self.metric.startswith("evaluation/") and self.metric != "evaluation/"):
+            raise ConfigError(
+                f"the metric {self.metric} cannot be watched in this run; choose one of {', '.join([*groups, *have, 'evaluation/NAME'])}"
+            )
 
     def of(self, record: StepRecord) -> float | None:
         """Its value in a record, with a sign so that lower is better. None if it is missing or not finite."""
@@ -289,7 +299,9 @@ class KeepBest(Callback):
                 self.values[step] = value
         if self.unknown:
             steps, metric = sorted(self.unknown), self.watched.metric
-            log.warning("KeepBest: %s of steps %s in %s is unknown, so they stay there and do not count", metric, steps, self.folder)
+            log.warning(
+                "KeepBest: %s of steps %s in %s is unknown, so they stay there and do not count", metric, steps, self.folder
+            )
 
     def _value_of(self, copy: Path) -> float | None:
         """The value that a copy holds, signed as in `values`; None if it has none of this metric."""

@@ -395,6 +395,14 @@ def test_choices_are_those_of_the_saved_model_under_any_layout(pool, config_file
         ]
 
 
+def test_multiple_choice_of_every_0_steps_is_an_error_of_one_line(config_file):
+    """e19: it was a ZeroDivisionError after the first step."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = main(["--config", str(config_file), *SHORT], callbacks=[MultipleChoice("letters.jsonl", every_steps=0)])
+    assert code == 2 and "error: MultipleChoice: every_steps=0 must be at least 1\n" in printed.getvalue()
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

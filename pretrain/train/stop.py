@@ -12,7 +12,7 @@ from pretrain.distributed.ranks import Ranks
 
 
 class StopRequest:
-    """While active, SIGINT, SIGTERM and SIGUSR1 ask for a stop; a second SIGINT interrupts at once."""
+    """While active, SIGINT, SIGTERM and SIGUSR1 ask for a stop; a SIGINT after any of them interrupts at once."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from launch_pool import RankProcess, start_ranks
@@ -197,6 +198,13 @@ def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, c
     assert 3 <= stopped < 120
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.steps=120", f"run.resume={run}")
     assert code == 0 and f"step-{stopped:08d}: step {stopped}" in printed and "finished at step 120" in printed
+
+
+def test_ctrl_c_where_nothing_is_trained_is_one_line(capsys):
+    """e15: before training began, it printed a traceback."""
+    with patch("pretrain.run.run", side_effect=KeyboardInterrupt):
+        assert main(["--config", "any.yaml"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_checkpoint_is_saved_when_its_time_has_come(pool, config_file):

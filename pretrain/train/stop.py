@@ -28,8 +28,12 @@ class StopRequest:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             return  # the launcher ends the others when one rank fails, and must not cut off this rank's last message
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the signals back to who had them."""
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.reason and number == signal.SIGINT:

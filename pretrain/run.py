@@ -17,7 +17,7 @@ if __name__ == "__main__":
     # Started by path, Python puts this package's own folder first, where `data`, `config`, ... would shadow other modules.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from pretrain.errors import ConfigError, UserError, print_error
+from pretrain.errors import INTERRUPTED, ConfigError, UserError, print_error
 
 if TYPE_CHECKING:
     from pretrain.observe.sinks import Sink
@@ -63,7 +63,8 @@ def _unrecognized(unknown: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = (), sinks: Sequence[Sink] = ()) -> int:
-    """Run, and return the exit code: 0 finished, preempted or stopped, 1 failed, 2 a configuration or launch that cannot work.
+    """Run, and return the exit code: 0 finished, preempted or stopped, 1 failed, 2 a configuration or launch that cannot work,
+    130 interrupted by SIGINT where there is nothing to save.
 
     `callbacks` and `sinks`: code of your own in the run (docs/extending.md).
     """
@@ -75,6 +76,9 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = (), sink
         is_alone = arguments.check or arguments.print_config
         print_error(error, None if is_alone else functools.partial(tell_others, error))
         return error.exit_code
+    except KeyboardInterrupt:  # a run that trains takes the first one as a request to stop
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def tell_others(error: UserError) -> None:

@@ -96,11 +96,15 @@ class Saving:
     def begin(self) -> None:
         """Make the folder, and agree on who writes what."""
         with self._cleaned():
-            self.ranks.on_main("start of a save", lambda: _start(self.writing, self.tensors), CheckpointError, storage=True)
+            self.ranks.on_main("start of a save", lambda: _start(self.writing), CheckpointError, storage=True)
             own = self.ranks.attempt("plan of a checkpoint", self._plan_own, CheckpointError, storage=True)
             if self.ranks.largest("comparison of a checkpoint's plan", int(own != self.agreed.own)):
                 self._agree(own)
             self.plan = self.planner.finish_plan(self.agreed.share)
+            needed = self.ranks.sum("size of a checkpoint", torch.tensor(_bytes_of(self.plan), dtype=torch.int64))
+            self.ranks.on_main(
+                "look at free space", lambda: files.check_space(self.writing, int(needed)), CheckpointError, storage=True
+            )
             self.tensors = {}
 
     def _agree(self, own: SavePlan) -> None:
@@ -252,17 +256,16 @@ def write_checkpoint(
     return saving.finish()
 
 
-def _start(writing: Path, tensors: dict[str, Tensor]) -> None:
+def _start(writing: Path) -> None:
     shutil.rmtree(writing, ignore_errors=True)
     make_directory(writing.parent)
     writing.mkdir()
-    # Whole sizes: the ranks' shards add up to them, on storage that they share. torch reports a disk that fills up while it
-    # writes as a mismatch of positions, so it is better to look before.
-    needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(writing).free
-    if free < needed:
-        raise CheckpointError(
-            f"it takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free; make room, or lower checkpoint.keep_last"
-        )
+
+
+def _bytes_of(plan: SavePlan) -> int:
+    """Bytes of the values that a rank writes."""
+    parts = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+    return sum(math.prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
 
 
 def _write_attachments(directory: Path, state: dict[str, Any], attachments: dict[str, Path | str]) -> dict[str, dict[str, Any]]:

@@ -314,7 +314,7 @@ class Checkpoint:
     )
     keep_every_steps: int = key(
         0,
-        "Checkpoints at multiples of this step are kept for ever; 0: none.",
+        "Each multiple of this step is saved, and its checkpoint is kept for ever; 0: none.",
         ge=0,
         when={"checkpoint.keep_last": Except(0)},
         le=MOST_STEPS,

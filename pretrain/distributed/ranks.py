@@ -205,6 +205,7 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
     `alone`: the strategy is for one process and needs no group. A wrapped model needs a group, even of one rank. `meeting`: this
     process's meeting, in which all have agreed (`Meeting.join`); by default they meet here.
     """
+    global _has_groups
     rank, local_rank, world_size = launched_ranks()
     device = choose_device(config, local_rank)
     if device.type == "cuda":
@@ -224,6 +225,7 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
         monitor.pace.sees_sleep = device.type == "cpu"
     # If a collective takes too long, NCCL ends the process without a message. The monitor comes first, and has one.
     patience = timeout + timedelta(seconds=_ABORT_SECONDS) if backend == "nccl" else timeout
+    _leave_groups()
     _limit_groups(patience)
     connect_lazily(world_size)
     ranks = Ranks(rank, local_rank, world_size, device, None, monitor)
@@ -236,6 +238,7 @@ def start(config: Config, alone: bool, meeting: Meeting | None = None) -> Ranks:
             world_size=world_size,
             **({"device_id": device} if backend == "nccl" else {}),
         )
+        _has_groups = True
         control = dist.new_group(backend="gloo", timeout=timeout)
     return replace(ranks, control=control)
 
@@ -270,11 +273,28 @@ def choose_backend(config: Config, device: torch.device) -> str:
     return backend
 
 
-def stop() -> None:
-    """Leave the process groups and the meeting. Call on the clean path only; a failed process just ends."""
+_has_groups = False
+"""Whether a run of this process has made groups that it has not left."""
+
+
+def _leave_groups() -> None:
+    """Leave the groups of an earlier run of this process that failed. A script may call `main` again."""
+    if _has_groups:
+        gc.collect()  # what that run captured has to go before its groups
+        _destroy_groups()
+
+
+def _destroy_groups() -> None:
+    global _has_groups
+    _has_groups = False
     if dist.is_initialized():
         dist.destroy_process_group()
         forget_meshes()
+
+
+def stop() -> None:
+    """Leave the process groups and the meeting. Call on the clean path only; a failed process just ends."""
+    _destroy_groups()
     close_meeting()
     gc.collect()
     sys.stdout.flush()

@@ -33,9 +33,10 @@ FORMAT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 
 
 def state_bytes(config: Config) -> int:
-    """Bytes of a parameter's weight, gradient and two moments under DDP, as AdamW has them; no optimizer has more."""
+    """Bytes of a parameter's weight, gradient, two moments and running mean under DDP, as AdamW has them; no optimizer has more."""
     precision = config.precision
-    return FORMAT_BYTES[precision.master] + gradient_bytes(precision, "ddp") + 2 * FORMAT_BYTES[precision.moments]
+    mean = FORMAT_BYTES["fp32"] if config.optim.ema_decay is not None else 0
+    return FORMAT_BYTES[precision.master] + gradient_bytes(precision, "ddp") + 2 * FORMAT_BYTES[precision.moments] + mean
 
 
 def gradient_bytes(precision: Precision, strategy: str) -> int:

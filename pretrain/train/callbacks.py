@@ -21,7 +21,7 @@ from torch import Tensor
 from pretrain.checkpoint import files
 from pretrain.config.schema import Config
 from pretrain.distributed.mesh import Mesh
-from pretrain.errors import ConfigError, TrainingError, UserError
+from pretrain.errors import CheckpointError, ConfigError, TrainingError, UserError
 from pretrain.observe.logs import TRACEBACKS
 from pretrain.observe.metrics import StepRecord
 from pretrain.observe.sinks import Sink
@@ -47,6 +47,8 @@ class RunHandle:
     must make the same number of calls, because all ranks gather sharded weights together."""
     tokenizer_path: Path | str
     """The tokenizer of the run's data; of targets, if it translates."""
+    step: int = 0
+    """The step that this start continues from."""
     stop_reason: str | None = None
     wants_save: bool = False
 
@@ -177,7 +179,12 @@ class Callbacks:
 
 
 class Watched:
-    """A number of the records: `loss`, `validation` (the mean over its sources), `validation/NAME`, `evaluation/NAME`."""
+    """A number of the records: `loss`, `evaluation/NAME`, `translation/SOURCE/bleu` (or another score), and those that validation measures.
+
+    The latter are `validation`, `ema_validation` and `bits_per_byte`, each with `/SOURCE`, or the mean over the sources without it.
+    """
+
+    SCORES = ("bleu", "chrf", "cer", "wer")
 
     def __init__(self, metric: str, mode: str) -> None:
         if mode not in ("min", "max"):
@@ -186,13 +193,18 @@ class Watched:
         self.was_seen = False
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError for a number that this run never logs."""
-        group, _, name = self.metric.partition("/")
+        """Raise ConfigError for a number that cannot be watched in this run."""
         sources = [source.name for source in config.data.validation]
-        known = (group == "evaluation" and name) or self.metric == "loss" or (group == "validation" and sources)
-        if not known or (group == "validation" and name and name not in sources):
-            have = ", ".join(["loss", *(f"validation/{source}" for source in sources), "evaluation/NAME"])
-            raise ConfigError(f"the metric {self.metric} is never logged by this run; it has {have}")
+        groups = ["validation", "ema_validation", "bits_per_byte"] if sources else []
+        if config.optim.ema_decay is None and groups:
+            groups.remove("ema_validation")
+        scores = self.SCORES if config.validation.translation.every_steps else ()
+        have = ["loss", *(f"{group}/{source}" for group in groups for source in sources)]
+        have += [f"translation/{source}/{score}" for source in sources for score in scores]
+        if self.metric not in [*have, *groups] and not (self.metric.startswith("evaluation/") and self.metric != "evaluation/"):
+            raise ConfigError(
+                f"the metric {self.metric} cannot be watched in this run; choose one of {', '.join([*groups, *have, 'evaluation/NAME'])}"
+            )
 
     def of(self, record: StepRecord) -> float | None:
         """Its value in a record, with a sign so that lower is better. None if it is missing or not finite."""
@@ -244,11 +256,17 @@ class EarlyStopping(Callback):
         self.watched.warn_if_unseen(self.run, self)
 
 
+MEASURED = "measured.json"
+"""In a copy of KeepBest: the metric and its value. It is no part of the checkpoint, and so the manifest does not list it."""
+
+
 class KeepBest(Callback):
     """Keep the `count` best checkpoints in `best/` of the run directory, apart from those that `checkpoint.keep_last` removes.
 
     `metric`: see `Watched`. They are hard links if the storage has them, and take no space while the original exists. Each is a complete
     checkpoint, for `run.init_from=RUN/best/step-N` or `--checkpoint` of the tools. A step among the best is saved if it was not.
+
+    Each copy holds its value, so that the best are known without metrics.jsonl. A copy of unknown value is never removed.
     """
 
     def __init__(self, count: int = 1, metric: str = "validation", mode: str = "min") -> None:
@@ -261,9 +279,38 @@ class KeepBest(Callback):
         self.run, self.folder = run, run.directory / "best"
         measured = {record.step: self.watched.of(record) for record in run.history}
         self.values = {step: value for step, value in measured.items() if value is not None}
+        self.unknown: set[int] = set()
+        """Steps of copies whose value nobody knows."""
         if run.is_main:
             files.discard_unfinished(self.folder)
+            self._read_copies()
             self._keep_history(run.directory / "checkpoints")
+
+    def _read_copies(self) -> None:
+        """Take the values of copies that are missing in the history: metrics.jsonl may be lost."""
+        for copy in files.complete_checkpoints(self.folder):
+            step = files.step_of(copy)
+            if step in self.values:
+                continue
+            value = self._value_of(copy)
+            if value is None:
+                self.unknown.add(step)
+            elif step <= self.run.step:  # a later one is of a time line that this start leaves
+                self.values[step] = value
+        if self.unknown:
+            steps, metric = sorted(self.unknown), self.watched.metric
+            log.warning(
+                "KeepBest: %s of steps %s in %s is unknown, so they stay there and do not count", metric, steps, self.folder
+            )
+
+    def _value_of(self, copy: Path) -> float | None:
+        """The value that a copy holds, signed as in `values`; None if it has none of this metric."""
+        try:
+            said = files.read_json(copy / MEASURED)
+        except CheckpointError:  # of an earlier version of this program, or damaged
+            return None
+        value = said.get("value") if isinstance(said, dict) and said.get("metric") == self.watched.metric else None
+        return self.watched.sign * value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
     def _keep_history(self, checkpoints: Path) -> None:
         """Steps before this start count only if they have a copy, or a checkpoint to make one of."""
@@ -282,6 +329,7 @@ class KeepBest(Callback):
         if value is None:
             return
         self.values[record.step] = value
+        self.unknown.discard(record.step)
         checkpoint = run.directory / "checkpoints" / files.directory_of(record.step)
         if record.step in self._best() and checkpoint.is_dir():
             self._keep(checkpoint)
@@ -306,14 +354,17 @@ class KeepBest(Callback):
         if not exists(target):
             writing = files.writing_directory_of(target)
             shutil.rmtree(writing, ignore_errors=True)
-            shutil.copytree(checkpoint, writing, copy_function=_link)
+            shutil.copytree(checkpoint, writing, copy_function=_link, ignore=shutil.ignore_patterns(MEASURED))
+            value = self.watched.sign * self.values[files.step_of(checkpoint)]
+            files.write_json(writing / MEASURED, {"metric": self.watched.metric, "value": value})
             flush(writing)
             files.put_in_place(writing, target)
-            value = self.watched.sign * self.values[files.step_of(checkpoint)]
             log.info("kept %s: %s %.6g", target, self.watched.metric, value)
-        best = {files.directory_of(step) for step in self._best()}
+        best, now = self._best(), max(self.run.step, files.step_of(checkpoint))
         for other in files.complete_checkpoints(self.folder):
-            if other.name not in best:
+            step = files.step_of(other)
+            # A later one was left behind by a start from an earlier step. It stays until the run has come as far again.
+            if step not in best and step not in self.unknown and step <= now:
                 files.discard(other)
 
 

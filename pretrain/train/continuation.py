@@ -179,9 +179,10 @@ class Continuation:
 
     def _check_finite(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Refuse a state that holds NaN: a run would continue from it, and it would retire the good checkpoints before it."""
-        names = list(tensors)
-        found = self.ranks.gather("finiteness of the state", first_nonfinite(tensors))
-        bad = [(names.index(name), rank, name) for rank, name in enumerate(found) if name is not None]
+        own = first_nonfinite(tensors)
+        # With its place: another stage of a pipeline does not have the name.
+        found = self.ranks.gather("finiteness of the state", None if own is None else (list(tensors).index(own), own))
+        bad = [(one[0], rank, one[1]) for rank, one in enumerate(found) if one is not None]
         if bad:
             _, rank, name = min(bad)
             raise TrainingError(

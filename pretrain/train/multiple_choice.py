@@ -38,6 +38,8 @@ class MultipleChoice(Callback):
         self.name = name or self.file.stem
 
     def start(self, run: RunHandle) -> None:
+        if self.every_steps < 1:
+            raise ConfigError(f"MultipleChoice: every_steps={self.every_steps} must be at least 1")
         if run.config.data.objective != "next_token" or run.config.data.pairs is not None:
             raise ConfigError("MultipleChoice asks models of next tokens; data.pairs and span corruption have none")
         tokenizer = load_tokenizer(run.tokenizer_path)

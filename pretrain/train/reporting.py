@@ -59,7 +59,7 @@ class Reporting:
             if is_own and progress.record:
                 self._report_again(StepRecord.from_dict(progress.record))
         history = known_records(path, step) if is_main and self.extensions.callbacks else []
-        self.run = RunHandle(self.config, path, history, self.mesh, self._losses, self.plan.data.tokenizer_path)
+        self.run = RunHandle(self.config, path, history, self.mesh, self._losses, self.plan.data.tokenizer_path, step)
         self.callbacks = Callbacks(self.extensions.callbacks, self.run)
         stack.callback(self.callbacks.close)
 

@@ -186,7 +186,7 @@ def _agree(plan: Plan, device: torch.device, meeting: Meeting, directory: RunDir
 
 
 def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extensions: Extensions) -> None:
-    trainer = None
+    trainer, stop = None, StopRequest()
 
     def record(error: BaseException) -> None:
         _record_failure(directory, trainer, ranks, error)
@@ -222,7 +222,7 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
         ranks.on_main("record of a start", lambda: _record_start(directory, plan, ranks, trainer, place), CheckpointError)
         # Active until the last line: a second notice from the scheduler must not end a rank that is about to report success.
         with ExitStack() as stack:
-            stop = stack.enter_context(StopRequest())
+            stack.enter_context(stop)
             export = None
             if ranks.is_main and trainer.progress.step == 0:
                 export = start_export_check(
@@ -243,6 +243,8 @@ def _train_together(plan: Plan, ranks: Ranks, directory: RunDirectory, extension
         ranks.tell_of_ranks(None)
         rank_file.close()
         directory.release()
+        if ranks.world_size == 1:  # no other rank waits for this one, and a script may call `main` again after a failure
+            stop.restore()
 
 
 _REASONS = {"preempted": "asked to stop by a signal; the same command continues"}

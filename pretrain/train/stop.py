@@ -12,7 +12,7 @@ from pretrain.distributed.ranks import Ranks
 
 
 class StopRequest:
-    """While active, SIGINT, SIGTERM and SIGUSR1 ask for a stop; a second SIGINT interrupts at once."""
+    """While active, SIGINT, SIGTERM and SIGUSR1 ask for a stop; a SIGINT after any of them interrupts at once."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -28,8 +28,12 @@ class StopRequest:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             return  # the launcher ends the others when one rank fails, and must not cut off this rank's last message
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the signals back to who had them."""
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.reason and number == signal.SIGINT:

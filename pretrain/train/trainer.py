@@ -310,9 +310,12 @@ class Trainer:
 
     def _is_due(self, step: int) -> bool:
         """Whether a step is saved or evaluated, and so has to be settled before the next one."""
-        config = self.config
-        saves = step == config.run.steps or (config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0)
-        return bool(saves or self.evaluation.due(step))
+        return bool(self._saves(step) or self.evaluation.due(step))
+
+    def _saves(self, step: int) -> bool:
+        """Whether a step is saved whatever the time: the last one, and those of the two intervals in steps."""
+        intervals = (self.config.checkpoint.every_steps, self.config.checkpoint.keep_every_steps)
+        return step == self.config.run.steps or any(every and step % every == 0 for every in intervals)
 
     def _settle_ahead(self, poll: StopPoll) -> None:
         """Settle the last step that was queued, if that is still to be done."""
@@ -377,9 +380,9 @@ class Trainer:
         Return whether nothing was cut short.
         """
         config, step = self.config, record.step
-        last, every = step == config.run.steps, config.checkpoint.every_steps
+        last = step == config.run.steps
         self.progress.record = record.to_dict()
-        if last or (every and step % every == 0):
+        if self._saves(step):
             self._save(waits=last)
         is_whole = self.reporting.evaluate(record, poll)
         is_evaluated = record.validation or record.translation or record.evaluation

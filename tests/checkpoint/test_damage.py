@@ -288,6 +288,14 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path):
     assert [p.name for p in files.complete_checkpoints(tmp_path)] == ["step-00000200", "step-00000400"]
 
 
+def test_the_milestones_are_saved_whatever_else_is_saved(pool, config_file):
+    """e31: with saves by time, which is the default, or at other steps, keep_every_steps was accepted and kept nothing."""
+    options = ("checkpoint.keep_every_steps=2", "checkpoint.keep_last=1", "schedule.warmup_steps=1", "run.steps=5")
+    for every in (0, 3):
+        run = train(pool, 1, config_file, *options, f"checkpoint.every_steps={every}", f"run.name=every-{every}")
+        assert [p.name for p in files.complete_checkpoints(run / "checkpoints")] == [files.directory_of(s) for s in (2, 4, 5)]
+
+
 def test_files_of_older_checkpoints_are_removed_beside_training(tmp_path, monkeypatch):
     """All ranks waited while the main rank removed terabytes. Now the older one is no checkpoint at once, and its files go by and by."""
     for step in (1, 2):
@@ -359,11 +367,28 @@ def test_the_verify_tool_names_what_is_damaged(run, capsys):
     assert captured.out.count("good ") == 2 and "step-00000015/__0_0.distcp" in captured.err
 
 
+def needs_of_a_run(config_file: str, *overrides: str) -> tuple[int, list[int]]:
+    """Exit code of a run, and the bytes that each of its saves asks for."""
+    needs = []
+    with patch.object(files, "check_space", lambda writing, needed: needs.append(needed)):
+        return run_main(config_file, *overrides)[0], needs
+
+
+def test_the_look_at_free_space_counts_all_stages_of_a_pipeline(pool, config_file):
+    """e13: it counted the stage of the main rank."""
+    options = ("parallel.strategy=fsdp", "parallel.pipeline=2", "batch.micro_sequences=4", "run.steps=1", "schedule.warmup_steps=0")
+    (code, [needed]), other = pool.launch(2, needs_of_a_run, str(config_file), *options)
+    assert code == 0 and other == (0, [])
+    payload = Payload(config_file.parent / "runs" / "run" / "checkpoints" / "step-00000001")
+    whole = payload.whole("model.") | payload.whole("optim.") | payload.whole("rng.")
+    assert needed == sum(tensor.nbytes for tensor in whole.values())
+
+
 def test_a_save_that_would_not_fit_says_how_much_is_missing_and_leaves_nothing(tmp_path, monkeypatch):
     class Usage:
         free = 1_000_000
 
-    monkeypatch.setattr(save.shutil, "disk_usage", lambda path: Usage)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: Usage)
     tensors = {"model.weight": torch.zeros(1000, 500)}
     with pytest.raises(CheckpointError, match=r"it takes 2\.0 MB and 1\.0 MB are free; make room"):
         save.write_checkpoint(tmp_path / "step-00000001", tensors, {}, {}, ALONE)

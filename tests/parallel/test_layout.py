@@ -151,6 +151,15 @@ def test_auto_says_what_does_not_fit():
     assert "more than 40% of a GPU's memory; chosen by auto" in explain_strategy(config(), plan(4, parameters=10**10, memory=80 * GB))
 
 
+def test_auto_counts_the_running_mean_of_the_weights():
+    """e14: it said 16 bytes per parameter beside 20 in the line of memory, and took DDP for a state that does not fit."""
+    mean = "optim.ema_decay=0.99"
+    assert "it takes 16 bytes per parameter" in explain_strategy(config(), plan(2))
+    assert "it takes 20 bytes per parameter" in explain_strategy(config(mean), plan(2, mean))
+    of_two = {"parameters": 18 * 10**8, "memory": 80 * GB}  # 28.8 and 36 GB
+    assert plan(2, **of_two).strategy == "ddp" and plan(2, mean, **of_two).strategy == "fsdp"
+
+
 def test_auto_with_a_shard_axis_shards():
     assert plan(4, "parallel.shard=4") == Layout("fsdp", 1, 4, 6)
     assert plan(4, "parallel={replicate: 2, shard: 2}") == Layout("fsdp", 2, 2, 6)

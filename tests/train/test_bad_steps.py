@@ -20,6 +20,7 @@ EXPERTS = (
     "model.experts={count: 4, active: 2, ffn_dim: 16, correction: true, correction_rate: 0.01, scoring: sigmoid}",
 )
 DDP, FSDP = (2, "parallel.strategy=ddp"), (2, "parallel.strategy=fsdp")
+PIPELINE = (*FSDP, "parallel.pipeline=2", "batch.micro_sequences=4")
 KEPT = (*FSDP, "parallel.reshard_after_forward=never", "batch.micro_sequences=2")  # gathered weights stay for a second micro-step
 
 
@@ -120,7 +121,7 @@ def test_a_first_step_that_is_not_finite_says_that_there_is_no_checkpoint(pool, 
 
 
 @pytest.mark.parametrize(
-    "layout", [FSDP, pytest.param(DDP, marks=pytest.mark.slow), pytest.param((1,), marks=pytest.mark.slow)]
+    "layout", [FSDP, PIPELINE, pytest.param(DDP, marks=pytest.mark.slow), pytest.param((1,), marks=pytest.mark.slow)]
 )
 def test_poisoned_weights_are_not_committed_and_retire_no_good_checkpoint(pool, config_file, layout):
     """T-D4: optim.lr=1e308 made every weight infinite, which was saved as a good checkpoint and retired the one before."""

@@ -16,12 +16,16 @@ from launch_pool import RankProcess, start_ranks
 from running import cut_after, run_main, some_slow, state_of, train
 
 from pretrain.checkpoint.payload import Payload
+from pretrain.config.data_schema import Data, ValidationSource
+from pretrain.config.optim_schema import Optim
+from pretrain.config.schema import Config, Translation, Validation
+from pretrain.errors import ConfigError
 from pretrain.evaluation.scores import Scorer
 from pretrain.huggingface.open_model import open_model
 from pretrain.observe.metrics import StepRecord, read_metrics
 from pretrain.observe.sinks import Sink
 from pretrain.run import main
-from pretrain.train.callbacks import Callback, EarlyStopping, KeepBest, RunHandle
+from pretrain.train.callbacks import Callback, EarlyStopping, KeepBest, RunHandle, Watched
 from pretrain.train.multiple_choice import MultipleChoice
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -242,6 +246,23 @@ def test_steps_without_a_checkpoint_do_not_count_among_the_best(pool, config_fil
     assert kept(run) == ["step-00000006"]
 
 
+def test_the_best_stays_the_best_without_the_log_of_metrics(pool, config_file):
+    """e17: KeepBest knew the values of its copies from metrics.jsonl alone, and removed the best one for a worse one."""
+    [(code, _)] = pool.launch(1, run_extended, "later", str(config_file), "run.steps=5")
+    run = config_file.parent / "runs" / "run"
+    assert code == 0 and kept(run) == ["step-00000004"]
+    measured = run / "best" / "step-00000004" / "measured.json"
+    assert json.loads(measured.read_text()) == {"metric": GIVEN, "value": 3.0}
+    (run / "metrics.jsonl").unlink()
+    [(code, printed)] = pool.launch(1, run_extended, "later", str(config_file), "run.steps=6")
+    assert code == 0 and kept(run) == ["step-00000004"] and "unknown" not in printed
+    measured.unlink()  # a copy of an earlier version of the program
+    (run / "metrics.jsonl").unlink()
+    [(code, printed)] = pool.launch(1, run_extended, "later", str(config_file), "run.steps=7")
+    line = f"KeepBest: {GIVEN} of steps [4] in {run / 'best'} is unknown, so they stay there and do not count"
+    assert code == 0 and line in printed and kept(run) == ["step-00000004", "step-00000007"]
+
+
 def test_a_sink_that_fails_is_warned_of_and_the_run_goes_on(pool, config_file):
     [(code, printed)] = pool.launch(1, run_extended, "failing sink", str(config_file), "log.every_steps=1")
     assert code == 0 and "the sink FailingSink: cannot be written: the server is away; the run goes on" in printed
@@ -251,9 +272,9 @@ def test_a_sink_that_fails_is_warned_of_and_the_run_goes_on(pool, config_file):
 @pytest.mark.parametrize(
     ("made", "line"),
     [
-        ("no validation", "the metric validation is never logged by this run; it has loss, evaluation/NAME"),
-        ("no such source", "the metric validation/x is never logged by this run; it has loss"),
-        ("no metric", "the metric lr is never logged by this run"),
+        ("no validation", "the metric validation cannot be watched in this run; choose one of loss, evaluation/NAME"),
+        ("no such source", "the metric validation/x cannot be watched in this run; choose one of loss"),
+        ("no metric", "the metric lr cannot be watched in this run"),
         ("no number", "the callback NoNumber.evaluate: ValueError: could not convert string to float: 'high'"),
         ("twice", "two callbacks measure 'given'; give one of the numbers another name"),
     ],
@@ -261,6 +282,34 @@ def test_a_sink_that_fails_is_warned_of_and_the_run_goes_on(pool, config_file):
 def test_what_is_never_logged_or_no_number_is_refused(pool, config_file, made, line):
     [(code, printed)] = pool.launch(1, run_extended, made, str(config_file))
     assert code == (1 if made == "no number" else 2) and line in printed and "Traceback" not in printed
+
+
+def test_every_number_of_validation_and_translation_can_be_watched():
+    """e34: ema_validation/v and translation/v/bleu were refused as never logged, though they are."""
+    config = Config(
+        data=Data(validation=[ValidationSource(name="v"), ValidationSource(name="w")]),
+        optim=Optim(ema_decay=0.9),
+        validation=Validation(translation=Translation(every_steps=1)),
+    )
+    scores = {"bleu": 20.0, "chrf": 40.0, "cer": 5.0, "wer": 6.0}
+    losses = {"v": 2.0, "w": 4.0}
+    record = StepRecord(
+        1, 1, loss=5.0, validation=losses, ema_validation=losses, bits_per_byte=losses, translation={"v": scores, "w": scores}
+    )
+    for metric, value in (
+        ("loss", 5.0),
+        ("validation", 3.0),
+        ("ema_validation", 3.0),
+        ("ema_validation/v", 2.0),
+        ("bits_per_byte/w", 4.0),
+        ("translation/w/chrf", 40.0),
+    ):
+        watched = Watched(metric, "min")
+        watched.check(config)
+        assert watched.of(record) == value
+    for metric in ("translation", "translation/v", "ema_validation/x", "evaluation/"):
+        with pytest.raises(ConfigError, match=f"the metric {metric} cannot be watched in this run; choose one of validation, "):
+            Watched(metric, "min").check(config)
 
 
 def test_a_metric_that_nobody_measured_is_said_at_the_end(pool, config_file):
@@ -344,6 +393,14 @@ def test_choices_are_those_of_the_saved_model_under_any_layout(pool, config_file
             "letters mean",
             "letters centred",
         ]
+
+
+def test_multiple_choice_of_every_0_steps_is_an_error_of_one_line(config_file):
+    """e19: it was a ZeroDivisionError after the first step."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = main(["--config", str(config_file), *SHORT], callbacks=[MultipleChoice("letters.jsonl", every_steps=0)])
+    assert code == 2 and "error: MultipleChoice: every_steps=0 must be at least 1\n" in printed.getvalue()
 
 
 @pytest.mark.parametrize(

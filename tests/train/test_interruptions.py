@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from launch_pool import RankProcess, start_ranks
@@ -18,6 +19,7 @@ from running import largest_relative_difference, losses, run_main, train
 
 from pretrain.observe.metrics import METRICS_FILE, read_metrics
 from pretrain.run import main
+from pretrain.train.stop import StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_STEPS = ("model.dim=128", "model.layers=3", "data.sequence_length=128", "model.ffn_dim=256")
@@ -197,6 +199,28 @@ def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, c
     assert 3 <= stopped < 120
     [(code, printed)] = pool.launch(1, run_main, str(config_file), "run.steps=120", f"run.resume={run}")
     assert code == 0 and f"step-{stopped:08d}: step {stopped}" in printed and "finished at step 120" in printed
+
+
+def test_ctrl_c_where_nothing_is_trained_is_one_line(capsys):
+    """e15: before training began, it printed a traceback."""
+    with patch("pretrain.run.run", side_effect=KeyboardInterrupt):
+        assert main(["--config", "any.yaml"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def fail_and_run_again(config_file: str) -> tuple[list[int], bool]:
+    """Exit codes of a run that fails and of another one in the same process, and whether the first gave the signals back."""
+    options = ("parallel.strategy=fsdp", "parallel.shard=1", "schedule={name: constant, warmup_steps: 0}")
+    before = [signal.getsignal(number) for number in StopRequest.SIGNALS]
+    first = run_main(config_file, *options, "optim.lr=1e30", "run.steps=5", "run.name=fails")[0]
+    after = [signal.getsignal(number) for number in StopRequest.SIGNALS]
+    return [first, run_main(config_file, *options, "run.steps=2", "run.name=next")[0]], after == before
+
+
+def test_a_script_can_run_again_after_a_failure(pool, config_file):
+    """e5, e16: signals stayed with the failed run, and its process groups refused the next one."""
+    [(codes, gave_back)] = pool.launch(1, fail_and_run_again, str(config_file))
+    assert codes == [1, 0] and gave_back
 
 
 def test_a_checkpoint_is_saved_when_its_time_has_come(pool, config_file):

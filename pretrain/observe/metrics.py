@@ -177,7 +177,7 @@ class StepRecord:
         "by source, the same in bits per byte of text, by the source's mean bytes per token: it compares between tokenizers",
         "bits per byte",
         AFTER,
-        "when validated, on data that was prepared from text",
+        "when validated, on data that was prepared from text alone, without token ids",
     )
     translation: dict[str, dict[str, float]] | None = measured(
         "by source, BLEU, chrF, CER and WER of its translations", "percent", AFTER, "when translated"

@@ -29,6 +29,7 @@ from pretrain.data.tokenizers.export import export_tokenizer
 from pretrain.data.tokenizers.tokenizer import load_tokenizer, read_added_tokens
 from pretrain.errors import CheckpointError
 from pretrain.huggingface.directory import WeightPlan, check_round_trip, plan_weights, refuse_odd_numbers
+from pretrain.huggingface.open_model import GENERATION_FILE, named_ends
 from pretrain.huggingface.safetensors_file import ShardedWriter, Spec
 from pretrain.huggingface.verification import Compared, check_expected, compare_logits, read_back
 from pretrain.models.families import family_of
@@ -83,6 +84,7 @@ def export(
     padding = _padding(model, tokenizer, added, checkpoint)
     with _named(output), staged_directory(output) as writing:
         config, notes = write_description(writing, model, tokenizer, added, dtype)
+        _carry_generation(checkpoint, writing)
         check_expected(config, source.plan.theirs)
         shards = _write_weights(source, writing, shard_bytes)
         check_round_trip(source.plan.family, files.read_json(writing / "config.json"))
@@ -120,8 +122,22 @@ def write_description(
         notes += filter(None, [special.note])
     files.write_json(directory / "config.json", config | ids)
     said = {name: id for name, id in ids.items() if id is not None or name != "pad_token_id"}
-    files.write_json(directory / "generation_config.json", said | {"do_sample": False})
+    files.write_json(directory / GENERATION_FILE, said | {"do_sample": False})
     return config | ids, notes
+
+
+def _carry_generation(checkpoint: Path, directory: Path) -> None:
+    """Add what the generation_config.json of an imported model says: chat models have further end tokens, and ways to draw."""
+    if not (checkpoint / GENERATION_FILE).is_file():
+        return
+    ours = files.read_json(directory / GENERATION_FILE)
+    theirs = files.read_json(checkpoint / GENERATION_FILE)
+    own = ours["eos_token_id"]
+    ends = [*([] if own is None else [own]), *sorted(named_ends(checkpoint) - {own})]
+    known = {name: value for name, value in ours.items() if value is not None and name != "do_sample"}
+    ends_of = ends if len(ends) > 1 else ends[0] if ends else None
+    said = theirs | known | {"eos_token_id": ends_of}
+    files.write_json(directory / GENERATION_FILE, said | {"do_sample": theirs.get("do_sample", False)})
 
 
 @contextlib.contextmanager

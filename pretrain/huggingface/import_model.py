@@ -33,6 +33,7 @@ from pretrain.storage import refuse_existing
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 MODEL_FILE = "model.yaml"
+CHAT_FILE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def import_model(directory: Path, output: Path, verify: bool = False, family: st
         with ByteProgress("converting", source.nbytes) as done:
             write_checkpoint(output, tensors, state, attachments, ALONE, _EntryByEntry(source, done).read)
     notes = source.plan.family.import_notes(source.config, source.model)
+    if (directory / CHAT_FILE).is_file():
+        notes = [*notes, f"{CHAT_FILE} stays where it is: training does not use it; copy it into an export that is to chat"]
     return Imported(source.plan.parameters, compared, tokenizer, notes)
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from pretrain.config.attention_schema import AttentionConfig
 from pretrain.errors import DataError
 from pretrain.huggingface.export_model import export
+from pretrain.huggingface.import_model import import_model
 from pretrain.huggingface.open_model import open_model, read_hf
 from pretrain.models.generate import generate
 
@@ -236,3 +237,15 @@ def test_transformers_warns_of_nothing_in_an_export(exported, caplog, capsys):
     finally:
         logging.get_logger("transformers").removeHandler(caplog.handler)
     assert [record.message for record in caplog.records if record.name.startswith("transformers")] == []
+
+
+def test_the_end_tokens_of_an_imported_chat_model_come_back(copied, tmp_path):
+    said = json.loads((copied / "generation_config.json").read_text())
+    chat = said | {"eos_token_id": [said["eos_token_id"], 5], "do_sample": True, "temperature": 0.7}
+    (copied / "generation_config.json").write_text(json.dumps(chat))
+    (copied / "chat_template.jinja").write_text("{{ messages }}")
+    done = import_model(copied, tmp_path / "imported")
+    assert any(note.startswith("chat_template.jinja stays where it is") for note in done.notes)
+    export(tmp_path / "imported", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == chat
+    assert automatic(tmp_path / "back").generation_config.eos_token_id == chat["eos_token_id"]

@@ -19,8 +19,14 @@ bash launch/setup.sh plot
 if [ ! -e "$work/validation" ]; then
   rm -rf "$work"
   mkdir -p "$work"
-  head -c $(($(wc -c < "$text") * 9 / 10)) "$text" > "$work/train.txt"
-  tail -c +$(($(wc -c < "$text") * 9 / 10 + 1)) "$text" > "$work/validation.txt"
+  # By characters, as nanoGPT cuts it: by bytes, one might be cut in two.
+  $python - "$text" "$work" <<'PYTHON'
+import pathlib, sys
+text = pathlib.Path(sys.argv[1]).read_bytes().decode()
+cut = len(text) * 9 // 10
+for name, part in (("train", text[:cut]), ("validation", text[cut:])):
+    pathlib.Path(sys.argv[2], f"{name}.txt").write_bytes(part.encode())
+PYTHON
   $python tools/train_tokenizer.py --input "$text" --model-type char --output "$work/tokenizer"
   for part in train validation; do
     $python tools/prepare_data.py --input "$work/$part.txt" --tokenizer "$work/tokenizer" --output "$work/$part"

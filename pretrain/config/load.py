@@ -131,7 +131,7 @@ def _check_leaf(hint: Any, value: Any, limits: Any, full: str, origins: dict[str
     """The value in the type of its key. Nothing is guessed: `yes` is not a bool, and 1.5 is not an int."""
     where = f"{origin_of(full, origins)}: {full}={_shown(value)}"
     for item in _items(value):
-        if isinstance(item, str) and (item == "~" or item.startswith("~/")) and "prompt" not in full:
+        if isinstance(item, str) and item.startswith("~/") and "prompt" not in full:
             raise ConfigError(f"{where}: ~ would be the name of a folder here; write {os.path.expanduser(item)}")
         if isinstance(item, str) and (item == "???" or "${" in item):
             raise ConfigError(f"{where}: {item!r} has a meaning of its own here and cannot be part of a str")

@@ -215,7 +215,7 @@ def test_a_text_is_kept_as_it_was_written(write, text):
     assert loaded("log.wandb.project=p", f"log.wandb.tags=[{text}, {text}]").log.wandb.tags == [text, text]
 
 
-@pytest.mark.parametrize("override", ["run.dir=~/runs", "data.sources=[{path: ~/data}]", "data.text.input=[a, ~/b]", "run.init_from='~'"])
+@pytest.mark.parametrize("override", ["run.dir=~/runs", "data.sources=[{path: ~/data}]", "data.text.input=[a, ~/b]", "run.init_from='~/a b'"])
 def test_a_folder_of_the_user_is_not_taken_for_one_called_tilde(override):
     """A shell does not expand it after `=` either."""
     with pytest.raises(ConfigError, match=rf"~ would be the name of a folder here; write {Path.home()}"):
@@ -366,6 +366,7 @@ def test_an_override_reaches_into_a_list(write):
         (["run.name=a: b"], "run.name=a: b: not valid YAML: mapping values are not allowed here"),
         (["model={dim: 1, dim: 2}"], "model={dim: 1, dim: 2}: model.dim is written twice"),
         (["run.name=x\nrun: 1"], "is more than one value; give each key=value by itself"),
+        (["run.name=exp #3"], "YAML takes what follows ' #' for a comment; quote the value"),
         (["run.name=a\x07b"], "not valid YAML: unacceptable character #x0007"),
     ],
 )
@@ -474,7 +475,7 @@ texts = st.one_of(
     ),
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30),
     st.text("ab :#-\n\t\"'\\éß中😀\x85\u2028\ufeff\x7f", max_size=30),
-).filter(lambda text: "${" not in text and text != "???")
+).filter(lambda text: "${" not in text and text != "???" and not text.startswith("~/"))
 numbers = st.floats(min_value=0, max_value=1000, exclude_min=True, allow_infinity=False, allow_nan=False)
 configs = st.builds(
     Config,

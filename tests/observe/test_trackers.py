@@ -400,6 +400,13 @@ def test_a_package_that_is_missing_is_an_error_before_the_run(monkeypatch, log, 
     check_trackers(Log())
 
 
+def test_a_file_that_node_exporter_would_not_read_is_refused():
+    pytest.importorskip("prometheus_client")
+    check_trackers(Log(prometheus=PrometheusLog(file="f.prom")))
+    with pytest.raises(ConfigError, match=r"log\.prometheus\.file=f\.txt: node_exporter reads only names that end with \.prom"):
+        check_trackers(Log(prometheus=PrometheusLog(file="f.txt")))
+
+
 def test_the_configuration_decides_the_sinks():
     def names(log: Log) -> list[str]:
         return [type(getattr(sink, "sink", sink)).__name__ for sink in own_sinks(log)]

@@ -163,7 +163,8 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
         )
     if path is None:
         return _Candidates(tuple(own))
-    _refuse_inside(folder, own, path)
+    if not (own and _went_back(own[-1], folder, path)):
+        _refuse_inside(folder, own, path)
     if not own:
         return _Candidates(tuple(files.resolve(path)))
     log.info("run.resume=%s: this run has checkpoints of its own and continues from those", path)
@@ -206,6 +207,14 @@ def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
     raise CheckpointError(
         f"run.resume={path} lies in the run's own directory and is none of its checkpoints in {folder}: {has}; {remedy}"
     )
+
+
+def _went_back(newest: Path, folder: Path, path: Path) -> bool:
+    """Whether the run went back to this checkpoint before, which it may have retired since: the same command can be given again."""
+    if not files.is_checkpoint_name(path.name) or path.resolve().parent != folder.resolve():
+        return False
+    starts = _timeline(_peek(newest, needed=True)) or []
+    return any(back and from_step == files.step_of(path) for from_step, _, back in starts)
 
 
 def _going_back(own: list[Path], named: Path, path: Path) -> _Candidates:

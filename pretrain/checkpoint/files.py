@@ -280,6 +280,11 @@ def _names(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder}: is a file where the run keeps its checkpoints; move it away") from error
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a directory of this name is a checkpoint, of the step that `step_of` gives."""
+    return _NAME.fullmatch(name) is not None
+
+
 def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint directory is named after."""
     return int(_NAME.fullmatch(checkpoint.name)[1])

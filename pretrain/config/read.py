@@ -214,7 +214,9 @@ def apply_override(tree: Tree, override: str) -> None:
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key=value, e.g. optim.lr=1e-3")
     if re.search(r"\s#", text) and not re.search(r"['\"]", text):
-        raise ConfigError(f"{COMMAND_LINE}: {override!r}: YAML takes what follows ' #' for a comment; quote the value: {path}='\"...\"'")
+        raise ConfigError(
+            f"{COMMAND_LINE}: {override!r}: YAML takes what follows ' #' for a comment; quote the value: {path}='\"...\"'"
+        )
     parsed = _parse(f"{path}: {text if text.strip(string.whitespace) else 'null'}", f"{COMMAND_LINE}: {override}")
     if list(parsed.values) != [path]:
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is more than one value; give each key=value by itself")

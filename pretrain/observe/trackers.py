@@ -65,7 +65,9 @@ def check_trackers(config: Log) -> None:
             how = "pip install trackio" if package == "trackio" else install_command("trackers")
             raise ConfigError(f"{key} needs the package {package}, which is not installed; run {how}, or remove the key")
     if (file := config.prometheus.file) is not None and not file.endswith(".prom"):
-        raise ConfigError(f"log.prometheus.file={file}: node_exporter reads only names that end with .prom; give it such a name")
+        raise ConfigError(
+            f"log.prometheus.file={file}: node_exporter reads only names that end with .prom; give it such a name"
+        )
 
 
 def sample_rows(record: StepRecord) -> list[list[Any]]:

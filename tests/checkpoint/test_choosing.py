@@ -311,6 +311,11 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_keeps_what_it_left(pool, con
     assert start(pool, config_file, "run.steps=8", "optim.lr=1e-3")[0] == 0  # and so does the plain command
     assert checkpoints(run) == sorted([*names, "step-00000006", "step-00000008"])
     files.verify(folder / "abandoned-step-00000006")
+    # Also when retention has removed the checkpoint that it went back to.
+    assert start(pool, config_file, "run.steps=10", "checkpoint.keep_last=1", "optim.lr=1e-3")[0] == 0
+    assert "step-00000002" not in checkpoints(run)
+    code, printed = start(pool, config_file, "run.steps=12", *changed)
+    assert code == 0 and "has checkpoints of its own and continues from those" in printed and "step-00000010: step 10" in printed
 
 
 @pytest.mark.parametrize(("name", "remedy"), [

@@ -13,7 +13,7 @@ work=quickstart/translation
 files=("$data".train.{de,en}.gz "$data".val.{de,en}.gz)
 found=$(sha256sum "${files[@]}" | cut -d " " -f 1)
 if [ -e "$work/pairs" ] && ! echo "$found" | cmp -s - "$work/files.sha256"; then
-  echo "error: $PWD/$work was prepared from other files than those in ${data%/*}; delete that folder, and its run in runs/ or give another run.name=NAME" >&2
+  echo "error: $PWD/$work was prepared from other files than those in ${data%/*}, or by an earlier version; delete that folder, and its run in runs/ or give another run.name=NAME" >&2
   exit 2
 fi
 bash launch/setup.sh translation

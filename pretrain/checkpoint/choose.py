@@ -196,6 +196,9 @@ def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
     place, homes = path.resolve(), (folder.parent.resolve(), folder.resolve())  # checkpoints/ may be a link
     if place in homes[:1] or not any(place.is_relative_to(home) for home in homes):
         return
+    nested = (p for p in (place, *place.parents) if p != homes[0] and p.is_relative_to(homes[0]))
+    if any((p / folder.name).is_dir() for p in nested):  # of another run, as run.name may have several parts
+        return
     number = re.search(r"step-(\d{1,18})", path.name)
     nearest = sorted(own, key=lambda c: abs(files.step_of(c) - int(number[1])) if number else -files.step_of(c))[:3]
     has = f"the run has {', '.join(sorted(c.name for c in nearest))} there" if own else "the run has none there"

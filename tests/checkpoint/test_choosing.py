@@ -557,3 +557,15 @@ def test_a_file_where_checkpoints_belong_is_said_at_once(tmp_path):
     with pytest.raises(CheckpointError, match="checkpoints: is a file") as raised:
         files.complete_checkpoints(tmp_path / "checkpoints")
     assert not isinstance(raised.value, UnreadableError)
+
+
+def test_a_run_may_start_from_one_whose_directory_is_below_its_own(tmp_path):
+    """`run.name=a run.resume=runs/a/first`: that is no checkpoint of its own that was mistyped."""
+    own, other = tmp_path / "a" / "checkpoints", tmp_path / "a" / "first" / "checkpoints" / "step-00000002"
+    own.mkdir(parents=True)
+    other.mkdir(parents=True)
+    for path in (other, tmp_path / "a" / "first"):
+        choose._refuse_inside(own, [], path)
+    for path in (own / "step-00000002", tmp_path / "a" / "best" / "step-00000002", tmp_path / "a" / "step-00000002"):
+        with pytest.raises(CheckpointError, match="lies in the run's own directory and is none of its checkpoints"):
+            choose._refuse_inside(own, [], path)

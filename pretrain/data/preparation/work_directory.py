@@ -41,7 +41,9 @@ class WorkDirectory:
     def __init__(self, output: Path, work: str | Path | None) -> None:
         self.output, self._whole = output, Path(os.path.abspath(output))
         self._parent = Path(os.path.abspath(work)) if work else self._whole.parent
-        self.path = self._parent / f".{self._whole.name}.preparing"
+        # Outputs that share a folder for work mostly differ in their own folders: a/train and b/train.
+        name = f"{self._whole.parent.name}.{self._whole.name}" if work else self._whole.name
+        self.path = self._parent / f".{name}.preparing"
         self.tokenizer = self.path / "tokenizer"
         self._plan = self.path / "plan.json"
 
@@ -66,7 +68,7 @@ class WorkDirectory:
                     directory._parent.mkdir(parents=True, exist_ok=True)
                     if directory._parent.stat().st_dev != parent.stat().st_dev:
                         raise ConfigError(f"--work {work}: must be on the same filesystem as the output {output}")
-                    path.mkdir(exist_ok=True)
+                    path.mkdir(parents=True, exist_ok=True)
                     if stack.enter_context(_lock(path / "lock", directory.output, shared=task is not None)):
                         break
                 # Its last owner has just removed it, lock and all.

@@ -189,9 +189,9 @@ def _refuse_lost(folder: Path, own: list[Path], newest: str | None) -> None:
 
 
 def _refuse_inside(folder: Path, own: list[Path], path: Path) -> None:
-    """Raise CheckpointError for a path in the run's own directory that is none of its checkpoints: whoever gives one wants to go back.
+    """Raise CheckpointError for a path in the run's own directory that is none of its checkpoints.
 
-    If the run went on from its newest checkpoint instead, retention might soon remove the one that was meant.
+    Whoever gives one wants to go back. If the run went on from its newest checkpoint, retention might soon remove the one that was meant.
     """
     place, homes = path.resolve(), (folder.parent.resolve(), folder.resolve())  # checkpoints/ may be a link
     if place in homes[:1] or not any(place.is_relative_to(home) for home in homes):
@@ -216,8 +216,12 @@ def _went_back(newest: Path, folder: Path, path: Path) -> bool:
     """Whether the run went back to this checkpoint before, which it may have retired since: the same command can be given again."""
     if not files.is_checkpoint_name(path.name) or path.resolve().parent != folder.resolve():
         return False
-    starts = _timeline(_peek(newest, needed=True)) or []
-    return any(back and from_step == files.step_of(path) for from_step, _, back in starts)
+    return _is_after_going_back(newest, files.step_of(path))
+
+
+def _is_after_going_back(checkpoint: Path, step: int) -> bool:
+    """Whether the run had gone back to this step before it saved the checkpoint."""
+    return any(back and from_step == step for from_step, _, back in _timeline(_peek(checkpoint, needed=True)) or [])
 
 
 def _going_back(own: list[Path], named: Path, path: Path) -> _Candidates:
@@ -225,7 +229,7 @@ def _going_back(own: list[Path], named: Path, path: Path) -> _Candidates:
     step = files.step_of(named)
     newer = [checkpoint for checkpoint in own if files.step_of(checkpoint) > step]
     for checkpoint in newer:
-        if any(back and from_step == step for from_step, _, back in _timeline(_peek(checkpoint, needed=True)) or []):
+        if _is_after_going_back(checkpoint, step):
             log.info(
                 "run.resume=%s: the run went back to it before, and continues from what it saved since; to go back once more, move %s to %s away",
                 path, newer[0].name, newer[-1].name,

@@ -506,7 +506,7 @@ def wait_for(condition, seconds: float) -> None:
 
 
 def in_a_clone(folder: Path, script: str, *arguments: str) -> tuple[int, str, str]:
-    """Run launch/SCRIPT in a clone whose tools only make the directory that is their --output."""
+    """Run launch/SCRIPT in a clone whose tools only make the directory that is their --output; a program on stdin runs."""
     (folder / "launch").mkdir(exist_ok=True)
     (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "launch" / script, folder / "launch")
@@ -514,7 +514,7 @@ def in_a_clone(folder: Path, script: str, *arguments: str) -> tuple[int, str, st
     for name in ("python", "torchrun"):
         tool = folder / ".venv" / "bin" / name
         made = 'mkdir -p "$(echo "$*" | sed -n "s/.*--output //p")"'
-        tool.write_text(f'#!/bin/sh\ncase "$*" in *run.py*) echo trained;; *prepare*) {made};; esac\n')
+        tool.write_text(f'#!/bin/sh\ncase "$*" in -\\ *) exec {sys.executable} "$@";; *run.py*) echo trained;; *prepare*) {made};; esac\n')
         tool.chmod(0o755)
     done = subprocess.run(["bash", f"launch/{script}", *arguments], cwd=folder, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
@@ -525,6 +525,8 @@ def test_a_script_refuses_to_train_on_an_earlier_text(tmp_path):
         (tmp_path / name).write_text(text, encoding="utf-8")
     for name in ("one.txt", "one.txt", "copy.txt"):
         assert in_a_clone(tmp_path, "shakespeare.sh", name) == (0, "trained\n", "")
+        parts = [(tmp_path / f"quickstart/shakespeare/{part}.txt").read_text(encoding="utf-8") for part in ("train", "validation")]
+        assert parts == ["a text, ", "é"]  # cut between characters
     code, out, err = in_a_clone(tmp_path, "shakespeare.sh", "other.txt")
     assert code == 2 and out == "" and err.count("\n") == 1
     assert f"quickstart/shakespeare was prepared from another text than {tmp_path}/other.txt; delete that folder" in err
@@ -539,4 +541,4 @@ def test_a_script_refuses_to_train_on_earlier_pairs(tmp_path):
         assert in_a_clone(tmp_path, "translation.sh", folder) == (0, "trained\n", "")
     code, out, err = in_a_clone(tmp_path, "translation.sh", "other")
     assert code == 2 and out == "" and err.count("\n") == 1
-    assert f"quickstart/translation was prepared from other files than those in {tmp_path}/other; delete that folder" in err
+    assert f"quickstart/translation was prepared from other files than those in {tmp_path}/other, or by an earlier version; delete that folder" in err

@@ -20,6 +20,7 @@ NAME = "hostile_configs"
 ABOUT = "no configuration ends in a traceback, in silence, or in the machine's memory"
 
 SECONDS = 90  # for --check and a step, with one core of a busy machine
+LONGEST = {"run.steps": 1000, "run.tokens": 64_000}  # a longer run is checked and not started
 INTEGERS = (
     -1,
     0,
@@ -156,4 +157,6 @@ def attempt(folder: Path, changes: dict[str, Any]) -> str | None:
         code, printed = outcome("run", "--config", str(file), *arguments, seconds=SECONDS)
         if code != 0:
             return REFUSED if is_refusal(code, printed) else f"{arguments or 'a step'}: exit code {code}: {printed[-600:]}"
+        if any(int(changes.get(key) or 0) > most for key, most in LONGEST.items()):
+            return None
     return None

@@ -277,7 +277,7 @@ def equivalence_rows(page: Path, name: str = "equivalence") -> list[str]:
 
 
 def test_the_table_of_expert_parallelism_keeps_the_limits_but_where_the_page_says_so():
-    rows = equivalence_rows(ROOT / "docs" / "parallelism.md", "experts")
+    rows = equivalence_rows(ROOT / "docs" / "equivalence.md", "experts")
     names = [row.strip("| ").split(" | ")[0] for row in rows]
     assert names[-6:] == [case.name for case in cases(16, experts=True)][-6:] and len(names) == 10
     for row in rows:
@@ -288,7 +288,7 @@ def test_the_table_of_expert_parallelism_keeps_the_limits_but_where_the_page_say
 
 
 def test_the_equivalence_table_keeps_the_limits_and_what_the_readme_says_of_it():
-    whole = equivalence_rows(ROOT / "docs" / "parallelism.md")
+    whole = equivalence_rows(ROOT / "docs" / "equivalence.md")
     assert [row.strip("| ").split(" | ")[0] for row in whole] == [case.name for case in cases(16)]
     said = re.search(r"within (\S+) in fp32, tensor and context parallelism within (\S+)\.", (ROOT / "README.md").read_text(encoding="utf-8"))
     for row in whole:

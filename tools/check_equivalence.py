@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None, start: Start | None = None) -> int:
         nargs="+",
         action="extend",
         metavar="LAYOUT",
-        help="names of the table in docs/parallelism.md or parts of them ('table': all), or keys of the section parallel such as "
+        help="names of the table in docs/equivalence.md or parts of them ('table': all), or keys of the section parallel such as "
         "'strategy=fsdp tensor=2' (default: every legal layout of up to --ranks processes)",
     )
     parser.add_argument(

@@ -84,7 +84,7 @@ def with_references(wanted: list[Case], sequences: int) -> list[Case]:
 
 
 def cases(sequences: int, experts: bool = False) -> list[Case]:
-    """The layouts of docs/parallelism.md, on 1, 2 and 4 processes, for a global batch of `sequences` (a multiple of 16).
+    """The layouts of docs/equivalence.md, on 1, 2 and 4 processes, for a global batch of `sequences` (a multiple of 16).
 
     Each size of micro-batches has a case with a single process. `experts`: with the layouts of a mixture of experts.
     """

@@ -26,7 +26,7 @@ ABOUT = "gradients of a step in any layout are those of one process"
 
 GRADIENT_LIMIT, METRIC_LIMIT = 5e-6, 2e-6
 NEGLIGIBLE = 1e-5  # a gradient below this share of the whole one's norm is held against that share
-# That share where ranks share matrices or positions, which round elsewhere (docs/parallelism.md): once in forward and once in backward.
+# That share where ranks share matrices or positions, which round elsewhere (docs/equivalence.md): once in forward and once in backward.
 TWO_ROUNDINGS = 2 * 2**-24 / GRADIENT_LIMIT
 SHARED_AXES = ("context", "tensor", "pipeline")
 FAMILIES = (

@@ -1,4 +1,4 @@
-"""What needs a GPU runs on a pretended one, which finds what a real one would refuse (docs/parallelism.md, "Rehearsing a GPU")."""
+"""What needs a GPU runs on a pretended one, which finds what a real one would refuse (docs/gpus.md, "Rehearsing a GPU")."""
 
 import os
 import shutil

@@ -91,7 +91,7 @@ def test_random_numbers_of_places_names_and_steps_have_nothing_in_common():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("moments", some_slow([torch.bfloat16, torch.uint8], [torch.bfloat16]))
 def test_an_update_is_one_graph_for_all_steps_and_parts_of_a_shape_and_computes_the_same(backend, moments):
     """As on a GPU, where it is compiled."""
     torch._dynamo.reset()

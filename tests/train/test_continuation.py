@@ -15,6 +15,7 @@ from running import (
     run_directory,
     run_main,
     run_main_with,
+    some_slow,
     traced,
     train,
 )
@@ -224,7 +225,10 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("case", SHARED)
+QUICK = {"tensor", "context, selective", "expert, recomputed"}
+
+
+@pytest.mark.parametrize("case", some_slow(SHARED, SHARED.keys() - QUICK))
 def test_blocks_that_ranks_share_compute_the_same_compiled(pool, config_file, case):
     """Compiled by torch 2.11, tensor-parallel blocks had no gradients at all, and nothing said so."""
     options = ("log.gradients_at=[1]", "run.steps=3", "schedule.warmup_steps=1", "parallel.strategy=fsdp", *SHARED[case])

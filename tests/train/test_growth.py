@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from running import tool, write_config
+from running import some_slow, tool, write_config
 
 from pretrain.config.load import load_config
 from pretrain.data.order import ChunkedOrder, FullOrder, Mixture, Stage
@@ -75,7 +75,10 @@ def test_a_step_costs_the_same_at_the_start_and_after_a_hundred_thousand(config_
     assert abs(late - early) <= 0.02 * early, (early, late)
 
 
-@pytest.mark.parametrize("optim", ["name: adamw", "name: muon", "name: lion", "name: adafactor", "ema_decay: 0.99"])
+OPTIMIZERS = ("name: adamw", "name: muon", "name: lion", "name: adafactor", "ema_decay: 0.99")
+
+
+@pytest.mark.parametrize("optim", some_slow(OPTIMIZERS, ["name: lion", "name: adafactor"]))
 def test_a_layer_costs_the_same_in_a_model_of_two_and_of_two_hundred(config_file, optim):
     optim = f"optim={{{optim}, lr: 1.0e-3}}"
     counts = {layers: calls_of_steps(trainer_of(config_file, f"model.layers={layers}", optim), 10) for layers in (2, 40, 200)}

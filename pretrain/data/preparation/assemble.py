@@ -39,7 +39,6 @@ from pretrain.data.shards.manifest import (
     write_manifest,
 )
 from pretrain.data.shards.writer import ShardFiles, cut_into_shards
-from pretrain.data.tokenizers.tokenizer import copy_difference
 from pretrain.errors import DataError
 
 _BLOCK = 1 << 16  # documents at a time
@@ -234,15 +233,15 @@ def assemble(
     selection: Selection,
     plan: PreparationPlan,
     units: Sequence[PartSummary],
-    tokenizer_files: Path,
+    copy_tokenizer: Callable[[Path], None],
     preparation: dict[str, Scalar],
     pool: ProcessPool,
     on_tokens: Callable[[int], None],
 ) -> Manifest | None:
     """Write one prepared directory into the new `directory`, and compare the files on the disk with their hashes.
 
-    `preparation` is the manifest's record of how it was made. Returns None if the selection is empty. Raises DataError if the disk
-    is full or returns other bytes.
+    `copy_tokenizer` makes the new directory that it is given. `preparation` is the manifest's record of how it was made. Returns None
+    if the selection is empty. Raises DataError if the disk is full or returns other bytes.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -253,9 +252,7 @@ def assemble(
     found = dict(pool.run(write_shard, jobs, on_tokens))
     shards = tuple(found[number] for number in range(len(jobs)))
     with writing(directory):
-        shutil.copytree(tokenizer_files, directory / "tokenizer")
-        if difference := copy_difference(directory / "tokenizer", plan.tokenizer):
-            raise DataError(f"{tokenizer_files}: damaged ({difference}); start again with --restart")
+        copy_tokenizer(directory / "tokenizer")
         manifest = Manifest(
             **tokenizer_keys(plan.tokenizer),
             dtype=dtype_for(plan.tokenizer.vocab_size),

@@ -296,7 +296,7 @@ def _assembled(
         on_tokens = functools.partial(progress.add, 0, 0, 0)
         for number, name in enumerate(names):
             selection = Selection(parts, bool(number) if len(names) > 1 else None, duplicates)
-            manifest = assemble(root / name, selection, plan, summaries, directory.tokenizer, preparation, pool, on_tokens)
+            manifest = assemble(root / name, selection, plan, summaries, directory.copy_tokenizer, preparation, pool, on_tokens)
             if manifest is None:
                 directory.restart()
                 raise DataError(_empty_split(name, documents, plan))

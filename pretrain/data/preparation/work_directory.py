@@ -3,7 +3,7 @@
 .NAME.preparing/lock                  held by a preparation for itself alone, or shared by its tasks
 .NAME.preparing/task-00001-of-00004   held by that task; it stays, to show which tasks exist
 .NAME.preparing/plan.json             the plan; every process compares it
-.NAME.preparing/tokenizer/            a copy, for the output
+.NAME.preparing/tokenizer/            a copy, for the output, and the hashes of its files
 .NAME.preparing/parts-HASH/           the finished units of the plan with this hash
 .NAME.preparing/assembled.RANDOM/     the output while it is put together
 
@@ -18,6 +18,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,9 +29,10 @@ from pretrain.data.preparation.preparation_plan import PreparationPlan
 from pretrain.data.shards.manifest import DTYPES, dtype_for
 from pretrain.data.shards.transfer import refuse_url
 from pretrain.errors import ConfigError, DataError
-from pretrain.storage import flush, flush_tree, refuse_existing, rename_into_place, sha256_of
+from pretrain.storage import flush, flush_tree, refuse_existing, rename_into_place, sealed_json, sha256_of, unsealed
 
 _BEGIN, _PARTS, _ASSEMBLED = "begin.", "parts-", "assembled."
+_HASHES = "files.sha256.json"
 _TASK = re.compile(r"task-(\d+)-of-(\d+)")
 _OURS = re.compile(rf"lock|plan\.json|tokenizer|deduplicate|(begin\.|parts-|assembled\.).*|{_TASK.pattern}")
 
@@ -125,6 +127,8 @@ class WorkDirectory:
         with tempfile.TemporaryDirectory(prefix=_BEGIN, dir=self.path, ignore_cleanup_errors=True) as folder:
             tokenizer, plan_file = Path(folder, "tokenizer"), Path(folder, "plan.json")
             save_tokenizer(tokenizer)
+            hashes = {file.name: sha256_of(file) for file in sorted(tokenizer.iterdir())}
+            (tokenizer / _HASHES).write_text(sealed_json(hashes), encoding="utf-8")
             flush_tree(tokenizer)
             with contextlib.suppress(OSError):  # another task was first
                 os.rename(tokenizer, self.tokenizer)
@@ -133,6 +137,18 @@ class WorkDirectory:
             with contextlib.suppress(FileExistsError):
                 os.link(plan_file, self._plan)
             flush(self.path)
+
+    def copy_tokenizer(self, target: Path) -> None:
+        """Copy the tokenizer into the new directory `target`. Raises DataError if a file is not the one that was saved."""
+        try:
+            hashes = unsealed((self.tokenizer / _HASHES).read_bytes())
+            target.mkdir()
+            for name, sha256 in hashes.items():
+                shutil.copyfile(self.tokenizer / name, target / name)
+                if sha256_of(target / name) != sha256:
+                    raise ValueError(f"{name} has other content")
+        except (FileNotFoundError, ValueError) as error:
+            raise DataError(f"{self.tokenizer}: damaged ({error}); start again with --restart") from error
 
     def read_plan(self) -> PreparationPlan:
         """The plan of the work. Raises DataError if it is missing."""

@@ -504,14 +504,25 @@ def test_a_part_with_a_flipped_bit_is_refused_and_made_anew(inputs, trained, str
     assert files_of(tmp_path / "out") == straight and os.listdir(tmp_path) == ["out"]
 
 
-def test_a_tokenizer_that_is_damaged_between_tasks_and_merge_is_refused(inputs, trained, tmp_path):
-    """D-D3: the copy that goes into the output is checked as well."""
-    one_task(inputs, trained, tmp_path / "out")
-    copy = tmp_path / ".out.preparing" / "tokenizer" / "tokenizer.model"
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("bpe", "tokenizer.model", "tokenizer.model has other content"),
+        ("byte", "tokenizer_config.json", "tokenizer_config.json has other content"),
+        ("byte", "files.sha256.json", "do not match its seal|Expecting|delimiter"),
+    ],
+)
+def test_a_tokenizer_that_is_damaged_between_tasks_and_merge_is_refused(inputs, trained, tmp_path, kind, name, words):
+    """D-D3: the copy that goes into the output is checked as well, every file of it."""
+    prepare(inputs, trained[kind], tmp_path / "out", **OPTIONS, task=0, tasks=1)
+    copy = tmp_path / ".out.preparing" / "tokenizer" / name
     content = bytearray(copy.read_bytes())
-    content[100] ^= 1
+    content[len(content) // 2] ^= 1
     copy.write_bytes(content)
-    with pytest.raises(DataError, match="tokenizer: damaged .*start again with --restart"):
+    with pytest.raises(DataError, match=rf"tokenizer: damaged \(.*({words}).*start again with --restart"):
+        merge(tmp_path / "out")
+    copy.unlink()
+    with pytest.raises(DataError, match=rf"tokenizer: damaged \(.*{name}.*start again with --restart"):
         merge(tmp_path / "out")
 
 

@@ -133,6 +133,22 @@ def byte_tokenizer(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def t5_tokenizer(tmp_path_factory) -> Path:
+    """A tokenizer.json like T5's: a Unigram model that has its special tokens among its pieces, so that text can forge them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("t5")
+    special = ["<pad>", "</s>", "<unk>", "<extra_id_0>"]
+    letters = ((character, -5.0) for character in "▁abcdefghijklmnopqrstuvwxyz</>_0")
+    tokenizer = Tokenizer(models.Unigram([*((token, 0.0) for token in special), *letters], unk_id=2))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return folder
+
+
+@pytest.fixture(scope="session")
 def prepared(tmp_path_factory, byte_tokenizer) -> Path:
     """60,000 tokens in 3 shards: documents of random letters with a skewed, learnable distribution."""
     return write_prepared(tmp_path_factory.mktemp("data") / "train", byte_tokenizer, seed=0, documents=300)

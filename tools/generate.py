@@ -95,7 +95,10 @@ def sample(arguments: argparse.Namespace) -> None:
     opened = open_model(arguments.model, device, arguments.dtype, arguments.family)
     check_stop_ids(arguments.stop_id, opened.network.config.vocab_size)
     tokenizer, begin = opened.tokenizer, [] if arguments.no_bos else opened.begin
-    prompts = [begin + tokenizer.encode(text) or [tokenizer.eod_id] for text in texts]
+    place = "prompt " if arguments.prompt_file is None else f"{arguments.prompt_file}:"
+    prompts = [
+        begin + tokenizer.encode(text, f"{place}{number}") or [tokenizer.eod_id] for number, text in enumerate(texts, start=1)
+    ]
     for note in [*opened.notes, *limits(opened.network, prompts, arguments.max_tokens)]:
         print(note, file=sys.stderr)
     if begin:

@@ -1,6 +1,7 @@
 """Tokenize parallel files, in which line i of one is the translation of line i of the other, into pairs that training reads.
 
-Files are plain text, .gz or .zst. A pair with an empty side, or one longer than the limits, is left out and counted.
+Files are plain text, .gz or .zst. A pair with an empty side, or one longer than the limits, is left out and counted. A pair with a
+side that is not UTF-8, or that the tokenizer refuses, is an error unless --max-invalid allows to leave it out.
 """
 
 import argparse
@@ -31,11 +32,19 @@ def main(argv: list[str] | None = None) -> int:
         "--max-source-length", type=int, default=0, metavar="N", help="leave out longer ones, in tokens; 0: no limit"
     )
     parser.add_argument("--max-target-length", type=int, default=0, metavar="N", help="likewise")
+    parser.add_argument(
+        "--max-invalid",
+        type=int,
+        default=0,
+        metavar="N",
+        help="unusable pairs that may be left out; they are counted and listed in invalid.jsonl (default: %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     if (arguments.validation_source is None) != (arguments.validation_target is None):
         parser.error("--validation-source and --validation-target go together")
     validation = arguments.validation_source and Split(arguments.validation_source, arguments.validation_target)
-    options = PairOptions(arguments.lowercase, arguments.max_source_length, arguments.max_target_length)
+    lengths = arguments.max_source_length, arguments.max_target_length
+    options = PairOptions(arguments.lowercase, *lengths, arguments.max_invalid)
 
     def run() -> None:
         train = Split(arguments.source, arguments.target)

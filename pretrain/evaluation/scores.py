@@ -130,11 +130,12 @@ def documents_of(pattern: str, opened: Opened, text_field: str, text_mode: str) 
     """Tokens and size of each document in files of text: the kinds that preparation reads. Raises DataError."""
     settings = Settings(text_field=text_field, text_mode=text_mode)
     for file in find_inputs([pattern]):
-        for text, _ in PieceReader(Piece(file), settings, 0, Tally()).documents():
+        reader = PieceReader(Piece(file), settings, 0, Tally())
+        for text, row in reader.documents():
             if not isinstance(text, str):
                 raise DataError(f"{file.name}: has token ids; prepare them, and give the prepared directory")
             if text:
-                yield opened.tokenizer.encode(text), float(len(text.encode("utf-8")))
+                yield opened.tokenizer.encode(text, reader.origin(row)), float(len(text.encode("utf-8")))
 
 
 def prepared_documents(path: Path, opened: Opened) -> Iterator[tuple[list[int], float | None]]:

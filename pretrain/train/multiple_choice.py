@@ -106,7 +106,9 @@ def read_questions(file: Path, tokenizer: Tokenizer, first: int) -> list[Questio
             good = False
         if not good:
             raise DataError(f'{file}:{number}: no object {{"question": TEXT, "choices": [TEXT, TEXT, ...], "answer": NUMBER}}')
-        found.append(Question([first, *tokenizer.encode(question)], [tokenizer.encode(text) for text in texts], answer))
+        origin = f"{file}:{number}"
+        context, continuations = tokenizer.encode(question, origin), [tokenizer.encode(text, origin) for text in texts]
+        found.append(Question([first, *context], continuations, answer))
     if not found:
         raise DataError(f"{file}: has no question in it")
     return found

@@ -38,7 +38,7 @@ from pretrain.train.number_format import (
     chosen_format,
     notes_on_format,
 )
-from pretrain.train.prompts import check_prompts
+from pretrain.train.prompts import Prompts, check_prompts
 from pretrain.train.resolve import needs_masks, resolve, tokens_as_steps, unreached_stages, usual_values
 from pretrain.train.translation import require_sacrebleu
 
@@ -109,7 +109,10 @@ def make_plan(given: Config, world_size: int, device: torch.device, choice: Form
     data = open_data(config, config.model.encoder.decoder_start_id)
     config = with_vocabularies(config, data)
     tokens = {key: value for key, (value, _) in _in_steps(given, config).items()}
-    return Plan(config, *_lay_out(given, config, world_size, device, choice), data, tokens)
+    laid_out = _lay_out(given, config, world_size, device, choice)
+    if config.validation.prompts:
+        Prompts(config, data.tokenizer_path)  # refused now, also by --check, and not when the model has been built
+    return Plan(config, *laid_out, data, tokens)
 
 
 def check_without_data(given: Config, world_size: int, device: torch.device) -> None:

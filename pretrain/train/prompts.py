@@ -30,12 +30,17 @@ def check_prompts(config: Config) -> None:
 
 
 class Prompts:
-    """The prompts of a run as tokens, which tools/generate.py has of a checkpoint as well. Raises ConfigError for one that is too long."""
+    """The prompts of a run as tokens, which tools/generate.py has of a checkpoint as well. Raises ConfigError for one that is too long,
+    and DataError for one that the tokenizer refuses.
+    """
 
     def __init__(self, config: Config, tokenizer_path: Path) -> None:
         options, self.tokenizer = config.validation, load_tokenizer(tokenizer_path)
         self.texts, self.count = options.prompts, options.prompt_tokens
-        self.ids = [self.tokenizer.encode(text) or [self.tokenizer.eod_id] for text in self.texts]
+        self.ids = [
+            self.tokenizer.encode(text, f"validation.prompts.{number}") or [self.tokenizer.eod_id]
+            for number, text in enumerate(self.texts)
+        ]
         for number, ids in enumerate(self.ids):
             if len(ids) + self.count > config.data.sequence_length:
                 raise ConfigError(

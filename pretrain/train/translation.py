@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config.schema import Config
-from pretrain.data.pairs.prepared_pairs import PreparedPairs, read_lines
+from pretrain.data.pairs.prepared_pairs import Line, PreparedPairs, encode_lines, read_lines
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, DataError, install_command
@@ -106,22 +106,23 @@ def translate_file(
 ) -> tuple[list[str], Scores | None]:
     """The translation of each line of a file, and with references their scores. The translation of an empty line is empty.
 
-    Raises DataError for lines that are not UTF-8 and for a reference with another number of lines.
+    Raises DataError, naming the line, for one that is not UTF-8 or that the tokenizer refuses. Raises DataError for a reference with
+    another number of lines.
     """
     network, source_tokenizer, tokenizer = open_translator(model)
-    lines = [line.text for line in read_lines([source], lowercase)]
-    references = [line.text for line in read_lines([reference], lowercase)] if reference else None
+    lines = list(_usable_lines(source, lowercase))
+    references = [line.text for line in _usable_lines(reference, lowercase)] if reference else None
     if references is not None and len(references) != len(lines):
         raise DataError(
             f"{reference} has {len(references)} lines, but {source} has {len(lines)}; line i of one must translate line i of the other"
         )
     if not lines:
         raise DataError(f"{source} has no lines")
-    filled = [i for i, line in enumerate(lines) if line]
-    sources = [
-        np.append(ids, source_tokenizer.eod_id).astype(np.int64)
-        for ids in source_tokenizer.encode_arrays([lines[i] for i in filled])
-    ]
+    filled = [i for i, line in enumerate(lines) if line.text]
+    sources = encode_lines(source_tokenizer, [lines[i] for i in filled])
+    for i, ids in zip(filled, sources):
+        if isinstance(ids, str):  # why it cannot be encoded
+            raise DataError(f"{lines[i].origin}: {ids}")
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     model, end = network.config, tokenizer.eod_id
     found = translate_sources(network, sources, model.layers, start_token(model, end), end, search, alone)
@@ -129,6 +130,13 @@ def translate_file(
     for i, tokens in zip(filled, found):
         translations[i] = text_of(tokenizer, tokens)
     return translations, score(translations, references, lowercase) if references else None
+
+
+def _usable_lines(file: str, lowercase: bool) -> Iterator[Line]:
+    for line in read_lines([file], lowercase):
+        if line.problem:
+            raise DataError(f"{line.origin}: {line.problem}")
+        yield line
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:

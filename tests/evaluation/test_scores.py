@@ -134,6 +134,9 @@ def test_a_trained_model_scores_data_text_and_checkpoints_to_come(pool, config_f
     decoded = [newest.tokenizer.decode(ids[:-1]) for ids in documents]
     text.write_text("".join(json.dumps({"text": one}) + "\n" for one in decoded))
     assert [ids for ids, _ in documents_of(str(text), newest, "text", "file")] == [ids[:-1] for ids in documents]
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: the text holds a lone surrogate"):
+        list(documents_of(str(tmp_path / "bad.jsonl"), newest, "text", "file"))
     evaluate, tokens = tool("evaluate").main, str(20 * 200)
     assert evaluate(["--model", str(run), "--data", str(prepared), "--text", str(text), "--tokens", tokens, "--json"]) == 0
     of_text, of_data = said(capsys)

@@ -141,6 +141,18 @@ def yarn(**changes) -> dict:
             {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
             "rope_theta=10000.0 contradicts that of rope_parameters, 500000.0",
         ),
+        ("qwen2.5-0.5b", {"rotary_emb_base": 2e4}, "rotary_emb_base=20000.0 contradicts rope_theta, 1000000.0"),
+        ("glm4-9b", {"rotary_pct": 0.25}, "rotary_pct=0.25 contradicts partial_rotary_factor, 0.5"),
+        (
+            "qwen2.5-0.5b",
+            {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4}},
+            "rope_theta=10000.0 contradicts that of rope_scaling, 30000.0",
+        ),
+        (
+            "gemma3-1b",
+            {"rope_local_base_freq": 3e4, "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            "rope_local_base_freq=30000.0 contradicts that of rope_parameters, 10000.0",
+        ),
         (
             "gemma3-1b",
             {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},

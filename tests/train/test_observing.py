@@ -18,6 +18,8 @@ import pytest
 from documentation.model_tables import metrics_page
 from running import run_main, run_main_with, some_slow, tool, train, write_prepared
 
+from pretrain.data.shards.writer import ShardWriter
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.observe.metrics import METRICS_FILE, StepRecord, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -475,3 +477,24 @@ def test_a_prompt_that_does_not_fit_is_refused_before_the_first_step(pool, confi
     prompts = "validation={prompts: [" + "a" * 30 + "], prompt_tokens: 3}"
     [(code, printed)] = pool.launch(1, run_main, str(config_file), f"data.validation=[{{path: {prepared}, name: v}}]", prompts)
     assert code == 2 and "validation.prompts.0 has 30 tokens" in printed and "Traceback" not in printed
+
+
+def test_a_prompt_that_the_tokenizer_refuses_is_named_by_check_and_by_generation(config_file, t5_tokenizer, tmp_path, capsys):
+    """A check found the configuration valid, and the run ended when the model had been built; neither error said which prompt."""
+    with ShardWriter.create(tmp_path / "t5", load_tokenizer(t5_tokenizer)) as writer:
+        writer.add(np.tile([4, 5, 6, 7, 1], 200), np.full(200, 5))
+    data = f"data={{sources: [{{path: {tmp_path / 't5'}}}], validation: [{{path: {tmp_path / 't5'}, name: v}}], sequence_length: 32}}"
+    prompts = "validation={prompts: ['a b', 'c <pad>'], prompt_tokens: 3}"
+    for more in (["--check"], []):
+        code, printed = run_main(str(config_file), *more, data, prompts)
+        assert code == 1 and printed.startswith("error: validation.prompts.1: the text holds '<pad>'") and printed.count("\n") == 1
+    assert not (config_file.parent / "runs").exists()
+    code, printed = run_main(str(config_file), data, "run.steps=1", "schedule.warmup_steps=0")
+    assert code == 0, printed
+    words = ["--model", str(config_file.parent / "runs" / "run"), "--max-tokens", "2"]
+    (tmp_path / "prompts").write_text("a\nb </s>\n")
+    for prompt, place in ((["a", "</s>"], "prompt 2"), (None, f"{tmp_path / 'prompts'}:2")):
+        given = [word for text in prompt for word in ("--prompt", text)] if prompt else ["--prompt-file", str(tmp_path / "prompts")]
+        assert tool("generate").main([*words, *given]) == 1
+        said = capsys.readouterr()
+        assert said.out == "" and f"error: {place}: the text holds '</s>'" in said.err

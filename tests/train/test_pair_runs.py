@@ -234,6 +234,12 @@ def test_a_small_model_learns_to_reverse_digits_exactly_and_the_tools_agree(pool
     (tmp_path / "in").write_text("12\n\n340\n")
     assert tool("translate").main(["--model", str(run), "--input", str(tmp_path / "in")]) == 0
     assert capsys.readouterr().out == "21\n\n043\n"
+    (tmp_path / "bad").write_bytes(b"12\n3a\n\xff\n")
+    assert tool("translate").main(["--model", str(run), "--input", str(tmp_path / "bad")]) == 1
+    assert f"error: {tmp_path / 'bad'}, line 3: not valid UTF-8" in capsys.readouterr().err
+    (tmp_path / "bad").write_text("12\n3a\n")
+    assert tool("translate").main(["--model", str(run), "--input", str(tmp_path / "bad")]) == 1
+    assert f"error: {tmp_path / 'bad'}, line 2: character 'a'" in capsys.readouterr().err
     refused = {
         "generate": (["--model", run, "--prompt", "a", "--max-tokens", 3], "is an encoder-decoder; use tools/translate.py"),
         "convert_checkpoint": (["to-hf", "--checkpoint", run, "--output", tmp_path / "hf"], "cannot be exported as model.family=transformer"),

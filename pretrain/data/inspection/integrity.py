@@ -12,8 +12,8 @@ from pretrain.config.data_schema import Data
 from pretrain.config.schema import Config
 from pretrain.data.inspection.history import STARTS_FILE, History
 from pretrain.data.packing import index_path
+from pretrain.data.pairs.prepared_pairs import INVALID_KEY, SIDES, read_pairs
 from pretrain.data.pairs.prepared_pairs import NAME as PAIRS_NAME
-from pretrain.data.pairs.prepared_pairs import SIDES, read_pairs
 from pretrain.data.shards.manifest import INDEX_DTYPE, INPUTS_NAME, INVALID_NAME, read_manifest
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.transfer import is_url
@@ -146,7 +146,9 @@ def _of_prepared(path: str, data: Data) -> _Found:
 def _of_pairs(path: str) -> Iterator[_Found]:
     """Both sides of prepared pairs, and what ties them."""
     try:
-        read_pairs(Path(path))
+        content = read_pairs(Path(path))
+        if INVALID_KEY in content:
+            yield [_listed(Path(path) / INVALID_NAME, content[INVALID_KEY])], None
     except DataError as error:
         yield [], Damage(path, str(error))
     for side in SIDES:

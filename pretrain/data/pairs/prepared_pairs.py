@@ -3,10 +3,12 @@
 DIR/pairs.json           counts, how they were made, and the sha256 of both manifests
 DIR/source/              a prepared directory (data/shards): a document per sentence, closed by the end-of-document token
 DIR/target/              likewise
+DIR/invalid.jsonl        lines that were left out with their pairs: where, and why (if there were any)
 
 They are made of parallel files of lines. Line i of the sources and line i of the targets are a pair. A pair with an empty side is
-left out, and so is one that is longer than the limits. Both are counted, in the manifest and on the console. Anything else that
-does not fit is an error.
+left out, and so is one that is longer than the limits. Both are counted, in the manifest and on the console. A pair with an unusable
+side (not UTF-8, characters that the tokenizer lacks, text that it takes for a special token) is left out and counted too, up to
+`max_invalid` of them in the whole preparation. Anything else that does not fit is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 
 from pretrain.data.preparation.inputs import InputFile
 from pretrain.data.preparation.text_inputs import Tally, lines_of
-from pretrain.data.shards.manifest import read_described
+from pretrain.data.shards.manifest import INVALID_NAME, read_described, write_invalid
 from pretrain.data.shards.reader import PreparedData
 from pretrain.data.shards.transfer import refuse_url
 from pretrain.data.shards.writer import ShardWriter
@@ -37,6 +39,8 @@ READABLE = (1, 2)
 """Version 1 had no seal."""
 SIDES = ("source", "target")
 _KEYS = {"format", "version", "pairs", "source_sha256", "target_sha256", "preparation"}
+INVALID_KEY = "invalid_sha256"
+"""A further key of pairs.json, the hash of invalid.jsonl, if there is one."""
 _BATCH = 4096  # pairs that are encoded at a time
 
 
@@ -51,7 +55,7 @@ def read_pairs(directory: Path) -> dict[str, Any]:
         hint = f"did you mean {directory / splits[0]}?" if splits else "prepare pairs with tools/prepare_pairs.py"
         raise DataError(f"{file}: missing; {hint}")
     content = read_described(file, FORMAT, READABLE, "prepare the pairs again")
-    for key in sorted(_KEYS ^ content.keys()):
+    for key in sorted(_KEYS ^ content.keys() - {INVALID_KEY}):
         raise DataError(f"{file}: {key} is {'missing' if key in _KEYS else 'not a known key'}")
     if not isinstance(content["preparation"], dict):
         raise DataError(f"{file}: preparation must be an object, got {content['preparation']!r}")
@@ -135,11 +139,14 @@ def _documents(data: PreparedData, numbers: np.ndarray) -> list[np.ndarray]:
 
 @dataclass
 class PairOptions:
-    """How text becomes tokens. Limits count tokens with the end token; 0: no limit."""
+    """How text becomes tokens. Limits count tokens with the end token; 0: no limit. `max_invalid`: how many pairs with an unusable side
+    may be left out of all splits together.
+    """
 
     lowercase: bool = False
     max_source_length: int = 0
     max_target_length: int = 0
+    max_invalid: int = 0
 
 
 @dataclass
@@ -150,6 +157,8 @@ class PairCounts:
     pairs: int = 0
     empty: int = 0
     too_long: int = 0
+    invalid: int = 0
+    """Pairs with a side that cannot be used."""
     altered: int = 0
     """Targets that a round trip through the tokenizer changes. Scores compare with the changed text."""
     marks: int = 0
@@ -160,6 +169,7 @@ class PairCounts:
     def describe(self, where: Path) -> str:
         """One line for people."""
         left_out = f"left out: {self.empty:,} with an empty side, {self.too_long:,} too long"
+        left_out += f", {self.invalid:,} invalid (see {where / INVALID_NAME})" if self.invalid else ""
         altered = f"; {self.altered:,} targets are altered by the tokenizer" if self.altered else ""
         marks = f", {self.marks} byte order marks removed" if self.marks else ""
         tokens = f"{self.source_tokens:,} and {self.target_tokens:,} tokens"
@@ -185,8 +195,9 @@ def prepare_pairs(
 ) -> list[str]:
     """Write the new directory `output`, or with `validation` its parts `train` and `validation`. Return a line about each.
 
-    Without `target_tokenizer` both languages share one. Raises DataError, naming file and line, for text that is not UTF-8, files
-    with different numbers of lines, and characters that a tokenizer cannot express. Nothing is left behind then.
+    Without `target_tokenizer` both languages share one. Raises DataError, naming the files, if they have different numbers of lines.
+    Raises DataError, naming file and line, for a line that is not UTF-8 or that a tokenizer refuses, unless the options allow to leave
+    its pair out. Nothing is left behind then.
     """
     refuse_url("--output", output)
     source = load_tokenizer(source_tokenizer)
@@ -194,30 +205,39 @@ def prepare_pairs(
     options = options or PairOptions()
     if min(options.max_source_length, options.max_target_length) < 0:
         raise ConfigError("--max-source-length and --max-target-length: expected at least 1, or 0 for no limit")
+    if options.max_invalid < 0:
+        raise ConfigError(f"--max-invalid {options.max_invalid}: expected at least 0")
     output = Path(output)
     splits = {"": train} if validation is None else {"train": train, "validation": validation}
+    left_out = 0
     with staged_directory(output) as stage:
         for name, split in splits.items():
-            _prepare_split(stage / name, split, tokenizers, options)
+            _prepare_split(stage / name, split, tokenizers, options, left_out)
+            left_out += split.counts.invalid
     return [split.counts.describe(output / name) for name, split in splits.items()]
 
 
 class Line(NamedTuple):
-    """A sentence. `origin`: its file and line, for messages."""
+    """A sentence. `origin`: its file and line, for messages; `problem`: why it cannot be used, empty if it can."""
 
     text: str
     origin: str
+    problem: str = ""
 
 
-def _prepare_split(directory: Path, split: Split, tokenizers: tuple[Tokenizer, Tokenizer], options: PairOptions) -> None:
+def _prepare_split(
+    directory: Path, split: Split, tokenizers: tuple[Tokenizer, Tokenizer], options: PairOptions, left_out: int
+) -> None:
+    """Write one split. `left_out`: the invalid pairs of the splits before, which count towards the limit."""
     counts, limits = split.counts, (options.max_source_length, options.max_target_length)
+    tally = Tally(invalid=left_out)
     with contextlib.ExitStack() as stack:
         writers = [
             stack.enter_context(ShardWriter.create(directory / side, tokenizer)) for side, tokenizer in zip(SIDES, tokenizers)
         ]
-        pairs = _pairs(split, options.lowercase)
+        pairs = _pairs(split, options.lowercase, tally)
         while batch := list(itertools.islice(pairs, _BATCH)):
-            sides = [_encode(tokenizer, lines) for tokenizer, lines in zip(tokenizers, zip(*batch))]
+            batch, sides = _usable(batch, tokenizers, tally, options.max_invalid)
             fits = [not any(limit and len(ids) > limit for ids, limit in zip(pair, limits)) for pair in zip(*sides)]
             for writer, documents in zip(writers, sides):
                 kept = list(itertools.compress(documents, fits))
@@ -227,33 +247,50 @@ def _prepare_split(directory: Path, split: Split, tokenizers: tuple[Tokenizer, T
                 counts.altered += tokenizers[1].decode(ids[:-1].tolist()) != line.text
             counts.too_long += len(fits) - sum(fits)
             counts.pairs += sum(fits)
+        counts.invalid = tally.invalid - left_out
         counts.source_tokens, counts.target_tokens = (writer.tokens for writer in writers)
         if not counts.pairs:
             raise DataError(f"{split.source[0]}: none of its {counts.lines} lines gives a pair ({counts.describe(directory)})")
     names = {"sources": ", ".join(map(str, split.source)), "targets": ", ".join(map(str, split.target))}
     content = {"format": FORMAT, "version": VERSION, "pairs": counts.pairs}
     content |= {f"{side}_sha256": sha256_of(directory / side / "manifest.json") for side in SIDES}
+    if counts.invalid:
+        content[INVALID_KEY] = write_invalid(directory, tally.invalid_rows)
     content["preparation"] = {**names, **asdict(options), **asdict(counts)}
     (directory / NAME).write_text(sealed_json(content), encoding="utf-8")
 
 
-def _encode(tokenizer: Tokenizer, lines: Sequence[Line]) -> list[np.ndarray]:
-    """The ids of each line with the end-of-document id."""
+def _usable(
+    batch: list[tuple[Line, Line]], tokenizers: tuple[Tokenizer, Tokenizer], tally: Tally, most: int
+) -> tuple[list[tuple[Line, Line]], list[list[np.ndarray]]]:
+    """The pairs whose two sides can be used, and the ids of their sources and of their targets. The others are left out, up to `most`."""
+    pairs: list[tuple[Line, Line]] = []
+    sides: list[list[np.ndarray]] = [[], []]
+    for pair, encoded in zip(batch, zip(*map(encode_lines, tokenizers, zip(*batch)))):
+        faults = [(line.origin, why) for line, why in zip(pair, encoded) if isinstance(why, str)]
+        if faults:
+            tally.leave_out(*faults[0], most)
+            continue
+        pairs.append(pair)
+        for side, ids in zip(sides, encoded):
+            side.append(ids)
+    return pairs, sides
+
+
+def encode_lines(tokenizer: Tokenizer, lines: Sequence[Line]) -> list[np.ndarray | str]:
+    """The ids of each line with the end-of-document id, or why the line cannot be used."""
     try:
         encoded = tokenizer.encode_arrays([line.text for line in lines])
-        return [np.append(ids, tokenizer.eod_id).astype(np.int64) for ids in encoded]
-    except DataError:
-        for line in lines:  # finds the line at fault
-            try:
-                tokenizer.encode(line.text)
-            except DataError as error:
-                raise DataError(f"{line.origin}: {error}") from error
-        raise
+    except DataError as error:
+        if len(lines) == 1:
+            return [str(error)]
+        return [found for line in lines for found in encode_lines(tokenizer, [line])]
+    return [line.problem or np.append(ids, tokenizer.eod_id).astype(np.int64) for line, ids in zip(lines, encoded)]
 
 
-def _pairs(split: Split, lowercase: bool) -> Iterator[tuple[Line, Line]]:
+def _pairs(split: Split, lowercase: bool, tally: Tally) -> Iterator[tuple[Line, Line]]:
     """The pairs without an empty side. Both sides must have the same number of lines."""
-    counts, tally = split.counts, Tally()
+    counts = split.counts
     sides = [read_lines(files, lowercase, tally) for files in (split.source, split.target)]
     for source, target in itertools.zip_longest(*sides):
         if source is None or target is None:
@@ -264,14 +301,15 @@ def _pairs(split: Split, lowercase: bool) -> Iterator[tuple[Line, Line]]:
                 "the translation of line i of the other, so give files that match"
             )
         counts.lines, counts.marks = counts.lines + 1, tally.marks
-        if source.text and target.text:
+        if all(line.text or line.problem for line in (source, target)):
             yield source, target
         else:
             counts.empty += 1
 
 
 def read_lines(files: Sequence[str], lowercase: bool, tally: Tally | None = None) -> Iterator[Line]:
-    """The lines of the files, without white space around them and without byte order marks, which `tally` counts. Raises DataError naming file and line for bytes that are not UTF-8.
+    """The lines of the files, without white space around them and without byte order marks, which `tally` counts. A line that is not
+    UTF-8 has no text, but a problem.
 
     Only a line feed ends a line, so that no character inside a sentence shifts the lines after it.
     """
@@ -282,9 +320,8 @@ def read_lines(files: Sequence[str], lowercase: bool, tally: Tally | None = None
             try:
                 text = raw.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{origin}: not valid UTF-8 ({error.reason} at byte {error.start}); convert the file"
-                ) from error
+                yield Line("", origin, f"not valid UTF-8 ({error.reason} at byte {error.start}); convert the file")
+                continue
             if number == 1 and text.startswith("\ufeff"):
                 tally.marks, text = tally.marks + 1, text[1:]
             text = text.strip()

@@ -24,9 +24,6 @@ from pretrain.errors import DataError
 FIELD_SEPARATOR = "\n\n"
 """The separator of several text fields: a blank line."""
 
-_LISTED = 1000
-"""How many left-out rows of a unit of work are listed with their places; all are counted."""
-
 Content = str | np.ndarray
 """A document: its text, or its ids without the end-of-document id."""
 
@@ -101,15 +98,7 @@ class PieceReader:
 
     def leave_out(self, row: int, reason: str) -> None:
         """Count an unusable row if the settings allow one more; otherwise raise DataError with its place and the reason."""
-        origin = self.origin(row)
-        if self._tally.invalid >= self._settings.max_invalid:
-            before = f" (after {self._tally.invalid} rows that were left out)" if self._tally.invalid else ""
-            raise DataError(
-                f"{origin}: {reason}{before}; correct it, or leave such rows out, up to a number, with --max-invalid"
-            )
-        self._tally.invalid += 1
-        if len(self._tally.invalid_rows) < _LISTED:
-            self._tally.invalid_rows.append((origin, reason))
+        self._tally.leave_out(self.origin(row), reason, self._settings.max_invalid)
 
     # The documents of a row, by the kind of file. Each raises _Unusable.
 

@@ -27,6 +27,7 @@ _ZSTD_CHUNK = 1 << 15
 _ZSTD_WINDOW = 1 << 31  # what `zstd --long=31` needs
 _LONGEST_FIELD = 1 << 28  # characters
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_LISTED = 1000  # how many left-out rows are listed with their places; all are counted
 _TEXT_RECORDS = ("conversion",)
 _PAGE_RECORDS = ("response", "resource", "revisit")
 
@@ -42,6 +43,15 @@ class Tally:
     invalid_rows: list[tuple[str, str]] = field(default_factory=list)
     """(where, why) of the first invalid rows."""
     marks: int = 0
+
+    def leave_out(self, where: str, why: str, most: int) -> None:
+        """Count an unusable row if that makes at most `most` of them; otherwise raise DataError with its place and the reason."""
+        if self.invalid >= most:
+            before = f" (after {self.invalid} rows that were left out)" if self.invalid else ""
+            raise DataError(f"{where}: {why}{before}; correct it, or leave such rows out, up to a number, with --max-invalid")
+        self.invalid += 1
+        if len(self.invalid_rows) < _LISTED:
+            self.invalid_rows.append((where, why))
 
 
 @contextlib.contextmanager

@@ -70,6 +70,8 @@ class WorkDirectory:
                     directory._parent.mkdir(parents=True, exist_ok=True)
                     if directory._parent.stat().st_dev != parent.stat().st_dev:
                         raise ConfigError(f"--work {work}: must be on the same filesystem as the output {output}")
+                    if work:
+                        directory._refuse_older_work()
                     path.mkdir(parents=True, exist_ok=True)
                     if stack.enter_context(_lock(path / "lock", directory.output, shared=task is not None)):
                         break
@@ -81,6 +83,15 @@ class WorkDirectory:
             finally:
                 if task is None and not directory.begun and path.exists():
                     directory.remove()
+
+    def _refuse_older_work(self) -> None:
+        """Raise DataError for work that would be begun anew without a word: earlier versions left it in the folder of --work itself."""
+        plan = self._parent / self._plan.name
+        if plan.is_file() and (parts := self._parent / _parts_name(plan)).is_dir():
+            raise DataError(
+                f"{self._parent}: holds unfinished work of an earlier version; to continue it, move {plan.name}, {self.tokenizer.name} and "
+                f"{parts.name} into a new folder {self.path}, or else remove the three"
+            )
 
     @property
     def begun(self) -> bool:
@@ -158,7 +169,7 @@ class WorkDirectory:
 
     @property
     def parts_directory(self) -> Path:
-        return self.path / f"{_PARTS}{sha256_of(self._plan)[:16]}"
+        return self.path / _parts_name(self._plan)
 
     def parts(self, plan: PreparationPlan) -> UnitParts:
         return UnitParts(self.parts_directory, DTYPES[dtype_for(plan.tokenizer.vocab_size)], plan.settings.deduplicate)
@@ -188,9 +199,11 @@ class WorkDirectory:
         """Remove the work. If that is interrupted, the output exists, and the next start finds it and continues."""
         self._remove_all_but()
         with contextlib.suppress(OSError):  # another process has just come, and will see the output
-            self.path.rmdir()
-            if self._parent != self._whole.parent:
-                self._parent.rmdir()  # if nothing else is there
+            self.path.rmdir()  # a folder that --work names stays: it is the user's
+
+
+def _parts_name(plan: Path) -> str:
+    return f"{_PARTS}{sha256_of(plan)[:16]}"
 
 
 @contextlib.contextmanager

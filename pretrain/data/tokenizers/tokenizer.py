@@ -42,9 +42,12 @@ class Tokenizer(Protocol):
     engine: Literal["library", "tiktoken"] = "library"
     """What encodes: the library that the file is made for, or tiktoken (engine.py says when that is allowed)."""
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without additions. Raises DataError for text that the vocabulary cannot express."""
-        return self.encode_arrays([text])[0].tolist()
+    def encode(self, text: str, origin: str = "") -> list[int]:
+        """The ids of `text`, without additions. Raises DataError, naming its `origin`, for text that the vocabulary cannot express."""
+        try:
+            return self.encode_arrays([text])[0].tolist()
+        except DataError as error:
+            raise DataError(f"{origin}: {error}" if origin else str(error)) from error
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text as uint32, perhaps read-only: the fastest way, which data preparation uses."""

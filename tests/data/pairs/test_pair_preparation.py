@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from pair_files import prepare, sentences, split_of, write_lines
@@ -155,6 +156,53 @@ def test_damage_is_found(tmp_path, byte_tokenizer):
     (path / "pairs.json").write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
         PreparedPairs.open(path)
+
+
+SOURCES = [b"a dog", b"the <pad> cat", b"c", b"d\xff", b"", b"e", b"x</s>"]
+TARGETS = ["ein hund", "die katze", "<extra_id_0> c", "d", "leer", "e", "<pad>"]
+PLACES = ["s, line 2", "t, line 3", "s, line 4", "s, line 7"]
+"""Of the lines above that cannot be used. Line 5 is empty; the two sides of line 7 are one pair."""
+
+
+@pytest.fixture
+def unusable(tmp_path, t5_tokenizer, monkeypatch) -> list[str]:
+    """Options of tools/prepare_pairs.py for these lines."""
+    monkeypatch.chdir(tmp_path)
+    Path("s").write_bytes(b"\n".join(SOURCES))
+    write_lines(Path("t"), TARGETS)
+    return ["--source", "s", "--target", "t", "--tokenizer", str(t5_tokenizer), "--output", "out"]
+
+
+def test_pairs_with_an_unusable_side_are_left_out_counted_and_listed(unusable, t5_tokenizer, capsys):
+    """With T5's tokenizer.json one line that holds `<pad>` ended the preparation, and prepare_pairs.py had no --max-invalid."""
+    assert tool("prepare_pairs").main([*unusable, "--max-invalid", "4"]) == 0
+    assert "2 pairs of 7 lines" in (line := capsys.readouterr().out)
+    assert "left out: 1 with an empty side, 0 too long, 4 invalid (see out/invalid.jsonl)" in line
+    assert texts(Path("out"), t5_tokenizer) == [("a dog", "ein hund"), ("e", "e")]
+    listed = [json.loads(line) for line in Path("out/invalid.jsonl").read_text().splitlines()]
+    assert [row["where"] for row in listed] == PLACES
+    assert "the text holds '<extra_id_0>'" in listed[1]["why"] and "not valid UTF-8" in listed[2]["why"]
+    made = json.loads(Path("out/pairs.json").read_text())["preparation"]
+    assert (made["invalid"], made["max_invalid"], made["empty"], made["pairs"]) == (4, 4, 1, 2)
+    assert tool("inspect_data").main(["--corrupt-check", "out"]) == 0
+    Path("out/invalid.jsonl").write_text("{}\n")
+    assert tool("inspect_data").main(["--corrupt-check", "out"]) == 1
+    assert "out/invalid.jsonl: its content does not match its hash" in capsys.readouterr().err
+
+
+def test_more_unusable_pairs_than_max_invalid_are_an_error_that_names_the_first_beyond(unusable, capsys):
+    both = ["--validation-source", "s", "--validation-target", "t"]
+    for number, place in enumerate(PLACES):
+        assert tool("prepare_pairs").main([*unusable, "--max-invalid", str(number)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {place}: ") and "up to a number, with --max-invalid" in error and error.count("\n") == 1
+    # The number is one of the whole preparation, as that of prepare_data.py.
+    assert tool("prepare_pairs").main([*unusable, *both, "--max-invalid", "7"]) == 1
+    assert "s, line 7: the text holds '</s>'" in (error := capsys.readouterr().err) and "(after 7 rows" in error
+    assert sorted(path.name for path in Path().iterdir()) == ["s", "t"]
+    assert tool("prepare_pairs").main([*unusable, *both, "--max-invalid", "8"]) == 0
+    assert Path("out/train/invalid.jsonl").read_text() == Path("out/validation/invalid.jsonl").read_text()
+    assert tool("prepare_pairs").main([*unusable, "--max-invalid", "-1"]) == 2
 
 
 def test_the_tool_writes_both_parts_and_says_what_it_left_out(tmp_path, byte_tokenizer, capsys):

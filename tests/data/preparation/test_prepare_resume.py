@@ -80,7 +80,7 @@ def test_any_number_of_tasks_and_a_merge_give_the_same_bytes(inputs, trained, st
         assert isinstance(done, FinishedTask) and not (tmp_path / "out").exists()
     result = merge(tmp_path / "out", work=work, workers=1)
     assert files_of(tmp_path / "out") == straight
-    assert os.listdir(tmp_path) == ["out"]
+    assert sorted(os.listdir(tmp_path)) == ["out", *(["work"] if work else [])] and not (work and os.listdir(work))
     assert result.duplicate_documents == 70 and "70 duplicates removed" in str(result)
 
 
@@ -549,6 +549,30 @@ def test_a_work_directory_keeps_what_is_not_ours(inputs, trained, tmp_path):
         prepare([str(tmp_path / "none")], trained["bpe"], tmp_path / "out", work=work)
     prepare(inputs, trained["bpe"], tmp_path / "out", work=work, restart=True)
     assert sorted(os.listdir(work)) == before and (work / "lock").read_text() == "keep"
+    (tmp_path / "empty").mkdir()
+    prepare(inputs, trained["bpe"], tmp_path / "other", work=tmp_path / "empty")
+    assert os.listdir(tmp_path / "empty") == []
+
+
+def test_work_of_an_earlier_version_is_named_and_can_be_continued(inputs, trained, straight, tmp_path):
+    """It lay in the folder that --work names, not in a folder of ours there. It was neither found nor mentioned, and began anew."""
+    work, own = tmp_path / "work", tmp_path / "work" / f".{tmp_path.name}.out.preparing"
+    prepare(inputs, trained["bpe"], tmp_path / "out", work=work, task=0, tasks=2, **OPTIONS)
+    own.rename(tmp_path / "older")
+    work.rmdir()
+    (tmp_path / "older").rename(work)
+    with pytest.raises(DataError, match=r"work: holds unfinished work of an earlier version; to continue it, move plan\.json, tok") as told:
+        prepare(inputs, trained["bpe"], tmp_path / "out", work=work, **OPTIONS)
+    assert not own.exists()
+    own.mkdir()
+    for path in (work / "plan.json", work / "tokenizer", *work.glob("parts-*")):
+        assert path.name in str(told.value)
+        path.rename(own / path.name)
+    done = len(list(own.glob("parts-*/*")))
+    prepare(inputs, trained["bpe"], tmp_path / "out", work=work, task=1, tasks=2, **OPTIONS)
+    assert done and len(list(own.glob("parts-*/*"))) > done
+    merge(tmp_path / "out", work=work)
+    assert files_of(tmp_path / "out") == straight
 
 
 def test_a_work_directory_on_another_filesystem_is_refused(inputs, trained, tmp_path):

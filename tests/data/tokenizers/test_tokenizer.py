@@ -164,21 +164,15 @@ def test_without_an_end_of_document_token_the_error_names_the_remedy(trained, tm
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 
 
-def test_a_text_that_a_unigram_model_takes_for_its_end_token_is_refused(tmp_path):
+def test_a_text_that_a_unigram_model_takes_for_its_end_token_is_refused(t5_tokenizer):
     """As in the tokenizer.json of T5, whose special tokens are pieces of the model."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((character, -5.0) for character in "▁abcs</>pdunk")]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    loaded = load_tokenizer(tmp_path)
+    loaded = load_tokenizer(t5_tokenizer)
     assert loaded.encode("é <unk> abc").count(2) == 2  # what nothing can express is no forged token
     for text, meaning in (("a </s> b", "the end of a document"), ("<pad>", "a special token")):
         with pytest.raises(DataError, match=rf"the text holds .* cannot tell from {meaning}; change the text"):
             loaded.encode_arrays(["abc", text])
+    with pytest.raises(DataError, match=r"^file, line 3: the text holds '</s>'"):
+        loaded.encode("</s>", "file, line 3")
 
 
 @pytest.fixture(scope="module")

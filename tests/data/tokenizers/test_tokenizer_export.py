@@ -3,6 +3,7 @@
 import heapq
 import json
 import os
+import shutil
 
 import pytest
 from hard_texts import HARD, SPECIAL
@@ -185,6 +186,19 @@ def test_an_exported_tokenizer_can_be_loaded_for_further_training(trained, texts
     assert [again.encode(text) for text in texts[:50]] == [ours.encode(text) for text in texts[:50]]
     assert again.eod_id == ours.eod_id
     assert again.encode("</s>") == ours.encode("</s>")
+
+
+def test_a_text_that_the_tokenizer_refuses_proves_nothing_and_ends_no_export(
+    trained, t5_tokenizer, tmp_path, caplog, monkeypatch
+):
+    """Neither when transformers reads the result, nor when a SentencePiece model beside tokenizer.json is held against it."""
+    monkeypatch.setattr("pretrain.data.tokenizers.export.EDGE_CASES", ())  # they differ, and nothing after them would be compared
+    shutil.copytree(t5_tokenizer, tmp_path / "t5")
+    shutil.copyfile(trained["unigram"] / "tokenizer.model", tmp_path / "t5" / "tokenizer.model")
+    export_tokenizer(tmp_path / "t5", tmp_path / "out", ["a <pad> b", "abc"])
+    ours, theirs = load_tokenizer(t5_tokenizer), automatic(tmp_path / "out")
+    assert theirs.encode("abc", add_special_tokens=False) == ours.encode("abc")
+    assert "tokenizer.model is left out: it encodes" in caplog.text
 
 
 def test_transformers_reads_the_text_of_special_tokens_as_tokens_and_we_do_not(trained, tmp_path):

@@ -127,15 +127,23 @@ def rope_from_hf(
     ours = _unscaled(ours) if absent else ours
     if kind == "by_layer_type":
         ours |= _local(local, ours, {"rope_local_base_freq": local_theta, **config}, family)
-    _check_beside(written, ours)
+    groups = {"rope_parameters": {*parameters, *(["rope_local_base_freq"] if local else [])}, "rope_scaling": set(scaling)}
+    _check_beside(written, ours, groups)
     return {f"rope.{name}": value for name, value in ours.items()}
 
 
-def _check_beside(config: dict[str, Any], ours: dict[str, Any]) -> None:
+def _check_beside(config: dict[str, Any], ours: dict[str, Any], groups: dict[str, set[str]]) -> None:
+    """Raise ConfigError for a field that says something else than `ours`, naming the group or the field that `ours` was read from.
+
+    `groups`: the names of what each group of the file says.
+    """
     for field, name in _BESIDE.items():
         value = config.get(field)
-        if value is not None and name in ours and _number(field, value) != ours[name]:
-            raise ConfigError(f"config.json: {field}={shown(value)} contradicts that of rope_parameters, {ours[name]}")
+        if value is None or name not in ours or _number(field, value) == ours[name]:
+            continue
+        inside = [f"that of {group}" for group, said in groups.items() if name_in_hf(name) in said]
+        beside = [other for other, same in _BESIDE.items() if same == name and other != field and config.get(other) is not None]
+        raise ConfigError(f"config.json: {field}={shown(value)} contradicts {[*inside, *beside][0]}, {ours[name]}")
 
 
 def _unscaled(ours: dict[str, Any]) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def _going_back(own: list[Path], named: Path, path: Path) -> _Candidates:
             )  # fmt: skip
             return _Candidates(tuple(own))
     state = _peek(named)
-    strays = [c for c in own if files.step_of(c) < step and not descends(state, _peek(c))]
+    strays = [c for c in own if files.step_of(c) < step and not is_of_line(c, state)]
     # Also where nothing is newer: the same command, given again, must find that what was saved since goes on from here.
     return _Candidates((named,), (*strays, *newer), back=True)
 
@@ -293,6 +293,11 @@ def descends(later: dict[str, Any], earlier: dict[str, Any]) -> bool:
         return True
     parts = [[start for from_step, start, _ in starts if from_step < until] for starts in (line, _timeline(earlier) or [])]
     return parts[0] == parts[1]
+
+
+def is_of_line(checkpoint: Path, state: dict[str, Any]) -> bool:
+    """Whether a state descends from a checkpoint, which is not verified (see `descends`)."""
+    return descends(state, _peek(checkpoint))
 
 
 def _timeline(state: dict[str, Any]) -> list[tuple[int, str, bool]] | None:

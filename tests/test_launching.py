@@ -130,6 +130,11 @@ def test_accelerate_that_was_asked_for_several_processes_and_started_one_is_refu
     environ = NOTHING_CHOSEN | {"ACCELERATE_USE_CPU": "False", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(LaunchError, match="needs --multi_gpu .* start them with: torchrun --nproc-per-node 2 "):
         check_launcher(configured(strategy=strategy), environ)
+    # The command had a count of its own, which left out experts and an axis that takes the rest.
+    for axis, size, processes in (("expert", 4, 4), ("tensor", -1, 2), ("pipeline", 8, 8)):
+        if strategy != "single":
+            with pytest.raises(LaunchError, match=f"start them with: torchrun --nproc-per-node {processes} "):
+                check_launcher(configured(strategy=strategy, **{axis: size}), dict(environ))
     del environ["MASTER_ADDR"]
     check_launcher(configured(strategy=strategy), environ)
 

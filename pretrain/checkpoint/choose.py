@@ -83,7 +83,12 @@ def choose_weights(path: Path, ranks: Ranks, content: bool = True) -> Choice:
 def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, content: bool) -> Choice:
     """The newest intact one of one or more candidates. `folder`: of the run's own ones, which are set aside where they are damaged."""
     candidates, damaged = list(found.paths), []
-    while problem := first_damage(candidates[-1], ranks, content):
+    key = "run.init_from" if folder is None else "run.resume"
+
+    def instead() -> str:
+        return f"; to go on from the checkpoint before instead, {key}={candidates[-2]}" if len(candidates) > 1 else ""
+
+    while problem := first_damage(candidates[-1], ranks, content, instead()):
         if len(candidates) == 1:
             other = (
                 "run.resume names it, so no other one was tried"
@@ -97,18 +102,23 @@ def _choose_intact(found: _Candidates, folder: Path | None, ranks: Ranks, conten
         if bad.parent == folder:
             damaged.append(bad)
     path = candidates[-1]
-    state, manifest = _on_main(ranks, "state of a checkpoint", lambda: (files.load_state(path), files.manifest_hash(path)))
+    state, manifest = _on_main(
+        ranks, "state of a checkpoint", lambda: (files.load_state(path), files.manifest_hash(path)), instead()
+    )
     if not found.back:
         _on_main(ranks, "time line of a checkpoint", lambda: _check_line(candidates, state))
     return Choice(path, state, manifest, tuple(damaged), found.abandoned, found.back)
 
 
-def _on_main(ranks: Ranks, name: str, look: Callable[[], T]) -> T:
-    return patiently(lambda: ranks.on_main(name, look, UnreadableError))
+def _on_main(ranks: Ranks, name: str, look: Callable[[], T], instead: str = "") -> T:
+    return _patiently(lambda: ranks.on_main(name, look, UnreadableError), instead)
 
 
-def patiently(look: Callable[[], T]) -> T:
-    """The result of `look`, which all ranks call together, tried again after growing pauses where it raises UnreadableError on all."""
+def _patiently(look: Callable[[], T], instead: str) -> T:
+    """The result of `look`, which all ranks call together, tried again after growing pauses where it raises UnreadableError on all.
+
+    `instead`: for the message of the last one, what else can be done than wait for the storage.
+    """
     said = None
     for seconds in RETRY_SECONDS:
         try:
@@ -122,8 +132,7 @@ def patiently(look: Callable[[], T]) -> T:
         return look()
     except UnreadableError as error:
         raise UnreadableError(
-            f"{error}; tried for {sum(RETRY_SECONDS):g} s, nothing was changed: when the storage can be read, the same command continues; "
-            "to go back to an earlier checkpoint instead, run.resume=PATH of it"
+            f"{error}; tried for {sum(RETRY_SECONDS):g} s, nothing was changed: when the storage can be read, the same command continues{instead}"
         ) from error
 
 
@@ -153,7 +162,7 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
     if named is not None:  # who names one that is there has chosen among what is seen
         return _going_back(own, named, path)
     # Before any other start: without a sight of its own checkpoints, a run would begin anew and later write over what it has.
-    _refuse_lost(folder, own, saved_last())
+    _refuse_lost(folder, own, saved_last(), resume)
     if resume == "required" and not own:
         raise CheckpointError(f"run.resume=required, but {folder} has no complete checkpoint")
     if incomplete and not own:
@@ -171,14 +180,22 @@ def _candidates(folder: Path, resume: str, saved_last: Callable[[], str | None])
     return _Candidates(tuple(own))
 
 
-def _refuse_lost(folder: Path, own: list[Path], newest: str | None) -> None:
-    """Raise UnreadableError where the checkpoint that was saved last is not seen."""
+def _refuse_lost(folder: Path, own: list[Path], newest: str | None, resume: str) -> None:
+    """Raise UnreadableError where the checkpoint that was saved last is not seen.
+
+    `run.resume=never` is refused at once: a checkpoint that the storage shows later would be refused too.
+    """
     if newest is None or exists(folder / newest) or files.was_set_aside(folder / newest):
         return
     # A later one was saved after that was written; it may have retired this one.
     if any((len(p.name), p.name) > (len(newest), newest) for p in own):
         return
     status = folder.parent / "status.json"
+    if resume == "never":
+        raise CheckpointError(
+            f"run.resume=never, but {folder / newest} was saved last, as status.json says, and is not there; choose another run.name, or, "
+            f"if it was removed on purpose, remove {status} to start afresh"
+        )
     remedy = (
         f"say so by run.resume=PATH of an earlier one, or by removing {status}" if own else f"remove {status} to start afresh"
     )
@@ -236,7 +253,7 @@ def _going_back(own: list[Path], named: Path, path: Path) -> _Candidates:
             )  # fmt: skip
             return _Candidates(tuple(own))
     state = _peek(named)
-    strays = [c for c in own if files.step_of(c) < step and not descends(state, _peek(c))]
+    strays = [c for c in own if files.step_of(c) < step and not is_of_line(c, state)]
     # Also where nothing is newer: the same command, given again, must find that what was saved since goes on from here.
     return _Candidates((named,), (*strays, *newer), back=True)
 
@@ -278,6 +295,11 @@ def descends(later: dict[str, Any], earlier: dict[str, Any]) -> bool:
     return parts[0] == parts[1]
 
 
+def is_of_line(checkpoint: Path, state: dict[str, Any]) -> bool:
+    """Whether a state descends from a checkpoint, which is not verified (see `descends`)."""
+    return descends(state, _peek(checkpoint))
+
+
 def _timeline(state: dict[str, Any]) -> list[tuple[int, str, bool]] | None:
     """The starts that led to a state: from which step, which, whether it went back there. None where the state does not say."""
     try:
@@ -289,11 +311,11 @@ def _timeline(state: dict[str, Any]) -> list[tuple[int, str, bool]] | None:
 # ---- whether it is intact -----------------------------------------------------------------------------------------------
 
 
-def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True) -> str | None:
+def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True, instead: str = "") -> str | None:
     """The first thing wrong with the content of a checkpoint's files, the ranks sharing the hashing; None when it is intact.
 
     A file that no rank finds is gone, which is damage. Raises UnreadableError, on all ranks, for one that stays unreadable where it is,
-    or that some ranks find and others do not.
+    or that some ranks find and others do not; `instead` ends its message.
     """
     intact = False
     manifest: str | None = None
@@ -327,7 +349,7 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True) -> str | 
         _check_same(checkpoint, ranks, manifest)
         return None
 
-    return patiently(look)
+    return _patiently(look, instead)
 
 
 def _check_same(checkpoint: Path, ranks: Ranks, manifest: str | None) -> None:

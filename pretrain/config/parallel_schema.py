@@ -207,6 +207,7 @@ class Precision:
         "fp32",
         "Format in which matrices are stored. In bf16 they are rounded at random after a step, in proportion to what is cut off, or else small "
         "updates would be lost. The random numbers follow from the step and the place of a weight: they are the same in every layout.",
+        when={"precision.compute": ("bf16",)},
         resume="never",
     )
     keep_casts: bool | None = key(

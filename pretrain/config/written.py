@@ -99,12 +99,17 @@ def build_section(kind: Any, values: Any) -> Any:
     return tuple(values) if typing.get_origin(kind) is tuple else values
 
 
-def flatten(values: Any, path: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping of dotted paths."""
-    if isinstance(values, (dict, list)):
+def flatten(values: Any, path: str = "", complete: bool = False) -> dict[str, Any]:
+    """Nested mappings and lists as one mapping of dotted paths.
+
+    `complete`: as JSON would have them, so that nothing is left out: an empty mapping or list is a value, and a tuple is a list.
+    """
+    if complete and isinstance(values, tuple):
+        values = list(values)
+    if isinstance(values, (dict, list)) and (values or not complete):
         items = values.items() if isinstance(values, dict) else enumerate(values)
         flat: dict[str, Any] = {}
         for name, value in items:
-            flat |= flatten(value, f"{path}.{name}" if path else str(name))
+            flat |= flatten(value, f"{path}.{name}" if path else str(name), complete)
         return flat
     return {path: values}

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pretrain.config.written import flatten
+
 MAY_DIFFER = ("data.cache.dir",)
 """Keys of the configuration that nodes may set differently: a folder on a node's own disk."""
 _ENVIRONMENT = (
@@ -34,26 +36,15 @@ def run_facts(config: dict[str, Any], device: str, more: dict[str, Any], package
     `config`: the resolved configuration; `more`: its results on this host (layout, content of the data); `packages`: optional ones
     that take part in computing.
     """
-    configured = {key: value for key, value in flatten(config).items() if key not in MAY_DIFFER}
+    configured = {key: value for key, value in flatten(config, complete=True).items() if key not in MAY_DIFFER}
     return {
         "device type": device,
         **versions(packages),
         **{f"the environment variable {name}": os.environ.get(name) for name in _ENVIRONMENT},
         **code_hashes(),
         **configured,
-        **flatten(more),
+        **flatten(more, complete=True),
     }
-
-
-def flatten(values: Any, path: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping of dotted paths. An empty mapping or list counts as a value."""
-    if isinstance(values, (dict, list, tuple)) and values:
-        items = values.items() if isinstance(values, dict) else enumerate(values)
-        flat: dict[str, Any] = {}
-        for name, value in items:
-            flat |= flatten(value, f"{path}.{name}" if path else str(name))
-        return flat
-    return {path: list(values) if isinstance(values, tuple) else values}
 
 
 def versions(packages: Iterable[str] = ()) -> dict[str, Any]:

@@ -9,6 +9,7 @@ removed. accelerate writes `no`, `false` or size 1 when nobody chose anything: t
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -87,8 +88,7 @@ def _check_started(config: Config, environ: MutableMapping[str, str]) -> None:
     # accelerate sets ACCELERATE_USE_CPU when it starts one process. It also sets MASTER_ADDR only if the user asked for several.
     # Without this check a run with strategy=auto would train alone and say nothing.
     if "ACCELERATE_USE_CPU" in environ and "MASTER_ADDR" in environ and "RANK" not in environ:
-        sizes = config.parallel
-        wanted = max(2, (sizes.replicate or 1) * (sizes.shard or 1) * sizes.tensor * sizes.context * sizes.pipeline)
+        wanted = max(2, expected_world_size(config) or 2)
         raise LaunchError(
             "accelerate launch was asked for several processes and started one: without several GPUs it needs --multi_gpu "
             "--num_processes N, or --config_file launch/accelerate/cpu_2.yaml; or start them with: " + command_for(wanted)
@@ -106,6 +106,23 @@ def _check_started(config: Config, environ: MutableMapping[str, str]) -> None:
                 f"{launcher} started {tasks} tasks ({name}) without RANK, and each would train alone; on one host start them with: "
                 f"{command_for(int(tasks))}; on several, {several}; for runs of one process each, set RANK=0 LOCAL_RANK=0 WORLD_SIZE=1"
             )
+
+
+def ranks_of_a_sample(config: Config) -> int:
+    """How many ranks see the same samples."""
+    return math.prod(max(size, 1) for size in (config.parallel.tensor, config.parallel.context, config.parallel.pipeline))
+
+
+def expected_world_size(config: Config) -> int | None:
+    """The fewest processes that the configuration asks for; None if any number will do."""
+    parallel = config.parallel
+    if parallel.strategy == "single":
+        return 1
+    shard = parallel.shard or parallel.expert // math.gcd(parallel.context, parallel.expert)
+    least = (parallel.replicate or 1) * shard * ranks_of_a_sample(config)
+    if parallel.replicate or parallel.shard or least > 1:
+        return least
+    return None if parallel.strategy == "auto" else 2  # at least; the launcher may start more
 
 
 def command_for(processes: int) -> str:

@@ -51,7 +51,8 @@ LEAVE_SECONDS = 60.0
 """How long a rank whose collective has failed may take to end by itself."""
 _VERDICT_SECONDS = 8.0
 _TICK_SECONDS = 1.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What tells a run to stop. SIGHUP: its terminal was closed, or the connection to it is lost."""
 
 SWITCHBOARD = -1
 """`Doom.of`, if this rank has lost its connection to the switchboard."""
@@ -231,7 +232,7 @@ class Monitor(threading.Thread):
     def _hear_signals(self) -> None:
         with contextlib.suppress(BlockingIOError):
             for number in self._wake.recv(64):
-                if number in _SIGNALS and self._stop_asked is None:
+                if number in STOP_SIGNALS and self._stop_asked is None:
                     self._stop_asked, self._stop_name = time.monotonic(), signal.Signals(number).name
                     if self._doom and not self._doom.final:
                         self._doom.patience = min(self._doom.patience, STOP_SECONDS / 5)

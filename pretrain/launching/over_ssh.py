@@ -174,13 +174,14 @@ class HostRun:
 
 
 def run_over_ssh(launch: Launch, settings: dict[str, Any]) -> int:
-    """Start the run, pass its output on, and stop it in order on SIGINT, SIGTERM and SIGHUP."""
+    """Start the run, pass its output on, and stop it in order on SIGINT, SIGTERM and SIGHUP (unless nohup ignores that one)."""
     commands, ssh = host_commands(launch, settings), ssh_words(settings)
     if shutil.which(ssh[0]) is None:
         raise LaunchError(f"--set ssh: there is no program {ssh[0]} here; install it, or name another")
     run = HostRun(commands, ssh, lambda line: print(line, flush=True), launch.fewest_nodes)
     kept = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         kept[number] = signal.signal(number, lambda got, frame: run.stop(signal.Signals(got).name))
     try:
         return run.wait()

@@ -7,11 +7,11 @@ import math
 import torch
 
 from pretrain.config.schema import Config
+from pretrain.distributed.launcher import ranks_of_a_sample
 from pretrain.distributed.mesh import AXES, coordinates_of, expert_place
 from pretrain.models import build_network
 from pretrain.parallel.blocks import DTYPES
 from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, Layout, state_bytes
-from pretrain.parallel.legality import ranks_of_a_sample
 from pretrain.parallel.pipeline_order import cut, stage_ranks, stages_of
 from pretrain.parallel.weight_copies import WeightCopies, keeps_casts
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pretrain.config.parallel_schema import Precision
 from pretrain.config.schema import Config
 from pretrain.data.stream import check_micro_steps
-from pretrain.distributed.launcher import command_for
+from pretrain.distributed.launcher import command_for, expected_world_size, ranks_of_a_sample
 from pretrain.distributed.mesh import AXES
 from pretrain.errors import ConfigError, LaunchError, nearest_multiples
 from pretrain.parallel.legality import (
@@ -22,7 +22,6 @@ from pretrain.parallel.legality import (
     check_micro_batches,
     check_options,
     check_tables,
-    ranks_of_a_sample,
 )
 from pretrain.parallel.pipeline_order import bubble, order, stages_of
 
@@ -109,18 +108,6 @@ class Layout:
         if self.strategy == "fsdp" and self.replicate > 1 and self.shard > 1:
             return f"hsdp {self.replicate}x{self.shard}"
         return f"{self.strategy} {self.data_size}" + (" (replicated)" if self.strategy == "fsdp" and self.replicate > 1 else "")
-
-
-def expected_world_size(config: Config) -> int | None:
-    """The fewest processes that the configuration asks for; None if any number will do."""
-    parallel = config.parallel
-    if parallel.strategy == "single":
-        return 1
-    shard = parallel.shard or parallel.expert // math.gcd(parallel.context, parallel.expert)
-    least = (parallel.replicate or 1) * shard * ranks_of_a_sample(config)
-    if parallel.replicate or parallel.shard or least > 1:
-        return least
-    return None if parallel.strategy == "auto" else 2  # at least; the launcher may start more
 
 
 def take_rest(config: Config, world_size: int) -> Config:

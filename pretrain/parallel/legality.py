@@ -12,14 +12,10 @@ import torch
 from pretrain.config.foreign import value_advice
 from pretrain.config.model_schema import Model
 from pretrain.config.schema import Config
+from pretrain.distributed.launcher import ranks_of_a_sample
 from pretrain.errors import ConfigError
 from pretrain.models.families import family_of
 from pretrain.parallel.pipeline_order import DEFERRING, stages_of
-
-
-def ranks_of_a_sample(config: Config) -> int:
-    """How many ranks see the same samples."""
-    return math.prod(max(size, 1) for size in (config.parallel.tensor, config.parallel.context, config.parallel.pipeline))
 
 
 def axes_of_a_sample(config: Config) -> str:

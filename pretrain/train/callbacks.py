@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,14 @@ class RunHandle:
     must make the same number of calls, because all ranks gather sharded weights together."""
     tokenizer_path: Path | str
     """The tokenizer of the run's data; of targets, if it translates."""
+    came_through: Callable[[Path], bool]
+    """Whether a checkpoint of this run, or a copy of one, is of the time line that this start continues."""
     step: int = 0
     """The step that this start continues from."""
     stop_reason: str | None = None
     wants_save: bool = False
+    folders: set[Path] = field(default_factory=set)
+    """Folders in which a callback keeps files of its own."""
 
     @property
     def is_main(self) -> bool:
@@ -261,22 +265,28 @@ MEASURED = "measured.json"
 
 
 class KeepBest(Callback):
-    """Keep the `count` best checkpoints in `best/` of the run directory, apart from those that `checkpoint.keep_last` removes.
+    """Keep the `count` best checkpoints in `folder` of the run directory, apart from those that `checkpoint.keep_last` removes.
 
     `metric`: see `Watched`. They are hard links if the storage has them, and take no space while the original exists. Each is a complete
     checkpoint, for `run.init_from=RUN/best/step-N` or `--checkpoint` of the tools. A step among the best is saved if it was not.
 
-    Each copy holds its value, so that the best are known without metrics.jsonl. A copy of unknown value is never removed.
+    Each copy holds its value, so that the best are known without metrics.jsonl. A copy of unknown value is never removed. One of a time line
+    that the run has left is set aside, as its checkpoint is.
     """
 
-    def __init__(self, count: int = 1, metric: str = "validation", mode: str = "min") -> None:
+    def __init__(self, count: int = 1, metric: str = "validation", mode: str = "min", folder: str = "best") -> None:
         if count < 1:
             raise ConfigError(f"KeepBest: count={count} must be at least 1")
-        self.count, self.watched = count, Watched(metric, mode)
+        if Path(folder).name != folder or not folder.startswith("best"):  # other names are those of the run's own files
+            raise ConfigError(f"KeepBest: folder={folder} must be a name that begins with best")
+        self.count, self.watched, self.name = count, Watched(metric, mode), folder
 
     def start(self, run: RunHandle) -> None:
         self.watched.check(run.config)
-        self.run, self.folder = run, run.directory / "best"
+        self.run, self.folder = run, run.directory / self.name
+        if self.folder in run.folders:
+            raise ConfigError(f"two KeepBest keep their checkpoints in {self.name}/; give one another folder=best-NAME")
+        run.folders.add(self.folder)
         measured = {record.step: self.watched.of(record) for record in run.history}
         self.values = {step: value for step, value in measured.items() if value is not None}
         self.unknown: set[int] = set()
@@ -287,16 +297,19 @@ class KeepBest(Callback):
             self._keep_history(run.directory / "checkpoints")
 
     def _read_copies(self) -> None:
-        """Take the values of copies that are missing in the history: metrics.jsonl may be lost."""
+        """Take the values of copies that are missing in the history: metrics.jsonl may be lost. Other time lines' copies are set aside."""
         for copy in files.complete_checkpoints(self.folder):
             step = files.step_of(copy)
-            if step in self.values:
-                continue
-            value = self._value_of(copy)
-            if value is None:
-                self.unknown.add(step)
-            elif step <= self.run.step:  # a later one is of a time line that this start leaves
+            if not self.run.came_through(copy):
+                log.warning(
+                    "KeepBest: the run has left the time line of %s; set aside as %s",
+                    copy,
+                    files.set_aside(copy, "abandoned").name,
+                )
+            elif step not in self.values and (value := self._value_of(copy)) is not None:
                 self.values[step] = value
+            elif step not in self.values:
+                self.unknown.add(step)
         if self.unknown:
             steps, metric = sorted(self.unknown), self.watched.metric
             log.warning(
@@ -349,9 +362,7 @@ class KeepBest(Callback):
 
     def _keep(self, checkpoint: Path) -> None:
         target = self.folder / checkpoint.name
-        if exists(target) and files.manifest_hash(target) != files.manifest_hash(checkpoint):
-            files.discard(target)  # of a time line that the run has left
-        if not exists(target):
+        if not exists(target) or files.manifest_hash(target) != files.manifest_hash(checkpoint):
             writing = files.writing_directory_of(target)
             shutil.rmtree(writing, ignore_errors=True)
             shutil.copytree(checkpoint, writing, copy_function=_link, ignore=shutil.ignore_patterns(MEASURED))
@@ -360,11 +371,9 @@ class KeepBest(Callback):
             flush(writing)
             files.put_in_place(writing, target)
             log.info("kept %s: %s %.6g", target, self.watched.metric, value)
-        best, now = self._best(), max(self.run.step, files.step_of(checkpoint))
+        best = self._best()
         for other in files.complete_checkpoints(self.folder):
-            step = files.step_of(other)
-            # A later one was left behind by a start from an earlier step. It stays until the run has come as far again.
-            if step not in best and step not in self.unknown and step <= now:
+            if files.step_of(other) not in best and files.step_of(other) not in self.unknown:
                 files.discard(other)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pretrain.checkpoint.choose import is_of_line
 from pretrain.checkpoint.files import directory_of
 from pretrain.checkpoint.host_copies import HostCopies
 from pretrain.checkpoint.payload import Payload, first_nonfinite, model_tensors, optimizer_tensors, restore_rng, rng_tensors
@@ -85,6 +86,10 @@ class Continuation:
         """This start's entry in the time line. A checkpoint that has it descends from this start."""
         back = {"back": True} if self.origin.resumed and self.origin.resumed.back else {}
         return {"from": self.origin.step, "start": uuid.uuid4().hex[:12], **back}
+
+    def came_through(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is of the time line that this start continues. Taken for granted where its state does not say."""
+        return is_of_line(checkpoint, {"timeline": self._timeline})
 
     def is_due(self) -> bool:
         """Whether `checkpoint.every_seconds` have passed since the last save; the main rank's clock decides."""

@@ -34,12 +34,8 @@ LEAST_EPS = 1e-8
 
 
 def check_formats(config: Config) -> None:
-    """Raise ConfigError for stored weights that are coarser than what is computed."""
+    """Raise ConfigError for formats of the optimizer's means that its rule cannot have."""
     precision = config.precision
-    if precision.master == "bf16" and precision.compute == "fp32":
-        raise ConfigError(
-            "precision.master=bf16 needs precision.compute=bf16, and this run computes in fp32 (`auto` may have come to it); set one of them"
-        )
     if precision.moments != "fp32" and config.optim.name == "adafactor":
         raise ConfigError(
             f"precision.moments={precision.moments}: optim.name=adafactor keeps a number per row and column, in fp32; remove the key"

@@ -218,7 +218,10 @@ def with_format(config: Config, choice: FormatChoice) -> Config:
     if config.precision.compute == "auto" and choice.format == "bf16":
         precision = dataclasses.replace(precision, tf32=False)
     if config.precision.compute == "auto" and choice.format == "fp32":
-        precision = dataclasses.replace(precision, fp8="none", fp8_modules=Precision().fp8_modules, keep_casts=None)
+        usual = Precision()
+        precision = dataclasses.replace(
+            precision, fp8=usual.fp8, fp8_modules=usual.fp8_modules, master=usual.master, keep_casts=usual.keep_casts
+        )
     config = dataclasses.replace(config, precision=precision)
     check_formats(config)
     return config

@@ -17,7 +17,7 @@ from pretrain.observe.sinks import Sinks, evaluation_parts
 from pretrain.observe.trackers import own_sinks
 from pretrain.parallel.strategy import Strategy
 from pretrain.train.callbacks import Callbacks, Extensions, RunHandle
-from pretrain.train.continuation import Progress
+from pretrain.train.continuation import Continuation, Progress
 from pretrain.train.measurements import Measurements
 from pretrain.train.plan import Plan
 from pretrain.train.run_directory import RunDirectory
@@ -46,20 +46,18 @@ class Reporting:
         self.communication: dict[int, float] = {}
         """By step of `log.profile`, the share of communication in it."""
 
-    def open(self, stack: ExitStack, progress: Progress, is_own: bool) -> None:
-        """Open sinks and callbacks until the end of `stack`. They get the records that the run has logged so far.
-
-        `is_own`: the run continues from a checkpoint of its own.
-        """
+    def open(self, stack: ExitStack, progress: Progress, continuation: Continuation) -> None:
+        """Open sinks and callbacks until the end of `stack`. They get the records that the run has logged so far."""
         path, step, is_main = self.directory.path, progress.step, self.ranks.is_main
         self.sinks = None
         if is_main:
             self.sinks = Sinks(own_sinks(self.config.log), self.extensions.sinks, path, self.config, step)
             stack.push(lambda kind, error, trace: self.sinks.close(failed=kind is not None))
-            if is_own and progress.record:
+            if continuation.origin.own and progress.record:
                 self._report_again(StepRecord.from_dict(progress.record))
         history = known_records(path, step) if is_main and self.extensions.callbacks else []
-        self.run = RunHandle(self.config, path, history, self.mesh, self._losses, self.plan.data.tokenizer_path, step)
+        tokenizer, came_through = self.plan.data.tokenizer_path, continuation.came_through
+        self.run = RunHandle(self.config, path, history, self.mesh, self._losses, tokenizer, came_through, step)
         self.callbacks = Callbacks(self.extensions.callbacks, self.run)
         stack.callback(self.callbacks.close)
 

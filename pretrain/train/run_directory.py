@@ -62,18 +62,14 @@ class RunDirectory:
         self._status_lines = Tolerated(str(path / "status.json"))
         self._lock = RunLock(path, lock)
 
-    def claim(self) -> dict[str, Any] | None:
-        """Create or take over the directory. Return the identity of the run that it holds, None for a new directory.
-
-        Raises CheckpointError if another process holds it.
-        """
+    def claim(self) -> None:
+        """Create or take over the directory. Raises CheckpointError if another process holds it."""
         make_directory(self.path)
         self.token = self._lock.acquire()
         before = self.status().get("device_seconds")
         self._spent_before = float(before) if isinstance(before, (int, float)) else 0.0
         for name in files.discard_unfinished(self.checkpoints):
             log.info("removed %s, which an interrupted save left behind", self.checkpoints / name)
-        return self.identity()
 
     def check(self) -> None:
         """Raise CheckpointError if `claim` would be refused. Nothing is changed."""

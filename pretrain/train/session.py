@@ -19,7 +19,7 @@ from pretrain.distributed import ranks as distributed
 from pretrain.distributed.agreement import machine_name, run_facts
 from pretrain.distributed.cores import kept_on_cores, usable_cores
 from pretrain.distributed.joining import Meeting
-from pretrain.distributed.launcher import check_launcher, ranks_of_host
+from pretrain.distributed.launcher import check_launcher, expected_world_size, ranks_of_host
 from pretrain.distributed.ranks import Ranks
 from pretrain.distributed.surroundings import describe_surroundings, surroundings
 from pretrain.errors import CheckpointError, LaunchError, LostRankError, UserError, print_error
@@ -30,7 +30,7 @@ from pretrain.observe.logs import TRACEBACKS, finish_line, log_to_console, log_t
 from pretrain.observe.metrics import duration
 from pretrain.observe.rank_file import RankFile
 from pretrain.parallel.explain import explain_ranks, explain_strategy, kept_bytes
-from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, expected_world_size, gradient_bytes, state_bytes
+from pretrain.parallel.layout import DDP_MEMORY_SHARE, FORMAT_BYTES, gradient_bytes, state_bytes
 from pretrain.parallel.pipeline_order import describe_stages
 from pretrain.parallel.strategy import layer_costs
 from pretrain.train.attention_kernel import describe_attention, set_attention_kernel

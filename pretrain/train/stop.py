@@ -8,20 +8,21 @@ from types import FrameType, TracebackType
 
 import torch
 
+from pretrain.distributed.monitor import STOP_SIGNALS
 from pretrain.distributed.ranks import Ranks
 
 
 class StopRequest:
-    """While active, SIGINT, SIGTERM and SIGUSR1 ask for a stop; a SIGINT after any of them interrupts at once."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    """While active, each of STOP_SIGNALS asks for a stop; a SIGINT after any of them interrupts at once."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in self.SIGNALS:
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # started by nohup, to outlive its terminal
             self._before[number] = signal.signal(number, self._handle)
         return self
 

@@ -216,7 +216,7 @@ class Trainer:
         with ExitStack() as stack:
             self.garbage = stack.enter_context(GarbageCollection())
             batches = stack.enter_context(closing(self.loader.batches(self.progress.samples)))
-            self.reporting.open(stack, self.progress, self.continuation.origin.own)
+            self.reporting.open(stack, self.progress, self.continuation)
             stack.callback(self.continuation.wait)
             try:
                 outcome = self._take_steps(batches, stop, export, evaluated)

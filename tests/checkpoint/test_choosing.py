@@ -100,7 +100,7 @@ def test_a_file_that_stays_unreadable_stops_all_ranks_and_changes_nothing(pool, 
         assert code == 1, printed
         line = next(line for line in printed.splitlines() if line.startswith("error: "))
         assert "rank 1: " in line and "step-00000006/__0_0.distcp: cannot be read: Input/output error" in line
-        assert "nothing was changed" in line and "run.resume=PATH" in line
+        assert "nothing was changed" in line and line.endswith(f"instead, run.resume={run / 'checkpoints' / 'step-00000004'}")
     assert checkpoints(run) == before
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
 
@@ -136,6 +136,9 @@ def test_a_run_whose_own_checkpoints_are_lost_starts_from_nowhere_else(pool, tra
     code, printed = start(pool, config_file, "--check", *start_from)
     assert code == 1 and "step-00000006 was saved last, as status.json says, and is not there" in printed
     assert f"if it was removed on purpose, remove {run / 'status.json'} to start afresh" in printed
+    # It said how to go back to an earlier checkpoint, where none is; and `never`, which refuses what it sees, waited for the storage.
+    assert "run.resume=PATH" not in printed and "run.resume=/" not in printed.replace(f"run.resume={other}", "")
+    assert ("tried for" in printed) == (resume != "never")
     (run / "status.json").unlink()
     copy = shutil.copytree(hidden / "step-00000006", folder / "step-00000006")
     (copy / "manifest.json").unlink()

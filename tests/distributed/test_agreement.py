@@ -18,7 +18,8 @@ from launch_pool import RankProcess, _free_port, start_ranks
 from running import run_changed, write_prepared
 
 from pretrain.config.schema import Config
-from pretrain.distributed.agreement import MAY_DIFFER, code_hashes, difference, digest_of, flatten, run_facts, versions
+from pretrain.config.written import flatten
+from pretrain.distributed.agreement import MAY_DIFFER, code_hashes, difference, digest_of, run_facts, versions
 
 HERE = os.uname().nodename
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,8 +154,9 @@ def test_the_facts_hold_every_key_of_the_configuration_but_those_that_may_differ
     """OP-5: every key is compared."""
     config = dataclasses.asdict(Config())
     facts = run_facts(config, "cpu", {})
-    assert set(flatten(config)) - set(facts) == set(MAY_DIFFER)
-    assert all(facts[key] == value for key, value in flatten(config).items() if key not in MAY_DIFFER)
+    flat = flatten(config, complete=True)
+    assert set(flat) - set(facts) == set(MAY_DIFFER)
+    assert all(facts[key] == value for key, value in flat.items() if key not in MAY_DIFFER)
     assert facts["the code of pretrain/run.py"] == code_hashes()["the code of pretrain/run.py"]
     assert {"version of Python", "version of torch", "version of numpy"} <= set(facts)
 

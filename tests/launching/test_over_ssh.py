@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from running import losses
@@ -142,6 +143,21 @@ def test_a_second_signal_does_not_wait_for_a_host_that_hangs(monkeypatch):
     ends.join(15)
     assert not ends.is_alive() and "not waiting for the hosts" in said[-1]
     assert run.wait() == 1
+
+
+@pytest.mark.parametrize("by_nohup", [True, False])
+def test_a_closed_terminal_stops_a_launch_unless_nohup_has_started_it(monkeypatch, by_nohup):
+    """The page says to start it with nohup, and it stopped the run on all hosts all the same."""
+    told, before = [], signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
+    monkeypatch.setattr(over_ssh, "host_commands", lambda *arguments: {"a": ["true"]})
+    monkeypatch.setattr(over_ssh, "ssh_words", lambda settings: ["true"])
+    monkeypatch.setattr(HostRun, "wait", lambda run: os.kill(os.getpid(), signal.SIGHUP) or 0)
+    monkeypatch.setattr(HostRun, "stop", lambda run, why: told.append(why))
+    try:
+        assert over_ssh.run_over_ssh(SimpleNamespace(fewest_nodes=1), {}) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert told == ([] if by_nohup else ["SIGHUP"])
 
 
 @pytest.mark.parametrize(("host", "known"), [("me@10.0.0.7", True), ("fd00::7", True), ("node-a", False), ("127.0.0.1", False)])

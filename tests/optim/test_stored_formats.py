@@ -515,7 +515,7 @@ def test_a_resumed_run_is_the_straight_one_and_other_formats_are_another_run(poo
 @pytest.mark.parametrize(
     ("world_size", "options", "message"),
     [
-        (1, ["precision.master=bf16"], "precision.master=bf16 needs precision.compute=bf16, and this run computes in fp32"),
+        (1, ["precision.master=bf16"], "precision.master=bf16 has no effect with precision.compute=fp32; set precision.compute=bf16, or set precision.master=fp32"),
         (1, [*PURE, "precision.moments=8bit", "optim.betas=[0.5, 0.9999]"], "the mean of gradients may come to 57.7 times the root of the mean of squares, and 8 bits end at 30"),
         (1, [*PURE, "precision.moments=8bit", "optim.betas=[0.9, 0.8]"], "the mean of gradients may come to any multiple of the root"),
         (1, [*PURE, "precision.moments=8bit", "optim.betas=[0.9, 0]"], "the mean of gradients may come to any multiple of the root"),

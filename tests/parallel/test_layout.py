@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from pretrain.config.load import load_config
 from pretrain.config.parallel_schema import Parallel
 from pretrain.config.schema import Batch, Config
+from pretrain.distributed.launcher import expected_world_size
 from pretrain.distributed.mesh import Mesh
 from pretrain.distributed.ranks import Ranks
 from pretrain.errors import ConfigError, LaunchError
 from pretrain.parallel import ddp
 from pretrain.parallel.explain import explain_ranks, explain_strategy
-from pretrain.parallel.layout import Layout, expected_world_size, plan_layout, take_rest
+from pretrain.parallel.layout import Layout, plan_layout, take_rest
 from pretrain.parallel.legality import check_backend, check_options
 from pretrain.train.resolve import resolve
 

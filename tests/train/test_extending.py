@@ -41,8 +41,11 @@ SHORT = ("run.steps=8", "schedule={name: constant, warmup_steps: 0}", "log.every
 class Given(Callback):
     """Numbers that a test chooses, under `evaluation/given`."""
 
+    def __init__(self, losses: dict[int, float] = LOSSES) -> None:
+        self.losses = losses
+
     def evaluate(self, run: RunHandle, step: int) -> dict[str, float]:
-        return {"given": LOSSES[step]}
+        return {"given": self.losses[step], "rising": float(step)}
 
 
 class Failing(Callback):
@@ -86,6 +89,10 @@ MADE = {
     "one rank fails": lambda: ([OneRankFails()], []),
     "measured only": lambda: ([Given()], []),
     "later": lambda: ([Given(), KeepBest(1, GIVEN)], []),
+    "worse": lambda: ([Given(dict.fromkeys(range(9), 6.0)), KeepBest(1, GIVEN)], []),
+    "two of one folder": lambda: ([Given(), KeepBest(1, GIVEN), KeepBest(1, "loss")], []),
+    "two folders": lambda: ([Given(), KeepBest(1, GIVEN), KeepBest(1, "evaluation/rising", folder="best-rising")], []),
+    "no folder of its own": lambda: ([KeepBest(1, "loss", folder="checkpoints")], []),
     "failing sink": lambda: ([], [FailingSink()]),
     "no validation": lambda: ([KeepBest()], []),
     "no such source": lambda: ([EarlyStopping(2, "validation/x")], []),
@@ -125,8 +132,8 @@ def started(tmp_path, config_file) -> Iterator[Callable[..., list[RankProcess]]]
         rank.process.kill()
 
 
-def kept(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "best").iterdir())
+def kept(run: Path, folder: str = "best") -> list[str]:
+    return sorted(path.name for path in (run / folder).iterdir())
 
 
 def status(run: Path) -> tuple[str, int, str | None]:
@@ -261,6 +268,42 @@ def test_the_best_stays_the_best_without_the_log_of_metrics(pool, config_file):
     [(code, printed)] = pool.launch(1, run_extended, "later", str(config_file), "run.steps=7")
     line = f"KeepBest: {GIVEN} of steps [4] in {run / 'best'} is unknown, so they stay there and do not count"
     assert code == 0 and line in printed and kept(run) == ["step-00000004", "step-00000007"]
+
+
+def test_copies_of_a_time_line_that_the_run_has_left_are_set_aside(pool, config_file):
+    """The best of the left line stayed in best/, and counted as the run's best where metrics.jsonl did not say otherwise."""
+    keep = ("checkpoint.keep_last=0", "checkpoint.every_steps=2")
+    [(code, printed)] = pool.launch(1, run_extended, "later", str(config_file), *keep, "run.steps=5")
+    run = config_file.parent / "runs" / "run"
+    assert code == 0 and kept(run) == ["step-00000004"], printed
+    back = f"run.resume={run / 'checkpoints' / 'step-00000002'}"
+    [(code, printed)] = pool.launch(1, run_extended, "worse", str(config_file), *keep, "run.steps=4", back)
+    line = f"KeepBest: the run has left the time line of {run / 'best' / 'step-00000004'}; set aside as abandoned-step-00000004"
+    assert code == 0 and line in printed and kept(run) == ["abandoned-step-00000004", "step-00000002"]
+    (run / "metrics.jsonl").unlink()
+    [(code, printed)] = pool.launch(1, run_extended, "worse", str(config_file), *keep, "run.steps=6")
+    assert code == 0 and "left the time line" not in printed and kept(run) == ["abandoned-step-00000004", "step-00000002"]
+
+
+def test_two_that_keep_the_best_have_a_folder_each(pool, config_file):
+    """They removed each other's copies."""
+    run = config_file.parent / "runs" / "run"
+    [(code, printed)] = pool.launch(1, run_extended, "two folders", str(config_file), "run.steps=6")
+    assert code == 0 and (kept(run), kept(run, "best-rising")) == (["step-00000004"], ["step-00000001"]), printed
+    for made, line in (
+        ("two of one folder", "two KeepBest keep their checkpoints in best/; give one another folder=best-NAME"),
+        ("no folder of its own", "KeepBest: folder=checkpoints must be a name that begins with best"),
+    ):
+        [(code, printed)] = pool.launch(1, run_refused, made, str(config_file), f"run.name={made.replace(' ', '-')}")
+        assert code == 2 and line in printed, printed
+
+
+def run_refused(made: str, *arguments: str) -> tuple[int, str]:
+    """A run whose callbacks may be refused when they are made, as in a script."""
+    try:
+        return run_extended(made, *arguments)
+    except ConfigError as error:
+        return error.exit_code, str(error)
 
 
 def test_a_sink_that_fails_is_warned_of_and_the_run_goes_on(pool, config_file):

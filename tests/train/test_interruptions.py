@@ -17,6 +17,7 @@ import pytest
 from launch_pool import RankProcess, start_ranks
 from running import largest_relative_difference, losses, run_main, train
 
+from pretrain.distributed.monitor import STOP_SIGNALS
 from pretrain.observe.metrics import METRICS_FILE, read_metrics
 from pretrain.run import main
 from pretrain.train.stop import StopRequest
@@ -201,6 +202,34 @@ def test_ctrl_c_on_a_single_process_saves_and_the_same_command_continues(pool, c
     assert code == 0 and f"step-{stopped:08d}: step {stopped}" in printed and "finished at step 120" in printed
 
 
+def test_a_terminal_that_is_closed_leaves_a_checkpoint(config_file):
+    """SIGHUP ended the run at once, with what it had computed since the last save."""
+    run, (ours, its) = config_file.parent / "runs" / "run", os.openpty()
+    command = [sys.executable, str(ROOT / "pretrain" / "run.py"), "--config", str(config_file), "run.steps=2000"]
+    process = subprocess.Popen(command, stdout=its, stderr=its)
+    os.close(its)
+    deadline = time.monotonic() + 90
+    while steps_logged(run) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    os.close(ours)  # from now on it cannot write there
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    step = status(run)["step"]
+    assert status(run).items() >= {"state": "preempted", "checkpoint": f"step-{step:08d}"}.items() and step < 2000
+
+
+def test_a_run_that_nohup_has_started_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.reason is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_ctrl_c_where_nothing_is_trained_is_one_line(capsys):
     """e15: before training began, it printed a traceback."""
     with patch("pretrain.run.run", side_effect=KeyboardInterrupt):
@@ -211,9 +240,9 @@ def test_ctrl_c_where_nothing_is_trained_is_one_line(capsys):
 def fail_and_run_again(config_file: str) -> tuple[list[int], bool]:
     """Exit codes of a run that fails and of another one in the same process, and whether the first gave the signals back."""
     options = ("parallel.strategy=fsdp", "parallel.shard=1", "schedule={name: constant, warmup_steps: 0}")
-    before = [signal.getsignal(number) for number in StopRequest.SIGNALS]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     first = run_main(config_file, *options, "optim.lr=1e30", "run.steps=5", "run.name=fails")[0]
-    after = [signal.getsignal(number) for number in StopRequest.SIGNALS]
+    after = [signal.getsignal(number) for number in STOP_SIGNALS]
     return [first, run_main(config_file, *options, "run.steps=2", "run.name=next")[0]], after == before
 
 

@@ -11,6 +11,8 @@ import torch
 from running import run_directory, run_main, train
 
 from pretrain.config.load import load_config
+from pretrain.config.parallel_schema import Precision
+from pretrain.errors import ConfigError
 from pretrain.train import number_format
 from pretrain.train.number_format import FormatChoice, measured_gain
 from pretrain.train.plan import make_plan, with_format
@@ -75,6 +77,18 @@ def test_what_has_no_effect_with_the_choice_is_switched_off(config_file):
     config = resolve(load_config(config_file, [AUTO, "precision.tf32=true", "precision.fp8=tensorwise"])[0])
     assert not with_format(config, FormatChoice("bf16")).precision.tf32 and with_format(config, FormatChoice("fp32")).precision.tf32
     assert with_format(config, FormatChoice("bf16")).precision.fp8 == "tensorwise" and with_format(config, FormatChoice("fp32")).precision.fp8 == "none"
+
+
+@pytest.mark.parametrize("option", ["precision.fp8=tensorwise", "precision.master=bf16", "precision.keep_casts=true"])
+def test_a_key_that_needs_bf16_has_no_effect_where_auto_comes_to_fp32_and_a_note_says_so(config_file, option):
+    """precision.master was refused there, and the others were not."""
+    config, _ = load_config(config_file, [AUTO, option])
+    plan = make_plan(config, 1, torch.device("cpu"), FormatChoice("fp32"))
+    assert any(note.startswith(f"{option} has no effect with precision.compute=fp32 (the choice of auto); ") for note in plan.notes)
+    assert plan.config.precision == Precision()
+    assert make_plan(config, 1, torch.device("cpu"), FormatChoice("bf16")).config.precision != Precision(compute="bf16")
+    with pytest.raises(ConfigError, match=f"{option} has no effect with precision.compute=fp32; "):
+        make_plan(load_config(config_file, ["precision.compute=fp32", option])[0], 1, torch.device("cpu"))
 
 
 def test_the_measurement_is_about_the_same_twice_and_draws_nothing():

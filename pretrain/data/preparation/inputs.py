@@ -14,6 +14,7 @@ All kinds except Parquet, Arrow and ids may be compressed: .gz .bz2 .xz .zst.
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import os
@@ -172,9 +173,10 @@ def _is_file(path: str) -> bool:
 def _once(names: set[str]) -> Iterator[str]:
     """The names, less those of files that have another one: `c/a` and `/data/c/a`. Links within a folder are files of their own."""
     places: set[tuple[str, str]] = set()
+    real = functools.cache(os.path.realpath)  # it asks the storage about each part of the path; folders have many files
     for name in sorted(names):
         folder, base = os.path.split(name)
-        place = (folder, base) if is_url(name) else (os.path.realpath(folder), base)
+        place = (folder, base) if is_url(name) else (real(folder), base)
         if place not in places:
             places.add(place)
             yield name

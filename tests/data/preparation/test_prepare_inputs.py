@@ -218,6 +218,11 @@ def test_a_file_is_read_once_a_link_to_nothing_is_refused_and_folders_of_a_glob_
     assert len(find_inputs(["c", str(tmp_path / "c"), "again"])) == 2
     assert [file.name for file in find_inputs(["c/*"])] == ["c/a.txt"]
     assert "c/*: left out 1 folders; name them, or descend by **" in capsys.readouterr().err
+    for number in range(9):
+        (tmp_path / "c" / f"{number}.txt").write_text("more")
+    asked, realpath = [], os.path.realpath
+    monkeypatch.setattr(os.path, "realpath", lambda path, **options: asked.append(path) or realpath(path, **options))
+    assert len(find_inputs(["c"])) == 11 and sorted(asked) == ["c", "c/sub"]  # it was asked once for each file
     (tmp_path / "c" / "z.txt").symlink_to("nowhere")
     for pattern in ("c", "c/*", "c/z.txt"):
         with pytest.raises(DataError, match=r"c/z\.txt: is a link to nowhere, which is missing"):

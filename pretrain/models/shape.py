@@ -79,10 +79,8 @@ def completed(model: Model, switches: Callable[[Model], dict[str, Any]], sequenc
     patterns = {name: shortest_period(cycled(pattern, model.layers)) for name, pattern in _patterns(model)}
     last |= patterns
     if not (model.attention.window and any(patterns["attention.window_pattern"])):
-        last |= {
-            "attention.window": 0,
-            "attention.window_pattern": [True],
-        }  # there is one way to say that no layer has a window
+        # There is one way to say that no layer has a window.
+        last |= {"attention.window": 0, "attention.window_pattern": [True], "rope.local_theta": model.rope.theta}
     if model.rope.scaling != "none":
         last["rope.original_length"] = model.rope.original_length or model.max_sequence_length
     model = with_values(model, last)

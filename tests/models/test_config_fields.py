@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ import pytest
 from presets import PUBLISHED
 from test_t5 import config_json
 
+from pretrain.config.attention_schema import AttentionConfig, Rope
+from pretrain.config.model_schema import ExpertsConfig, Model
 from pretrain.errors import ConfigError, UserError
 from pretrain.huggingface.directory import plan_weights
-from pretrain.models.families import families, family_of, family_of_hf
+from pretrain.models.families import complete, families, family_of, family_of_hf
 from pretrain.models.families.declare.common import projections
 from pretrain.models.families.declare.family import Field
 from pretrain.models.shape import flat, with_values
@@ -159,6 +162,28 @@ def yarn(**changes) -> dict:
             "which has them by layer type",
         ),
         ("olmo3-7b", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "which has them by layer type"),
+        ("gemma3-1b", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "type='linear' is not read by transformers 5 for gemma3; write rope_type"),
+        (
+            "gemma3-1b",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6, **yarn(truncate=False)}, "sliding_attention": {"rope_theta": 1e4}}},
+            "truncate=false is not read by transformers for gemma3",
+        ),
+        ("olmo3-7b", {"rope_scaling": yarn(truncate=False)}, "truncate=false is not read by transformers for olmo3"),
+        ("olmo3-7b", {"rope_theta": 1e4}, "rope_theta=10000 is for layers without a window in transformers 5, and for all layers in 4"),
+        (
+            "olmo3-7b",
+            {
+                "rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_type": "default"}},
+                "rope_theta": 1e4,
+                "rope_scaling": None,
+            },
+            "rope_theta=10000 is for layers without a window",
+        ),
+        (
+            "pythia-160m",
+            {"rope_parameters": {**yarn(), "rope_theta": 1e4, "partial_rotary_factor": 1.0}, "rope_scaling": yarn(), "rotary_pct": 0.25},
+            "partial_rotary_factor=1.0 of rope_parameters is not read for gpt_neox beside rope_scaling; write rotary_pct",
+        ),
         ("pythia-160m", {"rope_theta": 20000}, "rope_theta=20000 is not read for gpt_neox, whose other field says 10000"),
         ("pythia-160m", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not read for gpt_neox"),
         ("deepseek-v3", {"first_k_dense_replace": -3}, "first_k_dense_replace=-3 must be a number of layers"),
@@ -337,3 +362,30 @@ def test_the_rotated_share_is_written_where_it_is_one_too(name):
     written = family_of(name).to_hf(model)
     assert written["partial_rotary_factor"] == written["rope_parameters"]["partial_rotary_factor"] == 1.0
     assert family_of(name).from_hf(written).rope.fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            Model(family="minimax_m2", attention=AttentionConfig(window=4), experts=ExpertsConfig(count=4, active=2)),
+            "model.attention.window=4: MiniMax-M2 has full attention in every layer, so it cannot be exported as model.family=minimax_m2",
+        ),
+        (
+            Model(family="gemma3", rope=Rope(scaling="yarn", factor=4.0, truncate=False), attention=AttentionConfig(window=4)),
+            "model.rope.truncate=false: transformers does not read it for model.family=gemma3",
+        ),
+    ],
+)
+def test_what_transformers_would_not_compute_is_not_exported(model, message):
+    """A run of either trained, and its export had other logits."""
+    model = complete(dataclasses.replace(model, dim=32, layers=2, heads=4, head_dim=8, ffn_dim=24, vocab_size=64, max_sequence_length=64))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        family_of(model.family).to_hf(model)
+
+
+def test_without_layers_that_have_a_window_their_rotation_is_that_of_the_others():
+    """An import wrote model.rope.local_theta, which the run then refused as without effect."""
+    changes = {"layer_types": ["full_attention"] * EVERY["gemma3-1b"]["num_hidden_layers"], "rope_local_base_freq": 300.0}
+    model = read(EVERY["gemma3-1b"] | changes)
+    assert model["attention.window"] == 0 and model["rope.local_theta"] == model["rope.theta"] == 1e6

@@ -35,7 +35,13 @@ def _only(older: str, newer: str) -> Callable[[Any, dict[str, Any]], Any]:
 
     def back(value: Any, config: dict[str, Any]) -> Any:
         inner = config.get("rope_parameters")
-        said = inner[newer] if isinstance(inner, dict) and inner.get(newer) is not None else value
+        inside = inner.get(newer) if isinstance(inner, dict) else None
+        # transformers puts rope_scaling in the place of rope_parameters, and then reads the older name.
+        said = value if inside is None or config.get("rope_scaling") else inside
+        if inside not in (None, said):
+            raise ConfigError(
+                f"config.json: {newer}={shown(inside)} of rope_parameters is not read for gpt_neox beside rope_scaling; write {older}"
+            )
         for name in (older, newer):
             if name in config and config[name] != said:
                 raise ConfigError(

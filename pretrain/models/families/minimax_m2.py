@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from pretrain.config.model_schema import Model
 from pretrain.errors import ConfigError, shown
 from pretrain.models.families.declare.common import (
     ATTENTION,
@@ -46,6 +47,12 @@ def _no_window(kinds: Any, config: dict[str, Any]) -> Any:
     return 0
 
 
+def _refuse(model: Model) -> str | None:
+    if model.attention.window:
+        return f"model.attention.window={model.attention.window}: MiniMax-M2 has full attention in every layer"
+    return needs_experts(model)
+
+
 MINIMAX_M2 = Family(
     name="minimax_m2",
     model_type="minimax_m2",
@@ -75,6 +82,6 @@ MINIMAX_M2 = Family(
     theta=5_000_000.0,
     balance=0.001,
     partial=True,
-    refuse=needs_experts,
+    refuse=_refuse,
     llama_cpp=switches("rope.fraction", "experts.count", "experts.active") | scalings("linear", "yarn"),
 )  # fmt: skip

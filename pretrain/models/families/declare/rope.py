@@ -82,6 +82,10 @@ def rope_to_hf(model: Model, kind: str, partial: bool, scaled: bool) -> dict[str
         if rope.scaling != "none" and not rope.scale_local:
             raise ConfigError(f"model.rope.scale_local=false: model.family={model.family} scales every layer; remove it")
         return {"rope_parameters": parameters, **fields}
+    if rope.scaling == "yarn" and not rope.truncate:
+        raise ConfigError(
+            f"model.rope.truncate=false: transformers does not read it for model.family={model.family}; remove it"
+        )
     local = parameters if rope.scale_local else {"rope_type": "default"}
     local = {**local, "rope_theta": rope.local_theta}
     fields["rope_local_base_freq"] = rope.local_theta
@@ -126,10 +130,33 @@ def rope_from_hf(
     ours = older if scaling else ours
     ours = _unscaled(ours) if absent else ours
     if kind == "by_layer_type":
+        _check_by_layer_type((parameters, scaling, local), ours, family, theta if local_theta is None else None)
         ours |= _local(local, ours, {"rope_local_base_freq": local_theta, **config}, family)
     groups = {"rope_parameters": {*parameters, *(["rope_local_base_freq"] if local else [])}, "rope_scaling": set(scaling)}
     _check_beside(written, ours, groups)
     return {f"rope.{name}": value for name, value in ours.items()}
+
+
+def _check_by_layer_type(
+    groups: tuple[dict[str, Any], dict[str, Any], dict[str, Any]], ours: dict[str, Any], family: str, only: float | None
+) -> None:
+    """Raise ConfigError for what transformers 5 reads otherwise than it says where layers with a window have a rotation of their own.
+
+    `groups`: rope_parameters, rope_scaling and the parameters of layers with a window. `only`: the base of all layers in a family whose
+    older files name one; transformers 5 takes this number for layers with a window, whatever the file says of the others.
+    """
+    for group in groups:
+        if "type" in group and "rope_type" not in group:
+            raise ConfigError(
+                f"config.json: type={shown(group['type'])} is not read by transformers 5 for {family}; write rope_type"
+            )
+    if ours.get("truncate") is False:
+        raise ConfigError(f"config.json: truncate=false is not read by transformers for {family}; remove it")
+    if only is not None and ours["theta"] != only and "rope_theta" not in groups[2]:
+        raise ConfigError(
+            f"config.json: rope_theta={ours['theta']:g} is for layers without a window in transformers 5, and for all layers in 4; "
+            "write rope_parameters with the rope_theta of both kinds"
+        )
 
 
 def _check_beside(config: dict[str, Any], ours: dict[str, Any], groups: dict[str, set[str]]) -> None:

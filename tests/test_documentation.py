@@ -211,7 +211,7 @@ def test_what_messages_advise_to_install_exists():
 
 
 def test_the_license_is_the_whole_official_text():
-    # Of the text that apache.org publishes as LICENSE-2.0.txt.
+    # The sha256 of LICENSE-2.0.txt, which apache.org publishes.
     official = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
     assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == official
 

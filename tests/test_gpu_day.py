@@ -83,6 +83,15 @@ def test_another_gpu_is_refused(part, tmp_path):
     assert done.returncode == 1 and "made for an H200" in done.stderr
 
 
+@pytest.mark.parametrize("minutes", ["0.5", "0", "08", "five"])
+def test_minutes_that_are_not_whole_are_refused_in_one_line(tmp_path, minutes):
+    """bash calculates with whole numbers: 0.5 was a syntax error for each row."""
+    environment = {**with_an_h200(tmp_path), "OUT": str(tmp_path / "out"), "PY": "false", "TRY": "", "MINUTES": minutes}
+    done = subprocess.run(["bash", str(PARTS[2])], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith(f"MINUTES={minutes} is not a number of whole minutes; ")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
 def test_a_row_without_time_is_left_out_with_a_line(tmp_path):
     environment = {**with_an_h200(tmp_path), "OUT": str(tmp_path / "out"), "PY": "false", "SECONDS_LEFT": "9", "TRY": ""}
     done = subprocess.run(["bash", str(PARTS[1])], env=environment, capture_output=True, text=True, timeout=120)

@@ -88,7 +88,7 @@ def test_a_launcher_that_agrees_or_chose_nothing_is_accepted(environ, values):
         (FSDP2, {"strategy": "ddp"}, "ACCELERATE_USE_FSDP=true contradicts parallel.strategy=ddp"),
         (FSDP2, {"strategy": "auto"}, "set parallel.strategy=fsdp or launch without --use_fsdp"),
         (FSDP2 | {"FSDP_VERSION": "1"}, {"strategy": "fsdp"}, "launch with --fsdp_version 2"),
-        # Of several, the one that gives the others their meaning is named.
+        # If several are wrong, the error names the one that gives the others their meaning.
         (
             FSDP2 | {"FSDP_VERSION": "1", "FSDP_RESHARD_AFTER_FORWARD": "NO_RESHARD"},
             {"strategy": "fsdp"},

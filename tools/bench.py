@@ -244,16 +244,14 @@ def seconds(text: str) -> float:
     return float(text)
 
 
-def count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+def count(text: str, least: int = 1) -> int:
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}")
     return int(text)
 
 
 def several(text: str) -> int:
-    if int(text) < 2:
-        raise argparse.ArgumentTypeError("must be at least 2")
-    return int(text)
+    return count(text, least=2)
 
 
 def size(text: str) -> float:

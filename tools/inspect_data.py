@@ -14,6 +14,7 @@ from pretrain.errors import run_tool  # noqa: E402
 
 SHOWN, SHOWN_IN_HTML = 8, 64  # samples, unless --samples says more
 SIGHTINGS = 100  # of a document, in the text
+LINES, WIDTH = 12, 100  # of the text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,16 +46,16 @@ def main(argv: list[str] | None = None) -> int:
         metavar="K",
         help=f"most samples shown, 0: all (default: {SHOWN}; HTML {SHOWN_IN_HTML}; JSON all)",
     )
-    how.add_argument(
-        "--lines", type=int, default=12, metavar="L", help="most lines of a document, 0: all (default: %(default)s)"
-    )
-    how.add_argument("--ids", action="store_true", help="show token ids too")
-    how.add_argument("--width", type=int, default=100, metavar="W", help="columns of the text (default: %(default)s)")
+    how.add_argument("--lines", type=int, metavar="L", help=f"most lines of a document, 0: all (default: {LINES})")
+    how.add_argument("--ids", action="store_true", default=None, help="show token ids too")
+    how.add_argument("--width", type=int, metavar="W", help=f"columns of the text (default: {WIDTH})")
     how.add_argument("--json", action="store_true", help="everything, as one JSON object")
     how.add_argument("--html", type=Path, metavar="FILE", help="write the batch as a page for a browser")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --config")
     arguments = parser.parse_args(argv)
     check_usage(parser, arguments)
+    arguments.lines = LINES if arguments.lines is None else arguments.lines
+    arguments.width = WIDTH if arguments.width is None else arguments.width
     sys.stdout.reconfigure(errors="backslashreplace")  # a document may have any characters
     return run_tool(lambda: inspect(arguments))
 
@@ -68,14 +69,24 @@ def check_usage(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
         parser.error("--corrupt-check takes the place of --run and --config, and everything else needs one of them")
     if (arguments.overrides or arguments.ranks) and arguments.config is None:
         parser.error("key=value and --ranks go with --config; a run that has started has its own")
-    for option, needs in (("rank", "step"), ("html", "step"), ("source", "document"), ("epochs", "document")):
-        if getattr(arguments, option) is not None and asked != [needs]:
-            parser.error(f"--{option} goes with --{needs}")
-    if arguments.html is not None and arguments.json:
-        parser.error("--html writes a page and --json prints an object; give one of them")
+    check_ways(parser, arguments, asked[0])
     for name, least in (("samples", 0), ("lines", 0), ("width", 40), ("epochs", 1), ("ranks", 1)):
         if getattr(arguments, name) is not None and getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")
+
+
+def check_ways(parser: argparse.ArgumentParser, arguments: argparse.Namespace, asked: str) -> None:
+    """End with bad usage for an option that would do nothing."""
+    options = {"step": ("rank", "html", "samples", "lines", "ids"), "document": ("source", "epochs")}
+    for needs, option in ((needs, option) for needs, group in options.items() for option in group):
+        if getattr(arguments, option) is not None and asked != needs:
+            parser.error(f"--{option} goes with --{needs}")
+    if arguments.html is not None and arguments.json:
+        parser.error("--html writes a page and --json prints an object; give one of them")
+    without_text = [f"--{name.replace('_', '-')}" for name in ("html", "json", "corrupt_check") if getattr(arguments, name)]
+    for option in ("lines", "ids", "width"):
+        if getattr(arguments, option) is not None and without_text:
+            parser.error(f"--{option} is about the text, and has no effect with {without_text[0]}; leave it out")
 
 
 def inspect(arguments: argparse.Namespace) -> None:

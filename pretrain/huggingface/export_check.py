@@ -54,21 +54,23 @@ class ExportCheck:
     ) -> None:
         self.say, self.limit_seconds = say, limit_seconds
         self.started = time.monotonic()
-        self._said, self._complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._answer, self._complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
             [sys.executable, "-m", "pretrain.huggingface.export_check"],
             stdin=subprocess.PIPE,
-            stdout=self._said,
+            stdout=subprocess.DEVNULL,  # libraries print there; the answer has a file of its own
             stderr=self._complained,
+            pass_fds=[self._answer.fileno()],
             env=environment,
             start_new_session=True,  # a notice of preemption is for the run
         )
-        task = json.dumps({"model": dataclasses.asdict(model), "tokenizer": str(tokenizer.absolute()), "added": list(added)})
+        task = {"model": dataclasses.asdict(model), "tokenizer": str(tokenizer.absolute()), "added": list(added)}
+        task["answer"] = self._answer.fileno()
         with contextlib.suppress(BrokenPipeError):  # it ended at once, and its exit code says so
-            self._process.stdin.write(task.encode())
+            self._process.stdin.write(json.dumps(task).encode())
             self._process.stdin.close()
 
     def __enter__(self) -> ExportCheck:
@@ -97,7 +99,7 @@ class ExportCheck:
             self._process.kill()
             self._process.wait()
             self._process = None
-        self._said.close()
+        self._answer.close()
         self._complained.close()
 
     def _seconds_left(self) -> float:
@@ -109,7 +111,7 @@ class ExportCheck:
             self._process.kill()
             self._process.wait()
         self._process = None
-        self._said.seek(0)
+        self._answer.seek(0)
         self._complained.seek(0)
         if code is None or code < 0:
             late = f"not done after {self.limit_seconds:g} s" if self._seconds_left() <= 0 else "left, for a request to stop"
@@ -119,7 +121,7 @@ class ExportCheck:
         if code > 0:
             last = (self._complained.read().decode(errors="replace").strip() or f"exit code {code}").splitlines()[-1]
             return f"export check: this run could not be exported: {last}; {_REMEDY}"
-        answer = json.loads(self._said.read())
+        answer = json.loads(self._answer.read())
         if answer["problem"]:
             return f"export check: this run could not be exported: {answer['problem']}; {_REMEDY}"
         self.say(f"export check: {answer['said']}")
@@ -159,7 +161,7 @@ def _check_with_transformers(model: Model, tokenizer: Path, added: Sequence[str]
 
 
 def main() -> None:
-    """The process: a task on standard input, the answer on standard output."""
+    """The process: a task on standard input, the answer in the open file that the task names."""
     os.nice(10)  # training goes first
     task: dict[str, Any] = json.load(sys.stdin)
     started = time.monotonic()
@@ -168,7 +170,8 @@ def main() -> None:
         said = _check_with_transformers(build_section(Model, task["model"]), Path(task["tokenizer"]), task["added"])
     except UserError as error:
         problem = str(error)
-    print(json.dumps({"said": f"{said} ({time.monotonic() - started:.1f} s)", "problem": problem}))
+    with open(task["answer"], "w", encoding="utf-8") as answer:
+        json.dump({"said": f"{said} ({time.monotonic() - started:.1f} s)", "problem": problem}, answer)
 
 
 if __name__ == "__main__":

@@ -77,11 +77,13 @@ def to_gguf(
         raise ConfigError(f"{directory}: {plan.problem}; --inexact converts it all the same")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-        written = Path(folder) / "model.gguf"
+        written, log = Path(folder) / "model.gguf", Path(folder) / "log"
         task = plan.task | {"llama_cpp": str(llama_cpp.resolve()), "output": str(written), "format": GGUF_DTYPES[dtype]}
         weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         total = round(weights * _BYTES[dtype] / _BYTES.get(_dtype_of(directory), 4.0))
-        _run(task, python or Path(sys.executable), output.with_name(f"{output.name}.log"), written, total)
+        code = _run(task, python or Path(sys.executable), log, written, total)
+        if code or not written.is_file():
+            raise CheckpointError(_failure(code, log, output))
         os.replace(written, output)
     flush(output)
     flush(output.parent)
@@ -192,8 +194,8 @@ def _dtype_of(directory: Path) -> str:
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(said, "fp32")
 
 
-def _run(task: dict[str, Any], python: Path, log: Path, written: Path, total: int) -> None:
-    """Run the driver to its end. Raises CheckpointError with the last line it said, and leaves all it said in `log`."""
+def _run(task: dict[str, Any], python: Path, log: Path, written: Path, total: int) -> int:
+    """Run the driver to its end, with all that it says in `log`. Returns its exit code. Raises CheckpointError if it cannot be started."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
         with open(log, "wb") as said, ByteProgress("converting", total) as done:
@@ -214,7 +216,13 @@ def _run(task: dict[str, Any], python: Path, log: Path, written: Path, total: in
         pass  # it ended at once, which its exit code says
     except OSError as error:
         raise CheckpointError(f"{error.filename or python}: {error.strerror or error}") from error
-    if process.returncode or not written.is_file():
-        lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
-        raise CheckpointError(f"llama.cpp's converter failed: {lines[-1].strip()}; all that it said is in {log}")
-    log.unlink()
+    return process.returncode
+
+
+def _failure(code: int, log: Path, output: Path) -> str:
+    """The last line that the converter said. All of it is kept beside the output, under a name that no file has."""
+    lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+    handle, kept = tempfile.mkstemp(".log", f"{output.name}.", output.parent)
+    os.close(handle)
+    os.replace(log, kept)
+    return f"llama.cpp's converter failed: {lines[-1].strip()}; all that it said is in {kept}"

@@ -225,10 +225,16 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl as written. A line in which a number of `StepRecord` is something else is skipped, as a torn one is."""
-    kinds = {field.name: field.type.removesuffix(" | None") for field in dataclasses.fields(StepRecord)}
+    """The lines of metrics.jsonl as written. A line in which a number of `StepRecord` is something else is skipped, as a torn one is, and
+    so is a line that lacks a number which every record has.
+    """
+    fields = dataclasses.fields(StepRecord)
+    kinds = {field.name: field.type.removesuffix(" | None") for field in fields}
+    always = [field.name for field in fields if field.type == kinds[field.name]]
     for line in read_lines(path):
-        if all(_is(value, kinds[name]) for name, value in line.items() if name in kinds):
+        if all(_is(value, kinds[name]) for name, value in line.items() if name in kinds) and all(
+            line.get(name) is not None for name in always
+        ):
             yield line
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -92,15 +93,18 @@ def _facts(story: RunStory) -> dict[str, str]:
     shares = [record["mfu"] for record in story.records if record.get("mfu") is not None]
     if shares:
         facts["MFU"] = f"{statistics.median(shares):.1%} (median)"
-    if last.get("joules_per_token") is not None:
-        facts["energy"] = f"{last['joules_per_token']:.4g} joules per token, {last['watts']:,.0f} watts"
+    facts["energy"] = _in_words(last, joules_per_token="{:.4g} joules per token", watts="{:,.0f} watts")
     facts["starts"] = str(len(story.starts) or 1)
-    if last.get("device_hours") is not None:
-        facts["device hours"] = f"{last['device_hours']:,.4g}, {last['goodput']:.1%} of them in steps that count"
-    if last.get("cost") is not None:
-        facts["cost"] = f"{last['cost']:,.2f}"
+    facts["device hours"] = _in_words(last, device_hours="{:,.4g}", goodput="{:.1%} of them in steps that count")
+    facts["cost"] = _in_words(last, cost="{:,.2f}")
     facts["time"] = duration(sum(story.seconds().values()))
-    return facts
+    return {name: text for name, text in facts.items() if text}
+
+
+def _in_words(record: dict[str, Any], **forms: str) -> str:
+    """Numbers of a record in words, up to the first that it lacks. Another program may have written the record."""
+    known = itertools.takewhile(lambda name: record.get(name) is not None, forms)
+    return ", ".join(forms[name].format(record[name]) for name in known)
 
 
 def _kept(record: dict[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_log_likelihoods_are_ours(evaluation, tokenizers, tmp_path, kind):
     theirs, ours = said["theirs"], said["ours"]
     assert len(ours["samples"]["choices"]) == 8 and len(ours["samples"]["texts"]) == len(texts)
     answers = list(zip(ours["samples"].pop("answers"), theirs["samples"].pop("answers"), strict=True))
-    # Of byte tokens in a row that are no UTF-8, transformers shows each as U+FFFD, SentencePiece only the wrong ones.
+    # If several byte tokens are not UTF-8, transformers shows each as U+FFFD, and SentencePiece only the wrong ones.
     whole = [(mine, found) for mine, found in answers if "\ufffd" not in str(found)]
     assert len(whole) >= 2 and all(mine == found for mine, found in whole)  # the same texts, ended at the same place
     for name, samples in ours["samples"].items():

@@ -117,6 +117,17 @@ def test_a_check_that_takes_too_long_or_is_killed_is_said_and_fails_nothing(byte
     assert said[2:] == ["export check: left, for a request to stop; whether this run can be exported is not known"]
 
 
+def test_what_libraries_print_is_not_taken_for_the_answer(byte_tokenizer, tmp_path, monkeypatch):
+    """One printed line ended the run with a JSONDecodeError."""
+    source = """import atexit, os; print("a notice"); os.write(1, b"of C\\n"); atexit.register(print, "{'a': 'farewell'}")"""
+    (tmp_path / "sitecustomize.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    custom = dataclasses.replace(SMALL, family="custom")  # is refused before transformers is imported
+    with ExportCheck(custom, byte_tokenizer, [], print) as check:
+        problem = check.finish()
+    assert problem.startswith("export check: this run could not be exported: model.family=custom") and "\n" not in problem
+
+
 def test_a_run_that_ends_before_the_check_ends_it_too(byte_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", pretend(tmp_path, "import time\ntime.sleep(60)"))
     started = time.monotonic()

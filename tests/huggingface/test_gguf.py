@@ -231,7 +231,8 @@ def test_names_that_llama_cpp_has_rules_for_are_refused(tokenizers, tmp_path, na
 def test_failures_are_one_line_and_leave_the_converters_words(tokenizers, llama_cpp, tmp_path):
     exported(tmp_path, tokenizers["bpe"])
     source = (llama_cpp / CONVERTER).read_text()
-    log = tmp_path / "out.gguf.log"
+    mine = tmp_path / "out.gguf.log"  # it was emptied, and removed after a success
+    mine.write_text("mine")
     for changed, message in (
         (
             source.replace("SCORES = list", "SCORES = lambda scores: [-1000.0] * len(scores)"),
@@ -246,8 +247,14 @@ def test_failures_are_one_line_and_leave_the_converters_words(tokenizers, llama_
             CheckpointError, match=f"llama.cpp's converter failed: .*{message}.*; all that it said is in"
         ) as caught:
             to_gguf(tmp_path / "hf", tmp_path / "out.gguf", llama_cpp)
-        assert "\n" not in str(caught.value) and log.exists()
-        assert sorted(path.name for path in tmp_path.glob("*out.gguf*")) == ["out.gguf.log"]
+        assert "\n" not in str(caught.value)
+        [log] = [path for path in tmp_path.glob("*out.gguf*") if path != mine]
+        assert str(caught.value).endswith(f"all that it said is in {log}")
+        log.unlink()
+    (llama_cpp / CONVERTER).write_text(source)
+    to_gguf(tmp_path / "hf", tmp_path / "out.gguf", llama_cpp)
+    assert sorted(path.name for path in tmp_path.glob("*out.gguf*")) == ["out.gguf", "out.gguf.log"] and mine.read_text() == "mine"
+    (tmp_path / "out.gguf").unlink()
     with pytest.raises(ConfigError, match=f"has no {CONVERTER}; give a checkout of llama.cpp"):
         to_gguf(tmp_path / "hf", tmp_path / "out.gguf", tmp_path)
     with pytest.raises(CheckpointError, match="no_python: No such file"):

@@ -1,5 +1,5 @@
-"""Fields of config.json: what is absent or null means what it means to transformers, what contradicts itself or is no value at all is
-refused in one line, and what changes no logit is read past. Of published files of every family.
+"""Fields of config.json, tried on published files of every family. A field that is absent or null means what it means to transformers.
+Contradictions and impossible values are refused in one line. A field that changes no logit is ignored.
 """
 
 from __future__ import annotations

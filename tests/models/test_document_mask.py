@@ -256,7 +256,7 @@ def test_a_longer_or_shorter_document_changes_nothing_in_another(lengths, data):
     (one_loss, one, one_logits), (two_loss, two, two_logits) = found
     assert one_loss == pytest.approx(two_loss, rel=1e-6)
     assert (one_logits - two_logits).abs().max() <= 1e-5
-    # Of all gradients: that of a query is zero up to rounding where the document is a single token.
+    # The norm of all gradients together, because a query's own is zero up to rounding where the document is a single token.
     largest = torch.stack([gradient.norm() for gradient in one.values()]).norm()
     for name, gradient in one.items():
         assert (gradient - two[name]).norm() <= 1e-6 * largest, name

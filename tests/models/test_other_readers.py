@@ -135,7 +135,7 @@ def test_a_family_as_it_comes_is_one_that_llama_cpp_computes(family):
     ids=lambda value: value if isinstance(value, str) else value.family,
 )  # fmt: skip
 def test_a_switch_that_llama_cpp_does_not_obey_is_named(model, key):
-    """CL-1k: found by computing every configuration of every family there; a window as long as the sequence is none."""
+    """CL-1k: found by computing every configuration of every family there; a window as long as the sequence does not count."""
     assert problem(model).startswith(f"model.{key}") and "\n" not in problem(model)
     if key == "attention.window=8":
         assert problem(dataclasses.replace(model, max_sequence_length=8)) is None

@@ -91,6 +91,23 @@ def test_what_was_evaluated_at_a_step_without_a_log_line_is_on_the_page(tmp_path
     assert sum(story.seconds().values()) == pytest.approx(600.0)
 
 
+def test_a_number_that_a_record_lacks_is_left_out_of_the_facts(tmp_path):
+    """A record of another program had joules_per_token and no watts, and ended the page with a KeyError."""
+    run = write_run(tmp_path)
+    for known, energy, hours in (
+        ({"joules_per_token": 2.0, "watts": 412.0, "device_hours": 1.5, "goodput": 0.9}, "2 joules per token, 412 watts", "1.5, 90.0% of them in steps that count"),
+        ({"joules_per_token": 2.0, "device_hours": 1.5}, "2 joules per token", "1.5"),
+        ({"joules_per_token": 2.0, "watts": None, "goodput": 0.9}, "2 joules per token", None),
+        ({"watts": 412.0}, None, None),
+    ):  # fmt: skip
+        (run / "metrics.jsonl").write_text(line(1) + line(2, **known))
+        facts = page_data([read_story(run)])["runs"][0]["facts"]
+        assert (facts.get("energy"), facts.get("device hours"), facts.get("cost")) == (energy, hours, None)
+    (run / "metrics.jsonl").write_text(line(1, tokens=None) + '{"step": 2, "loss": 1.0}\n')
+    for output in ([], ["--output", str(tmp_path / "page.html")]):
+        assert tool("report").main([str(run), *output]) == 1
+
+
 def test_a_line_that_got_its_evaluation_later_is_no_step_made_again(tmp_path):
     run = write_run(tmp_path)
     with (run / "metrics.jsonl").open("a") as file:

@@ -65,7 +65,7 @@ def test_scores_ignore_case_when_asked():
 
 @pytest.mark.parametrize(("samples", "shown"), [(0, []), (2, ["a", "b"]), (5, ["a", "b", "c"])])
 def test_a_translation_is_logged_once(tmp_path, byte_tokenizer, monkeypatch, caplog, samples, shown):
-    """Of one pair, five samples were the same lines five times."""
+    """With a single pair, `samples: 5` logged the same lines five times."""
     pytest.importorskip("sacrebleu")
     prepare_pairs(tmp_path / "pairs", split_of(tmp_path, "x", ["a", "b", "c"], ["d", "e", "f"]), None, byte_tokenizer)
     pairs, config = PreparedPairs.open(tmp_path / "pairs"), Config()

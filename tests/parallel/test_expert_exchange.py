@@ -14,7 +14,7 @@ CHOICES = {  # by rank, the experts of each token; ranks 0 and 1 hold experts 0-
 
 
 def results_and_gradients(chosen: list[list[list[int]]]) -> tuple[dict, dict]:
-    """Of this rank, exchanging rows; and of one process with the tokens of all ranks."""
+    """Those of this rank, which exchanges rows, and those of one process with the tokens of all ranks."""
     from pretrain.distributed import ranks as distributed
     from pretrain.distributed.mesh import Mesh
     from pretrain.models.experts import Experts, dispatch

@@ -335,7 +335,7 @@ def filled(model: Model, axes: tuple = ()) -> torch.nn.Module:
 
 
 def gradients_together(model: Model, config: Config, mesh, axes: dict) -> dict[str, torch.Tensor]:
-    """Of all ranks of this rank's pipeline: whole gradients, and losses and logits as the last stage has them."""
+    """Whole gradients from all ranks of this rank's pipeline, and losses and logits as the last stage has them."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 

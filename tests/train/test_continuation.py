@@ -187,7 +187,7 @@ def test_what_is_compiled_computes_the_same_and_is_counted(pool, config_file, pr
         found.append([record["compiled"] for record in read_metrics(compiled) if "compiled" in record])
         assert f"compiled {found[-1][0]['functions']:.0f} functions in" in results[0][1]
     first, second = ({name: sum(record[name] for record in records) for name in records[0]} for records in found)
-    # Of a whole model ten: the network and its head, each with and without gradients; what follows the loss in both; and four passes of the loss.
+    # A whole model has ten: the network and its head, each with and without gradients; what follows the loss in both; and four passes of the loss.
     assert first["functions"] == second["functions"] <= (10 if what == "model" else 8) and 1 <= first["again"] == second["again"] < first["functions"]
     assert (first["graph_breaks"] > 0) == (what == "model")  # the fused loss is left out
     assert not first["from_cache"] and second["from_cache"] and second["seconds"] < first["seconds"]

@@ -179,7 +179,7 @@ def test_a_run_ends_early_keeps_its_best_checkpoints_and_stops_again_when_it_is_
     run, reason = config_file.parent / "runs" / "run", "evaluation/given has not improved on 3 in 3 measurements"
     assert code == 0 and f"stopped at step 7: {run} ({reason})" in printed
     assert status(run) == ("stopped", 7, reason)
-    # Of steps 4 and 7, 7 was measured last and saved at the end; 4 was saved for being the best.
+    # Step 4 was saved because it is the best, step 7 because it is the last.
     assert kept(run) == ["step-00000004", "step-00000007"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000007"]
     [(code, printed)] = pool.launch(1, run_extended, "early", str(config_file))

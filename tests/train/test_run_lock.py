@@ -103,7 +103,7 @@ def test_a_second_trainer_is_refused_by_name_and_comes_in_after_the_first(tmp_pa
     began = time.monotonic()
     lock = RunLock(tmp_path, kind)
     lock.acquire()
-    # Of another host, only silence says that it is gone; of this one, and with flock, the system knows.
+    # Only silence shows that a process of another host is gone. The system knows it on this host, and with flock.
     assert (time.monotonic() - began > 1.5) == (kind == "file" and elsewhere)
     lock.release()
     began = time.monotonic()

@@ -7,11 +7,16 @@
 #   SEEDS="0 1 2" SETTINGS="muon-512x8 llama-512x8 512x8" bash tools/gpu_day/part3.sh    seeds of chosen ones
 #   MINUTES=5 SECONDS_LEFT=3600 bash tools/gpu_day/part3.sh                              the record's own time, on a machine that is lent for an hour
 
+minutes=${MINUTES:-1}
+if ! [[ $minutes =~ ^[1-9][0-9]*$ ]]; then
+  echo "MINUTES=$minutes is not a number of whole minutes; set it to 1 or more, or leave it out" >&2
+  exit 2
+fi
+
 source "$(dirname "$0")/rows.sh"
 
 results=$OUT/quality.jsonl
 [ -f "$results" ] || [ ! -f build/quality.jsonl ] || cp build/quality.jsonl "$results"
-minutes=${MINUTES:-1}
 tries=("muon-384x6 llama-384x6 384x6" "muon-512x8 llama-512x8 512x8" "muon-512x8-dropout gpt2-512x8-dropout 512x8-dropout")
 [ -z "${SETTINGS:-}" ] || tries=("$SETTINGS")
 scale=()

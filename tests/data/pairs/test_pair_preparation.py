@@ -161,7 +161,7 @@ def test_damage_is_found(tmp_path, byte_tokenizer):
 SOURCES = [b"a dog", b"the <pad> cat", b"c", b"d\xff", b"", b"e", b"x</s>"]
 TARGETS = ["ein hund", "die katze", "<extra_id_0> c", "d", "leer", "e", "<pad>"]
 PLACES = ["s, line 2", "t, line 3", "s, line 4", "s, line 7"]
-"""Of the lines above that cannot be used. Line 5 is empty; the two sides of line 7 are one pair."""
+"""The lines above that cannot be used. Line 5 is empty. Both sides of line 7 are bad, which makes one pair."""
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PET_LOG_DIR", os.devnull)  # torchrun would leave a folder in the temporary directory at each start
 
 from launch_pool import LaunchPool
 from running import run_directory, train, write_config, write_prepared

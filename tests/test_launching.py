@@ -440,6 +440,17 @@ def test_nodes_that_do_not_gather_are_waited_for_with_words_and_end_with_one_lin
         assert re.search(seen, line)
 
 
+def test_a_launch_leaves_nothing_in_the_temporary_directory(tmp_path, monkeypatch):
+    """torch left a folder torchelastic_* there at each start, for logs that go to the console."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.delenv("PET_LOG_DIR")  # of tests/conftest.py
+    node = multi_node(tmp_path, "--config", "x", NODES="1", HEAD=f"127.0.0.1:{_free_port()}", MAX_RESTARTS="0", TMPDIR=str(temporary))
+    assert node.wait(90) == 1
+    printed = (tmp_path / "x.out").read_text()
+    assert "error: the process of rank 0 " in printed and not list(temporary.iterdir()), printed
+
+
 def test_two_reasons_to_end_are_one_line(monkeypatch, capsys):
     """On a busy machine the watch came to its limit while torchrun's was being told: two lines."""
     monkeypatch.setattr(agent, "_spoken", threading.Event())

@@ -325,9 +325,10 @@ def first_damage(checkpoint: Path, ranks: Ranks, content: bool = True, instead: 
         # what is wrong; the file that cannot be read; missing?
         found: tuple[str | None, str | None, bool] = (None, None, False)
         try:
-            if not intact:
-                with ranks.part("hashes of a checkpoint", storage=True):  # the others wait for it, and see why
-                    files.verify(checkpoint, ranks.rank, ranks.world_size, content=content)
+            # The others wait for it, and see why. A file may take hours, and the ranks that have none are done at once.
+            with ranks.part("hashes of a checkpoint", storage=True), ranks.in_pieces("hashes of a checkpoint") as seen:
+                if not intact:
+                    files.verify(checkpoint, ranks.rank, ranks.world_size, seen, content)
                     manifest = files.manifest_hash(checkpoint)
             intact = True
         except UnreadableError as error:

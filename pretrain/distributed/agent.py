@@ -34,6 +34,8 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     options = parse_args(arguments)
+    if options.log_dir is None and options.redirects == options.tee == "0":
+        options.log_dir = os.devnull  # or torch leaves an empty folder in the temporary directory at each start
     limit = join_seconds(options.rdzv_conf)
     alone = str(options.nnodes) in ("1", "1:1")
     where = f"{'1 node' if alone else f'{options.nnodes} nodes'} at {options.rdzv_endpoint}"

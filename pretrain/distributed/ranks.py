@@ -11,8 +11,8 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -125,6 +125,36 @@ class Ranks:
         reads, writes or removes files, and may wait for storage without a sign.
         """
         return self.monitor.doing(name, device=device, storage=storage, exchanges=exchanges) if self.monitor else nullcontext()
+
+    @contextmanager
+    def in_pieces(self, name: str) -> Iterator[Callable[[int], object]]:
+        """Work that all ranks do a share of, which may take one of them longer than `parallel.timeout_seconds`, as long as no piece does.
+
+        It gives a function to be called after each piece, with the piece's size. By it, those that are done hear that the others go on.
+        """
+        if self.control is None:
+            yield lambda size: None
+            return
+        every, began = self.monitor.timeout_seconds / 2, time.monotonic()
+
+        def after_piece(size: int) -> None:
+            nonlocal began
+            if time.monotonic() - began >= every:
+                self.sum(name, torch.tensor(1))
+                began = time.monotonic()
+
+        try:
+            yield after_piece
+        except LostRankError:
+            raise
+        except (UserError, OSError):
+            self._wait_for_pieces(name)
+            raise
+        self._wait_for_pieces(name)
+
+    def _wait_for_pieces(self, name: str) -> None:
+        while self.sum(name, torch.tensor(0)):
+            pass
 
     def begin_step(self, number: int) -> None:
         """Say that the ranks agree on this step next, so that the time between two steps is known (pace.py)."""

@@ -159,15 +159,23 @@ class OptimizerSet:
     @contextmanager
     @torch.no_grad()
     def averaged(self) -> Iterator[None]:
-        """Parameters have their running means' values inside. What a strategy has gathered of the weights is not changed."""
-        kept = {name: local(p).clone() for name, p in self.parameters.items()}
-        for name, mean in self.means.items():
-            local(self.parameters[name]).copy_(local(mean))
+        """Parameters and their running means change places inside. What a strategy has gathered of the weights is not changed.
+
+        A mean would not survive in a weight's place if that is in bf16. The mean is lent then, and the weights are kept in their own format.
+        """
+        pairs = [(local(self.parameters[name]), local(mean)) for name, mean in self.means.items()]
+        alike = [(weight, mean) for weight, mean in pairs if weight.dtype == mean.dtype]
+        kept = [(weight, weight.clone()) for weight, mean in pairs if weight.dtype != mean.dtype]
+        for weight, mean in pairs:
+            if weight.dtype != mean.dtype:
+                weight.copy_(mean)
+        _change_places(alike)
         try:
             yield
         finally:
-            for name, value in kept.items():
-                local(self.parameters[name]).copy_(value)
+            _change_places(alike)
+            for weight, own in kept:
+                weight.copy_(own)
 
     def zero_grad(self) -> None:
         """Forget the gradients, and what they are clipped by."""
@@ -312,6 +320,14 @@ def _norm_by_rows(part: Tensor) -> Tensor:
     if part.dim() > 1 and part.numel():
         part = torch.linalg.vector_norm(part, dim=-1, dtype=widest(part))
     return torch.linalg.vector_norm(part, dtype=torch.float64)
+
+
+def _change_places(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Exchange the values of two tensors, pair by pair: there is never more than one tensor beside them."""
+    for one, other in pairs:
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
 
 
 def _sharding_of(gradient: Tensor) -> tuple | None:

@@ -104,9 +104,7 @@ class Continuation:
         if self._saved_step == progress.step:
             return
         started = time.monotonic()
-        if self._removal is not None:
-            with self.ranks.part("removal of older checkpoints", storage=True):
-                self._removal.join()
+        self.wait_for_removal()
         if self.ranks.is_main:
             self.directory.restore_record()
         tensors = model_tensors(self.model) | optimizer_tensors(self.optimizer)
@@ -138,7 +136,8 @@ class Continuation:
     def wait_for_removal(self) -> None:
         """Let the removal of older checkpoints come to an end, before another start may find them. No other rank has to wait for it."""
         if self._removal is not None:
-            self._removal.join()
+            with self.ranks.part("removal of older checkpoints", storage=True):
+                self._removal.join()
 
     @property
     def is_saving(self) -> bool:
@@ -158,7 +157,8 @@ class Continuation:
         self.last = saving.target
         self._parent, self.directory.newest = _identify(self.last, step, manifest), self.last.name
         if self.ranks.is_main:
-            self._removal = retire(self.last, self.plan.config.checkpoint)
+            with self.ranks.part("removal of older checkpoints", storage=True):
+                self._removal = retire(self.last, self.plan.config.checkpoint)
             log.info("saved %s (%s%s)", self.last, duration(time.monotonic() - self._started), self._held_up)
         return step
 

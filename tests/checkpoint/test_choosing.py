@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -181,6 +182,33 @@ def test_a_rank_that_hashes_says_so_to_those_that_wait(run, monkeypatch):
     ranks = Ranks(0, 0, 1, torch.device("cpu"), monitor=Parts())
     assert choose.first_damage(run / "checkpoints" / "step-00000006", ranks) is None
     assert seen == {("hashes of a checkpoint", True)}
+
+
+def hashing_for_long(seconds: float, config_file: str, *overrides: str) -> tuple[int, str]:
+    """A run whose rank 1 takes so long for one file of a checkpoint, piece by piece."""
+    describe, slow = files.describe_file, []
+
+    def slowly(path, seen=None):
+        if os.environ["RANK"] == "1" and not slow:
+            slow.append(path)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                time.sleep(0.1)
+                if seen is not None:
+                    seen(1)
+        return describe(path, seen)
+
+    with patch.object(files, "describe_file", slowly):
+        return without_pauses(config_file, *overrides)
+
+
+def test_hashing_may_take_longer_than_ranks_wait_for_each_other(pool, trained_run, config_file):
+    """A checkpoint of one rank is one file. Where others hash nothing, they ended the run after parallel.timeout_seconds."""
+    run = trained_run(2, config_file, *PERIODIC, DDP)
+    arguments = (str(config_file), *PERIODIC, DDP, "run.steps=7", "parallel.timeout_seconds=5")
+    results = pool.launch(2, hashing_for_long, 13.0, *arguments)
+    assert [code for code, _ in results] == [0, 0], results[0][1]
+    assert "step-00000006: step 6" in results[0][1] and [r["step"] for r in read_metrics(run)] == list(range(1, 8))
 
 
 def in_own_folder(folders: list[str], config_file: str, *overrides: str) -> tuple[int, str]:

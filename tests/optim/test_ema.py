@@ -40,6 +40,23 @@ def test_the_mean_follows_its_formula_and_lends_its_values(name):
     assert all(torch.equal(p, weights[key]) for key, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_the_mean_is_lent_without_another_copy_of_the_weights_in_fp32(stored):
+    """It took 4 bytes per weight more than the line of memory says."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False).to(stored)
+    optimizer = OptimizerSet([model], Optim(ema_decay=0.8))
+    for _ in range(3):
+        model.weight.grad = torch.randn_like(model.weight)
+        optimizer.step(0.1)
+    weight, mean = model.weight.detach().clone(), optimizer.means["weight"].clone()
+    with pytest.raises(KeyError), optimizer.averaged():
+        assert torch.equal(model.weight, mean.to(stored))
+        assert torch.equal(optimizer.means["weight"], weight if stored == torch.float32 else mean)
+        raise KeyError  # an evaluation that is abandoned
+    assert torch.equal(model.weight, weight) and torch.equal(optimizer.means["weight"], mean)
+
+
 LAYOUTS = {
     "fsdp, kept": ("parallel.strategy=fsdp", "parallel.reshard_after_forward=never"),
     "ddp": ("parallel.strategy=ddp",),

@@ -311,3 +311,30 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_checkpoint_before(p
     one, other = state_of(straight, 9), state_of(resumed, 9)
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert not list((run / "checkpoints").glob(".*"))
+
+
+def parts_of_removals(config_file: str, *overrides: str) -> tuple[int, list[list[tuple[str, bool]]]]:
+    """Exit code of a run, and the part that its main thread is in while old checkpoints are chosen, and at the end of each removal."""
+    parts, seen, choose, part, remove = [], [], files.outdated, Ranks.part, files.remove
+
+    @contextmanager
+    def named(self, name, storage=False, **kinds):
+        parts.append((name, storage))
+        with part(self, name, storage=storage, **kinds):
+            yield
+        parts.pop()
+
+    def slowly_removed(path):
+        time.sleep(1)
+        seen.append(parts[-1:])
+        return remove(path)
+
+    with patch.object(Ranks, "part", named), patch.multiple(files, outdated=lambda *a: seen.append(parts[-1:]) or choose(*a), remove=slowly_removed):
+        return run_main(config_file, *overrides)[0], seen
+
+
+def test_a_rank_that_chooses_old_checkpoints_or_waits_for_their_removal_says_so(pool, config_file):
+    """On storage that hangs, the others were told of what the rank had done before."""
+    options = ("run.steps=2", "schedule.warmup_steps=0", "checkpoint={every_steps: 1, keep_last: 1}")
+    [(code, seen)] = pool.launch(1, parts_of_removals, str(config_file), *options)
+    assert code == 0 and seen == [[("removal of older checkpoints", True)]] * 3
